@@ -132,7 +132,7 @@ class ActorOptimConfig(OptimConfig):
     """Optimizer"""
 
     actor_learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of the actor."""
+    """Peak learning rate of the actor; ten times as much by default if --lora_rank is given."""
     enable_ema: bool = False
     """Keep a moving average of the actor's weights in host memory, and save it as a model of its own, `ema`."""
     ema_beta: float = Field(0.992, ge=0, lt=1)
@@ -149,4 +149,4 @@ class ActorCriticOptimConfig(ActorOptimConfig):
     """Optimizer"""
 
     critic_learning_rate: float = Field(9e-6, gt=0)
-    """Peak learning rate of the critic."""
+    """Peak learning rate of the critic; ten times as much by default if --lora_rank is given."""

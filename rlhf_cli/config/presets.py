@@ -14,6 +14,7 @@ from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.config.train import OptimConfig
 
 GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
 
@@ -79,6 +80,16 @@ def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
     has_reward = environment is not None and environment_kind(str(environment)) != "mcp"
     has_reward = has_reward or given.get("agent_command") is not None
     return {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
+
+
+def defaults_of_adapter(given: Mapping[str, object], optim: OptimConfig) -> dict[str, object]:
+    """Return the learning rates that go with a new adapter, which learns best at about ten times the rates of a whole
+    model; those are the ones in `optim`.
+    """
+    if str(given.get("lora_rank", 0)).strip() == "0":
+        return {}
+    rates = ("learning_rate", "actor_learning_rate", "critic_learning_rate")
+    return {name: float(f"{10 * getattr(optim, name):.6g}") for name in rates if hasattr(optim, name)}
 
 
 def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:

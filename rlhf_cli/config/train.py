@@ -94,7 +94,7 @@ class SingleOptimConfig(OptimConfig):
     """Optimizer"""
 
     learning_rate: float = Field(5e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate; ten times as much by default if --lora_rank is given."""
 
 
 class DeepSpeedConfig(SettingsGroup):

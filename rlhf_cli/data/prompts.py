@@ -88,7 +88,7 @@ class PromptData:
 
     `fingerprint` is of all texts and labels; `row_of` reads a prompt's row again, and `conversation_of` the messages in
     it, the system message of the settings included; `where` gives file and line of a prompt's row. `has_pictures`: the
-    prompts are of a model that takes pictures.
+    prompts are of a model that takes pictures. `end_ids` are tokens that end a response by the chat template.
     """
 
     prompts: collections.abc.Sequence[Prompt]
@@ -98,6 +98,7 @@ class PromptData:
     conversation_of: Callable[[Prompt], Conversation]
     where: Callable[[Prompt], str]
     has_pictures: bool = False
+    end_ids: tuple[int, ...] = ()
 
 
 def load_prompts(
@@ -161,6 +162,7 @@ def load_prompts(
         origins.conversation_of,
         origins.where,
         has_pictures=reader is not None,
+        end_ids=steps.renderer.end_ids if isinstance(steps.renderer, Renderer) else (),
     )
 
 

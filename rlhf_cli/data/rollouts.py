@@ -31,8 +31,8 @@ class SamplingParams:
     continues: bool = False
 
 
-def sampling_params(sampling: ResponseSamplingConfig) -> SamplingParams:
-    """Return the settings as engines take them."""
+def sampling_params(sampling: ResponseSamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:
+    """Return the settings as engines take them, with the tokens that end a response by a chat template."""
     is_greedy = sampling.temperature == 0
     return SamplingParams(
         sampling.max_new_tokens,
@@ -43,6 +43,7 @@ def sampling_params(sampling: ResponseSamplingConfig) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         greedy=is_greedy,
         stop=tuple(sampling.stop),
+        end_ids=end_ids,
     )
 
 

@@ -26,7 +26,7 @@ from rlhf_cli.models.adapter_parts import require_known_parts, require_whole_pre
 from rlhf_cli.models.classifiers import refuse_classifier, set_padding
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.folders import whole_folder
-from rlhf_cli.models.loading import fill, num_parameters
+from rlhf_cli.models.loading import fill, language_model_class, num_parameters
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
 from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.adapting import language_targets
@@ -238,7 +238,8 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
     config.task_type = SCORES if _has_head(model) else "CAUSAL_LM"
     if takes_pictures(model.config) and plan.weights is None and not plan.with_tower:
         config.target_modules = language_targets(model, config.target_modules)
-    _require_excluded_layers(model, config.exclude_modules)
+    if plan.weights is None:  # the file of one on disk may name layers of other models
+        _require_layers(model, config)
     with torch.random.fork_rng():
         torch.manual_seed(plan.seed)  # the same weights however the model was loaded
         try:
@@ -258,12 +259,23 @@ def _naming_setting(config: Any) -> str:
     return "target_modules, exclude_modules" if config.exclude_modules else "target_modules"
 
 
-def _require_excluded_layers(model: nn.Module, excluded: Any) -> None:
-    """Raise UsageError if the list of excluded layers has a name that no layer has; PEFT may have a pattern instead."""
+def check_layer_names(plan: AdapterPlan, architecture: PretrainedConfig, *, trust_remote_code: bool) -> None:
+    """Raise UsageError if a new adapter names a layer that the model does not have, before any weight is read."""
+    if plan.weights is None and (isinstance(plan.config.target_modules, set) or plan.config.exclude_modules):
+        with torch.device("meta"):
+            model = language_model_class(architecture).from_config(architecture, trust_remote_code=trust_remote_code)
+        _require_layers(model, plan.config)
+
+
+def _require_layers(model: nn.Module, config: Any) -> None:
+    """Raise UsageError if a list of layers has a name that no layer has; PEFT may have a pattern instead."""
     names = [f".{name}" for name, _ in model.named_modules()]
-    for wanted in excluded if isinstance(excluded, list | set | tuple) else ():
-        if not any(name.endswith(f".{wanted}") for name in names):
-            raise UsageError(f"exclude_modules: no layer has the name {wanted}")
+    for setting in ("target_modules", "exclude_modules"):
+        listed = getattr(config, setting)
+        for wanted in sorted(listed) if isinstance(listed, list | set | tuple) else ():
+            if not any(name.endswith(f".{wanted}") for name in names):
+                linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if type(part) is nn.Linear}
+                raise UsageError(f"{setting}: no layer has the name {wanted}; there are {', '.join(sorted(linear))}")
 
 
 def _has_head(model: nn.Module) -> bool:

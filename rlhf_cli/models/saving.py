@@ -6,6 +6,7 @@
 import copy
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -101,13 +102,26 @@ def _without_tied_copies(
     return {name: tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict}
 
 
+def end_at(model: object, end_ids: Sequence[int]) -> None:
+    """Let generation with the saved model end at these tokens too; models that give scores do not generate."""
+    generation: GenerationConfig | None = getattr(model, "generation_config", None)
+    if generation is not None and end_ids:
+        ends = _ends(generation)
+        generation.eos_token_id = [*ends, *(end for end in end_ids if end not in ends)]
+
+
+def _ends(generation: GenerationConfig) -> list[int]:
+    """Return the tokens at which generation ends, none if there are none."""
+    ends = generation.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
 def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Generation stops at the tokenizer's end of sequence, pads with something, and has no contradicting settings."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     if generation is None:
         return
-    ends = generation.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    ends = _ends(generation)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends = [tokenizer.eos_token_id, *ends]
     if ends:

@@ -18,6 +18,7 @@ from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import MCP_PREFIX, EnvironmentConfig, EpisodeConfig, environment_kind
 from rlhf_cli.config.scoring import RequestScoringConfig
 from rlhf_cli.data.prompts import PromptData
+from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.data.templates.tool_dialogues import ToolDialogues
@@ -135,9 +136,8 @@ def find_episodes(
     if settings.agent_command is None:
         return find_environment(settings, prompts, found, tokenizer)
     _check_template(prompts, "an agent program")
-    dialogues = ToolDialogues(
-        Renderer(prompts, tokenizer).template, tokenizer, end_ids=_end_ids(found), vocab_size=_vocab_size(found)
-    )
+    template = Renderer(prompts, tokenizer).template
+    dialogues = ToolDialogues(template, tokenizer, end_ids=_end_ids(found, template), vocab_size=_vocab_size(found))
     programs = AgentPrograms(
         settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.num_workers
     )
@@ -158,11 +158,12 @@ def find_environment(
     _check_template(prompts, "an environment")
     with _environments(settings) as environments:  # loads the file or asks the server; what it started ends here
         description = environments.description
+    template = Renderer(prompts, tokenizer).template
     dialogue = ChatDialogue(
-        Renderer(prompts, tokenizer).template,
+        template,
         tokenizer,
         description.tools,
-        end_ids=_end_ids(found),
+        end_ids=_end_ids(found, template),
         vocab_size=_vocab_size(found),
     )
     return EnvironmentPlan(settings, prompts, environments, dialogue)
@@ -175,9 +176,9 @@ def _check_template(prompts: PromptConfig, other: str) -> None:
         raise UsageError(f"{given}: turns of {other} need the chat template of the model")
 
 
-def _end_ids(found: FoundModel) -> Sequence[int]:
-    """Return the tokens at which the model ends a turn."""
-    return eos_token_ids(description_of(found.path))
+def _end_ids(found: FoundModel, template: ChatTemplate) -> Sequence[int]:
+    """Return the tokens at which a turn ends: those of the model, and the one of the template."""
+    return sorted({*eos_token_ids(description_of(found.path)), *template.end_ids})
 
 
 def _vocab_size(found: FoundModel) -> int:

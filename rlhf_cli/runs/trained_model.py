@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.adapters import AdapterPlan, plan_adapter
+from rlhf_cli.models.adapters import AdapterPlan, check_layer_names, plan_adapter
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.requirements import packed_attention
 from rlhf_cli.models.reward_model import find_reader
@@ -39,10 +39,13 @@ class TrainedModel:
 
 
 def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
-    """Return the model of the settings. Raise UsageError if it is no model, or its adapter belongs to another one."""
+    """Return the model of the settings. Raise UsageError if it is no model, or its adapter does not fit it."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
-    return TrainedModel(model, base, plan, find_model(base), load_tokenizer(model))
+    found = find_model(base)
+    if plan is not None:
+        check_layer_names(plan, found.architecture, trust_remote_code=model.trust_remote_code)
+    return TrainedModel(model, base, plan, found, load_tokenizer(model))
 
 
 def find_companion(flag: str, source: ModelConfig, trained: TrainedModel) -> FoundModel:

@@ -113,7 +113,15 @@ class Place:
         shape |= {"vocab_size": 300}
         flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
         run_rlhf("scratch", "--dataset", folder / "sums.jsonl", *flags, "--output", folder / "tiny")
+        self._name_another_end(folder / "tiny")
         self._started: list[Running] = []
+
+    def _name_another_end(self, model: Path) -> None:
+        """Make the model like a base model, whose files name the end of a text and not that of a turn."""
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            found = json.loads((model / name).read_text())
+            end = {"eos_token": "<|endoftext|>"} if "tokenizer" in name else {"eos_token_id": 0}
+            (model / name).write_text(json.dumps(found | end))
 
     def new_name(self, kind: str) -> str:
         """Return the name of a run that no run before had, so that a test can be repeated."""
@@ -190,7 +198,14 @@ def test_every_launcher_trains_the_same_model(place, finished, launcher):
     prompt = tokenizer("1+1=", return_tensors="pt").input_ids
     logits = [model(prompt).logits for model in models]
     assert torch.allclose(*logits, atol=0.05)
-    assert models[1].generation_config.eos_token_id is not None
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert models[1].generation_config.eos_token_id == ends  # a base model's end of text, and the end of turn trained
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True)
+    response = models[1].generate(torch.tensor([chat["input_ids"]]), max_new_tokens=64, do_sample=False)[
+        0, len(chat["input_ids"]) :
+    ]
+    assert response[-1] == ends[1]
+    assert len(response) < 64
     assert tokenizer.chat_template
     said = (place.folder / name / "config.yaml").read_text()
     assert "train_batch_size: 8" in said

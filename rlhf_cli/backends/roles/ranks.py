@@ -59,7 +59,7 @@ from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_valu
 from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.quantised import dense
-from rlhf_cli.models.saving import save_all_but_weights, save_hf
+from rlhf_cli.models.saving import end_at, save_all_but_weights, save_hf
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -103,6 +103,7 @@ class TrainedRank:
     ) -> None:
         self.settings = settings
         self.hf_model = hf_model
+        end_at(hf_model, settings.end_ids)
         self.packer = Packer(settings, hf_model)
         self.engine = DeepSpeedEngine(
             module,

@@ -65,6 +65,7 @@ class RoleSettings:
     ema_beta: float | None = None
     sleeps: bool = False
     teacher: HostedTeacher | None = None
+    end_ids: tuple[int, ...] = ()  # tokens that end a response by the chat template, for the saved model
 
     def class_of(self, role: str) -> str:
         """Return the name of the class of the role's ranks."""

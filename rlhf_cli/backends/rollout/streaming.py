@@ -4,7 +4,7 @@ Prefill, cache, sampling and seeds are those of the transformers engine, so that
 to the same tokens and seed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,14 +36,12 @@ class StreamingModel:
         *,
         dtype: torch.dtype,
         trust_remote_code: bool,
-        ends_of_turn: Sequence[int] = (),
     ) -> None:
-        """`ends_of_turn` are tokens that end a response besides the model's own, as a template may have."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_for_decoding(model_path, dtype=dtype, device=self.device, trust_remote_code=trust_remote_code)
         self._tower = tower_of(self.model)
         self._tokenizer = tokenizer
-        self._eos = torch.tensor(sorted({*eos_token_ids(model_path), *ends_of_turn}), device=self.device)
+        self._eos = torch.tensor(eos_token_ids(model_path), device=self.device)
 
     @torch.inference_mode()
     def respond(

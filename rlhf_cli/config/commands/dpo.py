@@ -23,4 +23,4 @@ class DPOConfig(OfflineConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the defaults that depend on the given settings."""
-        return defaults_of_pair_loss(given)
+        return super().implied(given) | defaults_of_pair_loss(given)

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from rlhf_cli.config.commands.online import FilteringConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
-from rlhf_cli.config.presets import defaults_of_preset, defaults_of_roles
+from rlhf_cli.config.presets import defaults_of_preset
 from rlhf_cli.config.rollout import RolloutConfig
 
 
@@ -20,7 +20,7 @@ class GRPOConfig(FilteringConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_preset(given) | defaults_of_roles(given)
+        return super().implied(given) | defaults_of_preset(given)
 
     @model_validator(mode="after")
     def _several_rewards_are_compared(self) -> "GRPOConfig":

@@ -1,9 +1,13 @@
 """The settings that all offline commands share; each command replaces groups by its own and adds its loss."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.config.presets import defaults_of_adapter
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -28,3 +32,8 @@ class OfflineConfig(BaseModel):
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults that depend on the given settings."""
+        return defaults_of_adapter(given, cls.model_fields["optim"].default)

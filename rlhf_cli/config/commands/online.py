@@ -22,7 +22,7 @@ from rlhf_cli.config.online import (
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import ActorPlacementConfig, CriticPlacementConfig, PlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.presets import defaults_of_loss, defaults_of_roles
+from rlhf_cli.config.presets import defaults_of_adapter, defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig, RemoteScoringConfig, StepRewardConfig
@@ -48,6 +48,11 @@ class OwnResponsesConfig(BaseModel):
     deepspeed: ActorDeepSpeedConfig = ActorDeepSpeedConfig()
     checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return defaults_of_adapter(given, cls.model_fields["optim"].default)
 
     @property
     def episode_settings(self) -> EpisodeConfig:
@@ -140,7 +145,7 @@ class OnlineConfig(OwnResponsesConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_loss(given) | defaults_of_roles(given)
+        return super().implied(given) | defaults_of_loss(given) | defaults_of_roles(given)
 
     @property
     def episode_settings(self) -> EpisodeConfig:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli.config.commands.online import FilteringConfig
 from rlhf_cli.config.policy import ReinforcePolicyConfig
-from rlhf_cli.config.presets import defaults_of_baseline, defaults_of_loss, defaults_of_roles
+from rlhf_cli.config.presets import defaults_of_baseline
 
 
 class ReinforceConfig(FilteringConfig):
@@ -16,4 +16,4 @@ class ReinforceConfig(FilteringConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_loss(given) | defaults_of_baseline(given) | defaults_of_roles(given)
+        return super().implied(given) | defaults_of_baseline(given)

@@ -80,6 +80,20 @@ class ChatTemplate:
         shared = runs[0][: num_shared(*runs)]  # Cohere 2 ends a response, and with it the turn
         return tuple(dict.fromkeys(["".join(shared)] if shared else ends))
 
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The token that ends the last turn, at which generation has to stop; none if no token of its own ends it.
+
+        A base model may name another end of sequence, although it is trained on this one.
+        """
+        if not self._tokenizer.is_fast:  # no offsets, by which the end is found
+            return ()
+        try:
+            ids = self._tokenizer(self.ends_of_turn[0], add_special_tokens=False)["input_ids"]
+        except TemplateFault:
+            return ()
+        return tuple(ids[-1:])
+
     def _special_run(self, text: str, place: int) -> list[str]:
         """Return the special tokens that follow each other directly from `place` on."""
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]

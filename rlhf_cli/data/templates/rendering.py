@@ -59,6 +59,11 @@ class Renderer:
             self._of_rows[key] = ChatTemplate(self._tokenizer, {**self._kwargs, **row_kwargs})
         return self._of_rows[key]
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The token that ends a turn by the chat template, if one is used and has such a token."""
+        return self.template.end_ids if self._config.apply_chat_template else ()
+
     def example(self, example: Conversation | Document, row_kwargs: Mapping[str, object] | None = None) -> Pieces:
         """Return an example to train on. Raise TemplateFault if it cannot be rendered.
 

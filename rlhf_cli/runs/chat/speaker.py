@@ -120,16 +120,10 @@ class ConversationText:
             raise UsageError("a system prompt needs a chat template: give --tokenizer_chat_template FILE")
         return in_input_template(message.content, self._input_template) if message.role == "user" else message.content
 
-    def ends_of_turn(self, tokenizer: Any) -> list[int]:
-        """Return the tokens with which the template ends turns; none if it ends them in another way."""
-        if self.template is None:
-            return []
-        try:
-            ends = self.template.ends_of_turn
-        except TemplateFault:
-            return []
-        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-        return [added[end] for end in ends if end in added]
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The token that ends a turn by the template, if it has one."""
+        return () if self.template is None else self.template.end_ids
 
 
 class ModelSpeaker:
@@ -184,7 +178,6 @@ class ModelSpeaker:
                 self._model.tokenizer,
                 dtype=DTYPES[source.param_dtype],
                 trust_remote_code=source.trust_remote_code,
-                ends_of_turn=self.text.ends_of_turn(self._model.tokenizer),
             )
 
     @property
@@ -231,7 +224,7 @@ class ModelSpeaker:
         stream = TextStream(self._model.tokenizer)
         response = self._engine.respond(
             GenerationRequest(prompt.ids, seed, pictures=prompt.pictures),
-            sampling_params(sampling),
+            sampling_params(sampling, end_ids=self.text.end_ids),
             hear=lambda token: write(stream.add(token)),
             should_stop=should_stop,
         )

@@ -278,7 +278,7 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
     for number in range(begin, len(chunks)):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         first, end = chunks.bounds(number)
-        answers = _answer(answering, examinee.data.prompts[first:end], examinee.config, first=first, timer=timer)
+        answers = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
         step = examinee.first_step + number
         hooks.tracker.log(step, _metrics(answers), timer.take())
         hooks.tracker.samples(step, sample_cells(answers, examinee, first=first))
@@ -288,10 +288,10 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 
 
 def _answer(
-    answering: InferenceRun, prompts: Sequence[Prompt], config: InferenceConfig, *, first: int, timer: PhaseTimer
+    answering: InferenceRun, prompts: Sequence[Prompt], examinee: ModelUnderTest, *, first: int, timer: PhaseTimer
 ) -> Answers:
     """Answer prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
-    sampling = config.sampling
+    config, sampling = examinee.config, examinee.config.sampling
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
     requests = [
@@ -303,7 +303,7 @@ def _answer(
         for place, prompt in enumerate(asked)
     ]
     with timer("generate"):
-        generations = answering.engines.generate(requests, sampling_params(sampling))
+        generations = answering.engines.generate(requests, sampling_params(sampling, end_ids=examinee.data.end_ids))
     with timer("reward"):
         places = whole_groups(len(prompts), sampling.n_samples_per_prompt)
         score_requests = make_score_requests(asked, generations, answering.decode, places=places)

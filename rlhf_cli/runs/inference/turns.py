@@ -153,8 +153,10 @@ def _ends_like_base(asked: ModelUnderTest) -> bool:
     found = asked.model.architecture.eos_token_id
     try:
         if (folder := parts.file((GENERATION,))) is not None:
-            return eos_token_ids(folder) == eos_token_ids(parts.base)
-        return sorted({found} if isinstance(found, int) else set(found or ())) == eos_token_ids(parts.base)
+            own = set(eos_token_ids(folder))
+        else:
+            own = {found} if isinstance(found, int) else set(found or ())
+        return own | set(asked.data.end_ids) == {*eos_token_ids(parts.base), *asked.data.end_ids}
     except UsageError:  # one of the files names none
         return False
 

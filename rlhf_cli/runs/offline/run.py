@@ -24,12 +24,14 @@ from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import load_with_adapter, parameter_counts
 from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.dtypes import dtype_note
+from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
@@ -187,6 +189,8 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
     hf_model = load_with_adapter(
         task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
     )
+    if task.items.data.data.report.end_of_turn is not None:
+        end_at(hf_model, Renderer(config.data, task.model.tokenizer).end_ids)
     engine = DeepSpeedEngine(
         task.wrap(hf_model, sequence_ranks(config.deepspeed, hf_model.config)),
         config.deepspeed,

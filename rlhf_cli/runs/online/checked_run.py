@@ -96,6 +96,7 @@ class OnlineRun:
             config.steps.prm_weight if config.steps else 1.0,
             config.lag,
             config.partial_rollout,
+            self.data.end_ids,
         )
 
     @property

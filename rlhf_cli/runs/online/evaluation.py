@@ -56,7 +56,8 @@ def evaluation_task(
     """
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
     is_large = bool(data and data.has_pictures) or config.episode_settings.plays_episodes
-    greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop))
+    end_ids = data.end_ids if data else ()
+    greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop), end_ids=end_ids)
     return EvaluationTask(
         config=config.evaluation,
         reward=config.reward,

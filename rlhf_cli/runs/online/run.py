@@ -135,7 +135,7 @@ def _reserve(run: OnlineRun, stack: ExitStack) -> OnlineCluster:
 
 def _build(run: OnlineRun, where: OnlineCluster) -> OnlineRoles:
     try:
-        return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps)
+        return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps, end_ids=run.data.end_ids)
     except ProcessDied as death:
         if run.resume is not None:
             raise

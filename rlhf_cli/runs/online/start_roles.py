@@ -71,11 +71,13 @@ class OnlineRoles:
         models: OnlineModels,
         *,
         total_steps: StepCounts,
+        end_ids: tuple[int, ...],
     ) -> None:
         self._config = config
         self._where = where
         self._models = models
         self._total_steps = total_steps
+        self._end_ids = end_ids
         self._adapter = engine_adapter(config, models.policy.plan, has_gpus=where.cluster.has_gpus)
         self._sync_backend = choose_sync_backend(
             "shm" if self._adapter else config.rollout.vllm_sync_backend,
@@ -287,6 +289,7 @@ class OnlineRoles:
             learning_rate=rate,
             total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
             adapter=source.plan if isinstance(source, TrainedModel) and role != "ref" else None,
+            end_ids=self._end_ids,
         )
         return self._with_teacher(settings) if role == "actor" else settings
 
@@ -354,6 +357,7 @@ def role_settings(
     learning_rate: float,
     total_steps: int,
     adapter: AdapterPlan | None = None,
+    end_ids: tuple[int, ...] = (),
 ) -> RoleSettings:
     """Return the settings that a role is built from."""
     return RoleSettings(
@@ -370,6 +374,7 @@ def role_settings(
         adapter=adapter,
         ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
         sleeps=config.placement.deepspeed_enable_sleep,
+        end_ids=end_ids,
     )
 
 

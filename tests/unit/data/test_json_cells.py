@@ -140,9 +140,7 @@ def test_csv_files_may_hold_messages_and_tools_as_json(as_lines, tmp_path) -> No
 
 def test_text_of_python_is_refused_with_the_way_out(tmp_path) -> None:
     parquet(tmp_path / "rows.parquet", [{"messages": str(ROWS[3]["messages"])}])
-    with pytest.raises(
-        UsageError, match=r"row 1: column 'messages' .* not valid JSON .*: write the column with js"
-    ):
+    with pytest.raises(UsageError, match=r"row 1: column 'messages' .* not valid JSON .*: write the column with js"):
         read(tmp_path / "rows.parquet")
 
 

@@ -294,6 +294,27 @@ def test_end_of_turn_is_reported(tmp_path):
     assert "turns end with <|im_end|>" in report.summary
 
 
+@pytest.mark.parametrize("name", sorted(TRAINABLE))
+def test_a_response_ends_with_the_token_that_is_trained_behind_the_last_answer(name, tmp_path):
+    tokenizer = make_tokenizer(TRAINABLE[name])
+    (sequence,) = load(tmp_path, tokenizer, ["What is 12 + 34?", "The answer is 46."]).sequences
+    trained = sequence.token_ids[sequence.loss_mask]
+    (end,) = ChatTemplate(tokenizer).end_ids
+    assert end in trained
+    assert tokenizer.decode(trained[: list(trained).index(end)]).strip().endswith("The answer is 46.")
+
+
+def test_prompts_know_the_end_of_a_response_that_a_base_model_does_not_name(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "What?"}) + "\n")
+    tokenizer = make_tokenizer(CHATML, eos="<|end|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id != end
+    for given, expected in (({}, (end,)), ({"apply_chat_template": False}, ())):
+        config = PromptConfig(prompt_data=str(file), max_len=200, **given)
+        assert load_prompts(config, tokenizer, max_new_tokens=8, seed=0).end_ids == expected
+
+
 @pytest.mark.parametrize("name", sorted(set(TRAINABLE) - {"DeepSeek R1"}))
 def test_rollouts_start_from_the_tokens_that_training_saw(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name], adds_bos=True)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training.deepspeed_engine import seed_everything
-from rlhf_cli.config.model import LoraConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import (
@@ -43,6 +43,7 @@ from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.weight_files import fingerprint
+from rlhf_cli.runs.trained_model import trained_model
 
 STAGES = (0, 1, 2, 3)
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
@@ -142,7 +143,7 @@ def test_layers_are_excluded_by_name(tiny_model_dir):
 
 
 def test_an_excluded_layer_that_is_not_there_is_named(tiny_model_dir):
-    with pytest.raises(UsageError, match="exclude_modules: no layer has the name query_proj"):
+    with pytest.raises(UsageError, match="exclude_modules: no layer has the name query_proj; there are down_proj, "):
         load(tiny_model_dir, exclude_modules=["query_proj"])
     with pytest.raises(UsageError, match=r"target_modules, exclude_modules: .*(excluded|targeted)"):
         load(tiny_model_dir, target_modules=["q_proj"], exclude_modules=["q_proj"])
@@ -163,6 +164,16 @@ def test_experts_get_no_adapter_and_the_refusal_names_what_to_give(tiny_moe_dir)
 def test_a_layer_that_is_not_there_is_named(tiny_model_dir):
     with pytest.raises(UsageError, match=r"target_modules: .*query_proj"):
         load(tiny_model_dir, target_modules=["query_proj"])
+
+
+def test_a_layer_that_does_not_exist_is_named_before_weights_are_read(tiny_model_dir, tmp_path):
+    empty = shutil.copytree(tiny_model_dir, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({}, empty / "model.safetensors")
+    given = LoraConfig(lora_rank=2, target_modules=["q_proj", "nonsense"])
+    with pytest.raises(UsageError, match="target_modules: no layer has the name nonsense; there are down_proj, "):
+        trained_model(ModelConfig(pretrain=str(empty)), given, seed=0)
+    with pytest.raises(UsageError, match="target_modules: no layer has the name nonsense"):
+        load(tiny_model_dir, target_modules=["q_proj", "nonsense"])
 
 
 def test_switched_off_the_model_is_its_base_and_on_again_itself(tiny_model_dir):

@@ -33,6 +33,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.errors import UsageError, one_line
@@ -44,7 +45,7 @@ from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone, num_parameters
 from rlhf_cli.models.policy import PolicyModel, ValueModel, logit_transform, parameter_groups
 from rlhf_cli.models.requirements import check_positions
-from rlhf_cli.models.saving import save_hf
+from rlhf_cli.models.saving import end_at, save_hf, save_tokenizer
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 COST_SHAPE: dict[str, Any] = {
@@ -503,6 +504,21 @@ def test_a_model_whose_generation_settings_contradict_each_other_is_saved(given,
     always = {"eos_token_id": [tokenizer.eos_token_id, 7], "pad_token_id": tokenizer.pad_token_id}
     unset = {"transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache"}
     assert {name: value for name, value in written.items() if name not in unset and value is not None} == always | kept
+
+
+def test_generation_from_a_saved_folder_ends_at_the_end_of_turn_that_was_trained(tiny_model_dir, tmp_path):
+    model, tokenizer = load_causal_lm(settings(tiny_model_dir)), load_tokenizer(settings(tiny_model_dir))
+    prompt = torch.tensor([[1, 2, 3]])
+    end = int(AutoModelForCausalLM.from_pretrained(tiny_model_dir)(prompt).logits[0, -1].argmax())
+    assert end != tokenizer.eos_token_id
+    end_at(model, (end,))
+    save_hf(model, tokenizer, tmp_path / "out")
+    save_tokenizer(model, tokenizer, tmp_path)  # as of an adapter
+    assert eos_token_ids(tmp_path) == eos_token_ids(tmp_path / "out") == sorted({tokenizer.eos_token_id, end})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.generate(prompt, max_new_tokens=9, do_sample=False).tolist() == [[1, 2, 3, end]]
+    end_at(model, (end,))
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
 
 
 def test_saving_replaces_an_older_model_and_leaves_nothing_beside_it(tiny_model_dir, tmp_path):

@@ -235,9 +235,9 @@ def test_template_variables_reach_the_template_and_a_thought_that_it_opens_is_pa
 def test_a_template_may_end_turns_with_a_token_that_the_model_does_not_end_with(tiny_model_dir):
     speakers = found_speakers(chat_config(tiny_model_dir))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    assert speakers[0].text.ends_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert speakers[0].text.end_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
     plain = found_speakers(chat_config(tiny_model_dir, apply_chat_template=False))
-    assert plain[0].text.ends_of_turn(tokenizer) == []
+    assert plain[0].text.end_ids == ()
 
 
 def test_a_script_gets_an_answer_a_line_and_fails_if_a_line_fails(tiny_model_dir):

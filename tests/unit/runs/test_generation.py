@@ -133,6 +133,7 @@ DATA = PromptData(
     row_of=lambda prompt: Row({"question": prompt.label}, Source(prompt.source, ()), prompt.index),
     conversation_of=lambda prompt: Conversation((Message("user", f"question {prompt.label}"),)),
     where=str,
+    end_ids=(9,),
 )
 
 
@@ -141,9 +142,11 @@ class FakeEngines:
 
     def __init__(self):
         self.batches = []
+        self.end_ids = set()
 
     def generate(self, requests, sampling):
         self.batches.append(len(requests))
+        self.end_ids.add(sampling.end_ids)
         return [Generation([*r.prompt_ids, r.seed], [0.0, 0.0], "stop", 0) for r in requests]
 
 
@@ -249,6 +252,7 @@ def test_memory_is_bounded_by_the_chunk_and_metrics_come_before_rows():
     tracker, engines = FakeTracker(), FakeEngines()
     answer(tracker, engines=engines)
     assert engines.batches == [6, 6, 2]
+    assert engines.end_ids == {DATA.end_ids}
     assert tracker.journal == ["metrics 1", "rows 1", "metrics 2", "rows 2", "metrics 3", "rows 3"]
     assert tracker.metrics[1]["num_tokens"] == 12.0
     assert "reward" not in tracker.metrics[1]

@@ -3,11 +3,16 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import Qwen2Config
 
+from rlhf_cli.config.commands.dpo import DPOConfig
+from rlhf_cli.config.commands.grpo import GRPOConfig
+from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.reinforce import ReinforceConfig
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.errors import UsageError
@@ -42,7 +47,8 @@ def test_items_that_no_micro_batch_can_hold_are_refused_wherever_they_are():
 def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest):
     config = settings(**{"max_len": "90"} | given)
     rows = SimpleNamespace(data=SimpleNamespace(report=DataReport("sequences", lengths={7: 3, 64: 1, 90: 1})))
-    model = SimpleNamespace(tokenizer=None, architecture=Qwen2Config(max_position_embeddings=64), base=config.model)
+    architecture = Qwen2Config(max_position_embeddings=64)
+    model: Any = SimpleNamespace(tokenizer=None, architecture=architecture, base=config.model)
     if longest <= 64:
         assert load_items(config.data, model, lambda **_: rows).data is rows
         return
@@ -73,3 +79,25 @@ def test_a_home_folder_is_found_also_where_something_is_written():
 def test_a_reward_model_that_was_not_evaluated_says_nothing_of_its_rewards():
     assert reward_statistics({"reward": 0.5, "reward_std": 2.0}) == {"reward_mean": 0.5, "reward_std": 2.0}
     assert reward_statistics({}) == {"reward_mean": None, "reward_std": None}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "rate"),
+    [
+        (SFTConfig, "learning_rate", 5e-6),
+        (DPOConfig, "learning_rate", 5e-7),
+        (GRPOConfig, "actor_learning_rate", 1e-6),
+        (ReinforceConfig, "actor_learning_rate", 1e-6),
+        (CriticConfig, "actor_learning_rate", 1e-6),
+        (CriticConfig, "critic_learning_rate", 9e-6),
+    ],
+)
+def test_an_adapter_has_ten_times_the_default_rate_and_a_given_one_wins(config_class, name, rate):
+    data = {"reward_funcs": "math", "prompt_data": "x"} if "actor" in name or "critic" in name else {"dataset": "x"}
+
+    def rate_of(**given: str) -> float:
+        return getattr(build_config(config_class, {"pretrain": "x", "output": "x"} | data | given).optim, name)
+
+    assert rate_of() == rate_of(lora_rank="0") == rate
+    assert rate_of(lora_rank="8") == pytest.approx(10 * rate)
+    assert rate_of(lora_rank="8", **{name: "3e-6"}) == 3e-6
