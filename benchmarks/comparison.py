@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from setting import RLHF, read_metrics, run_quietly
+from setting import RLHF, make_small_model, read_metrics, run_quietly
 
 TRL = "trl==1.16.*"
 BETAS = (0.9, 0.95)
@@ -241,6 +241,20 @@ def comparison_parser(description: str | None, *, batch_size_is: str) -> argpars
     parser.add_argument("--trl_micro_batch", type=int, default=8, help=f"{batch_size_is} TRL takes at once")
     parser.add_argument("--runs", type=int, default=3)
     return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, learning_rate: float) -> None:
+    """The options of comparisons that also run on a published model."""
+    parser.add_argument("--dataset", type=Path, help="jsonl with question and answer; made-up word problems if absent")
+    parser.add_argument("--model", help="folder or GGUF file to train instead of the small model")
+    parser.add_argument("--learning_rate", type=float, default=learning_rate)
+
+
+def chosen_model(args: argparse.Namespace, dataset: Path) -> Path:
+    """The model of the options as a folder, which TRL reads too."""
+    from rlhf_cli.models.finding import resolve_model_path
+
+    return make_small_model(args.folder, dataset) if args.model is None else Path(resolve_model_path(args.model))
 
 
 def parsed(parser: argparse.ArgumentParser, *, measure: Measure = TOKENS) -> argparse.Namespace:

@@ -1,6 +1,7 @@
 """`rlhf grpo` and TRL's GRPOTrainer on the same model, prompts and rewards, in turns; an iteration and its parts.
 
     python benchmarks/grpo_vs_trl.py [--dataset rows.jsonl] [--steps 12] [--runs 3] [--folder DIR]
+        [--model FILE.gguf --learning_rate 1e-5]
 
 Model, folder and turns are as in sft_vs_trl.py. `rlhf` generates with vLLM, TRL with transformers, as it does on a CPU.
 Both take the same prompts in the same order, 8 responses of up to 128 tokens to each, and make one optimizer step of
@@ -29,6 +30,8 @@ from comparison import (
     Result,
     Setting,
     Variant,
+    add_model_options,
+    chosen_model,
     comparison_parser,
     in_turns,
     install_trl,
@@ -38,7 +41,7 @@ from comparison import (
     run_script,
     run_trl,
 )
-from setting import machine, make_small_model, write_word_problems
+from setting import machine, write_word_problems
 
 SAMPLES = Measure("trained samples", "reward", warm_up_steps=1)
 LEARNING_RATE = 1e-3
@@ -161,11 +164,11 @@ def prepare(args: argparse.Namespace) -> Setting:
         folder=folder,
         dataset=dataset,
         tokenised=folder / "prompts.jsonl",
-        model=make_small_model(folder, dataset),
+        model=chosen_model(args, dataset),
         steps=args.steps,
         batch_size=args.batch_size,
         trl_micro_batch=args.trl_micro_batch,
-        learning_rate=LEARNING_RATE,
+        learning_rate=args.learning_rate,
     )
     write_rows(setting, load_tokenizer(ModelConfig(pretrain=str(setting.model))))
     return setting
@@ -199,7 +202,7 @@ def beside_parts(results: Mapping[str, Sequence[Result]], dtype: str) -> str | N
 def main() -> None:
     parser = comparison_parser(__doc__, batch_size_is="samples")
     parser.set_defaults(batch_size=64)
-    parser.add_argument("--dataset", type=Path, help="jsonl with question and answer; made-up word problems if absent")
+    add_model_options(parser, learning_rate=LEARNING_RATE)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="SETTING")
     args = parsed(parser, measure=SAMPLES)
     if args.batch_size % RESPONSES or args.batch_size % args.trl_micro_batch:

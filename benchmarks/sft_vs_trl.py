@@ -1,6 +1,7 @@
 """`rlhf sft` and TRL's SFTTrainer on the same model, rows and machine, in turns.
 
     python benchmarks/sft_vs_trl.py [--dataset rows.jsonl] [--steps 12] [--runs 3] [--folder DIR]
+        [--model FILE.gguf --learning_rate 1e-5]
 
 Makes an 11M-parameter Qwen2 with a 4k vocabulary and installs TRL into the folder, which a next run takes again. Every
 run is a process of its own; both train the same tokens in the same order from the same weights, with the same batch
@@ -21,6 +22,8 @@ from comparison import (
     Result,
     Setting,
     Variant,
+    add_model_options,
+    chosen_model,
     comparison_parser,
     in_turns,
     install_trl,
@@ -29,7 +32,7 @@ from comparison import (
     run_rlhf,
     run_trl,
 )
-from setting import machine, make_small_model, write_word_problems
+from setting import machine, write_word_problems
 
 LEARNING_RATE = 1e-3
 PACKED_LENGTH = 1024  # TRL's default max_length
@@ -96,11 +99,11 @@ def prepare(args: argparse.Namespace) -> Setting:
         folder=folder,
         dataset=dataset,
         tokenised=folder / "tokenised.jsonl",
-        model=make_small_model(folder, dataset),
+        model=chosen_model(args, dataset),
         steps=args.steps,
         batch_size=args.batch_size,
         trl_micro_batch=args.trl_micro_batch,
-        learning_rate=LEARNING_RATE,
+        learning_rate=args.learning_rate,
     )
     write_tokenised(setting)
     return setting
@@ -134,7 +137,7 @@ def products_alone(setting: Setting, dtype: str) -> float:
 
 def main() -> None:
     parser = comparison_parser(__doc__, batch_size_is="sequences")
-    parser.add_argument("--dataset", type=Path, help="jsonl with question and answer; made-up word problems if absent")
+    add_model_options(parser, learning_rate=LEARNING_RATE)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="SETTING")
     args = parsed(parser)
     setting = prepare(args)

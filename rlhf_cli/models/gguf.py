@@ -6,6 +6,7 @@ weights that are not quantised keep their type.
 """
 
 import hashlib
+import importlib.metadata
 import mmap
 import re
 import sys
@@ -32,7 +33,7 @@ def find_gguf(path: Path) -> Path | None:
     None.
 
     Raises:
-        UsageError: the folder has several, or the file is no whole GGUF file.
+        UsageError: the folder has several, or the file is missing or no whole GGUF file.
     """
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
@@ -40,8 +41,10 @@ def find_gguf(path: Path) -> Path | None:
             names = ", ".join(file.name for file in files)
             raise UsageError(f"pretrain {str(path)!r} has several GGUF files: give the path of one of {names}")
         path = files[0] if files else path
-    if path.suffix != ".gguf" or not path.is_file():
+    if path.suffix != ".gguf" or path.is_dir():
         return None
+    if not path.is_file():
+        raise UsageError(f"pretrain {str(path)!r}: there is no such file")
     if SHARD.search(path.name):
         raise UsageError(
             f"pretrain {str(path)!r} is one of several parts: join them with llama.cpp's `llama-gguf-split --merge`"
@@ -68,9 +71,8 @@ def converted(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    import transformers
-
-    digest = hashlib.sha256(f"{transformers.__version__} {file.stat().st_size}".encode())
+    converter = importlib.metadata.version("transformers")  # without its import, which takes seconds
+    digest = hashlib.sha256(f"{converter} {file.stat().st_size}".encode())
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents:
         digest.update(contents[:HEAD_BYTES])
         for start in _piece_starts(len(contents)):

@@ -1,6 +1,7 @@
 """GGUF files as models: what is in the folder that they are converted to, and which files are refused."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -135,6 +136,7 @@ def test_weights_of_another_form_in_the_folder_come_first(tiny_model_dir, tmp_pa
         ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "", "has several GGUF files: give the path of one of a.gguf, b.gguf"),
         ({"a.gguf": b"version https://git-lfs"}, "", "a.gguf' is no GGUF file: it does not begin with GGUF"),
         ({"m-00001-of-00002.gguf": b"GGUF", "m-00002-of-00002.gguf": b"GGUF"}, "", "llama-gguf-split --merge"),
+        ({}, "a.gguf", "a.gguf': there is no such file"),
         ({"a.gguf": b"GGUF" + bytes(20)}, "a.gguf", "a.gguf' cannot be converted to "),
     ],
 )
@@ -167,3 +169,17 @@ def test_the_folder_of_a_hub_cache_stands_for_the_snapshot_of_main(tiny_model_di
         (snapshot / path.name).symlink_to(path)
     assert resolve_model_path(str(repository)) == str(snapshot)
     assert resolve_model_path(str(snapshot)) == str(snapshot)
+
+
+def test_a_converted_file_is_found_without_importing_what_converted_it(tiny_model_dir, cache, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_model_dir, file, quantise=True)
+    folder = resolve_model_path(str(file))
+    program = (
+        "import sys, pathlib\n"
+        "from rlhf_cli.models.gguf import converted, find_gguf\n"
+        "print(converted(find_gguf(pathlib.Path(sys.argv[1]))))\n"
+        "assert not {'torch', 'transformers', 'gguf', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, folder), done.stderr
