@@ -34,6 +34,8 @@ PROBE_SECONDS = 5.0
 MAX_DETAIL = 200  # characters of a server's message about a failure
 BUSY = {429, 503}
 UNFIT = {413, 422}
+PASSING = {408, 425}
+"""Statuses of 400 to 499, besides BUSY and UNFIT, that may be gone at the next try."""
 NO_SERVER_BEHIND = {502, 503, 504}
 
 
@@ -47,6 +49,10 @@ class CallFailed(Exception):
         super().__init__(reason)
         self.failure = Failure(kind, reason)
         self.counts = counts
+
+
+class RequestRefused(CallFailed):
+    """The server does not take such requests (status 400 to 499), which will not change at another try."""
 
 
 class ServerBusy(Exception):
@@ -77,7 +83,7 @@ async def post_batch(
 ) -> list[ItemOutcome]:
     """Return the outcome of each request of a batch, which has its pictures `with_images`.
 
-    Raises CallFailed, ServerBusy or UnfitBatch if the server has no rewards for the batch.
+    Raises CallFailed, also as RequestRefused, ServerBusy or UnfitBatch if the server has no rewards for the batch.
     """
     body: dict[str, object] = {
         "query": [request.query for request in requests],
@@ -141,7 +147,8 @@ def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:
         return ServerBusy(_seconds(response.headers.get("Retry-After")))
     if response.status in UNFIT:
         return UnfitBatch(reason)
-    return CallFailed("raised", reason)
+    is_final = 400 <= response.status < 500 and response.status not in PASSING
+    return (RequestRefused if is_final else CallFailed)("raised", reason)
 
 
 def _parsed(answer: bytes) -> Any:

@@ -22,6 +22,7 @@ from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.remote.call import (
     CallFailed,
+    RequestRefused,
     ServerBusy,
     UnfitBatch,
     post_batch,
@@ -143,6 +144,8 @@ class RemoteRewards:
                 self._postpone(server, batch, busy)
             except UnfitBatch as error:
                 self._take_apart(server, batch, error)
+            except RequestRefused as error:
+                self._refuse(server, batch, error.failure)
             except CallFailed as error:
                 self._leave_out(server, error.failure)
                 self._try_again(server, batch, [error.failure] * len(batch), counts=error.counts)
@@ -257,6 +260,20 @@ class RemoteRewards:
                 item.end(ItemOutcome(failure=_naming(server, failure)))
             else:
                 again.append(item)
+        self._put_back(again)
+
+    def _refuse(self, server: RewardServer, batch: Sequence[WaitingItem], failure: Failure) -> None:
+        """Give items that a server refused to servers that have not seen them, or fail them: it would refuse again."""
+        if not server.is_refusing:
+            server.is_refusing = True
+            self._say(f"the reward server {server.url} {failure.reason}: requests that it refuses are not repeated")
+        again = []
+        for item in batch:
+            item.tried.add(server.url)
+            if any(other.url not in item.tried and not other.is_away for other in self._servers):
+                again.append(item)
+            else:
+                item.end(ItemOutcome(failure=_naming(server, failure)))
         self._put_back(again)
 
     def _put_back(self, items: Sequence[WaitingItem]) -> None:

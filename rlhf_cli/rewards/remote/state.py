@@ -38,6 +38,7 @@ class RewardServer:
     last: Failure | None = None
     takes_images: bool | None = None  # not known before the first prompt with pictures
     is_reported: bool = False  # that it takes texts alone
+    is_refusing: bool = False  # has answered with a status of 400 to 499, which is reported once
     is_blind: bool = False  # takes texts alone beside servers that see pictures: left out for good
 
     @property

@@ -229,6 +229,32 @@ def test_a_failed_call_is_tried_again_within_the_budget(server):
     assert len(server.asked) == 2
 
 
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405])
+def test_a_refusal_is_reported_once_and_not_repeated(server, status):
+    server.answer = lambda body: (status, b'{"detail": "no such field"}', {})
+    told: list[str] = []
+    with RemoteRewards([server.url], key=None, timeout=10, retries=5, batch_size=4, tell=told.append) as client:
+        outcomes = ask(client, requests(8))
+    reason = f"{server.url} answered with status {status}: no such field"
+    assert reasons(outcomes) == {("raised", reason)}
+    assert len(outcomes) == 8
+    assert len(server.asked) == 2, "two batches of four, each asked once"
+    assert told == [f"the reward server {reason}: requests that it refuses are not repeated"]
+
+
+def test_what_one_server_refuses_another_one_may_take(server):
+    with running(Server()) as refusing:
+        refusing.answer = lambda body: (403, b"", {})
+        with asking(refusing, server, retries=0) as client:
+            assert values(ask(client, requests(20))) == list(range(1, 21))
+
+
+def test_a_passing_refusal_is_repeated(server):
+    server.answer = lambda body: (408, b"", {}) if len(server.asked) == 1 else lengths(body)
+    with asking(server, retries=1) as client:
+        assert values(ask(client, requests(1))) == [1]
+
+
 def test_a_response_that_a_server_cannot_stand_fails_alone(server):
     server.answer = lambda body: HANG_UP if "xxx" in body["query"] else lengths(body)
     with asking(server, batch_size=8) as client:
