@@ -173,6 +173,7 @@ class OpenEnvSession:
         self._server = server
         self._http: aiohttp.ClientSession | None = None
         self._connection: Connection | None = None
+        self._has_reward = False  # whether an answer had a number as its reward
 
     async def answer(self, action: Reset | Calls | Text) -> Reply:
         """Return the reply to an action."""
@@ -197,7 +198,7 @@ class OpenEnvSession:
         self._http, seconds = self._server.http_session(), self._server.timeout
         self._connection = Connection(self._http, self._server.socket_url)
         try:
-            reply = _reply(await self._connection.begin("reset", arguments, seconds=seconds))
+            reply = self._reply(await self._connection.begin("reset", arguments, seconds=seconds))
         except NotNow as error:
             raise SessionFailed(f"{error}; tried for {seconds:g} s") from None
         return replace(reply, observations=tuple(filter(None, reply.observations)))
@@ -206,7 +207,7 @@ class OpenEnvSession:
         """Return the reply to a step; an action that the server does not take is an error for the model."""
         assert self._connection is not None
         try:
-            return _reply(await self._connection.ask("step", action))
+            return self._reply(await self._connection.ask("step", action))
         except Refused as error:
             return Reply((error_text(str(error)),))
 
@@ -222,14 +223,29 @@ class OpenEnvSession:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
                 replies.append(await self._step(action))
         observations = tuple(text for reply in replies for text in reply.observations)
-        return Reply(observations, reward=sum(reply.reward for reply in replies), is_done=replies[-1].is_done)
+        return Reply(
+            observations,
+            reward=sum(reply.reward for reply in replies),
+            is_done=replies[-1].is_done,
+            lacks_reward=replies[-1].is_done and not self._has_reward,
+        )
 
+    def _reply(self, data: Mapping[str, Any]) -> Reply:
+        """Return the reply with one observation. Raises BadResult if the reward is no number.
 
-def _reply(data: Mapping[str, Any]) -> Reply:
-    """Return the reply with one observation. Raises BadResult if the reward is no number."""
-    reward = data.get("reward")
-    gain = 0.0 if reward is None else number(reward, "reward of step")
-    return Reply((observation_text(data.get("observation")),), reward=gain, is_done=bool(data.get("done")))
+        A reward of null is none yet: servers give one at the end of an episode only, or after each step. An episode
+        that the server ends without any lacks its reward; one that ends before, at a limit, has gained nothing.
+        """
+        reward = data.get("reward")
+        gain = 0.0 if reward is None else number(reward, "reward of step")
+        self._has_reward |= reward is not None
+        is_done = bool(data.get("done"))
+        return Reply(
+            (observation_text(data.get("observation")),),
+            reward=gain,
+            is_done=is_done,
+            lacks_reward=is_done and not self._has_reward,
+        )
 
 
 def observation_text(observation: object) -> str:

@@ -17,8 +17,8 @@ REMOTE_PART = "remote_rm"  # name of the reward servers' part of a score
 VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
 UNREWARDED = (
-    "has no reward: set self.reward in reset or in a tool, give the class get_reward(self), or name only other rewards "
-    "with --reward_funcs"
+    "has no reward: set self.reward in reset or in a tool, give the class get_reward(self), let an OpenEnv server "
+    "send a reward that is not null, or name only other rewards with --reward_funcs"
 )
 """End of a sentence about the environment of an episode that gave none."""
 

@@ -243,6 +243,37 @@ def test_idle_sessions_answer_pings() -> None:
         wait_until(lambda: server.num_pongs == 1)
 
 
+class Rewards(Environment):
+    """Sends the reward that a turn names, and is done after `end`."""
+
+    async def reset(self, **row: Any) -> Stepped:
+        return {"text": ""}, None, False
+
+    async def step(self, action: dict[str, Any]) -> Stepped:
+        name, _, end = action["message"].partition(" ")
+        return {"text": name}, None if name == "null" else float(name), bool(end)
+
+
+@pytest.mark.parametrize(
+    ("turns", "rewards", "lacks_reward"),
+    [
+        (("null", "null end"), [0.0, 0.0], True),  # missing, which is not a reward of 0
+        (("null", "0 end"), [0.0, 0.0], False),
+        (("0.5", "null end"), [0.5, 0.0], False),
+        (("null", "null"), [0.0, 0.0], False),  # not at its end: no reward yet
+    ],
+)
+def test_an_episode_that_ends_with_null_in_all_steps_lacks_its_reward(
+    turns: tuple[str, ...], rewards: list[float], lacks_reward: bool
+) -> None:
+    with OpenEnvLike(Rewards) as server, opened(server) as environments:
+        ask(environments, 0, Reset({}, 0))
+        replies = [ask(environments, 0, Text(turn)) for turn in turns]
+    assert [reply.failure for reply in replies] == [None, None]
+    assert [reply.reward for reply in replies] == rewards
+    assert [reply.lacks_reward for reply in replies] == [False, lacks_reward]
+
+
 class Tools(Environment):
     """A sum that is handed in."""
 
