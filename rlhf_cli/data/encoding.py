@@ -118,7 +118,7 @@ class Encoder:
     def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
         """Return the special tokens that the messages of a row write in their text."""
         conversations = (example for example in examples if isinstance(example, Conversation))
-        return self._controls.within(message for conversation in conversations for message in conversation.messages)
+        return frozenset[str]().union(*map(self._controls.within, conversations))
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
         """Return the tokens of every row's examples; the first `num_checked` are decoded and compared with their text.

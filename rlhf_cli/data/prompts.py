@@ -252,7 +252,7 @@ class _Steps:
             raise row.error(str(fault)) from fault
         refuse_half_characters(row, text)
         label = self.words.formats[row.source.name].read_label(row)
-        return _Draft(row, conversation, text, label, self.controls.within(conversation.messages))
+        return _Draft(row, conversation, text, label, self.controls.within(conversation))
 
     def measured(self, draft: _Draft) -> _Draft:
         """Return the draft with its pictures. Raise RowFault if one cannot be used."""

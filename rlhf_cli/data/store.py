@@ -1,11 +1,12 @@
 """Tables too large for memory: written once to a temporary Arrow file, then read through a memory map.
 
-The file has no name once it is read, so that nothing is left behind however the process ends. It lies in the
-system's folder for temporary files (TMPDIR). Tables that are kept for later runs are in `cache`.
+The file never has a name, so that nothing is left behind even if the process is killed while it writes. It lies in
+the system's folder for temporary files (TMPDIR). Tables that are kept for later runs are in `cache`.
 """
 
 import collections.abc
 import hashlib
+import mmap
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeVar
@@ -21,7 +22,7 @@ class TableWriter:
 
     def __init__(self, schema: pa.Schema, file: IO[bytes] | None = None) -> None:
         self.schema = schema
-        self.file: Any = file or tempfile.NamedTemporaryFile(prefix="rlhf-", suffix=".arrow")  # noqa: SIM115 (closed in finish)
+        self.file: Any = file or tempfile.TemporaryFile()  # noqa: SIM115 (closed in finish)
         self._writer = pa.ipc.new_stream(self.file, schema)
 
     def append(self, batch: pa.RecordBatch) -> None:
@@ -39,8 +40,9 @@ class TableWriter:
 
     def mapped(self) -> "StoredTable":
         """Return the table of everything written before `close`."""
-        with pa.memory_map(self.file.name) as mapped:
-            return StoredTable(pa.ipc.open_stream(mapped).read_all())
+        # Not by pa.memory_map, which wants a path; the mapping outlives the file, as buffers of the table hold it.
+        mapped = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+        return StoredTable(pa.ipc.open_stream(pa.py_buffer(mapped)).read_all())
 
     def finish(self) -> "StoredTable":
         """Return the table of everything written; the writer cannot be used afterwards."""

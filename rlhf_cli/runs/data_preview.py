@@ -171,7 +171,7 @@ class DataReading:
 def _controls(report: ControlReport) -> Happened:
     """Return the rows with special tokens in their messages, with the count of each token."""
     listed = [f"{token}: {count:,} rows" for token, count in report.control_tokens.items()]
-    what = "with special tokens in the text of their messages, which become control tokens"
+    what = "with special tokens in the text of their messages, calls or tools, which become control tokens"
     return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
 
 

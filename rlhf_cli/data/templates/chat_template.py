@@ -4,6 +4,7 @@ Only a trial conversation is tokenised here; it shows the end of a turn. A templ
 cannot be distinguished from the text around them.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -228,10 +229,17 @@ class ChatTemplate:
         return TemplateFault(f"the chat template leaves out or alters the assistant's text: {message.content[:60]!r}")
 
     def _dropped(self, message: Message, rest: str) -> str | None:
-        """Return the sentence for a call or a thought that the rest of the text does not have."""
-        call = missing_call(rest, message.tool_calls)
-        if call is not None:
-            return f"the chat template leaves out or alters the assistant's call of {call.name}"
+        """Return the sentence for a call that ends too soon, or a call or a thought that the rest of the text lacks."""
+        for call in message.tool_calls:
+            written = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}"
+            if end := next((end for end in self._marks.ends if end in written), None):
+                return (
+                    f"the assistant's call of {call.name} has the control token {end!r} in its name or arguments, "
+                    "which would end the turn there: take it out of the row"
+                )
+        missing = missing_call(rest, message.tool_calls)
+        if missing is not None:
+            return f"the chat template leaves out or alters the assistant's call of {missing.name}"
         said = Said.without_thought(message)
         if said is None or not said.first or not turn_from(rest, 0, said, self._marks):
             return None

@@ -1,12 +1,15 @@
-"""Special tokens that messages write in their text: the tokenizer reads them as control tokens, so rows are counted."""
+"""Special tokens in the text of messages, calls and tools: the tokenizer reads them as control tokens, so rows are
+counted.
+"""
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.formats.conversations import Message
+from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.reading.sources import Row
 
 
@@ -26,12 +29,20 @@ class ControlTokens:
         longest_first = sorted(filter(None, added), key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def within(self, messages: Iterable[Message]) -> frozenset[str]:
-        """Return the special tokens in the text of the messages."""
+    def within(self, conversation: Conversation) -> frozenset[str]:
+        """Return the special tokens in the text of the messages, their calls and the tools."""
         if self._pattern is None:
             return frozenset()
-        texts = (text for message in messages for text in (message.content, message.reasoning))
-        return frozenset(token for text in texts for token in self._pattern.findall(text))
+        return frozenset(token for text in _texts(conversation) for token in self._pattern.findall(text))
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    for message in conversation.messages:
+        yield from (message.content, message.reasoning)
+        for call in message.tool_calls:
+            yield from (call.name, json.dumps(call.arguments, ensure_ascii=False, default=str))
+    for tool in conversation.tools:
+        yield json.dumps(tool, ensure_ascii=False, default=str)
 
 
 def note_controls(report: ControlReport, found: frozenset[str], row: Row) -> None:
@@ -50,6 +61,6 @@ def controls_phrase(report: ControlReport) -> str:
         return ""
     tokens = ", ".join(f"{token} in {count:,}" for token, count in report.control_tokens.items())
     return (
-        f"{report.control_rows:,} with special tokens in the text of their messages, which become control tokens "
-        f"({tokens}; first: {report.control_at})"
+        f"{report.control_rows:,} with special tokens in the text of their messages, calls or tools, which become "
+        f"control tokens ({tokens}; first: {report.control_at})"
     )

@@ -1,9 +1,11 @@
 """Data sets as tokenised sequences: truncation, plain text, BOS and EOS, reports."""
 
 import json
+import tempfile
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from chat_tokenizers import CHATML, VICUNA, make_tokenizer
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.packing.packs import pack, plan_packs
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.store import TableWriter
 from rlhf_cli.errors import UsageError
 
 PLAIN = {"apply_chat_template": False, "input_template": "Q: {}\\nA:"}
@@ -352,3 +355,12 @@ def test_the_template_s_own_tokens_and_plain_texts_are_not_counted(tmp_path):
     assert report.control_rows == 0
     assert "special tokens" not in report.summary
     assert load(tmp_path, make_tokenizer(CHATML), {"text": "one <|end|>"}).report.control_rows == 0
+
+
+def test_a_table_that_is_being_written_leaves_no_file_to_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    writer = TableWriter(pa.schema({"a": pa.int64()}))
+    writer.append_columns({"a": [1, 2]})
+    assert list(tmp_path.iterdir()) == []
+    table = writer.finish()
+    assert [table.value("a", row) for row in range(2)] == [1, 2]

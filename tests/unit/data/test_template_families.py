@@ -490,3 +490,37 @@ def test_prompt_that_the_template_drops_is_refused(tmp_path):
     config = PromptConfig(prompt_data=str(path), max_len=4096)
     with pytest.raises(UsageError, match="line 1: the chat template leaves out the tools of the row"):
         load_prompts(config, FAMILIES["Gemma 3"].tokenizer(), max_new_tokens=16, seed=0)
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("place", ["the name of a call", "a description", "a schema", "an argument"])
+def test_control_tokens_of_calls_and_tools_are_counted_as_those_of_content(place, tmp_path):
+    family = FAMILIES["Qwen 2.5"]
+    start = "<|im_start|>"
+    name = f"go{start}" if place == "the name of a call" else "weather"
+    function = json.loads(json.dumps(TOOLS[0]["function"])) | {"name": name}
+    if place == "a description":
+        function["description"] = f"find {start}"
+    if place == "a schema":
+        function["parameters"]["properties"][start] = {"type": "string"}
+    city = f"Paris {start}" if place == "an argument" else "Paris"
+    messages = [user("What?"), calls(name, city=city), result("sunny"), says("Sunny.")]
+    row = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    clean = {"messages": PLAIN["single"]}
+    report = load(tmp_path, family.tokenizer(), clean, row).report
+    assert (report.control_rows, report.control_tokens) == (1, {start: 1})
+    assert report.control_at.endswith("line 2")
+    prompt = row | {"messages": messages[:3]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
+    config = PromptConfig(prompt_data=str(tmp_path / "prompts.jsonl"))
+    data = load_prompts(config, family.tokenizer(), max_new_tokens=8, seed=0)
+    assert data.report.control_tokens == {start: 1}
+
+
+@pytest.mark.parametrize("call", [calls("weather", city=f"Paris{END}"), calls(f"weather{END}", city="Paris")])
+def test_an_end_of_turn_in_a_call_is_named(call, tmp_path):
+    row = {"messages": [user("What?"), call, result("sunny"), says("Sunny.")], "tools": TOOLS}
+    with pytest.raises(UsageError, match=r"call of weather.* has the control token '<\|im_end\|>' in its name or arg"):
+        load(tmp_path, FAMILIES["Qwen 2.5"].tokenizer(), row)
