@@ -204,8 +204,11 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(run)
     def guarded(config: "BaseModel") -> None:
+        from rlhf_cli.runs.early_checks import check_early
+
         prepare_environment()
         try:
+            check_early(config)
             run(config)
         except UsageError:
             raise

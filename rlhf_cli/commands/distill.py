@@ -6,7 +6,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 def distill(config: DistillConfig) -> None:
     """Train a language model to give the tokens of examples the probabilities that a teacher gives them."""
-    begin_ranks(config.checkpoint, config.launch, config.tracking)
+    begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.distill import distill_task
     from rlhf_cli.runs.offline.run import run_offline

@@ -6,7 +6,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 def dpo(config: DPOConfig) -> None:
     """Train a language model to prefer the chosen of two responses: DPO and its relatives."""
-    begin_ranks(config.checkpoint, config.launch, config.tracking)
+    begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.dpo import dpo_task
     from rlhf_cli.runs.offline.run import run_offline

@@ -5,9 +5,6 @@ from rlhf_cli.config.commands.gkd import GKDConfig
 
 def gkd(config: GKDConfig) -> None:
     """Train a student on a teacher's distributions over its own responses and a share of fixed ones (GKD)."""
-    from rlhf_cli.runs.run_directory import check_run_directory
-
-    check_run_directory(config.checkpoint)
     from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "gkd", algorithm="gkd")

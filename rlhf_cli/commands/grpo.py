@@ -5,9 +5,6 @@ from rlhf_cli.config.commands.grpo import GRPOConfig
 
 def grpo(config: GRPOConfig) -> None:
     """Train a policy online on responses compared within their prompt, without a critic: GRPO, Dr. GRPO, DAPO, GSPO."""
-    from rlhf_cli.runs.run_directory import check_run_directory
-
-    check_run_directory(config.checkpoint)
     from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "grpo", algorithm=config.policy.row)

@@ -6,7 +6,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 def kto(config: KTOConfig) -> None:
     """Train a language model on single responses, each labelled desirable or undesirable (KTO)."""
-    begin_ranks(config.checkpoint, config.launch, config.tracking)
+    begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.kto import kto_task
     from rlhf_cli.runs.offline.run import run_offline

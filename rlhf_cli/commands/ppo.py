@@ -5,9 +5,6 @@ from rlhf_cli.config.commands.online import CriticConfig
 
 def ppo(config: CriticConfig) -> None:
     """Train a policy and a critic online: sample responses, score them, update both (PPO with GAE)."""
-    from rlhf_cli.runs.run_directory import check_run_directory
-
-    check_run_directory(config.checkpoint)
     from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "ppo", algorithm="ppo")

@@ -6,7 +6,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 def prm(config: PRMConfig) -> None:
     """Train a process reward model: the probability that a step of a solution is right."""
-    begin_ranks(config.checkpoint, config.launch, config.tracking)
+    begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.prm import prm_task
     from rlhf_cli.runs.offline.run import run_offline

@@ -5,9 +5,6 @@ from rlhf_cli.config.commands.reinforce import ReinforceConfig
 
 def reinforce(config: ReinforceConfig) -> None:
     """Train a policy online without a critic, on rewards whitened over the whole batch (REINFORCE++)."""
-    from rlhf_cli.runs.run_directory import check_run_directory
-
-    check_run_directory(config.checkpoint)
     from rlhf_cli.runs.online.run import run_online
 
     run_online(

@@ -5,9 +5,6 @@ from rlhf_cli.config.commands.remax import ReMaxConfig
 
 def remax(config: ReMaxConfig) -> None:
     """Train a policy online without a critic: each response against the greedy one to its prompt (ReMax)."""
-    from rlhf_cli.runs.run_directory import check_run_directory
-
-    check_run_directory(config.checkpoint)
     from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "remax", algorithm="remax")

@@ -6,7 +6,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 def rm(config: RMConfig) -> None:
     """Train a reward model: a score for a response that is higher for the chosen of two."""
-    begin_ranks(config.checkpoint, config.launch, config.tracking)
+    begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.rm import rm_task
     from rlhf_cli.runs.offline.run import run_offline

@@ -6,7 +6,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 def sft(config: SFTConfig) -> None:
     """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
-    begin_ranks(config.checkpoint, config.launch, config.tracking)
+    begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.run import run_offline
     from rlhf_cli.runs.offline.sft import sft_task

@@ -14,13 +14,12 @@ from rlhf_cli.config.data import (
     LabelledDataConfig,
     OfflineDataConfig,
     PreferenceDataConfig,
-    known_format,
 )
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
+from rlhf_cli.data.formats.choosing import labelled_formats, pair_formats
 from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
-from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
 from rlhf_cli.data.packing.prefix_packing import Branch
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
 from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
@@ -178,9 +177,7 @@ def load_pairs(
         UsageError: a row cannot be used (the message names file and line), or no pair is left.
     """
     rows = rows_of(config, dataset, split, seed)
-    wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
-    data_format = known_format(config.data_format)
-    formats = {source.name: choose_pair_format(source, wanted, data_format=data_format) for source in rows.sources}
+    formats = pair_formats(config, rows.sources)
     forms = [formats[source.name].columns for source in rows.sources]
     report = DataReport("pairs", read_sources(rows, forms), rows=len(rows))
 
@@ -225,9 +222,7 @@ def load_labelled(
     Carrying loss, `dataset_probs`, `progress` and errors as for `load_pairs`.
     """
     rows = rows_of(config, dataset, split, seed)
-    wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key, config.output_key, config.label_key)
-    data_format = known_format(config.data_format)
-    formats = {source.name: choose_labelled_format(source, wanted, data_format=data_format) for source in rows.sources}
+    formats = labelled_formats(config, rows.sources)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("responses", read_sources(rows, forms), rows=len(rows))
 

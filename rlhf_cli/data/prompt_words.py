@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from rlhf_cli.agents.records import EnvironmentDescription
-from rlhf_cli.config.data import PromptConfig, known_format
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.data.formats.choosing import prompt_formats
 from rlhf_cli.data.formats.conversations import Conversation
-from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
+from rlhf_cli.data.formats.table import PromptFormat
 from rlhf_cli.data.formats.tools import TOOLS_COLUMN, with_tools
 from rlhf_cli.data.judges import Judges
-from rlhf_cli.data.reading.columns import Columns
 from rlhf_cli.data.reading.sources import Row, Rows
 from rlhf_cli.data.templates.kwargs import KWARGS_COLUMN, template_kwargs_of
 from rlhf_cli.data.templates.prompt_templates import FormatPrompt, load_format_prompt
@@ -49,11 +49,6 @@ def words_of(
     config: PromptConfig, rows: Rows, judges: Judges, environment: EnvironmentDescription | None
 ) -> PromptWords:
     """Return the words of all sources. Raise UsageError if a source has no known format."""
-    wanted = Columns(config.input_key, label_key=config.label_key)
-    data_format = known_format(config.data_format)
-    formats = {
-        source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=judges.verifiers)
-        for source in rows.sources
-    }
+    formats = prompt_formats(config, rows.sources, verifiers=judges.verifiers)
     wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
     return PromptWords(formats, wording, config.system_prompt, environment)

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import DataConfig, known_format
+from rlhf_cli.config.data import DataConfig
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
+from rlhf_cli.data.formats.choosing import sequence_formats
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.formats.marks import fault_of_marks
-from rlhf_cli.data.formats.table import choose_format
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
 from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
@@ -33,7 +33,6 @@ from rlhf_cli.data.preparing import (
     mask_of,
     no_progress,
 )
-from rlhf_cli.data.reading.columns import Columns
 from rlhf_cli.data.reading.sources import Row, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
 
@@ -90,9 +89,7 @@ def load_sft_sequences(
         UsageError: a row cannot be used (the message names file and line), or no sequence is left.
     """
     rows = rows_of(config, dataset, split, seed)
-    wanted = Columns(config.input_key, config.output_key)
-    data_format = known_format(config.data_format)
-    formats = {source.name: choose_format(source, wanted, data_format=data_format) for source in rows.sources}
+    formats = sequence_formats(config, rows.sources)
     check_image_key(rows, reader)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import StepDataConfig, known_format
+from rlhf_cli.config.data import StepDataConfig
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
+from rlhf_cli.data.formats.choosing import step_formats
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
-from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
 from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
@@ -104,11 +104,7 @@ def load_steps(
     `dataset_probs`, `progress` and errors as for `load_pairs`.
     """
     rows = rows_of(config, dataset, split, seed)
-    wanted = StepColumns(
-        config.input_key, config.output_key, config.label_key, config.placeholder_token, config.reward_tokens
-    )
-    data_format = known_format(config.data_format)
-    formats = {source.name: choose_step_format(source, wanted, data_format=data_format) for source in rows.sources}
+    formats = step_formats(config, rows.sources)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     check_image_key(rows, reader)
     report = DataReport("solutions", read_sources(rows, forms), rows=len(rows))

@@ -1,25 +1,23 @@
-"""Models by a folder, a run of this program or a name on the Hub; no weights are read."""
+"""Models by a folder, a run of this program or a name on the Hub; no weights are read.
+
+Imports no transformers at module level, so that a wrong path is named at once.
+"""
 
 import contextlib
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
-
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT
-from huggingface_hub.errors import HFValidationError
-from transformers import (
-    AutoConfig,
-    PretrainedConfig,
-)
 
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.gguf import converted, find_gguf
-from rlhf_cli.models.weight_files import fingerprint, folder_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 ADAPTER_FILE = "adapter_config.json"
@@ -48,6 +46,9 @@ def resolve_model_path(pretrain: str) -> str:
 
 
 def _is_in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     with contextlib.suppress(HFValidationError):
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
     return False
@@ -57,6 +58,8 @@ def _hub_has_an_address() -> bool:
     """Return whether it is worth asking the Hub: without a network its client tries again for a minute before it
     reports that.
     """
+    from huggingface_hub.constants import ENDPOINT
+
     host = urlsplit(ENDPOINT).hostname
     if getproxies():
         return True
@@ -124,10 +127,12 @@ class FoundModel:
     """A model before its weights are loaded: its folder or Hub name, and its Hugging Face configuration."""
 
     path: str
-    architecture: PretrainedConfig
+    architecture: "PretrainedConfig"
 
     def fingerprint(self) -> str:
         """Return a hash of the weights: it detects a folder that a later run has overwritten."""
+        from rlhf_cli.models.weight_files import fingerprint, folder_of
+
         return fingerprint(folder_of(self.path))
 
 
@@ -138,5 +143,7 @@ def find_model(source: ModelSource) -> FoundModel:
         UsageError: `pretrain` is no model, or its configuration cannot be read.
     """
     path = resolve_model_path(source.pretrain)
+    from transformers import AutoConfig
+
     with naming_the_model(path, "the configuration"):
         return FoundModel(path, AutoConfig.from_pretrained(path, trust_remote_code=source.trust_remote_code))

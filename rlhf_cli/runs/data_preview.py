@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, create_model
 
-from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
-from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
-from rlhf_cli.config.inspection import PROMPT_COMMANDS, ShowConfig, ShownDataConfig
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.inspection import ShowConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader
@@ -26,12 +24,11 @@ from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.data.step_data import StepItem, load_steps
 from rlhf_cli.data.tokenizing.control_tokens import ControlReport
-from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import base_of, read_config
 from rlhf_cli.models.finding import FoundModel, adapter_folder, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.vision.pictures import PlacedPicture
-from rlhf_cli.options import build_config
+from rlhf_cli.runs.data_settings import settings_of
 from rlhf_cli.runs.episode_preview import Rehearsal, read_turns
 from rlhf_cli.runs.episodes import EnvironmentPlan, find_environment
 from rlhf_cli.runs.pictures import picture_reader
@@ -39,20 +36,8 @@ from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
 from rlhf_cli.trainers.offline.pairs import PairItems
 
-DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
-    "sft": DataConfig,
-    "rm": PreferenceDataConfig,
-    "prm": StepDataConfig,
-    "dpo": PreferenceDataConfig,
-    "kto": LabelledDataConfig,
-    "distill": DataConfig,
-    **dict.fromkeys(PROMPT_COMMANDS, PromptConfig),
-}
-"""The data settings of each command."""
 DROPPED_PROMPTS = ("dropped_invalid", "dropped_overlong")
 """Counters of prompts that are left out for a fault or their length."""
-PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
-"""What prompts are called in the settings of online commands."""
 
 
 @dataclass(frozen=True)
@@ -134,23 +119,6 @@ def _found_model(config: DataCommandConfig) -> FoundModel:
     adapter = adapter_folder(config.model.pretrain)
     base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))
     return find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
-
-
-def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
-    """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
-    fields = type(given).model_fields
-    names = PROMPT_NAMES if command in PROMPT_COMMANDS else {}
-    values = {name: value for name, value in given if value != fields[name].default}
-    cls = DATA_CONFIGS[command]
-    if command in PROMPT_COMMANDS:
-        values.pop("max_new_tokens", None)  # a setting of the command, though not of its data
-    foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
-    if foreign:
-        raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")
-    config = build_config(
-        create_model("CommandConfig", data=(cls, ...)), {names.get(name, name): values[name] for name in values}
-    )
-    return config.data  # type: ignore[attr-defined, no-any-return]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import MCP_PREFIX, EnvironmentConfig, EpisodeConfig, environment_kind
-from rlhf_cli.config.scoring import RequestScoringConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.dialogue import ChatDialogue
@@ -28,9 +27,6 @@ from rlhf_cli.models.weight_files import description_of
 from rlhf_cli.trainers.online.agent_episodes import AgentEngines
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import Engines, TurnEngines
-
-OF_ONE_TURN = "is about one response of at most max_new_tokens, and an episode has several turns"
-"""End of a sentence about a setting that episodes do not have."""
 
 
 class EpisodePlan(Protocol):
@@ -86,13 +82,6 @@ class EnvironmentPlan:
         with _environments(self.settings) as environments:
             in_step = self.settings.schedule == "step"
             yield EpisodeEngines(engines, environments, self.dialogue, limits, in_step=in_step)
-
-
-def refuse_length_rewards(reward: RequestScoringConfig) -> None:
-    """Raise UsageError for a reward by the length of one response."""
-    for call in reward.rewards:
-        if call.row.kind == "length":
-            raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
 
 
 @dataclass(frozen=True)

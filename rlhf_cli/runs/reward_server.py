@@ -1,7 +1,6 @@
 """The body of `rlhf serve-rm`: take the address, load the rewards, answer until a signal ends it."""
 
 import asyncio
-import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,15 +12,15 @@ from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.config.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError
 from rlhf_cli.models.reward_model import read_reward_model
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.rewards.remote.api_key import api_key
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.rewards.server.app import REWARD_PATH, StoppableServer, is_loopback, reward_app
+from rlhf_cli.rewards.server.app import REWARD_PATH, StoppableServer, reward_app
 from rlhf_cli.rewards.server.text_model import TextRewardModel
+from rlhf_cli.runs.server_address import listening, server_key
 
 
 def run_server(config: ServeRMConfig) -> None:
@@ -36,36 +35,6 @@ def run_server(config: ServeRMConfig) -> None:
         _announce(listener, config.server, key if is_made else None)
         asyncio.run(server.serve(sockets=[listener]))
     sys.exit(INTERRUPTED)
-
-
-def server_key(config: ServeConfig) -> tuple[str, bool]:
-    """Return the key that clients must show, and whether it was made up here.
-
-    Raises:
-        UsageError: other machines could reach the server and no key is given.
-    """
-    given = api_key(config.api_key_env)
-    if given is not None:
-        return given, False
-    if not is_loopback(config.host):
-        raise UsageError(
-            f"--host {config.host} lets other machines in: give a key in the environment variable {config.api_key_env} "
-            "(--api_key_env names another)"
-        )
-    return secrets.token_urlsafe(24), True
-
-
-@contextmanager
-def listening(config: ServeConfig) -> Iterator[socket.socket]:
-    """Yield the socket of the settings. Raise UsageError if the address is not free."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        listener = socket.create_server((config.host, config.port), family=family)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"--host {config.host} --port {config.port} cannot be listened on: {reason}") from None
-    with listener:
-        yield listener
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A lock on a run's output folder: two runs that write into one folder would mix their files and checkpoints."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -63,9 +64,9 @@ def new_output(folder: Path) -> Iterator[None]:
     Raises:
         UsageError: the folder exists already, or another command is about to make it.
     """
-    _require_new(folder)
+    require_new(folder)
     with output_lock(folder):
-        _require_new(folder)  # another command may have made it since
+        require_new(folder)  # another command may have made it since
         try:
             yield
         except BaseException:
@@ -73,7 +74,16 @@ def new_output(folder: Path) -> Iterator[None]:
             raise
 
 
-def _require_new(folder: Path) -> None:
+def check_folder_can_be_made(folder: Path, *, flag: str) -> None:
+    """Raise UsageError if the folder is missing and cannot be made where it is to be; nothing is touched."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UsageError(f"{flag}: {there} is a file, a folder is needed")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{flag} {folder} cannot be made: {os.strerror(errno.EACCES).lower()}")
+
+
+def require_new(folder: Path) -> None:
     """Raise UsageError if the folder exists; a folder with the lock of a killed command alone does not count."""
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
         return

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,14 +67,17 @@ def kind_of_file(path: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
 
 
-def read_file(path: Path) -> Table:
-    """Return the rows of a data file. Raise UsageError that names the file and, if it has lines, the line."""
+def read_file(path: Path, *, head: int | None = None) -> Table:
+    """Return the rows of a data file, or only the first `head` of them, for which little of a large file is read.
+
+    Raise UsageError that names the file and, if it has lines, the line.
+    """
     kind = kind_of_file(path)
     if kind is None:
         raise UsageError(f"{path} is no data file: its name ends in none of {', '.join(READERS)} (or these with .gz)")
     try:
         with _opened(path) as file:
-            table = READERS[kind](file, str(path))
+            table = READERS[kind](file, str(path), head)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
     if table.num_rows == 0:
@@ -103,17 +107,17 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         yield unpacked
 
 
-def _read_json(file: IO[bytes], path: str) -> Table:
+def _read_json(file: IO[bytes], path: str, head: int | None) -> Table:
     """Return the rows of a list of objects, or of one object per line; the first character decides."""
     if file.seek(0, 2) == 0:
         return _no_rows(path)
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    head = mapped[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
-    return _json_list(mapped, path) if head.startswith(b"[") else _json_lines(mapped, path)
+    start = mapped[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+    return _json_list(mapped, path, head) if start.startswith(b"[") else _json_lines(mapped, path, head)
 
 
-def _json_lines(mapped: mmap.mmap, path: str) -> Table:
-    ends = _line_ends(mapped)
+def _json_lines(mapped: mmap.mmap, path: str, head: int | None) -> Table:
+    ends = _line_ends(mapped) if head is None else _first_line_ends(mapped, head)
     starts = np.concatenate([[0], ends[:-1] + 1])
     long_enough = ends - starts > MAX_BLANK
     for number in np.flatnonzero(~long_enough):
@@ -148,8 +152,19 @@ def _line_ends(mapped: mmap.mmap) -> np.ndarray:
     return ends if mapped[-1] == NEWLINE else np.append(ends, len(mapped))
 
 
-def _json_list(mapped: mmap.mmap, path: str) -> Table:
-    bounds = np.fromiter(element_bounds(mapped, path), dtype=np.int64)
+def _first_line_ends(mapped: mmap.mmap, count: int) -> np.ndarray:
+    """Return the byte position of the ends of the first lines, `count` of them that are not blank, int64."""
+    ends, start, found = [], 0, 0
+    while found < count and start < len(mapped):
+        end = mapped.find(b"\n", start)
+        ends.append(end if end >= 0 else len(mapped))
+        found += bool(mapped[start : ends[-1]].strip())
+        start = ends[-1] + 1
+    return np.array(ends, dtype=np.int64)
+
+
+def _json_list(mapped: mmap.mmap, path: str, head: int | None) -> Table:
+    bounds = np.fromiter(islice(element_bounds(mapped, path), None if head is None else head + 1), dtype=np.int64)
 
     def read(index: int) -> dict[str, object]:
         start, stop = bounds[index : index + 2]
@@ -162,7 +177,7 @@ def _no_rows(path: str) -> Table:
     return Table(path, 0, lambda index: {}, str)
 
 
-def _read_csv(file: IO[bytes], path: str) -> Table:
+def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
     """Return all columns as text. Row numbers count from the first row after the header."""
     try:
         first = next(iter(file.readline().splitlines()), b"")  # lines may end in CR alone
@@ -188,7 +203,7 @@ def _read_csv(file: IO[bytes], path: str) -> Table:
                 column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False
             ),
         )
-        return _stored(batches, batches.schema, path)
+        return _stored(batches, batches.schema, path, head)
     except pa.ArrowInvalid as error:
         raise UsageError(f"{path} is not a valid CSV file: {first_line(error)}") from error
 
@@ -199,18 +214,18 @@ def _refuse_repeated(columns: list[str], path: str) -> None:
         raise UsageError(f"{path} names a column twice: {', '.join(columns)}")
 
 
-def _read_parquet(file: IO[bytes], path: str) -> Table:
+def _read_parquet(file: IO[bytes], path: str, head: int | None) -> Table:
     try:
         parquet = pa.parquet.ParquetFile(file)
         _refuse_repeated(parquet.schema_arrow.names, path)
-        return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path)
+        return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path, head)
     except pa.ArrowException as error:  # also of a sound file with what Arrow does not read
         raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
 
 
-def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:
+def _stored(batches: Any, schema: pa.Schema, path: str, head: int | None) -> Table:
     writer = TableWriter(schema)
-    for batch in batches:
+    for batch in batches if head is None else (batch.slice(0, head) for batch in islice(batches, 1)):
         for start in range(0, batch.num_rows, BATCH_ROWS):
             writer.append(batch.slice(start, BATCH_ROWS))
     stored = writer.finish()
@@ -218,7 +233,7 @@ def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:
     return Table(path, len(stored), lambda index: read(stored.row(index)), lambda index: f"row {index + 1}")
 
 
-READERS: dict[str, Callable[[IO[bytes], str], Table]] = {
+READERS: dict[str, Callable[[IO[bytes], str, int | None], Table]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -7,6 +7,7 @@ nothing is fetched for them.
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -190,6 +191,31 @@ def load_rows(
     return _mixed(sources, shares, seed=seed, max_samples=max_samples)
 
 
+class _TakesLong(Exception):
+    """A source of which no part can be read quickly."""
+
+
+def first_rows(spec: str, *, split: str, data_format: str = "auto") -> list[Source]:
+    """Return the local sources of `spec`, each with its first rows only: enough to know their columns.
+
+    Left out is what takes long to open: data sets of the Hub, folders of `save_to_disk` and packed files.
+
+    Raises:
+        UsageError: a data set is missing, or its beginning is empty or malformed.
+    """
+    code = data_format if is_target(data_format) else None
+    sources = []
+    for name in _names(spec):
+        with suppress(_TakesLong):
+            source = _load_source(name, split, _not_now, head=COLUMN_ROWS + 1)
+            sources.append(replace(source, format_code=code))
+    return sources
+
+
+def _not_now(name: str, split: str) -> Table:
+    raise _TakesLong
+
+
 # Names are looked for with os.path: Path raises OSError for one that is longer than a file's can be, as a list may be.
 
 
@@ -234,14 +260,16 @@ def exact_shares(total: int, shares: list[float]) -> list[int]:
     return counts
 
 
-def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]) -> Source:
+def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table], *, head: int | None = None) -> Source:
     path, split = _parted(name)
     if os.path.isdir(path):
-        return Source(name, _read_folder(path, split, default_split))
+        return Source(name, _read_folder(path, split, default_split, head))
     if os.path.exists(path) or kind_of_file(path) is not None:
         if split not in (None, "train"):
             raise UsageError(f"{path} is one file and has no split {split!r}: leave @{split} out")
-        return Source(name, (_existing(path),))
+        if not os.path.exists(path):
+            raise UsageError(f"no file {str(path)!r}")
+        return Source(name, _read_files([path], head))
     hub_name = name.rpartition("@")[0] if split else name
     if HUB_NAME.fullmatch(hub_name) and not Path(hub_name).parent.is_dir():
         return Source(name, (hub(hub_name, split or default_split),))
@@ -256,17 +284,27 @@ def _parted(name: str) -> tuple[Path, str | None]:
     return Path(path).expanduser(), split
 
 
-def _existing(path: Path) -> Table:
-    if not os.path.exists(path):
-        raise UsageError(f"no file {str(path)!r}")
-    return read_file(path)
+def _read_files(paths: Sequence[Path], head: int | None) -> tuple[Table, ...]:
+    """Return the rows of the files, or the first `head` rows of them together."""
+    if head is None:
+        return tuple(read_file(path) for path in paths)
+    tables: list[Table] = []
+    for path in paths:
+        left = head - sum(table.num_rows for table in tables)
+        if left > 0 and path.suffix.lower() == ".gz":
+            raise _TakesLong
+        if left > 0:
+            tables.append(read_file(path, head=left))
+    return tuple(tables)
 
 
-def _read_folder(folder: Path, split: str | None, default_split: str) -> tuple[Table, ...]:
+def _read_folder(folder: Path, split: str | None, default_split: str, head: int | None) -> tuple[Table, ...]:
     """Return all data files of the folder in the order of their names, or the files of the split if names contain
     splits.
     """
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        if head is not None:
+            raise _TakesLong
         return (_read_saved(folder, split or default_split),)
     visible = (path for path in folder.rglob("*") if not any(p.startswith(".") for p in path.relative_to(folder).parts))
     files = sorted(path for path in visible if path.is_file() and kind_of_file(path) is not None)
@@ -279,7 +317,7 @@ def _read_folder(folder: Path, split: str | None, default_split: str) -> tuple[T
     if not chosen:
         names = ", ".join(str(path.relative_to(folder)) for path in files)
         raise UsageError(f"folder {folder} has no file of the split {split or default_split!r}; its files: {names}")
-    return tuple(read_file(path) for path in chosen)
+    return _read_files(chosen, head)
 
 
 def _words(path: Path) -> set[str]:

@@ -5,7 +5,6 @@ Wire format: remote_call.py. Every refusal is a status and `{"detail": one sente
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -199,13 +198,6 @@ def _answer(scores: list[Score]) -> dict[str, Any]:
     """Return the body of an answer: a failed reward is null, and its detail is the reason."""
     details = ["" if score.value is not None else score.detail.partition("\n")[0] for score in scores]
     return {"rewards": [score.value for score in scores], "details": details}
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reached from this machine alone."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 class StoppableServer(uvicorn.Server):

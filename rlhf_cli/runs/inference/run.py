@@ -21,10 +21,11 @@ from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.runs.episodes import EpisodePlan, find_episodes, refuse_length_rewards
+from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import Models, started_models
+from rlhf_cli.runs.online.checks import refuse_length_rewards
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import ENVIRONMENT_FILE, environment_file_hash

@@ -21,11 +21,9 @@ from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.online.checks import (
     check_batches,
-    check_episodes,
-    check_filtering,
-    check_lag,
     check_partial_rollout,
     check_step_rewards,
+    check_without_algorithm,
     lag_notice,
     most_episodes,
 )
@@ -165,12 +163,8 @@ def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
     check_tracking(config.tracking)
     check_batches(config, algorithm)
-    check_filtering(config)
     check_step_rewards(config, algorithm)
-    check_episodes(config)
-    check_lag(config)
-    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
-        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
+    check_without_algorithm(config)
     for role in ("actor", "critic"):
         check_deepspeed(
             config.deepspeed.of(role),

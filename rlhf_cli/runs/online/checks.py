@@ -1,17 +1,37 @@
-"""Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm."""
+"""Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm.
+
+Imports no torch at module level, so that what the settings show is checked before anything heavy is loaded.
+"""
 
 import math
+from typing import TYPE_CHECKING
 
-from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.scoring import RequestScoringConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.runs.episodes import OF_ONE_TURN, refuse_length_rewards
+
+if TYPE_CHECKING:
+    from rlhf_cli.algorithms.table import Algorithm
+
+OF_ONE_TURN = "is about one response of at most max_new_tokens, and an episode has several turns"
+"""End of a sentence about a setting that episodes do not have."""
 
 
-def check_batches(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+def check_without_algorithm(config: OwnResponsesConfig) -> None:
+    """Raise UsageError if settings do not go together whatever the algorithm."""
+    _check_steps(config.rollout, config.batch)
+    _check_room(config)
+    check_filtering(config)
+    check_episodes(config)
+    check_lag(config)
+    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
+        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
+
+
+def check_batches(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
     """Raise UsageError if sizes do not fit together; the message names sizes that would."""
     _check_steps(config.rollout, config.batch)
     _check_groups(config, algorithm)
@@ -34,7 +54,7 @@ def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
     )
 
 
-def _check_groups(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+def _check_groups(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
     """Raise UsageError if too few responses to a prompt are sampled to be compared."""
     num_samples = config.rollout.n_samples_per_prompt
     if num_samples < algorithm.min_group:
@@ -46,7 +66,7 @@ def _check_groups(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
         raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
 
 
-def _check_shaping(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+def _check_shaping(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
     """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
     reward, longest = config.reward_settings, config.rollout.max_new_tokens
     buffer = reward.overlong_buffer_len
@@ -87,11 +107,13 @@ def check_filtering(config: OwnResponsesConfig) -> None:
         )
 
 
-def check_step_rewards(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+def check_step_rewards(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
     """Raise UsageError if the algorithm has no place for rewards of steps."""
     if config.steps is None:
         return
     if algorithm.steps is None:
+        from rlhf_cli.algorithms.table import ALGORITHMS
+
         names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)
         raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
     if isinstance(config.policy_settings, GroupPolicyConfig) and config.policy_settings.advantage_std == "none":
@@ -109,6 +131,13 @@ def check_episodes(config: OwnResponsesConfig) -> None:
     if config.reward_settings.overlong_buffer_len is not None:
         raise UsageError(f"--overlong_buffer_len {OF_ONE_TURN}")
     refuse_length_rewards(config.reward_settings)
+
+
+def refuse_length_rewards(reward: RequestScoringConfig) -> None:
+    """Raise UsageError for a reward by the length of one response."""
+    for call in reward.rewards:
+        if call.row.kind == "length":
+            raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
 
 
 def check_lag(config: OwnResponsesConfig) -> None:

@@ -29,11 +29,12 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.reward_model import read_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
-from rlhf_cli.rewards.server.app import StoppableServer, is_loopback, reward_app
+from rlhf_cli.rewards.server.app import StoppableServer, reward_app
 from rlhf_cli.rewards.server.batching import ScoreJobs
 from rlhf_cli.rewards.server.connections import BoundedConnection
 from rlhf_cli.rewards.server.text_model import TextRewardModel
-from rlhf_cli.runs.reward_server import listening, scoring, server_key
+from rlhf_cli.runs.reward_server import scoring
+from rlhf_cli.runs.server_address import is_loopback, listening, server_key
 
 TEXTS = ["the weather", "a", "<|im_start|>user\n1+1?<|im_end|>\n", "the other <|im_end|>", "x" * 40]
 

@@ -30,7 +30,8 @@ from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
-from rlhf_cli.runs.data_preview import DATA_CONFIGS, PROMPT_NAMES, inspect_data, settings_of
+from rlhf_cli.runs.data_preview import inspect_data
+from rlhf_cli.runs.data_settings import DATA_CONFIGS, PROMPT_NAMES, settings_of
 from rlhf_cli.runs.data_view import show, visible
 
 ASKED = [{"prompt": f"What is {i}?", "answer": f"It is {i}."} for i in range(9)]

@@ -1,0 +1,45 @@
+"""The data settings of the command that `rlhf data` stands in for; imports nothing heavy."""
+
+from pydantic import BaseModel, create_model
+
+from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.data import (
+    DataConfig,
+    LabelledDataConfig,
+    PreferenceDataConfig,
+    PromptConfig,
+    StepDataConfig,
+)
+from rlhf_cli.config.inspection import PROMPT_COMMANDS, ShownDataConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config
+
+DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
+    "sft": DataConfig,
+    "rm": PreferenceDataConfig,
+    "prm": StepDataConfig,
+    "dpo": PreferenceDataConfig,
+    "kto": LabelledDataConfig,
+    "distill": DataConfig,
+    **dict.fromkeys(PROMPT_COMMANDS, PromptConfig),
+}
+"""The data settings of each command."""
+PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
+"""What prompts are called in the settings of online commands."""
+
+
+def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
+    """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
+    fields = type(given).model_fields
+    names = PROMPT_NAMES if command in PROMPT_COMMANDS else {}
+    values = {name: value for name, value in given if value != fields[name].default}
+    cls = DATA_CONFIGS[command]
+    if command in PROMPT_COMMANDS:
+        values.pop("max_new_tokens", None)  # a setting of the command, though not of its data
+    foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
+    if foreign:
+        raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")
+    config = build_config(
+        create_model("CommandConfig", data=(cls, ...)), {names.get(name, name): values[name] for name in values}
+    )
+    return config.data  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,181 @@
+"""Checks of paths, columns, sizes and ports by the settings, made before anything heavy is imported.
+
+torch, transformers, datasets and Ray take seconds to import, and a mistyped path should not wait for them. The checks
+are those of the runs themselves, which make all of them again, and the rest, once models and rows are read.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel
+
+from rlhf_cli.backends.process.output_lock import check_folder_can_be_made, require_new
+from rlhf_cli.backends.training.checkpoint import MANIFEST
+from rlhf_cli.backends.training.distributed_env import rank_and_world_size
+from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.config.commands.merge import MergeGroup
+from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.data import (
+    DataConfig,
+    LabelledDataConfig,
+    OfflineDataConfig,
+    PreferenceDataConfig,
+    PromptConfig,
+    StepDataConfig,
+)
+from rlhf_cli.config.episodes import EnvironmentConfig, environment_kind
+from rlhf_cli.config.generate import AnswersOutputConfig
+from rlhf_cli.config.scoring import RequestScoringConfig
+from rlhf_cli.config.scratch import ScratchConfigGroup
+from rlhf_cli.config.serve import ServeConfig
+from rlhf_cli.config.train import CheckpointConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import adapter_folder, resolve_model_path
+from rlhf_cli.models.gguf import find_gguf
+from rlhf_cli.rewards.workers.user_module import file_and_name
+
+ANSWER_SECONDS = 3.0
+"""Time for a Ray cluster to take a connection."""
+
+
+def check_early(config: BaseModel) -> None:
+    """Raise UsageError for faults that the settings show. Of several ranks only the first one checks."""
+    if rank_and_world_size()[0] != 0:
+        return
+    groups = [group for _, group in config]
+    for group in groups:
+        _check_output(group)
+    if isinstance(config, OwnResponsesConfig):
+        from rlhf_cli.runs.online.checks import check_without_algorithm
+
+        check_without_algorithm(config)
+    if isinstance(config, OwnResponsesConfig) or any(isinstance(group, AnswersOutputConfig) for group in groups):
+        _check_ray_address(os.environ.get("RAY_ADDRESS"))
+    for group in groups:
+        _check_models(group)
+        _check_files(group)
+    for settings, dataset, split in _data_sets(config):
+        _check_data(settings, dataset, split)
+
+
+def _check_output(group: object) -> None:
+    match group:
+        case CheckpointConfig():
+            from rlhf_cli.runs.run_directory import check_run_directory, run_directory
+
+            check_run_directory(group)
+            paths = run_directory(group)
+            check_folder_can_be_made(paths.root, flag="--output")
+            check_folder_can_be_made(paths.checkpoints, flag="--ckpt_path")
+            check_folder_can_be_made(paths.model, flag="--save_path")
+        case AnswersOutputConfig(output=str(output)):
+            from rlhf_cli.runs.inference.output_folder import check_folder
+
+            check_folder(Path(output), group)
+            check_folder_can_be_made(Path(output), flag="--output")
+        case ScratchConfigGroup() | MergeGroup():
+            require_new(Path(group.output))
+        case ServeConfig():
+            from rlhf_cli.runs.server_address import listening, server_key
+
+            server_key(group)
+            with listening(group):
+                pass
+
+
+def _check_models(group: Any) -> None:
+    """Raise UsageError for a model whose folder is missing or holds none. Others are read later."""
+    if isinstance(group, MergeGroup) and not Path(group.model).expanduser().is_dir():
+        raise UsageError(f"--model {group.model}: there is no such folder")
+    for name in type(group).model_fields:
+        if not name.endswith("pretrain") or getattr(group, name) is None:
+            continue
+        for place in getattr(group, "names", [getattr(group, name)]):
+            try:
+                path = Path(place).expanduser()
+                if adapter_folder(place) is None and find_gguf(path) is None and not _is_in_checkpoint(path):
+                    resolve_model_path(place)
+            except UsageError as error:
+                raise error if name == "pretrain" else UsageError(f"--{name}: {error}") from error
+
+
+def _is_in_checkpoint(path: Path) -> bool:
+    return any((folder / MANIFEST).is_file() for folder in (path, path.parent))
+
+
+def _check_files(group: object) -> None:
+    """Raise UsageError for files of Python code that are not there."""
+    if isinstance(group, RequestScoringConfig) and group.reward_func is not None:
+        _require_python("reward_func", group.reward_func)
+    environment = group.environment if isinstance(group, EnvironmentConfig) else None
+    if environment is not None and environment_kind(environment) == "file":
+        _require_python("environment", environment)
+
+
+def _require_python(setting: str, source: str) -> None:
+    path, _ = file_and_name(source)
+    if path.is_dir():
+        raise UsageError(f"--{setting} {source} is a folder: name the file in it, as {path / 'FILE.py'}")
+    if not path.is_file():
+        raise UsageError(f"--{setting} {source}: there is no such file")
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"--{setting} {source} is not valid Python: {line}") from error
+
+
+def _data_sets(config: BaseModel) -> Iterator[tuple[BaseModel, str, str]]:
+    """Yield the settings, the name and the split of each data set that a command reads."""
+    if isinstance(config, DataCommandConfig):
+        from rlhf_cli.runs.data_settings import settings_of
+
+        groups: list[Any] = [settings_of(config.show.for_, config.data)]
+    else:
+        groups = [group for _, group in config]
+    for group in groups:
+        if isinstance(group, PromptConfig):
+            yield group, group.prompt_data, group.prompt_split
+            evaluation = config.evaluation if isinstance(config, OwnResponsesConfig) else None
+            if evaluation is not None and evaluation.eval_dataset is not None:
+                yield group, evaluation.eval_dataset, evaluation.eval_split
+        elif isinstance(group, OfflineDataConfig):
+            yield group, group.dataset, group.dataset_split
+            if group.eval_dataset is not None:
+                yield group, group.eval_dataset, group.eval_split
+        elif isinstance(group, ScratchConfigGroup):
+            yield group, group.dataset, group.dataset_split
+
+
+def _check_data(settings: Any, dataset: str, split: str) -> None:
+    """Raise UsageError if the data set is missing, or its first rows have other columns than the settings name."""
+    from rlhf_cli.data.formats import choosing  # brings numpy and pyarrow
+    from rlhf_cli.data.reading.sources import first_rows
+
+    formats: Mapping[type, Callable[..., object]] = {
+        DataConfig: choosing.sequence_formats,
+        PreferenceDataConfig: choosing.pair_formats,
+        LabelledDataConfig: choosing.labelled_formats,
+        StepDataConfig: choosing.step_formats,
+        PromptConfig: choosing.prompt_formats,
+    }
+    sources = first_rows(dataset, split=split, data_format=getattr(settings, "data_format", "auto"))
+    for kind, choose in formats.items():
+        if isinstance(settings, kind):
+            choose(settings, sources)
+
+
+def _check_ray_address(address: str | None) -> None:
+    """Raise UsageError if nothing listens at a cluster's address of the form HOST:PORT."""
+    parts = urlsplit(f"//{address}") if address and "://" not in address else None
+    if parts is None or parts.hostname is None or parts.port is None:
+        return
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({reason})") from error
