@@ -88,7 +88,7 @@ def _check_output(group: object) -> None:
 
 
 def _check_models(group: Any) -> None:
-    """Raise UsageError for a model whose folder is missing or holds none. Others are read later."""
+    """Raise UsageError for a model whose folder is missing or empty; adapters, checkpoints, GGUF files come later."""
     if isinstance(group, MergeGroup) and not Path(group.model).expanduser().is_dir():
         raise UsageError(f"--model {group.model}: there is no such folder")
     for name in type(group).model_fields:
