@@ -14,7 +14,7 @@ class BatchConfig(SettingsGroup):
     """Batches"""
 
     train_batch_size: int = Field(128, gt=0)
-    """Sequences in one optimizer step, over all ranks."""
+    """Sequences in one optimizer step, over all ranks; online at most: the steps of an iteration are equally large."""
     train_max_tokens_per_gpu: int = Field(16_192, gt=0)
     """Tokens in one packed micro-batch at most: the bound on activation memory. Four patches of a picture take the room
     of a token if they are more."""

@@ -35,9 +35,9 @@ def plan_updates(
 ) -> UpdatePlan:
     """Return the steps over that many samples; epochs have the same orders for actor and critic.
 
-    The number of steps is that of all `num_sampled` responses, `num_samples` if not given. Those that are left out make
-    all steps smaller alike: Adam moves as far by a step of one response as by a full one, and the schedule of the
-    learning rate counts the same steps in each iteration.
+    All `num_sampled` responses, `num_samples` if not given, decide the number of steps. If some are left out, every
+    step is smaller by as much: Adam moves as far by one response as by a full step, and the schedule of the learning
+    rate counts the same steps in each iteration.
 
     With `groups_B`, int [num_samples], groups are shuffled instead of samples, so that a group is in one step, or in
     two if it does not fit: its prompt is computed once there.

@@ -1,5 +1,6 @@
 """Sampling ahead of training, with fakes of models, engines and rewards: versions, repeats, resumes, failures, ends."""
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from online_fakes import (
 )
 from saved_loops import through_files
 
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
@@ -106,6 +108,29 @@ def test_the_number_of_a_batch_decides_about_the_weights_that_sample_it(lag):
         assert staleness == [(min(lag, number - 1),) * 2 for number in (1, 2, 3, 4)]
     else:
         assert not [name for _, metrics in made.tracker.logged for name in metrics if name.startswith("staleness")]
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_an_iteration_without_a_response_to_train_on_is_skipped_beside_the_sampling(is_dynamic):
+    policy = ActorCriticPolicyConfig(init_kl_coef=0.0, mask_truncated=not is_dynamic)
+    settings = {"dynamic_filtering": True, "dynamic_max_rounds": 1, "dynamic_oversample": 0.0}
+    dynamic = DynamicSamplingConfig(**settings) if is_dynamic else None  # type: ignore[arg-type]
+    made = run(1, policy=policy, algorithm="rloo", dynamic=dynamic, episodes=8)
+    answer, judge = made.engines._answer, made.scorer.judge
+
+    def is_second() -> bool:
+        return len(made.engines.requests) == 2
+
+    made.engines._answer = lambda request: dataclasses.replace(  # type: ignore[method-assign]
+        answer(request), finish_reason="length" if is_second() else "stop"
+    )
+    made.scorer.judge = lambda request: Score(1.0, "scored") if is_second() else judge(request)  # type: ignore[method-assign]
+    made(total_iterations=4)
+    assert [number for number, _ in made.tracker.logged] == [1, 2, 3, 4]
+    assert [metrics.get("skipped_iterations") for _, metrics in made.tracker.logged] == [None, 1.0, 1.0, 1.0]
+    assert "loss" not in made.tracker.logged[1][1]
+    assert len(made.actor.updates) == 3
+    assert not threads()
 
 
 def test_batches_are_sampled_while_the_models_train():
