@@ -18,6 +18,7 @@ from rlhf_cli.data.templates.kwargs import template_kwargs_of
 from rlhf_cli.data.templates.rendering import Pieces, Renderer
 from rlhf_cli.data.templates.text import TRIAL, TemplateFault
 from rlhf_cli.data.tokenizing.control_tokens import ControlTokens
+from rlhf_cli.data.tokenizing.saved_tokenizer import SavedTokenizer
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, require_offsets
 from rlhf_cli.errors import UsageError
 
@@ -70,6 +71,7 @@ class Encoder:
         self._renderer = Renderer(config, tokenizer)
         self._tokeniser = Tokeniser(tokenizer)
         self._controls = ControlTokens(tokenizer)
+        self._saved = SavedTokenizer.of(tokenizer)
 
     def tried_template(self) -> str:
         """Return the end of a turn by the chat template, after a trial of it.
@@ -124,9 +126,13 @@ class Encoder:
         """Return the tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
 
         Raises:
-            UsageError: they differ. The template is at fault then, not the row, so no row is dropped for it.
+            UsageError: they differ, or the tokenizer loses text. The template or the tokenizer is at fault then, not
+                the row, so no row is dropped for it.
         """
-        tokenised = iter(self._tokeniser.examples([pieces for draft in drafts for pieces in draft.texts]))
+        examples = [pieces for draft in drafts for pieces in draft.texts]
+        if self._saved is not None:
+            self._saved.compare(piece.text for pieces in examples for piece in pieces.texts)
+        tokenised = iter(self._tokeniser.examples(examples))
         found: list[Found] = []
         for draft in drafts:
             parts = [next(tokenised) for _ in draft.texts]

@@ -35,6 +35,7 @@ from rlhf_cli.data.templates.prompt_templates import PromptTemplate, load_prompt
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, note_controls
+from rlhf_cli.data.tokenizing.saved_tokenizer import SavedTokenizer
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, note_largest
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PlacedPicture
@@ -195,7 +196,16 @@ def _steps(
         template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt, picture_mark=mark)
     plain = template is not None or not config.apply_chat_template
     renderer = template or Renderer(config, tokenizer)
-    return _Steps(words, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain)
+    return _Steps(
+        words,
+        renderer,
+        Tokeniser(tokenizer),
+        ControlTokens(tokenizer),
+        SavedTokenizer.of(tokenizer),
+        judges,
+        reader,
+        plain=plain,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +249,7 @@ class _Steps:
     renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
     controls: ControlTokens
+    saved: SavedTokenizer | None
     judges: Judges
     reader: PictureReader | None
     plain: bool
@@ -261,7 +272,12 @@ class _Steps:
         return replace(draft, pictures=self.reader.pictures(draft.row, [draft.conversation])[0])
 
     def tokens(self, drafts: list[_Draft]) -> list[list[int]]:
-        """Return the tokens of each prompt, with one placeholder for each picture."""
+        """Return the tokens of each prompt, with one placeholder for each picture.
+
+        Raises UsageError if the tokenizer loses text that the model's tokenizer.json keeps.
+        """
+        if self.saved is not None:
+            self.saved.compare(draft.text for draft in drafts)
         return self.tokeniser.prompts([draft.text for draft in drafts], plain=self.plain)
 
     def made(self, draft: _Draft, ids: list[int]) -> tuple[Prompt, Tokens]:

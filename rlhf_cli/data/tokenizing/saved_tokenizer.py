@@ -6,6 +6,8 @@ under `LlamaTokenizer` then loses every space.
 
 import logging
 import re
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ class SavedTokenizer:
         path = _file_of(tokenizer.name_or_path)
         return None if path is None else cls(tokenizer, path)
 
-    def compare(self, texts: list[str]) -> None:
+    def compare(self, texts: Iterable[str]) -> None:
         """Compare the tokens of the first texts; warn once if they differ.
 
         Tokens that were added later have no place in the file, so the text between them is compared.
@@ -48,7 +50,8 @@ class SavedTokenizer:
         Raises:
             UsageError: the class loses text that the file keeps.
         """
-        chosen, self._num_left = texts[: self._num_left], max(0, self._num_left - len(texts))
+        chosen = list(islice(texts, self._num_left))
+        self._num_left -= len(chosen)
         for piece in (piece for text in chosen for piece in self._added.split(text) if piece.strip()):
             own = self._tokenizer.backend_tokenizer.encode(piece, add_special_tokens=False).ids
             saved = self._saved.encode(piece, add_special_tokens=False).ids

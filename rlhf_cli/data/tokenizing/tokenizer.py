@@ -19,7 +19,6 @@ from rlhf_cli.data.templates.chat_template import Rendered
 from rlhf_cli.data.templates.rendering import Pieces
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_spans import Span
-from rlhf_cli.data.tokenizing.saved_tokenizer import SavedTokenizer
 from rlhf_cli.data.tokenizing.token_bytes import TokenBytes
 from rlhf_cli.errors import UsageError
 
@@ -131,7 +130,6 @@ class Tokeniser:
         self._tokenizer = tokenizer
         self._end: int = tokenizer.eos_token_id
         self._start = self._start_of_text()
-        self._saved = SavedTokenizer.of(tokenizer)
 
     @cached_property
     def _bytes(self) -> TokenBytes | None:
@@ -164,8 +162,6 @@ class Tokeniser:
 
     def _encodings(self, texts: list[str], *, with_offsets: bool) -> list[Encoding]:
         """Not by calling the tokenizer, which turns every encoding into lists first: a sixth of all time for sft."""
-        if self._saved is not None:
-            self._saved.compare(texts)
         backend = self._tokenizer.backend_tokenizer
         encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
         return encode(texts, add_special_tokens=False) if texts else []
