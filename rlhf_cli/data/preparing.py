@@ -290,7 +290,8 @@ def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: D
     cut = [part.cut(config.max_len) for part in tokens] if overlong else tokens
     if any(part.num_trained == 0 for part in cut):
         within = f" within the first {config.max_len:,} of {longest:,} tokens" if overlong else ""
-        report.note("dropped_untrained", f"{row.where}: nothing to train on{within}")
+        by_marks = ": marks leave it out" if any(part.left_out for part in cut) else ""
+        report.note("dropped_untrained", f"{row.where}: nothing to train on{within}{by_marks}")
         return None
     return cut
 

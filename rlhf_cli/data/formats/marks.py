@@ -36,7 +36,9 @@ MASK_HISTORY = "mask_history"
 EITHER_WAY = "mask"
 """Some tools train where it is 1, others where it is 0; true and false have one meaning."""
 SUSPICIOUS = re.compile(r"train|loss|mask|weight|learn|supervis|ignore|exclude|skip")
-"""Parts of unknown keys that are too close to a mark to go on."""
+"""Parts of unknown keys of a message that are too close to a mark to go on."""
+SUSPICIOUS_COLUMN = re.compile(r"loss|mask|weight")
+"""The same for columns, of which rows have many for other purposes."""
 
 
 def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
@@ -169,6 +171,7 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
     A list has an entry for each message, with or without the system message, or for each turn of the assistant.
     Columns that are `used` are no marks.
     """
+    _refuse_unknown_columns(row, used)
     kept = [True] * len(messages)
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     for key, value in _marks_of_row(row, used).items():
@@ -184,6 +187,17 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
         message if kept[place] or message.role != "assistant" else replace(message, is_trained=False)
         for place, message in enumerate(messages)
     )
+
+
+def _refuse_unknown_columns(row: Row, used: Collection[str]) -> None:
+    """Raise RowFault for an unknown column that has the name and the values of marks."""
+    for key, value in row.items():
+        is_known = key in MARKS or key == MASK_HISTORY or key in used
+        if not is_known and SUSPICIOUS_COLUMN.search(key.lower()) and _is_like_a_mark(value):
+            raise row.error(
+                f"column {key!r} is {value!r:.40}, which looks like a mark that leaves text out of the loss and is not "
+                f"known: use {', '.join(MARKS)}, or rename or drop the column"
+            )
 
 
 def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message, ...]) -> list[bool]:

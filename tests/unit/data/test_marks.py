@@ -97,6 +97,7 @@ def test_a_mark_of_the_row_leaves_all_of_it_out(mark, tmp_path) -> None:
     texts, report = trained(tmp_path, *rows)
     assert plain(texts) == ["firstanswer|secondanswer|"] * 2
     assert report.dropped_untrained == 1
+    assert report.noted["dropped_untrained"][0].endswith("line 1: nothing to train on: marks leave it out")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,8 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
         ({"messages": talk({"train_detail": "all"})}, "message 2 has train_detail 'all', expected"),
         ({"messages": talk(), "weight": 0.5}, "the row has weight 0.5, but loss is not scaled"),
         ({"messages": talk(), "loss_mask": [0, 1, 0]}, "column 'loss_mask' has 3 marks, but the row has 4 messages"),
+        ({"messages": talk(), "assistant_masks": [0, 1]}, "column 'assistant_masks' is .*, which looks like a mark"),
+        ({"messages": talk(), "turn_weights": [0.2, 1]}, "column 'turn_weights' is .*, which looks like a mark"),
         ({"text": "all of it", "loss_mask": 0}, "column 'loss_mask' is 0: this mark leaves text out of the loss"),
     ],
 )
