@@ -8,7 +8,7 @@
 # MODEL               a folder, a GGUF file, a run, or a Hugging Face name, such as HuggingFaceTB/SmolLM2-135M-Instruct
 # OUTPUT              folder of prompts and run; runs/eight_words by default. What is there is continued.
 #
-# From the environment: PROMPTS 8 an iteration  GROUP 8 answers to each  ITERATIONS 60  LEARNING_RATE 2e-5
+# From the environment: PROMPTS 8 an iteration  GROUP 8 answers to each  ITERATIONS 40  LEARNING_RATE 2e-5
 #   MAX_NEW_TOKENS 48  and FLAGS (further flags of the command).
 set -euo pipefail
 
@@ -23,7 +23,7 @@ python3 "$REWARD" "$OUTPUT/train.jsonl" "$OUTPUT/eval.jsonl"
 
 rlhf grpo --pretrain "$MODEL" --prompt_data "$OUTPUT/train.jsonl" --eval_dataset "$OUTPUT/eval.jsonl" \
   --reward_func "$REWARD" --output "$OUTPUT/grpo" --load_checkpoint --save_steps 20 \
-  --num_episodes 1000 --max_iterations "${ITERATIONS:-60}" --eval_steps 20 \
+  --num_episodes 1000 --max_iterations "${ITERATIONS:-40}" --eval_steps 20 \
   --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$GROUP" --train_batch_size "$((PROMPTS * GROUP))" \
   --actor_learning_rate "${LEARNING_RATE:-2e-5}" --lr_scheduler constant --init_kl_coef 0 \
   --max_new_tokens "${MAX_NEW_TOKENS:-48}" --max_len 128 ${FLAGS:-}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -94,6 +95,24 @@ def test_scripts_are_valid_shell_and_say_what_they_need(name):
     done = subprocess.run(["bash", script], capture_output=True, text=True)
     assert done.returncode != 0
     assert "usage: " in done.stderr
+
+
+def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
+    """The script with a stand-in for `rlhf`, which notes how it is called, and its reward file."""
+    (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
+    (tmp_path / "rlhf").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    script = str(SCRIPT.parent / "eight_words_grpo.sh")
+    subprocess.run(["bash", script, "MODEL", str(tmp_path / "run")], check=True, env=environment)
+    prompts = [(tmp_path / "run" / name).read_text().splitlines() for name in ("train.jsonl", "eval.jsonl")]
+    assert [len(lines) for lines in prompts] == [32, 8]
+    assert not set(prompts[0]) & set(prompts[1])
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert f"--reward_func {SCRIPT.parent}/eight_words.py --output" in call
+    reward_func = runpy.run_path(str(SCRIPT.parent / "eight_words.py"))["reward_func"]
+    given = ["One two three four five six seven eight.", "one two - three 4 five six seven", "word " * 20, ""]
+    assert [result["reward"] for result in reward_func(given)] == [1, 1 / 2, 1 / 13, 1 / 9]
+    assert [result["exact"] for result in reward_func(given)] == [1, 0, 0, 0]
 
 
 def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
