@@ -5,7 +5,6 @@ Two ranks save, the process that started them goes on as one rank, and the same 
 there as two that share none.
 """
 
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -144,7 +143,6 @@ def wait_for(path: Path) -> None:
 
 def main() -> None:
     distributed.join_process_group()
-    gc.freeze()  # DeepSpeed collects garbage a dozen times for each engine
     model, folder = sys.argv[1], Path(sys.argv[2])
     found = by_two(model, folder)
     torch.save(found, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")

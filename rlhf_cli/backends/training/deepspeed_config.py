@@ -72,6 +72,10 @@ def _adds_up_in_bf16(settings: DeepSpeedConfig, param_dtype: str, optimizer: Opt
 OVERLAP_BUCKET = 200_000_000
 """Gradients reduced at a time where reduction overlaps: two such buckets take less memory than DeepSpeed's one."""
 
+CPU_BUCKET = 20_000_000
+"""Gradients reduced at a time in host memory. DeepSpeed's 500 million are a second copy of all gradients of a small
+model, and no faster there."""
+
 
 def overlaps(settings: DeepSpeedConfig, *, num_gpus: int) -> bool:
     """Return whether ranks communicate while they compute: as set, else if there are several GPUs.
@@ -123,7 +127,9 @@ def deepspeed_config(
 def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, object]:
     overlap = overlaps(settings, num_gpus=num_gpus)
     zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": overlap}
-    if overlap and num_gpus > 1:
+    if num_gpus == 0:
+        zero["reduce_bucket_size"] = CPU_BUCKET
+    elif overlap and num_gpus > 1:
         zero["reduce_bucket_size"] = OVERLAP_BUCKET
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}

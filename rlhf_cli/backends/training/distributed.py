@@ -5,6 +5,7 @@ environment variables.
 """
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,6 +48,7 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
     load_muon_uncompiled()
     if os.environ["WORLD_SIZE"] == "1":
         leave_out_shared_memory()
+    gc.freeze()  # DeepSpeed collects garbage up to a dozen times for each engine, and modules are none
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     _unlink_shared_buffers()
 

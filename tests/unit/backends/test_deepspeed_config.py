@@ -33,4 +33,9 @@ def test_nothing_overlaps_by_default_beside_an_optimizer_in_host_memory():
 
 def test_two_buckets_that_overlap_take_less_memory_than_the_one_of_before():
     before, with_overlap = (zero_of(num_gpus=number).reduce_bucket_size for number in (1, 2))
-    assert 2 * with_overlap < before == zero_of(num_gpus=0, overlap_comm=True).reduce_bucket_size
+    assert 2 * with_overlap < before
+
+
+def test_gradients_in_host_memory_are_reduced_in_buckets_of_less_than_a_small_model():
+    assert zero_of(num_gpus=0).reduce_bucket_size == zero_of(num_gpus=0, overlap_comm=True).reduce_bucket_size
+    assert 4 * zero_of(num_gpus=0).reduce_bucket_size < 100 << 20
