@@ -8,6 +8,7 @@ weights that are not quantised keep their type.
 import hashlib
 import importlib.metadata
 import mmap
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 16 << 20, 1 << 10, 4096
 """Hashed parts of a file: its beginning, which holds metadata and names of tensors, and pieces all over it."""
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-_announced: set[Path] = set()
+ANNOUNCED = "RLHF_CLI_GGUF_ANNOUNCED"
+"""Variable with the folders that this process has described, so that the ranks it starts do not repeat it."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -56,7 +58,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def converted(file: Path) -> Path:
-    """Return the Hugging Face folder of the model in a GGUF file, and describe it on stderr once a process.
+    """Return the Hugging Face folder of the model in a GGUF file, and describe it on stderr once a run.
 
     Raises:
         UsageError: the package gguf is missing, or transformers cannot read the model.
@@ -64,8 +66,9 @@ def converted(file: Path) -> Path:
     folder = user_cache("gguf") / _digest(file)
     if not folder.is_dir():
         _convert(file, folder)
-    if folder not in _announced:
-        _announced.add(folder)
+    announced = os.environ.get(ANNOUNCED, "").split(os.pathsep)
+    if str(folder) not in announced and os.environ.get("RANK", "0") == "0":
+        os.environ[ANNOUNCED] = os.pathsep.join([*announced, str(folder)])
         print(f"{file.name}: {(folder / NOTE).read_text(encoding='utf-8')}, in {folder}", file=sys.stderr)
     return folder
 

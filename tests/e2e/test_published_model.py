@@ -2,12 +2,19 @@
 
 import asyncio
 import json
+import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from forked import run_rlhf
 from published_model import smollm2_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -138,3 +145,104 @@ def test_vllm_answers_as_generate_does_and_has_the_trained_weights_after_pushes(
     assert len(trained) == 2
     assert max(row["rollout_k3"] for row in trained) < 1e-6
     assert max(row["rollout_diff_max"] for row in trained) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory) -> dict[str, Path]:
+    """Files of pairs and of labelled responses: the answers to the rows, and answers to other ones."""
+    folder, rows = tmp_path_factory.mktemp("preferences"), lines(ROWS)[:4]
+    pairs = [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": other["answer"]}
+        for row, other in zip(rows, rows[1:] + rows[:1], strict=True)
+    ]
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair, side in zip(pairs, ("chosen", "rejected") * 2, strict=True)
+    ]
+    files = {"dpo": folder / "pairs.jsonl", "kto": folder / "labelled.jsonl", "rm": folder / "pairs.jsonl"}
+    for path, content in ((files["dpo"], pairs), (files["kto"], labelled)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "first_loss", "tolerance"), [("dpo", math.log(2), 1e-4), ("kto", 0.5, 1e-4), ("rm", math.log(2), 0.1)]
+)
+def test_a_preference_loss_begins_at_the_value_of_no_preference(
+    command, first_loss, tolerance, file, preferences, tmp_path
+):
+    flags = "--param_dtype fp32 --train_batch_size 4 --max_epochs 2 --learning_rate 2e-5 --lr_scheduler constant"
+    given = ["--pretrain", file, "--dataset", preferences[command], "--output", tmp_path / command]
+    run_rlhf(command, *given, *flags.split())
+    first, second = lines(tmp_path / command / "metrics.jsonl")
+    assert first["loss"] == pytest.approx(first_loss, abs=tolerance)
+    assert second["loss"] < first["loss"]
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_an_adapter_on_it_is_merged_to_the_model_that_peft_computes(file, folder, plain, tmp_path):
+    flags = "--param_dtype fp32 --train_batch_size 8 --max_epochs 1 --lora_rank 8 --learning_rate 1e-3 --warmup_steps 0"
+    keys = ["--input_key", "question", "--output_key", "answer"]
+    adapter, merged = tmp_path / "sft" / "model", tmp_path / "merged"
+    run_rlhf("sft", "--pretrain", file, "--dataset", ROWS, *keys, *flags.split(), "--output", tmp_path / "sft")
+    run_rlhf("merge", "--model", adapter, "--output", merged, "--param_dtype", "fp32")
+    ids = torch.tensor([prompt_ids(plain[1])[0]])
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(base, str(adapter))(ids).logits
+    found = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert (found - plain[0](ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_ppo_that_continues_from_its_checkpoint_ends_as_one_never_stopped(file, tmp_path, reward_file):
+    prompts, run = tmp_path / "prompts.jsonl", tmp_path / "ppo"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    reward = reward_file("def reward_func(responses):\n    return [float(len(text) % 7) for text in responses]\n")
+    flags = (
+        "--param_dtype fp32 --max_new_tokens 12 --max_len 96 --rollout_batch_size 2 --train_batch_size 2 "
+        "--n_samples_per_prompt 1 --max_iterations 2 --num_episodes 9 --save_steps 1 --init_kl_coef 0 "
+        "--actor_learning_rate 1e-5 --rollout_backend transformers"
+    )
+    command = ["ppo", "--pretrain", file, "--prompt_data", prompts, "--reward_func", reward, *flags.split()]
+    run_rlhf(*command, "--output", run)
+    whole = load_file(run / "model" / "model.safetensors")
+    shutil.rmtree(run / "model")
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    shutil.rmtree(newest)
+    run_rlhf(*command, "--output", run, "--load_checkpoint")
+    continued = load_file(run / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, continued[name]) for name, tensor in whole.items())
+
+
+@pytest.mark.slow
+def test_the_same_weights_in_shards_in_bin_files_and_in_a_hub_cache_are_the_same_model(folder, plain, tmp_path):
+    shards, binary = tmp_path / "shards", tmp_path / "binary"
+    snapshot = tmp_path / "hub" / "models--org--smollm2" / "snapshots" / "0123abc"
+    plain[0].save_pretrained(shards, max_shard_size="200MB")
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    for target in (binary, snapshot):
+        shutil.copytree(folder, target)
+    (binary / "model.safetensors").unlink()
+    torch.save(load_file(Path(folder) / "model.safetensors"), binary / "pytorch_model.bin")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    program = (
+        "import sys, torch\n"
+        "from rlhf_cli.config.model import ModelConfig\n"
+        "from rlhf_cli.models.loading import load_causal_lm\n"
+        "for path in sys.argv[1:]:\n"
+        "    model = load_causal_lm(ModelConfig(pretrain=path, param_dtype='fp32', attn_implementation='eager'))\n"
+        "    print(sum(float(weight.double().abs().sum()) for weight in model.parameters()))\n"
+    )
+    places = [folder, str(shards), str(binary), "org/smollm2", str(snapshot.parents[1])]
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *places], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    sums = done.stdout.split()
+    assert len(sums) == len(places)
+    assert len(set(sums)) == 1
