@@ -46,8 +46,8 @@ class SamplingConfig(EngineConfig, ResponseSamplingConfig):
     """Prompts answered, scored and written together: the bound on memory, and on the work lost by a kill."""
     n_samples_per_prompt: int = Field(1, gt=0)
     """Responses sampled for each prompt."""
-    vllm_num_engines: int = Field(1, gt=0)
-    """Rollout engines."""
+    vllm_num_engines: int | None = Field(None, gt=0)
+    """Rollout engines. By default as many as there are GPUs for, without GPUs 1."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> "SamplingConfig":
@@ -64,8 +64,9 @@ class RewardPlacementConfig(SettingsGroup):
 
     reward_num_gpus_per_node: int = Field(1, gt=0)
     """Ranks of the model that scores responses or steps: GPUs, or processes without a GPU."""
-    colocate_all_models: bool = False
-    """Reward model and engines share the same GPUs; what vllm_gpu_memory_utilization leaves is the reward model's."""
+    colocate_all_models: bool | None = None
+    """Reward model and engines share the same GPUs; what vllm_gpu_memory_utilization leaves is the reward model's. By
+    default where there are too few GPUs for both."""
 
 
 class SelectConfig(SettingsGroup):

@@ -8,23 +8,35 @@ from rlhf_cli.config.base import SettingsGroup
 class ActorPlacementConfig(SettingsGroup):
     """Placement"""
 
-    actor_num_nodes: int = Field(1, gt=0)
-    """Nodes of the actor."""
-    actor_num_gpus_per_node: int = Field(1, gt=0)
+    actor_num_nodes: int | None = Field(None, gt=0)
+    """Nodes of the actor. Without any number of nodes, GPUs or engines a run uses all GPUs; without GPUs it is 1."""
+    actor_num_gpus_per_node: int | None = Field(None, gt=0)
     """Actor ranks per node: GPUs, or processes without a GPU."""
-    reward_num_nodes: int = Field(1, gt=0)
+    reward_num_nodes: int | None = Field(None, gt=0)
     """Nodes of the reward model."""
-    reward_num_gpus_per_node: int = Field(1, gt=0)
+    reward_num_gpus_per_node: int | None = Field(None, gt=0)
     """Reward model ranks per node."""
-    colocate_all_models: bool = False
-    """All models share GPUs (the engines share the actor's) and take turns; each has the first ones it needs."""
-    deepspeed_enable_sleep: bool = False
-    """Move weights, gradients and optimizer states of idle trainers to host memory."""
+    colocate_all_models: bool | None = None
+    """All models share GPUs (the engines share the actor's) and take turns; each has the first ones it needs. By
+    default on GPUs where no number of nodes, GPUs or engines is given, unless the run samples while it trains."""
+    deepspeed_enable_sleep: bool | None = None
+    """Move weights, gradients and optimizer states of idle trainers to host memory. By default where all models share
+    GPUs."""
+
+    def shape(self, role: str) -> tuple[int, int]:
+        """Return (nodes, ranks on each) of a role: "actor", "critic", "ref", "reward" or "teacher"; 1 if not given."""
+        return getattr(self, f"{role}_num_nodes") or 1, getattr(self, f"{role}_num_gpus_per_node") or 1
 
     def num_ranks(self, role: str) -> int:
-        """Return the number of ranks of a role, one of `config.online.ROLES`."""
-        ranks: int = getattr(self, f"{role}_num_nodes") * getattr(self, f"{role}_num_gpus_per_node")
-        return ranks
+        """Return the ranks of a role."""
+        nodes, ranks = self.shape(role)
+        return nodes * ranks
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the nodes or GPUs of any role are given."""
+        names = (name for name in type(self).model_fields if name.endswith(("_num_nodes", "_num_gpus_per_node")))
+        return any(getattr(self, name) is not None for name in names)
 
     @property
     def colocated_pairs(self) -> list[tuple[str, str]]:
@@ -35,13 +47,13 @@ class ActorPlacementConfig(SettingsGroup):
 class PlacementConfig(ActorPlacementConfig):
     """Placement"""
 
-    ref_num_nodes: int = Field(1, gt=0)
+    ref_num_nodes: int | None = Field(None, gt=0)
     """Nodes of the reference model."""
-    ref_num_gpus_per_node: int = Field(1, gt=0)
+    ref_num_gpus_per_node: int | None = Field(None, gt=0)
     """Reference ranks per node."""
-    teacher_num_nodes: int = Field(1, gt=0)
+    teacher_num_nodes: int | None = Field(None, gt=0)
     """Nodes of the teacher."""
-    teacher_num_gpus_per_node: int = Field(1, gt=0)
+    teacher_num_gpus_per_node: int | None = Field(None, gt=0)
     """Teacher ranks per node."""
     colocate_actor_ref: bool = False
     """Actor and reference share GPUs, the smaller one the first of the other's."""
@@ -55,9 +67,9 @@ class PlacementConfig(ActorPlacementConfig):
 class CriticPlacementConfig(PlacementConfig):
     """Placement"""
 
-    critic_num_nodes: int = Field(1, gt=0)
+    critic_num_nodes: int | None = Field(None, gt=0)
     """Nodes of the critic."""
-    critic_num_gpus_per_node: int = Field(1, gt=0)
+    critic_num_gpus_per_node: int | None = Field(None, gt=0)
     """Critic ranks per node."""
     colocate_critic_reward: bool = False
     """Critic and reward model share GPUs, the smaller one the first of the other's."""

@@ -73,8 +73,9 @@ class EngineConfig(DecodingConfig):
     """Engine that generates; auto takes vLLM if it is installed."""
     vllm_tensor_parallel_size: int = Field(1, gt=0)
     """GPUs that share one engine."""
-    vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
-    """Share of a GPU's memory an engine may take (weights and KV cache)."""
+    vllm_gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory an engine may take (weights and KV cache). By default 0.9 on GPUs of its own, 0.6 on GPUs
+    that it shares with models."""
     enable_prefix_caching: bool = True
     """vLLM computes a prompt once for its samples, in whole blocks of the KV cache (128 tokens on a CPU)."""
     enforce_eager: bool | None = None
@@ -109,10 +110,10 @@ class RolloutConfig(EngineConfig):
     """Stop after this many iterations."""
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     """Sampling temperature; all log-probs are of logits divided by it."""
-    vllm_num_engines: int = Field(1, gt=0)
-    """Rollout engines."""
-    vllm_enable_sleep: bool = False
-    """Engines free their GPU memory while models train."""
+    vllm_num_engines: int | None = Field(None, gt=0)
+    """Rollout engines. By default as many as fit on the GPUs that models leave, or share with them; without GPUs 1."""
+    vllm_enable_sleep: bool | None = None
+    """Engines free their GPU memory while models train. By default where all models share GPUs."""
     vllm_sync_backend: Literal["auto", SyncBackend] = "auto"
     """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 

@@ -111,12 +111,13 @@ def plan_layout(
         for role, (nodes, gpus) in pool.shapes.items():
             places[role] = [(first + node, (gpu,)) for node in range(nodes) for gpu in range(gpus)]
     if placement.colocate_all_models:
-        places[ENGINE] = _shared_engines(rollout, _shape(placement, "actor"))
+        places[ENGINE] = _shared_engines(rollout, placement.shape("actor"))
     else:
         size, first = rollout.vllm_tensor_parallel_size, len(islands)
-        pool = _Pool({"rollout engines": (rollout.vllm_num_engines, size)}, f"{SHARE}, or lower {ENGINE_FLAGS}")
+        count = rollout.vllm_num_engines or 1
+        pool = _Pool({"rollout engines": (count, size)}, f"{SHARE}, or lower {ENGINE_FLAGS}")
         islands += _take(free, pool, total=node_gpus)
-        places[ENGINE] = [(first + number, tuple(range(size))) for number in range(rollout.vllm_num_engines)]
+        places[ENGINE] = [(first + number, tuple(range(size))) for number in range(count)]
     return Layout(tuple(islands), tuple(_seats(places)))
 
 
@@ -148,14 +149,10 @@ def _pools(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> list[_Poo
 
 
 def _pool(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> _Pool:
-    shapes = {role: _shape(placement, role) for role in roles}
+    shapes = {role: placement.shape(role) for role in roles}
     largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
     lower = f"lower --{largest}_num_nodes or --{largest}_num_gpus_per_node"
     return _Pool(shapes, lower if placement.colocate_all_models else f"{SHARE}, or {lower}")
-
-
-def _shape(placement: ActorPlacementConfig, role: str) -> tuple[int, int]:
-    return getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_gpus_per_node")
 
 
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
@@ -186,7 +183,7 @@ def _shared_engines(rollout: RolloutConfig, actor: tuple[int, int]) -> list[_Pla
     """Return the places of the engines on the GPUs of the actor, who sits on the first islands: weights reach them
     there alone.
     """
-    size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines
+    size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines or 1
     num_nodes, gpus_per_node = actor
     if gpus_per_node % size:
         raise UsageError(

@@ -5,9 +5,10 @@ Leaves out who sits where (placement) and what runs there (worker, role_group).
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import ray
@@ -24,6 +25,9 @@ from rlhf_cli.backends.process.signals import children_apart
 from rlhf_cli.errors import RunError, UsageError
 
 RESERVE_SECONDS = 120
+START_TRIES = 2
+SLOW_START = "timed out during startup"
+"""Part of Ray's message where its processes on this machine take longer to start than it waits, on a busy machine."""
 GPU_RANK_THREADS = 8
 """CPU threads that a process with a GPU has use for: they pack, they drive kernels, they sum on no CPU."""
 CPU_ONLY_PLACES = 1024
@@ -63,14 +67,27 @@ def ray_cluster() -> Iterator[Cluster]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = os.environ.get("RAY_ADDRESS")
+    _join_or_start(partial(_init_ray, address), address=address)
     try:
-        with children_apart():
-            ray.init(
-                address=address or "local",
-                include_dashboard=None if address else False,
-                log_to_driver=False,
-                logging_level="error",
-            )
+        yield _describe_cluster(is_local=not address)
+    finally:
+        ray.shutdown()
+
+
+def _init_ray(address: str | None) -> None:
+    with children_apart():
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level="error",
+        )
+
+
+def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int = START_TRIES) -> None:
+    """Call `init`, again where Ray's own processes were too slow. Raise a sentence for each failure of Ray's start."""
+    try:
+        init()
     except ConnectionError as error:
         raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
     except OSError as error:
@@ -81,10 +98,17 @@ def ray_cluster() -> Iterator[Cluster]:
             f"{variable}={os.environ.get(variable)}: too long for the sockets that Ray keeps there, whose paths "
             "may have 107 bytes; set RAY_TMPDIR to a shorter folder, /tmp say"
         ) from error
-    try:
-        yield _describe_cluster(is_local=not address)
-    finally:
+    except Exception as error:
+        if SLOW_START not in str(error):  # Ray raises a plain Exception
+            raise
         ray.shutdown()
+        if tries > 1:
+            _join_or_start(init, address=address, tries=tries - 1)
+            return
+        raise RunError(
+            f"Ray's processes did not start in time, {START_TRIES} times in a row: the machine is too busy or its "
+            "memory is full; try again when it is idle"
+        ) from error
 
 
 def _describe_cluster(*, is_local: bool) -> Cluster:

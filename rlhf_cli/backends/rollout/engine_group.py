@@ -48,7 +48,7 @@ def rollout_backend(config: EngineConfig) -> str:
 def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
     """Return the number of engines, their kind and the arguments that a user adds."""
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
-    return f"{config.vllm_num_engines} x {backend}{added}"
+    return f"{config.vllm_num_engines or 1} x {backend}{added}"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_cli.backends.cluster.default_layout import memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
@@ -88,13 +89,15 @@ def started_models(
 
 def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
     sampling, places = config.sampling, config.placement
-    placement = PlacementConfig(
-        reward_num_gpus_per_node=places.reward_num_gpus_per_node,
-        colocate_all_models=places.colocate_all_models and has_reward_model,
-    )
-    engines = RolloutConfig(
-        vllm_num_engines=sampling.vllm_num_engines, vllm_tensor_parallel_size=sampling.vllm_tensor_parallel_size
-    )
+    size, ranks = sampling.vllm_tensor_parallel_size, places.reward_num_gpus_per_node if has_reward_model else 0
+    is_full = cluster.has_gpus and sum(cluster.node_gpus) < ranks + size
+    together = has_reward_model and (is_full if places.colocate_all_models is None else places.colocate_all_models)
+    num_engines = sampling.vllm_num_engines
+    if num_engines is None and cluster.has_gpus and not together:
+        left = [cluster.node_gpus[0] - ranks, *cluster.node_gpus[1:]]
+        num_engines = sum(count // size for count in left) or 1
+    placement = PlacementConfig(reward_num_gpus_per_node=places.reward_num_gpus_per_node, colocate_all_models=together)
+    engines = RolloutConfig(vllm_num_engines=num_engines, vllm_tensor_parallel_size=size)
     roles = (REWARD,) if has_reward_model else ()
     return plan_layout(placement, engines, roles=roles, node_gpus=cluster.node_gpus)
 
@@ -135,7 +138,9 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
         dtype=config.model.param_dtype,
         seed=config.out.seed,
         tensor_parallel_size=sampling.vllm_tensor_parallel_size,
-        gpu_memory_utilization=sampling.vllm_gpu_memory_utilization,
+        gpu_memory_utilization=memory_share(
+            sampling.vllm_gpu_memory_utilization, shared=any(seat.shared for seat in places.layout.of(ENGINE))
+        ),
         enforce_eager=sampling.enforce_eager,
         enable_prefix_caching=sampling.enable_prefix_caching,
         trust_remote_code=config.model.trust_remote_code,
@@ -161,7 +166,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
 
     return EngineGroup(
         start,
-        num_engines=sampling.vllm_num_engines,
+        num_engines=len(places.layout.of(ENGINE)),
         takes_turns=False,
         sync_backend="shm",
         ranks_per_engine=sampling.vllm_tensor_parallel_size,

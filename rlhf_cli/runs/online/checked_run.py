@@ -1,8 +1,15 @@
 """An online run as it is known before anything starts, after all checks that need no process."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
+
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
 
 from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, leaves_places_open
 from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
@@ -72,6 +79,7 @@ class OnlineRun:
     student: StudentData | None = None
     episodes: EpisodePlan | None = None
     identity: dict[str, object] = field(default_factory=dict)
+    layout_reason: str = ""
 
     @property
     def tokenizer(self) -> object:
@@ -125,10 +133,8 @@ def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) ->
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
-    roles = role_names(config, models)
-    check_stages(config, roles)
-    check_ranks_together(config, models)
-    check_layout(config.placement, config.rollout, roles=roles)
+    if not (leaves_places_open(config.placement, config.rollout) and may_have_gpus()):
+        _check_places(config, models)
     episodes = find_episodes(config.episode_settings, config.prompts, model.found, model.tokenizer)
     data, eval_data, student = _load_data(config, model, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
@@ -149,7 +155,6 @@ def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) ->
     if resume is not None:
         check_state(resume)
         check_same_run(resume, identity, default_settings(config))
-        layout_notices(resume, config, models)
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
@@ -159,6 +164,63 @@ def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) ->
     return run
 
 
+def may_have_gpus() -> bool:
+    """Return whether the cluster may have GPUs, before it is known: this machine's, or those at RAY_ADDRESS."""
+    return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
+
+
+def _check_places(config: OwnResponsesConfig, models: OnlineModels) -> None:
+    """Raise UsageError if the ranks of the roles, as many as there are, do not suit the settings."""
+    roles = role_names(config, models)
+    check_stages(config, roles)
+    check_ranks_together(config, models)
+    check_layout(config.placement, config.rollout, roles=roles)
+
+
+def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
+    """Return the run with the sizes of its roles and engines, which the GPUs of the cluster decide where none is given.
+
+    Args:
+        node_gpus: GPUs of each node, largest first; empty on a cluster without GPUs.
+    """
+    config, models = run.config, run.models
+    placement, rollout, reason = fill_layout(
+        config.placement,
+        config.rollout,
+        roles=role_names(config, models),
+        node_gpus=node_gpus,
+        needs=_needs(config, models),
+    )
+    config = config.model_copy(update={"placement": placement, "rollout": rollout})
+    _check_places(config, models)
+    if run.resume is not None:
+        layout_notices(run.resume, config, models)
+    return replace(run, config=config, layout_reason=reason)
+
+
+def _needs(config: OwnResponsesConfig, models: OnlineModels) -> Needs:
+    """Return the demands of the settings on a layout."""
+    settings = [config.deepspeed.of(role) for role in (*role_names(config, models), *config.hosted_roles)]
+    groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
+    return Needs(lcm(*groups), samples_ahead=config.lag > 0, can_sleep=_can_sleep(config))
+
+
+def _can_sleep(config: OwnResponsesConfig) -> bool:
+    """Return whether DeepSpeed can move the states of these settings; at stage 3 it compiles its Adam for that."""
+    try:
+        for role in ("actor", "critic"):
+            _check_deepspeed(config, role, sleeps=True)
+    except UsageError:
+        return False
+    return CUDA_HOME is not None or all(config.deepspeed.of(role).zero_stage < 3 for role in ("actor", "critic"))
+
+
+def _check_deepspeed(config: OwnResponsesConfig, role: str, *, sleeps: bool) -> None:
+    check_deepspeed(
+        config.deepspeed.of(role), param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=sleeps
+    )
+
+
 def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
     check_tracking(config.tracking)
@@ -166,12 +228,7 @@ def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     check_step_rewards(config, algorithm)
     check_without_algorithm(config)
     for role in ("actor", "critic"):
-        check_deepspeed(
-            config.deepspeed.of(role),
-            param_dtype=config.model.param_dtype,
-            optimizer=config.optim.optim,
-            sleeps=config.placement.deepspeed_enable_sleep,
-        )
+        _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
 
 
 def _load_data(

@@ -8,6 +8,7 @@ from functools import partial
 from rich.console import Console
 
 from rlhf_cli.algorithms.table import ALGORITHMS, algorithm_by_code
+from rlhf_cli.backends.cluster.default_layout import idle_gpus
 from rlhf_cli.backends.cluster.placement import describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
@@ -22,7 +23,7 @@ from rlhf_cli.models.dtypes import dtype_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
-from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices
+from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
 from rlhf_cli.runs.online.models import reward_model_fact, role_names, together
@@ -78,7 +79,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP))
-        where = _reserve(run, stack)
+        run, where = _reserve(run, stack)
         for line in [*notices(run), f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
@@ -122,15 +123,17 @@ def _tracker(run: OnlineRun, console: Console) -> Tracker:
     )
 
 
-def _reserve(run: OnlineRun, stack: ExitStack) -> OnlineCluster:
-    config = run.config
+def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, OnlineCluster]:
+    """Return the run with its sizes on the cluster, and the places that the cluster has given it."""
     cluster = stack.enter_context(ray_cluster())
+    run = placed_run(run, cluster.node_gpus if cluster.has_gpus else [])
+    config = run.config
     layout = plan_layout(
         config.placement, config.rollout, roles=role_names(config, run.models), node_gpus=cluster.node_gpus
     )
     reservation = Reservation(layout, cluster)
     stack.callback(reservation.release)
-    return OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
+    return run, OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
 
 
 def _build(run: OnlineRun, where: OnlineCluster) -> OnlineRoles:
@@ -145,7 +148,9 @@ def _build(run: OnlineRun, where: OnlineCluster) -> OnlineRoles:
 def _placement(run: OnlineRun, where: OnlineCluster) -> str:
     """Return the places of the roles, and which roles have several ranks a sequence or a layer, in words."""
     groups = together(run.config, role_names(run.config, run.models))
-    return "; ".join([*describe(where.layout, unit=where.cluster.unit), *groups])
+    idle = idle_gpus(where.layout, where.cluster.node_gpus) if where.cluster.has_gpus else ""
+    found = [*describe(where.layout, unit=where.cluster.unit), run.layout_reason, idle, *groups]
+    return "; ".join(filter(None, found))
 
 
 def _facts(run: OnlineRun, where: OnlineCluster) -> dict[str, str]:

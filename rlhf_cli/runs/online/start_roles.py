@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from rlhf_cli.backends.cluster.default_layout import memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.roles.groups import (
@@ -85,7 +86,7 @@ class OnlineRoles:
             on_gpu=where.cluster.has_gpus,
             shares_gpus=shares_gpus(where.layout),
         )
-        self._takes_turns = config.placement.deepspeed_enable_sleep
+        self._takes_turns = bool(config.placement.deepspeed_enable_sleep)
         self._turns = ActorTurns()
         # An engine measures free memory while it starts: on shared GPUs the models sleep by then. Elsewhere engines
         # start first, because they take longest.
@@ -203,8 +204,8 @@ class OnlineRoles:
         rollout = self._config.rollout
         return EngineGroup(
             self._start_engine,
-            num_engines=rollout.vllm_num_engines,
-            takes_turns=rollout.vllm_enable_sleep,
+            num_engines=len(self._where.layout.of(ENGINE)),
+            takes_turns=bool(rollout.vllm_enable_sleep),
             sync_backend=self._sync_backend,
             ranks_per_engine=rollout.vllm_tensor_parallel_size,
             adapter_alone=self._adapter is not None,
@@ -311,15 +312,16 @@ class OnlineRoles:
 
     def _start_engine(self, number: int) -> tuple[object, object]:
         config, rollout = self._config, self._config.rollout
+        seat = self._where.layout.of(ENGINE)[number]
         settings = EngineSettings(
             max_model_len=config.prompts.max_len,
             dtype=config.model.param_dtype,
             seed=config.batch.seed,
             tensor_parallel_size=rollout.vllm_tensor_parallel_size,
-            gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+            gpu_memory_utilization=memory_share(rollout.vllm_gpu_memory_utilization, shared=seat.shared),
             enforce_eager=rollout.enforce_eager,
             enable_prefix_caching=rollout.enable_prefix_caching,
-            enable_sleep=rollout.vllm_enable_sleep,
+            enable_sleep=bool(rollout.vllm_enable_sleep),
             sync_backend=self._sync_backend,
             trust_remote_code=config.model.trust_remote_code,
             num_threads=self._threads(ENGINE),
@@ -329,7 +331,6 @@ class OnlineRoles:
             min_pixels=config.pictures.min_pixels,
             max_pixels=config.pictures.max_pixels,
         )
-        seat = self._where.layout.of(ENGINE)[number]
         return start_engine(
             seat,
             self._where.reservation,
@@ -373,7 +374,7 @@ def role_settings(
         share_prompts=config.batch.share_prompts,
         adapter=adapter,
         ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
-        sleeps=config.placement.deepspeed_enable_sleep,
+        sleeps=bool(config.placement.deepspeed_enable_sleep),
         end_ids=end_ids,
     )
 

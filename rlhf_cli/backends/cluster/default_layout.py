@@ -1,0 +1,167 @@
+"""The nodes, GPUs and sleep of an online run that gives none: a pure function of the settings and the GPUs there are.
+
+Where each rank sits then is `placement`'s part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlhf_cli.backends.cluster.placement import Layout
+from rlhf_cli.config.placement import ActorPlacementConfig
+from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.errors import UsageError
+
+Placement = TypeVar("Placement", bound=ActorPlacementConfig)
+
+OWN_GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.6
+"""Shares of a GPU's memory that an engine takes by default: the only user of its GPUs, or one of several."""
+TURNS = "models and engines take turns on all GPUs, as no placement flag is given"
+AHEAD = "engines have GPUs of their own, because they sample while the models train"
+NO_SLEEP = "models and engines have GPUs of their own, because these settings do not let models sleep"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The demands on a layout of the settings besides the placement.
+
+    `multiple` divides the ranks of every role. `samples_ahead`: engines sample while models train. `can_sleep`: models
+    can move to host memory while others use their GPUs.
+    """
+
+    multiple: int = 1
+    samples_ahead: bool = False
+    can_sleep: bool = True
+
+
+def leaves_places_open(placement: ActorPlacementConfig, rollout: RolloutConfig) -> bool:
+    """Return whether the GPUs of the cluster decide about the sizes of roles and engines."""
+    return not placement.has_sizes and rollout.vllm_num_engines is None
+
+
+def fill_layout(
+    placement: Placement, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: Sequence[int], needs: Needs
+) -> tuple[Placement, RolloutConfig, str]:
+    """Return the settings with a value for each number and switch that is not given, and the reason for the layout.
+
+    Given values are kept. The reason is empty if the layout is the user's.
+
+    Args:
+        node_gpus: GPUs of each node, largest first; empty on a cluster without GPUs.
+    """
+    reason = ""
+    if node_gpus and leaves_places_open(placement, rollout):
+        placement, rollout, reason = _on_all_gpus(placement, rollout, roles, list(node_gpus), needs)
+    together = bool(placement.colocate_all_models)
+    sleeps = bool(node_gpus) and together
+    update = {"colocate_all_models": together}
+    if placement.deepspeed_enable_sleep is None:
+        update["deepspeed_enable_sleep"] = sleeps and needs.can_sleep
+    engines: dict[str, object] = {"vllm_num_engines": rollout.vllm_num_engines or 1}
+    if rollout.vllm_enable_sleep is None:
+        engines["vllm_enable_sleep"] = sleeps
+    return placement.model_copy(update=update), rollout.model_copy(update=engines), reason
+
+
+def memory_share(given: float | None, *, shared: bool) -> float:
+    """Return the share of a GPU's memory for an engine: as given, else by whether other roles are on its GPUs."""
+    return given if given is not None else SHARED_GPU_SHARE if shared else OWN_GPU_SHARE
+
+
+def idle_gpus(layout: Layout, node_gpus: Sequence[int]) -> str:
+    """Return how many GPUs of the cluster no role uses, in words; nothing if all are used."""
+    idle = sum(node_gpus) - layout.num_gpus
+    return f"{_sum_in_words([idle])} idle" if idle else ""
+
+
+def _sum_in_words(node_gpus: Sequence[int]) -> str:
+    count = sum(node_gpus)
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _on_all_gpus(
+    placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[Placement, RolloutConfig, str]:
+    """Return the settings with sizes that use as many GPUs as can be used, and why."""
+    pairs = [pair for pair in placement.colocated_pairs if set(pair) <= set(roles)]
+    wants_turns = not needs.samples_ahead and needs.can_sleep and not pairs
+    if placement.colocate_all_models or (placement.colocate_all_models is None and wants_turns):
+        return (*_together(placement, rollout, roles, node_gpus, needs), TURNS)
+    if needs.samples_ahead and placement.colocate_all_models is None and not pairs:
+        placement = placement.model_copy(update=_all_pairs(placement, roles))
+    apart = _apart(placement, rollout, roles, node_gpus, needs)
+    if apart is not None:
+        reason = AHEAD if needs.samples_ahead else "" if needs.can_sleep else NO_SLEEP
+        return (*apart, reason)
+    if needs.samples_ahead:
+        raise UsageError(
+            f"--async_train samples while the models train, so that engines need GPUs of their own: "
+            f"{_sum_in_words(node_gpus)} cannot hold {' + '.join(roles)} and an engine apart; drop --async_train"
+        )
+    if placement.colocate_all_models is False:
+        return placement, rollout, ""  # plan_layout says what is missing
+    return (*_together(placement, rollout, roles, node_gpus, needs), TURNS)
+
+
+def _together(
+    placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[Placement, RolloutConfig]:
+    """Return the settings of roles that all have the same GPUs, and of engines that cover them."""
+    size = rollout.vllm_tensor_parallel_size
+    shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
+    update = _sizes(roles, shape) | {"colocate_all_models": True}
+    num_engines = max(1, shape[0] * shape[1] // size)
+    return placement.model_copy(update=update), rollout.model_copy(update={"vllm_num_engines": num_engines})
+
+
+def _apart(
+    placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[Placement, RolloutConfig] | None:
+    """Return the settings of roles with equal shares of the GPUs, of which engines get the rest; None without room."""
+    followers = {second for first, second in placement.colocated_pairs if {first, second} <= set(roles)}
+    num_pools = len(set(roles) - followers)
+    at_most = sum(node_gpus) // (num_pools + 1)
+    shape = _largest_shape(node_gpus, at_most=at_most, per_node=1, multiple=needs.multiple)
+    if shape is None:
+        return None
+    left = sorted(node_gpus)
+    for _ in range(num_pools * shape[0]):
+        node = next((number for number, count in enumerate(left) if count >= shape[1]), None)
+        if node is None:
+            return None
+        left[node] -= shape[1]
+        left.sort()
+    num_engines = sum(count // rollout.vllm_tensor_parallel_size for count in left)
+    if not num_engines:
+        return None
+    filled = placement.model_copy(update=_sizes(roles, shape))
+    return filled, rollout.model_copy(update={"vllm_num_engines": num_engines})
+
+
+def _all_pairs(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> dict[str, object]:
+    """Return the switches of the pairs that share GPUs where engines have their own."""
+    pairs = {"colocate_actor_ref": ("actor", "ref"), "colocate_critic_reward": ("critic", "reward")}
+    fields = type(placement).model_fields
+    return {name: True for name, pair in pairs.items() if name in fields and set(pair) <= set(roles)}
+
+
+def _sizes(roles: tuple[str, ...], shape: tuple[int, int]) -> dict[str, int | bool]:
+    nodes, gpus = shape
+    sizes = {"num_nodes": nodes, "num_gpus_per_node": gpus}
+    return {f"{role}_{name}": size for role in roles for name, size in sizes.items()}
+
+
+def _largest_shape(node_gpus: list[int], *, at_most: int, per_node: int, multiple: int) -> tuple[int, int] | None:
+    """Return the (nodes, GPUs on each) with the most GPUs, on few nodes; None if there is none.
+
+    Args:
+        per_node: divides the GPUs on each node.
+        multiple: divides all GPUs together.
+    """
+    shapes = [
+        (nodes, gpus)
+        for nodes in range(1, len(node_gpus) + 1)
+        for gpus in range(per_node, node_gpus[nodes - 1] + 1, per_node)
+        if nodes * gpus <= at_most and nodes * gpus % multiple == 0
+    ]
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], -shape[0]), default=None)
