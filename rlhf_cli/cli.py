@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from rlhf_cli.environment import prepare_environment, rest_collector
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError, UsageError, full_memory, memory_sentence
 from rlhf_cli.foreign.commands import COMMANDS as COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
@@ -217,6 +217,10 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise RunError(f"{error} (trace in {_write_trace(error, _run_directory(config))})") from error
         except Exception as error:
+            kind = full_memory(error)
+            if kind is not None:
+                trace = _write_trace(error, _run_directory(config))
+                raise RunError(f"{memory_sentence(kind, '')} (trace in {trace})") from error
             raise RunError(_unexpected(error, _run_directory(config))) from error
 
     return guarded

@@ -1,7 +1,10 @@
 """The two kinds of failure that a person at the terminal reads in one sentence.
 
-Everything else is a defect of the program: it is reported with the path of its full trace.
+Memory that is full is one of them, whatever library reports it. Everything else is reported by its name, with the path
+of its full trace.
 """
+
+import re
 
 
 class UsageError(ValueError):
@@ -23,6 +26,42 @@ class ProcessDied(RunError):
     def message(self) -> str:
         """The message without the advice to continue."""
         return super().__str__()
+
+
+class OutOfMemory(RunError):
+    """Memory is full: of a GPU, of the machine, or of /dev/shm. The message names the flag to change."""
+
+
+_SHORTAGES = {
+    "GPU memory": r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|memory for the cache blocks"
+    r"|larger than the available KV cache|less than desired GPU memory utilization",
+    "space in /dev/shm": r"/dev/shm.*No space left|No space left.*/dev/shm|Bus error|SIGBUS|shared memory \(shm\)",
+    "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc",
+}
+"""Patterns of the libraries' messages about full memory, by the kind of memory."""
+
+_FIXES = {
+    "GPU memory": "lower --train_max_tokens_per_gpu or --vllm_gpu_memory_utilization; docs/howto/debugging.md has more",
+    "space in /dev/shm": "remove files that earlier runs left there, or start the container with a larger --shm-size",
+    "host memory": "end other programs, or use fewer processes or a smaller model; docs/howto/debugging.md has more",
+}
+
+
+def full_memory(error: BaseException | str) -> str | None:
+    """Return the kind of memory that is full according to a library's error or its text; None for other errors."""
+    if isinstance(error, BaseException):
+        names = {cls.__name__ for cls in type(error).__mro__}
+        if "OutOfMemoryError" in names:
+            return "host memory" if "RayError" in names else "GPU memory"
+        if "MemoryError" in names:
+            return "host memory"
+    text = str(error)
+    return next((kind for kind, pattern in _SHORTAGES.items() if re.search(pattern, text)), None)
+
+
+def memory_sentence(kind: str, where: str, fix: str | None = None) -> str:
+    """Return the sentence about a kind of memory that is full: the place, and the way out."""
+    return f"out of {kind}{where and ' '}{where}: {fix or _FIXES[kind]}"
 
 
 def first_line(error: BaseException) -> str:

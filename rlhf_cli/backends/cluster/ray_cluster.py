@@ -21,8 +21,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_cli.backends.cluster.placement import Layout, Seat, on_nodes
+from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.process.signals import children_apart
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError, UsageError, first_line, full_memory, memory_sentence
 
 RESERVE_SECONDS = 120
 START_TRIES = 2
@@ -32,6 +33,18 @@ GPU_RANK_THREADS = 8
 """CPU threads that a process with a GPU has use for: they pack, they drive kernels, they sum on no CPU."""
 CPU_ONLY_PLACES = 1024
 """Places offered by a node without GPUs: there a place is a process and the operating system shares the cores."""
+
+
+PROCESS_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
+"""Ray's errors about a process that is gone; the second one if Ray's memory monitor has ended it."""
+
+
+def death_reason(error: Exception) -> str:
+    """Return why a process died, in words: full memory by name, else the first line of Ray's error."""
+    kind = full_memory(error)
+    if kind is None and isinstance(error, PROCESS_DEATHS) and kernel_has_killed():
+        kind = "host memory"  # Ray only knows that the process is gone
+    return first_line(error) if kind is None else memory_sentence(kind, "")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from types import FrameType
 
 import psutil
 
+from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.process.signals import INTERRUPTED, stop_signals
 from rlhf_cli.backends.training.distributed_env import free_port
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import OutOfMemory, UsageError, memory_sentence
 
 GRACE_SECONDS = 5
 LOOK_SECONDS = 1.0
@@ -54,7 +55,19 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
         _end_session(launcher.pid, grace=GRACE_SECONDS)
     if status != 0 and asked:
         return INTERRUPTED
+    check_killed(status, for_memory=kernel_has_killed())
     return status if status in (0, 1, 2, INTERRUPTED) else 1
+
+
+def check_killed(status: int, *, for_memory: bool) -> None:
+    """Raise OutOfMemory if the status of a launcher means that a signal of full memory has ended a rank.
+
+    DeepSpeed's launcher ends with the status of its rank: the number of the signal below 0, of which a byte is left.
+    """
+    if status % 256 == -signal.SIGKILL % 256 and for_memory:
+        raise OutOfMemory(memory_sentence("host memory", "on this machine, whose kernel has killed a rank"))
+    if status % 256 == -signal.SIGBUS % 256:
+        raise OutOfMemory(memory_sentence("space in /dev/shm", "in a rank"))
 
 
 def _wait(launcher: subprocess.Popen[bytes]) -> int | None:

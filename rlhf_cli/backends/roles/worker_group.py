@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from rlhf_cli.backends.cluster.placement import Layout, Seat
-from rlhf_cli.backends.cluster.ray_cluster import Reservation
+from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, Reservation, death_reason
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.worker import AsyncRayWorker, RayWorker
 from rlhf_cli.environment import SPIN_COUNT, onednn_caches
-from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
+from rlhf_cli.errors import (
+    OutOfMemory,
+    ProcessDied,
+    RunError,
+    UsageError,
+    first_line,
+    full_memory,
+    memory_sentence,
+)
 
 DEATH_SECONDS = 5.0
 """How long after a rank's failure others are given to turn out dead: Ray takes about a second to notice."""
@@ -66,7 +74,7 @@ class WorkerGroup(Generic[RankT]):
                 if not isinstance(error.cause, UsageError | RunError):
                     self._raise_if_one_died(pending)
                 raise self._failure(rank, error) from error
-            except RayActorError as error:
+            except PROCESS_DEATHS as error:
                 raise self._death(rank, error) from error
         return list(ray.get(calls))
 
@@ -76,7 +84,7 @@ class WorkerGroup(Generic[RankT]):
         for call in done:
             try:
                 ray.get(call)
-            except RayActorError as error:
+            except PROCESS_DEATHS as error:
                 raise self._death(pending[call], error) from error
             except RayTaskError:
                 continue
@@ -115,14 +123,20 @@ class WorkerGroup(Generic[RankT]):
         """Return the file of a rank's output."""
         return self._log_dir / f"{self.role}-{rank}.log"
 
-    def _death(self, rank: int, error: RayActorError) -> ProcessDied:
-        return ProcessDied(f"{self.role} rank {rank} died ({first_line(error)}); its log is {self.log_file(rank)}")
+    def _death(self, rank: int, error: Exception) -> ProcessDied:
+        return ProcessDied(f"{self.role} rank {rank} died ({death_reason(error)}); its log is {self.log_file(rank)}")
 
     def _failure(self, rank: int, error: RayTaskError) -> Exception:
+        if isinstance(error.cause, OutOfMemory):
+            return OutOfMemory(f"{self.role} rank {rank}: {error.cause}; its log is {self.log_file(rank)}")
         if isinstance(error.cause, UsageError | RunError):
             return error.cause
         with self.log_file(rank).open("a") as log:
             log.write(f"{error}\n")
+        if (kind := full_memory(error.cause)) is not None:
+            return OutOfMemory(
+                f"{self.role} rank {rank}: {memory_sentence(kind, '')}; its log is {self.log_file(rank)}"
+            )
         reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
+from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
@@ -23,7 +24,7 @@ from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.rollout import EngineConfig, RolloutConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
+from rlhf_cli.errors import ProcessDied, RunError, UsageError
 
 Result = TypeVar("Result")
 EngineCall = Callable[[EngineHost], Awaitable[Result]]
@@ -111,7 +112,7 @@ class EngineGroup:
                 ray.get(building)
             except RayTaskError as error:
                 raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
-            except RayActorError as error:
+            except PROCESS_DEATHS as error:
                 raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
 
     def connect(self, actor: SampledRole) -> None:
@@ -180,7 +181,7 @@ class EngineGroup:
             listening = batch.calls.pop(call)
             try:
                 arrivals: Arrivals = ray.get(call)
-            except (RayActorError, RayTaskError) as error:
+            except (*PROCESS_DEATHS, RayTaskError) as error:
                 self._replace(listening.engine, error)
                 continue
             found += batch.news(listening.engine, arrivals)
@@ -254,7 +255,7 @@ class EngineGroup:
             call, listening = batch.calls.popitem()
             try:
                 is_over = batch.is_over(listening, ray.get(call))
-            except (RayActorError, RayTaskError) as error:
+            except (*PROCESS_DEATHS, RayTaskError) as error:
                 died[listening.engine] = error
                 continue
             if not is_over:
@@ -307,7 +308,7 @@ class EngineGroup:
         for worker, call in zip(self._workers, ending, strict=True):
             try:
                 ray.get(call, timeout=30)
-            except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError):
+            except (*PROCESS_DEATHS, RayTaskError, ray.exceptions.GetTimeoutError):
                 ray.kill(worker)
 
     def _push(self, version: int, numbers: Iterable[int]) -> tuple[PushReport, set[int]]:
@@ -338,7 +339,7 @@ class EngineGroup:
         for number, asked in [(number, self._call(number, call)) for number in numbers]:
             try:
                 ray.get(asked)
-            except (RayActorError, RayTaskError) as error:
+            except (*PROCESS_DEATHS, RayTaskError) as error:
                 failures[number] = error
         return failures
 
@@ -367,7 +368,7 @@ class EngineGroup:
         self._workers[number], building = self._start(number)
         try:
             ray.get(building)
-        except (RayActorError, RayTaskError) as again:
+        except (*PROCESS_DEATHS, RayTaskError) as again:
             raise ProcessDied(
                 f"rollout engine {number} died and could not be started again ({_reason(again)})"
             ) from again
@@ -385,7 +386,7 @@ class EngineGroup:
 
 def _reason(error: Exception) -> str:
     """Return one line of Ray's error about a failed call, whose text is otherwise a trace through several processes."""
-    return first_line(error.cause if isinstance(error, RayTaskError) else error)
+    return death_reason(error.cause if isinstance(error, RayTaskError) else error)
 
 
 def _get_all(calls: list[object]) -> list[Any]:
@@ -393,5 +394,5 @@ def _get_all(calls: list[object]) -> list[Any]:
         return list(ray.get(calls))
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
-    except RayActorError as error:
+    except PROCESS_DEATHS as error:
         raise ProcessDied(f"a rollout engine died ({_reason(error)})") from error

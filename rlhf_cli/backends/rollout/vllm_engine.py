@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.rollout.engine import (
     Arrivals,
     EngineDead,
@@ -22,10 +23,10 @@ from rlhf_cli.backends.rollout.engine import (
 from rlhf_cli.backends.rollout.processes import end_processes, process_tree
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
 from rlhf_cli.backends.rollout.vllm_batch import VllmBatch
-from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
+from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, log_since, log_size, started
 from rlhf_cli.backends.weight_sync.adapter_push import read_adapter, written_adapter
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, full_memory, memory_sentence
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -69,6 +70,7 @@ class VllmEngine:
             self._on_cpu = on_cpu
             self._llm = started(model_path, settings, on_cpu=on_cpu)
         self._processes = process_tree(os.getpid())
+        self._log_begin = log_size()
 
     @property
     def _takes_adapters(self) -> bool:
@@ -180,7 +182,7 @@ class VllmEngine:
     async def check_alive(self) -> None:
         """Raise EngineDead if a process of the engine has ended."""
         if self._llm.errored:
-            raise EngineDead(_DEAD)
+            raise EngineDead(self._last_words())
 
     async def sleep(self, level: int = 2) -> None:
         """Halt the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
@@ -317,6 +319,12 @@ class VllmEngine:
         except Exception as error:  # vLLM hands on a worker's exception as text
             raise RunError(_worker_message(error)) from error
 
+    def _last_words(self) -> str:
+        """Return why the engine ended, as far as its log names full memory."""
+        kind = full_memory(log_since(self._log_begin)) or ("host memory" if kernel_has_killed() else None)
+        fix = "lower --vllm_gpu_memory_utilization, or give --vllm_args '{\"max_num_seqs\": 64}'"
+        return _DEAD if kind is None else memory_sentence(kind, "in vLLM", fix if kind == "GPU memory" else None)
+
     async def _while_alive(self, call: Awaitable[Result]) -> Result:
         """Return the call's result; raise EngineDead if the engine dies meanwhile, as vLLM leaves some calls waiting
         forever.
@@ -328,10 +336,10 @@ class VllmEngine:
             while not task.done():
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
                 if not task.done() and self._llm.errored:
-                    raise EngineDead(_DEAD)
+                    raise EngineDead(self._last_words())
             return task.result()
         except EngineDeadError as error:
-            raise EngineDead(_DEAD) from error
+            raise EngineDead(self._last_words()) from error
         finally:
             if not task.done():
                 task.cancel()

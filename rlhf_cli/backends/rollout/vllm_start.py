@@ -17,7 +17,7 @@ from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
 from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, head_size
 from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.environment import SPIN_COUNT
-from rlhf_cli.errors import RunError, UsageError, first_line
+from rlhf_cli.errors import OutOfMemory, RunError, UsageError, first_line, full_memory, memory_sentence
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.weight_files import open_weights
 
@@ -86,14 +86,50 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     if on_cpu:
         _check_head_size(model_path, settings)
     check_tower_names(model_path, settings)
+    begin = log_size()
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
     except Exception as error:
         reason = _start_failure(error)
+        if (kind := full_memory(f"{error} {log_since(begin)}")) is not None:
+            raise OutOfMemory(
+                memory_sentence(kind, f"while vLLM started with {model_path}", _memory_fix(kind, settings))
+            ) from error
         raise RunError(
             f"vLLM could not be started with {model_path} ({reason}); "
             "the engine's log has the cause, --rollout_backend transformers does without vLLM"
         ) from error
+
+
+LOG = Path("/proc/self/fd/2")
+"""What this process and its children write: the cause of an engine's end stands only there."""
+LOG_BYTES = 1 << 20
+
+
+def log_size() -> int:
+    """Return the bytes of this process's log; 0 if its output is no file."""
+    return LOG.stat().st_size if LOG.is_file() else 0
+
+
+def log_since(begin: int) -> str:
+    """Return what the log of this process has got since it had so many bytes."""
+    if not LOG.is_file():
+        return ""
+    with LOG.open("rb") as log:
+        log.seek(max(begin, log_size() - LOG_BYTES))
+        return log.read().decode(errors="replace")
+
+
+def _memory_fix(kind: str, settings: EngineSettings) -> str | None:
+    """Return what an engine without enough memory of a GPU needs: another share of it, or shorter sequences."""
+    if kind != "GPU memory":
+        return None
+    share, longest = settings.gpu_memory_utilization, settings.max_model_len
+    return (
+        f"vLLM may take {share:g} of the GPU: raise --vllm_gpu_memory_utilization to {min(0.95, share + 0.2):.2g} if "
+        f"its weights or cache do not fit, lower it to {share / 2:.2g} if others use the GPU, give "
+        f"--vllm_tensor_parallel_size {2 * settings.tensor_parallel_size}, or lower --max_len {longest}"
+    )
 
 
 def _start_failure(error: Exception) -> str:

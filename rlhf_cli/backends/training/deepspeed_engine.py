@@ -22,6 +22,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, StateLayout, read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
+from rlhf_cli.backends.training.memory import named_shortage
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
@@ -119,10 +120,11 @@ class DeepSpeedEngine:
         total: Metrics = {}
         for index, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
-            # Ranks that split layers have parts of one gradient: DeepSpeed averages over groups of them.
-            num_gradients = dist.get_world_size() // self._ranks_per_layer
-            self._engine.backward(spreading_nan(loss) * num_gradients)
+            with named_shortage("training", self.module, micro_batch):
+                loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
+                # Ranks that split layers have parts of one gradient: DeepSpeed averages over groups of them.
+                num_gradients = dist.get_world_size() // self._ranks_per_layer
+                self._engine.backward(spreading_nan(loss) * num_gradients)
             total = combine_metrics(total, metrics)
         return total
 
@@ -132,7 +134,8 @@ class DeepSpeedEngine:
         if own_norm is not None:
             self._skip_plainly(not math.isfinite(own_norm))
         skipped_before = self._engine.skipped_steps
-        self._engine.step()
+        with named_shortage("taking an optimizer step", self.module, None):
+            self._engine.step()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._engine.skipped_steps > skipped_before else 0
         norm = own_norm if own_norm is not None else self._engine.get_global_grad_norm()
         assert norm is not None, "DeepSpeed reported no gradient norm"
@@ -157,7 +160,8 @@ class DeepSpeedEngine:
         self._engine.eval()
         total: Metrics = {}
         for micro_batch in micro_batches:
-            total = combine_metrics(total, compute_loss(self._engine, micro_batch.to(distributed.device()))[1])
+            with named_shortage("evaluating", self.module, micro_batch):
+                total = combine_metrics(total, compute_loss(self._engine, micro_batch.to(distributed.device()))[1])
         return self._reduced(total)
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
@@ -169,7 +173,7 @@ class DeepSpeedEngine:
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
         """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
         self._engine.eval()
-        return [forward(self._engine, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
+        return _inferred(self._engine, self.module, micro_batches, forward)
 
     def named_weights(
         self, part: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, only_trained: bool = False
@@ -281,7 +285,7 @@ class FrozenEngine:
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
         """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
         with self._on_device():
-            return [forward(self._module, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
+            return _inferred(self._module, self._module, micro_batches, forward)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -305,6 +309,17 @@ class FrozenEngine:
         """Bring back what `sleep` moved away."""
         if not self._is_offloaded:
             self._weights.come_back(distributed.device())
+
+
+def _inferred(
+    model: nn.Module, module: nn.Module, micro_batches: Sequence[Any], forward: Forward
+) -> list[torch.Tensor]:
+    """Return the results of `forward(model, micro_batch)`, on the CPU; `module` is the model without its engine."""
+    results = []
+    for micro_batch in micro_batches:
+        with named_shortage("computing a forward pass", module, micro_batch):
+            results.append(forward(model, micro_batch.to(distributed.device())).cpu())
+    return results
 
 
 def spreading_nan(loss: torch.Tensor) -> torch.Tensor:

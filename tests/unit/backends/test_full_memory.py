@@ -1,0 +1,112 @@
+"""Full memory is known by name, whoever reports it."""
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch import nn
+
+from rlhf_cli.backends.cluster.ray_cluster import death_reason
+from rlhf_cli.backends.process.killed import num_killed
+from rlhf_cli.backends.process.launch import check_killed
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.vllm_start import _memory_fix
+from rlhf_cli.backends.training.memory import named_shortage
+from rlhf_cli.data.packing.packs import TokenSequence, pack
+from rlhf_cli.errors import OutOfMemory, full_memory
+
+CUDA = "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 23.52 GiB of which 1.1 GiB is"
+RAY = "Task was killed due to the node running low on memory.\nMemory on the node was 22.90GB / 24.00GB (0.954)"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError(CUDA), "GPU memory"),
+        (RuntimeError(f"worker failed: {CUDA}"), "GPU memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"), "host memory"),
+        (ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"), "GPU memory"),
+        (ValueError("4.0 GiB KV cache is needed, which is larger than the available KV cache memory"), "GPU memory"),
+        (ValueError("Free memory on device (9.1/23.5 GiB) on startup is less than desired GPU memory utilization"),
+         "GPU memory"),
+        (ray.exceptions.OutOfMemoryError(RAY), "host memory"),
+        (MemoryError(), "host memory"),
+        (OSError(12, "Cannot allocate memory"), "host memory"),
+        (OSError(28, "No space left on device", "/dev/shm/rlhf-1"), "space in /dev/shm"),
+        (RuntimeError("DataLoader worker is killed by signal: Bus error. It is possible that"), "space in /dev/shm"),
+        (OSError(28, "No space left on device", "/data/run/metrics.jsonl"), None),
+        (ValueError("something else"), None),
+    ],
+)  # fmt: skip
+def test_the_kind_of_memory_is_read_from_a_librarys_error(error, kind):
+    assert full_memory(error) == kind
+
+
+def pack_of(*lengths):
+    return pack([TokenSequence(np.ones(length, np.int32), np.arange(length) > 0) for length in lengths])
+
+
+class Layers(nn.Module):
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.gradient_checkpointing = recomputes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "recomputes", "end"),
+    [
+        ((30, 30, 40), False, "100 tokens: give --gradient_checkpointing or --train_max_tokens_per_gpu 50"),
+        ((30, 30, 40), True, "100 tokens: give --train_max_tokens_per_gpu 50"),
+        ((80, 20), True, "100 tokens: give --train_max_tokens_per_gpu 80"),
+        ((100,), True, "one sequence: give --max_len 50, or --sequence_parallel_size 2 on two GPUs"),
+    ],
+)
+def test_a_step_without_memory_names_phase_tokens_and_flag(lengths, recomputes, end):
+    model = Layers(recomputes=recomputes)
+    with pytest.raises(OutOfMemory) as caught, named_shortage("training", model, pack_of(*lengths)):
+        raise torch.OutOfMemoryError(CUDA)
+    assert str(caught.value).startswith("out of GPU memory while training on a pack of 100 tokens: ")
+    assert str(caught.value).endswith(end)
+
+
+def test_an_optimizer_step_and_a_forward_pass_have_other_fixes():
+    model = Layers(recomputes=False)
+    step, forward = "taking an optimizer step", "computing a forward pass"
+    with pytest.raises(OutOfMemory, match=f"while {step}: give --optim adamw_bf16"), named_shortage(step, model, None):
+        raise torch.OutOfMemoryError(CUDA)
+    with pytest.raises(OutOfMemory) as caught, named_shortage(forward, model, pack_of(2, 3)):
+        raise torch.OutOfMemoryError(CUDA)
+    assert str(caught.value).endswith("forward pass on a pack of 5 tokens: give --train_max_tokens_per_gpu 3")
+
+
+def test_other_errors_of_a_step_stay_what_they_are():
+    with pytest.raises(ZeroDivisionError), named_shortage("training", Layers(recomputes=True), pack_of(4)):
+        raise ZeroDivisionError
+
+
+def test_a_process_that_rays_monitor_ended_has_died_of_memory():
+    assert death_reason(ray.exceptions.OutOfMemoryError(RAY)).startswith("out of host memory: end other programs")
+
+
+def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():
+    fix = _memory_fix("GPU memory", EngineSettings(max_model_len=4096, gpu_memory_utilization=0.6))
+    assert fix is not None
+    assert "raise --vllm_gpu_memory_utilization to 0.8" in fix
+    assert "lower it to 0.3" in fix
+    assert "--vllm_tensor_parallel_size 2" in fix
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person_killed():
+    with pytest.raises(OutOfMemory, match="out of host memory on this machine, whose kernel has killed a rank"):
+        check_killed(247, for_memory=True)
+    with pytest.raises(OutOfMemory, match="out of space in /dev/shm in a rank: remove files"):
+        check_killed(249, for_memory=False)
+    for status in (0, 1, 2, 130, 247):
+        check_killed(status, for_memory=False)
+
+
+def test_kills_for_memory_are_counted_by_the_kernel(tmp_path):
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
+    assert num_killed(tmp_path / "vmstat") == 3
+    assert num_killed(tmp_path / "missing") == 0
