@@ -32,8 +32,9 @@ class ModelConfig(ModelSource):
         "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen", "sdpa", "eager"
     ] = "auto"
     """Attention kernel for packed sequences; auto takes the fastest that is installed and fits the device."""
-    gradient_checkpointing: bool = False
-    """Recompute layers in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing: bool | None = None
+    """Recompute layers in the backward pass: less memory, about a third more compute. By default on a GPU whose memory
+    does not hold the activations of a micro-batch, which a line at the start shows."""
     activation_offload: bool = False
     """Keep the inputs of layers, which --gradient_checkpointing saves, in host memory until the backward pass."""
     compile_model: bool = False

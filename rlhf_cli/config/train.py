@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 
+DEFAULT_TOKENS = 16_192
+"""Tokens of a micro-batch at most, if neither a setting nor a GPU's memory sets another bound."""
+
 OptimizerName = Literal["adamw", "adamw_8bit", "adamw_bf16", "muon"]
 
 
@@ -15,15 +18,20 @@ class BatchConfig(SettingsGroup):
 
     train_batch_size: int = Field(128, gt=0)
     """Sequences in one optimizer step, over all ranks; online at most: the steps of an iteration are equally large."""
-    train_max_tokens_per_gpu: int = Field(16_192, gt=0)
+    train_max_tokens_per_gpu: int | None = Field(None, gt=0)
     """Tokens in one packed micro-batch at most: the bound on activation memory. Four patches of a picture take the room
-    of a token if they are more."""
+    of a token if they are more. By default 16,192, on a GPU as many of these as its memory holds."""
     micro_train_batch_size: int | None = Field(None, gt=0)
     """Sequences in one packed micro-batch at most; by default only the token bound counts."""
     max_epochs: int = Field(1, gt=0)
     """Passes over the data; online: over the responses of each iteration."""
     seed: int = Field(42, ge=0, lt=2**32)
     """Seed of every random choice of the run."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens in one packed micro-batch at most."""
+        return self.train_max_tokens_per_gpu or DEFAULT_TOKENS
 
 
 class OfflineBatchConfig(BatchConfig):

@@ -16,11 +16,11 @@ def quadratic_cost(config: PretrainedConfig) -> float:
     head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     query = text.num_attention_heads * head_size
     key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
-    weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * _active_width(text))
+    weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * active_width(text))
     return layers * query / (weights + hidden * text.vocab_size)
 
 
-def _active_width(text: PretrainedConfig) -> int:
+def active_width(text: PretrainedConfig) -> int:
     """Return the width of the MLPs that a token runs through in a layer; of a mixture, in a layer with experts."""
     dense: int = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None)

@@ -5,7 +5,7 @@ from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 
 def tokens_of_sequence(batch: BatchConfig, settings: DeepSpeedConfig) -> int:
     """Return the tokens that a sequence may have, which is in a micro-batch as a whole."""
-    return batch.train_max_tokens_per_gpu * settings.sequence_parallel_size
+    return batch.max_tokens * settings.sequence_parallel_size
 
 
 def sharing(batch: BatchConfig, settings: DeepSpeedConfig, *, of: str = "") -> list[str]:

@@ -140,7 +140,7 @@ def test_an_online_recipe_fits_its_nodes(name):
         assert num_ranks == hardware.num_ranks
         check_deepspeed(settings, param_dtype=config.model.param_dtype)
         check_sequence_parallel(hardware.architecture, settings, num_ranks=num_ranks, attention=VARLEN)
-        assert_fits(hardware, settings, config.batch.train_max_tokens_per_gpu)
+        assert_fits(hardware, settings, config.batch.max_tokens)
     assert config.placement.deepspeed_enable_sleep  # else both roles would need the memory at once
     assert 2 * sleeping_bytes(hardware, config, layout) < hardware.host_gb * GB  # pinned buffers are rounded up
     share = config.rollout.vllm_gpu_memory_utilization * config.rollout.vllm_tensor_parallel_size
@@ -158,7 +158,7 @@ def sleeping_bytes(hardware: Hardware, config: CriticConfig, layout: Layout) -> 
 def test_an_offline_recipe_fits_its_nodes(name):
     cls, hardware = OFFLINE[name]
     config = read(name, cls, dataset="rows", output="run")
-    settings, max_tokens = config.deepspeed, config.batch.train_max_tokens_per_gpu
+    settings, max_tokens = config.deepspeed, config.batch.max_tokens
     check_deepspeed(settings, param_dtype=config.model.param_dtype)
     check_sequence_parallel(hardware.architecture, settings, num_ranks=hardware.num_ranks, attention=VARLEN)
     assert config.launch.num_processes == (hardware.gpus if hardware.nodes == 1 else 1)  # torchrun starts several nodes

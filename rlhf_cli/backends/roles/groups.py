@@ -67,7 +67,7 @@ class Dealer:
 
     def _shares(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
         """Return the indices by group of ranks that compute packs together, and micro-batch."""
-        max_tokens = self.batch.train_max_tokens_per_gpu * self.ranks_per_sequence
+        max_tokens = self.batch.max_tokens * self.ranks_per_sequence
         num_groups = self.num_ranks // self._ranks_per_pack
         if self._shares_prompts:
             return plan_groups(

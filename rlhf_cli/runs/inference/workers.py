@@ -126,7 +126,7 @@ def _reward_group(places: _Places, ranks: WorkerGroup["RewardRank"] | None, mode
     assert ranks is not None
     default = BatchConfig()
     longest = places.config.prompts.max_len + len(model.last_separator)
-    max_tokens = max(default.train_max_tokens_per_gpu, longest)
+    max_tokens = max(default.max_tokens, longest)
     dealer = Dealer(len(ranks), BatchConfig(train_max_tokens_per_gpu=max_tokens), model.quadratic_cost)
     return RewardRole(FrozenRole(ranks, dealer, takes_turns=False), statistics=model.statistics)
 

@@ -9,7 +9,12 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference, reference_identity
+from rlhf_cli.runs.offline.frozen_reference import (
+    check_reference,
+    pair_reference,
+    reference_identity,
+    resident_reference,
+)
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.task import OfflineTask, offline_model
 from rlhf_cli.runs.pictures import picture_reader
@@ -39,6 +44,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
             **objective_identity(config.preference),
             **reference_identity(config.reference, model, is_needed=objective.needs_reference),
         },
+        resident=resident_reference(config.reference, model, is_needed=objective.needs_reference),
         begin=lambda items, share: pair_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.distributed import gather_rows
 from rlhf_cli.backends.training.frozen_reference import Columns, FrozenReference, base_results, kept_columns
@@ -39,6 +41,16 @@ def check_reference(
         raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
         find_companion("ref_pretrain", _source(reference, model), model)
+
+
+def resident_reference(
+    reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
+) -> PretrainedConfig | None:
+    """Return the configuration of a reference that stays on the GPUs while the model trains; None for others."""
+    is_early = isinstance(reference, ReferenceConfig) and reference.precompute_ref_log_probs
+    if not is_needed or is_early or reference.ref_offload or _is_base(reference, model):
+        return None
+    return model.architecture if reference.ref_pretrain is None else find_model(_source(reference, model)).architecture
 
 
 def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:

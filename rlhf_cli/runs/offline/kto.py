@@ -10,7 +10,12 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.runs.offline.frozen_reference import check_reference, labelled_reference, reference_identity
+from rlhf_cli.runs.offline.frozen_reference import (
+    check_reference,
+    labelled_reference,
+    reference_identity,
+    resident_reference,
+)
 from rlhf_cli.runs.offline.task import OfflineTask, load_items, offline_model
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
@@ -43,6 +48,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
         wrap=PolicyModel,
         finish_metrics=finish_kto_metrics,
         identity=lambda: objective_identity(loss) | reference_identity(config.reference, model),
+        resident=resident_reference(config.reference, model),
         begin=lambda items, share: labelled_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -35,6 +35,7 @@ from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
 from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.run_directory import (
@@ -68,7 +69,7 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
 
 def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
     rank, num_ranks = distributed_env.rank_and_world_size()
-    paths = run_directory(config.checkpoint)
+    given, paths = config, run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
     continues = resume is not None
@@ -89,6 +90,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             stop.restore()  # so that a launcher can end the other ranks before they repeat the sentence
             distributed.leave_process_group()
             raise
+        config, task, memory = _fitted(config, task, num_ranks=num_ranks)
         seed_everything(config.batch.seed)
         share = _share(config, task)
         items, reference = task.begin(task.items, share)
@@ -96,12 +98,14 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         if resume is not None:
             _restore(engine, reference, resume.path / "model")
         if rank == 0:  # not before: what cannot be built must not cost an earlier run
-            settings = to_yaml(cast(BaseModel, config))
+            settings = to_yaml(cast(BaseModel, given))
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
         files = contents_of_plugins(cast(BaseModel, config))
         notices += plugin_notice(resume, files)
-        run = _OfflineRun(config, task, items, reference, share, paths, store, identity, hf_model, engine, files)
+        run = _OfflineRun(
+            config, task, items, reference, share, paths, store, identity, hf_model, engine, files, memory
+        )
         with run.tracker(terminal.console, resume, notices) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
             if not finished.interrupted:
@@ -119,6 +123,38 @@ def _restore(engine: DeepSpeedEngine, reference: ReferenceHooks, folder: Path) -
     engine.load(folder)
     if reference.load is not None:
         reference.load(folder)
+
+
+def _fitted(
+    config: OfflineConfig, task: OfflineTask, *, num_ranks: int
+) -> tuple[OfflineConfig, OfflineTask, dict[str, str]]:
+    """Return both with the values that a GPU's memory decides, the same on all ranks, and a line with the reason."""
+    on_gpu = distributed.device().type == "cuda"
+    room = distributed.by_first_rank(gpu_bytes) if on_gpu else None
+    if room is None:
+        return config, task, {}
+    plan = task.model.plan
+    states = states_of(
+        config.model,
+        config.deepspeed,
+        config.optim,
+        adapted=plan is not None,
+        in_4bit=plan is not None and plan.in_4bit,
+        num_ranks=num_ranks,
+    )
+    parts = [part for part in (task.items.data, task.items.eval_data) if part is not None]
+    longest = max(int(part.lengths.max()) for part in parts)
+    base, batch, fit = fitted(
+        task.model.base,
+        config.batch,
+        task.model.architecture,
+        states=states,
+        room=room - weights_of(task.resident, config.model),
+        needed_tokens=-(-longest // config.deepspeed.sequence_parallel_size),
+    )
+    model = config.model.model_copy(update={"gradient_checkpointing": base.gradient_checkpointing})
+    config = config.model_copy(update={"model": model, "batch": batch})
+    return config, replace(task, model=replace(task.model, base=base)), {"Memory": fit.reason}
 
 
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:
@@ -140,7 +176,7 @@ def check_items(config: OfflineConfig, items: Items) -> None:
         if longest > budget:
             raise UsageError(
                 f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
-                f"responses: raise train_max_tokens_per_gpu {config.batch.train_max_tokens_per_gpu}, or "
+                f"responses: raise train_max_tokens_per_gpu {config.batch.max_tokens}, or "
                 f"sequence_parallel_size, or lower max_len {config.data.max_len}"
             )
 
@@ -226,6 +262,7 @@ class _OfflineRun:
     hf_model: PreTrainedModel
     engine: DeepSpeedEngine
     plugin_files: dict[str, str]
+    memory: dict[str, str]
 
     def tracker(self, console: Console, resume: Checkpoint | None, notices: list[str]) -> Tracker:
         tracker = Tracker(
@@ -242,7 +279,7 @@ class _OfflineRun:
         notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
         together = sharing(self.config.batch, self.config.deepspeed) + splitting(self.config.deepspeed)
         placement = {"Placement": together[0]} if together else {}
-        tracker.start({"Model": described, "Data": self.task.summary, **placement, **notes})
+        tracker.start({"Model": described, "Data": self.task.summary, **placement, **self.memory, **notes})
         for line in notices:
             tracker.message(line)
         return tracker

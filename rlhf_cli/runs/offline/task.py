@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
@@ -139,3 +139,4 @@ class OfflineTask:
     identity: Callable[[], dict[str, object]] = dict
     # Metrics of the last evaluation -> settings to be saved in the model's configuration.
     describe: Callable[[dict[str, float]], dict[str, object]] = lambda evaluated: {}
+    resident: PretrainedConfig | None = None  # of a frozen model that stays on the GPUs while this one trains

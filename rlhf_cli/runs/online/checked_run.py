@@ -9,7 +9,7 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, leaves_places_open
+from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, leaves_places_open, memory_share
 from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
@@ -26,6 +26,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
+from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
 from rlhf_cli.runs.online.checks import (
     check_batches,
     check_partial_rollout,
@@ -61,6 +62,10 @@ from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
+UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are of other nodes and their memory is not known here"
+ENDS = 16
+"""Tokens behind the longest sequence that a role may read besides: a separator, or one more state."""
+
 
 @dataclass(frozen=True)
 class OnlineRun:
@@ -80,6 +85,7 @@ class OnlineRun:
     episodes: EpisodePlan | None = None
     identity: dict[str, object] = field(default_factory=dict)
     layout_reason: str = ""
+    memory_reason: str = ""
 
     @property
     def tokenizer(self) -> object:
@@ -195,7 +201,62 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
     _check_places(config, models)
     if run.resume is not None:
         layout_notices(run.resume, config, models)
-    return replace(run, config=config, layout_reason=reason)
+    run = replace(run, config=config, layout_reason=reason)
+    return _fitted(run, gpu_bytes()) if node_gpus else run
+
+
+def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
+    """Return the run with recomputing and tokens of a micro-batch as the memory of a GPU decides.
+
+    Args:
+        memory: bytes of this machine's GPUs; None if only other nodes have some, where layers are recomputed.
+    """
+    config, models = run.config, run.models
+    if memory is None:
+        recomputes = config.model.gradient_checkpointing is not False
+        return _with_recomputing(run, recomputes, UNKNOWN_MEMORY if config.model.gradient_checkpointing is None else "")
+    placement, plan, policy = config.placement, models.policy.plan, models.policy
+    states = states_of(
+        config.model,
+        config.deepspeed.of("actor"),
+        config.optim,
+        adapted=plan is not None,
+        in_4bit=plan is not None and plan.in_4bit,
+        num_ranks=placement.num_ranks("actor"),
+    )
+    num_trained, room = (2 if models.critic else 1), float(memory)
+    if placement.colocate_all_models:
+        room *= (
+            1
+            if config.rollout.vllm_enable_sleep
+            else 1 - memory_share(config.rollout.vllm_gpu_memory_utilization, shared=True)
+        )
+        room /= 1 if placement.deepspeed_enable_sleep else num_trained
+    if "teacher" in config.hosted_roles and models.teacher is not None:
+        room -= weights_of(models.teacher.found.architecture, config.model)
+    model, batch, fit = fitted(
+        config.model,
+        config.batch,
+        policy.architecture,
+        states=states,
+        room=room,
+        needed_tokens=-(-(config.prompts.max_len + ENDS) // min(config.deepspeed.sequence_sizes)),
+    )
+    run = replace(run, config=config.model_copy(update={"batch": batch}))
+    return _with_recomputing(run, bool(model.gradient_checkpointing), fit.reason)
+
+
+def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRun:
+    """Return the run whose trained models recompute their layers, or not."""
+    update = {"gradient_checkpointing": recomputes}
+
+    def changed(model: TrainedModel) -> TrainedModel:
+        return replace(model, source=model.source.model_copy(update=update), base=model.base.model_copy(update=update))
+
+    critic = run.models.critic and changed(run.models.critic)
+    models = replace(run.models, policy=changed(run.models.policy), critic=critic)
+    config = run.config.model_copy(update={"model": run.config.model.model_copy(update=update)})
+    return replace(run, config=config, models=models, memory_reason=reason)
 
 
 def _needs(config: OwnResponsesConfig, models: OnlineModels) -> Needs:

@@ -83,8 +83,8 @@ def _check_shaping(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
 def _check_room(config: OwnResponsesConfig) -> None:
     """Raise UsageError if a micro-batch cannot hold the longest sequence."""
     batch, ranks = config.batch, min(config.deepspeed.sequence_sizes)
-    room = f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}" + (f" on {ranks} ranks" if ranks > 1 else "")
-    max_tokens, max_len = batch.train_max_tokens_per_gpu * ranks, config.prompts.max_len
+    room = f"--train_max_tokens_per_gpu {batch.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")
+    max_tokens, max_len = batch.max_tokens * ranks, config.prompts.max_len
     if config.policy_settings.bootstraps and max_tokens == max_len:
         raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
     if max_tokens < max_len:

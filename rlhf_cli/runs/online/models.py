@@ -87,10 +87,10 @@ def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModel
 def _check_room_for_separator(config: OwnResponsesConfig, model: RewardModelPlan) -> None:
     """Raise UsageError if a micro-batch cannot hold a separator behind the longest sequence."""
     batch, longest = config.batch, config.prompts.max_len + len(model.last_separator)
-    if batch.train_max_tokens_per_gpu * config.deepspeed.of("reward").sequence_parallel_size < longest:
+    if batch.max_tokens * config.deepspeed.of("reward").sequence_parallel_size < longest:
         raise UsageError(
             f"--prm_pretrain reads a separator behind the last step, so a sequence may have {longest} tokens: raise "
-            f"train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}, or lower max_len {config.prompts.max_len}"
+            f"train_max_tokens_per_gpu {batch.max_tokens}, or lower max_len {config.prompts.max_len}"
         )
 
 

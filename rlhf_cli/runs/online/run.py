@@ -169,6 +169,7 @@ def _facts(run: OnlineRun, where: OnlineCluster) -> dict[str, str]:
         **({"Environment": run.episodes.description.about} if run.episodes else {}),
         "Engine": described(config.rollout, run.backend),
         "Placement": _placement(run, where),
+        **({"Memory": run.memory_reason} if run.memory_reason else {}),
         **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
         **attention_note(models.policy.attention, models.policy.architecture, on_gpu=where.cluster.has_gpus),
         **({} if where.cluster.has_gpus else dtype_note(config.model)),

@@ -83,7 +83,7 @@ class Share:
         plan = plan_packs(
             data.lengths[indices].tolist(),
             patches=None if data.patches is None else data.patches[indices],
-            max_tokens=self.batch.train_max_tokens_per_gpu * self.ranks_per_sequence,
+            max_tokens=self.batch.max_tokens * self.ranks_per_sequence,
             num_ranks=self.num_ranks,
             max_sequences=self.batch.micro_train_batch_size,
             quadratic_cost=self.quadratic_cost,

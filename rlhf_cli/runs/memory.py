@@ -1,0 +1,65 @@
+"""The settings that the memory of the GPUs decides where they are not given: recomputing, tokens of a micro-batch."""
+
+from typing import TypeVar
+
+from transformers import PretrainedConfig
+
+from rlhf_cli.backends.doctor.gpus import gpus
+from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
+from rlhf_cli.models.memory_fit import Fit, States, fit_to_memory, num_parameters
+
+VALUE_BYTES = {"bf16": 2, "fp32": 4}
+SUM_BYTES = 4
+"""Bytes a parameter of the sum of gradients; 2 with adamw_bf16."""
+
+Batch = TypeVar("Batch", bound=BatchConfig)
+
+
+def gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU of this machine; None without one. Asks the driver, not CUDA."""
+    return min((gpu.memory << 20 for gpu in gpus()), default=None)
+
+
+def states_of(
+    model: ModelConfig, deepspeed: DeepSpeedConfig, optim: OptimConfig, *, adapted: bool, in_4bit: bool, num_ranks: int
+) -> States:
+    """Return the bytes of each parameter that these settings keep on GPUs."""
+    weight = 1 if in_4bit else VALUE_BYTES[model.param_dtype]
+    sums = 2 if optim.optim == "adamw_bf16" else SUM_BYTES
+    rest = 0 if adapted else sums if deepspeed.adam_offload else OPTIMIZER_BYTES[optim.optim] + sums
+    partitioned = deepspeed.zero_stage == 3 or deepspeed.tensor_parallel_size > 1
+    if deepspeed.param_offload:
+        weight = 0
+    return States(weight, rest, num_ranks if deepspeed.zero_stage else 1, partitioned)
+
+
+def weights_of(architecture: PretrainedConfig | None, model: ModelConfig) -> int:
+    """Return the bytes of a frozen model's whole weights, of the same type as those of `model`; 0 without one."""
+    return 0 if architecture is None else num_parameters(architecture) * VALUE_BYTES[model.param_dtype]
+
+
+def fitted(
+    model: ModelConfig, batch: Batch, architecture: PretrainedConfig, *, states: States, room: float, needed_tokens: int
+) -> tuple[ModelConfig, Batch, Fit]:
+    """Return the settings with a value for recomputing and for the tokens of a micro-batch, and the reason.
+
+    Args:
+        room: bytes of a GPU for the model while it trains.
+        needed_tokens: tokens of a rank's part of the longest sequence.
+    """
+    fit = fit_to_memory(
+        architecture,
+        gpu_bytes=room,
+        states=states,
+        needed_tokens=needed_tokens,
+        recomputes=model.gradient_checkpointing,
+        max_tokens=batch.train_max_tokens_per_gpu,
+        value_bytes=VALUE_BYTES[model.param_dtype],
+    )
+    return (
+        model.model_copy(update={"gradient_checkpointing": fit.recomputes}),
+        batch.model_copy(update={"train_max_tokens_per_gpu": fit.max_tokens}),
+        fit,
+    )
