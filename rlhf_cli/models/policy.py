@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.masks import MASKED_HERE, packed_masks
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 from rlhf_cli.models.logprobs import token_logprobs
@@ -33,6 +34,7 @@ class Decoder:
         self._decoder = model.get_decoder()
         self._tower = tower_of(model)
         self._last_mlp = LastMLP(self._decoder)
+        self._text = model.config.get_text_config()
         self.routers = router_recorder(model.config)
 
     def __call__(self, part: Part, *, real: PackLike) -> torch.Tensor:
@@ -47,6 +49,7 @@ class Decoder:
                 **self._inputs(part),
                 use_cache=False,
                 **part.runs.as_arguments(),
+                **self._masks(pack),
                 **({"shards": part.shards} if part.shards else {}),
                 **({"output_router_logits": True} if records_routers else {}),
             )
@@ -67,6 +70,12 @@ class Decoder:
             "input_ids": pack.input_ids_T[part.tokens][None],
             "position_ids": pack.position_ids_T[part.tokens][None],
         }
+
+    def _masks(self, pack: PackLike) -> dict[str, object]:
+        """Return the masks of the pack if the decoder would make masks without its bounds."""
+        if self._text.model_type not in MASKED_HERE:
+            return {}
+        return {"attention_mask": packed_masks(pack.cu_seqlens, self._text, self._decoder.dtype)}
 
     def _spared(self, part: Part) -> AbstractContextManager[None]:
         """Return the context that leaves out work on tokens that are not read.

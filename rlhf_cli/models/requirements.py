@@ -6,6 +6,7 @@ import torch
 from transformers import (
     PretrainedConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import is_bitsandbytes_available
 
 from rlhf_cli.config.model import ModelConfig
@@ -13,7 +14,23 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import attention_needs, resolve_attention
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.fused import is_installed, uses_fused_kernels
+from rlhf_cli.models.vision.families.table import takes_pictures
 
+# fmt: off
+PACKED_TYPES = frozenset({
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm",
+    "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+    "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3",
+    "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+    "starcoder2", "vaultgemma", "youtu"
+})
+# fmt: on
+"""Types of transformers whose packs have the log-probabilities of each sequence alone: tests/unit/models/
+test_packed_types.py compares all of them. A type is added there and here."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that keep the sequences of a pack apart."""
 WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
@@ -23,9 +40,15 @@ WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepse
 def check_trainable(architecture: PretrainedConfig) -> None:
     """Raise UsageError for a model that cannot be trained by any process, found before any weight is read."""
     others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
+    kind = architecture.model_type
     if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
-        kind = architecture.model_type
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
+    is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
+    if is_of_transformers and kind not in PACKED_TYPES:
+        raise UsageError(
+            f"models of type {kind} cannot be trained on packs: nothing shows that their layers keep sequences apart; "
+            "docs/status.md lists the types that do"
+        )
 
 
 def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:

@@ -18,6 +18,11 @@ from rlhf_cli.models.attention.varlen import VARLEN
 HALF_TYPES = (torch.bfloat16, torch.float16)
 LARGE_OR_ODD = "heads above 256 or no multiple of 8"
 TWO_SIZES = "values of another size than keys"
+SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+"""Types of models with attention sinks."""
+BOUNDS = "within sequences whose masks transformers makes without positions"
+WITHOUT_BOUNDS = frozenset({"afmoe", "opt"})
+"""Types of models whose masks have no bounds of sequences: only kernels that get the bounds themselves keep them."""
 ANY_HEADS = frozenset({LARGE_OR_ODD, TWO_SIZES})
 """Head sizes that the kernels for GPUs do not take."""
 ALL_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
@@ -54,7 +59,7 @@ def _flash(version: int, is_available: Callable[[], bool], package: str) -> Atte
         devices=("cuda",),
         dtypes=HALF_TYPES,
         # transformers pads the values of heads of two sizes for it
-        offers=frozenset({"softcap", TWO_SIZES} | ({"dropout"} if version == 2 else set())),
+        offers=frozenset({"softcap", TWO_SIZES, BOUNDS} | ({"dropout"} if version == 2 else set())),
         is_available=is_available,
         missing=f"install {package} and run on a GPU it supports",
     )
@@ -66,12 +71,13 @@ BACKENDS = (
         name=VARLEN,
         devices=("cuda",),
         dtypes=HALF_TYPES,
+        offers=frozenset({BOUNDS}),
         is_available=has_cuda_varlen,
         missing="it needs torch 2.11 or newer and a GPU of compute capability 8.0 or higher",
     ),
     _flash(3, is_flash_attn_3_available, "flash-attn-3"),
     _flash(2, is_flash_attn_2_available, "flash-attn (extra `flash`)"),
-    AttentionBackend(name=VARLEN, devices=("cpu",), offers=ANY_HEADS),
+    AttentionBackend(name=VARLEN, devices=("cpu",), offers=ANY_HEADS | {BOUNDS}),
     AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=ANY_HEADS | {"dropout"}),
     AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=ANY_HEADS | {"softcap", "dropout", "sinks"}),
 )
@@ -90,8 +96,10 @@ def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> 
         needs.add("softcap")
     if with_dropout and any(value for name, value in vars(text).items() if "drop" in name and "att" in name):
         needs.add("dropout")  # attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
-    if text.model_type == "gpt_oss":
+    if text.model_type in SINKS:
         needs.add("sinks")
+    if text.model_type in WITHOUT_BOUNDS:
+        needs.add(BOUNDS)
     return frozenset(needs) | _head_needs(text)
 
 

@@ -34,7 +34,7 @@ class OnlineSettings:
     step_weight: float = 1.0  # of the rewards of steps
     lag: int = 0  # batches that are sampled ahead of training
     partial_rollout: bool = False  # whether weights are pushed in the middle of responses
-    end_ids: tuple[int, ...] = ()  # tokens that end a response besides those of the model
+    end_ids: tuple[int, ...] = ()  # tokens that end a response besides the model's own
 
     @property
     def sampling(self) -> SamplingParams:

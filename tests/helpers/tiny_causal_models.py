@@ -1,0 +1,145 @@
+"""A tiny random model of any causal type of transformers, and how far its packs are from its sequences alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.data.packing.packs import TokenSequence, pack
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.policy import PolicyModel
+
+VOCABULARY = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "d_model": 32,
+    "embed_dim": 32,
+    "dim": 32,
+    "word_embed_proj_dim": 32,
+    "embedding_size": 32,
+    "n_inner": 48,
+    "intermediate_size": 48,
+    "ffn_hidden_size": 48,
+    "ffn_dim": 48,
+    "d_ff": 48,
+    "shared_intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "moe_ffn_hidden_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "expert_ffn_hidden_size": 24,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "num_hidden_layers": 3,
+    "num_layers": 3,
+    "n_layer": 3,
+    "n_layers": 3,
+    "num_attention_heads": 4,
+    "attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rotary_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "max_seq_len": 128,
+    "n_ctx": 128,
+    "sliding_window": 16,
+    "attention_dropout": 0.1,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "hidden_dropout": 0.1,
+    "dropout": 0.1,
+    "tie_word_embeddings": False,
+    "is_decoder": True,
+}
+"""Sizes by the names that configurations have for them; dropout is there to be switched off."""
+OWN: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 8},
+    **{kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu")},
+    "minicpm3": {"num_key_value_heads": 4},
+    "longcat_flash": {"num_key_value_heads": 4, "zero_expert_num": 2},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "head_dim": 8},
+    "diffllama": {"attention_dropout": 0.0},
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    },
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+}
+"""Settings of single types."""
+
+
+def tiny_config(kind: str) -> PretrainedConfig:
+    """A configuration of the type with small sizes and, if it lists the kinds of its layers, as many as it has by
+    default in so few layers.
+    """
+    usual = AutoConfig.for_model(kind)
+    text = usual.get_text_config()
+    known = {name: value for name, value in (SIZES | OWN.get(kind, {})).items() if name in text.to_dict()}
+    if text is usual:
+        return AutoConfig.for_model(kind, **known)
+    part = next(name for name in ("text_config", "llm_config", "decoder") if getattr(usual, name, None) is text)
+    return AutoConfig.for_model(kind, **{part: known})
+
+
+def sequences(lengths: tuple[int, ...] = (30, 9, 40)) -> list[TokenSequence]:
+    generator = np.random.default_rng(0)
+    made = []
+    for length in lengths:
+        mask = np.ones(length, dtype=bool)
+        mask[0] = False
+        made.append(TokenSequence(generator.integers(3, VOCABULARY, length).astype(np.int32), mask))
+    return made
+
+
+def distance_in_packs(kind: str, folder: Path, attention: str = "auto") -> float:
+    """Save the tiny model of the type, load it for training, and return the largest difference of a log-probability
+    between a pack in training mode and transformers' own model on each sequence.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "norm" not in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    source = ModelConfig(pretrain=str(folder), param_dtype="fp32", attn_implementation=attention)  # type: ignore[arg-type]
+    policy = PolicyModel(load_causal_lm(source)).train()
+    alone = []
+    with torch.no_grad():
+        for sequence in sequences():
+            ids = torch.from_numpy(sequence.token_ids).long()
+            logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            alone.append(logprobs.gather(1, ids[1:, None])[:, 0])
+        return float((policy(pack(sequences()))[0] - torch.cat(alone)).abs().max())

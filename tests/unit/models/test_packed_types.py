@@ -1,0 +1,49 @@
+"""Every causal model type of transformers has exact packs or is refused before its weights are read."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_causal_models import distance_in_packs
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.table import WITHOUT_BOUNDS
+from rlhf_cli.models.requirements import PACKED_TYPES, check_trainable
+from rlhf_cli.models.vision.families.table import FAMILIES
+
+ROUNDING = 1e-5  # of a log-probability in float32
+OTHERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PACKED_TYPES - FAMILIES.keys())
+
+
+@pytest.mark.parametrize("kind", sorted(PACKED_TYPES))
+def test_a_pack_in_training_has_the_logprobs_of_each_sequence_in_transformers(kind, tmp_path):
+    assert distance_in_packs(kind, tmp_path) < ROUNDING
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text", "mixtral"])
+def test_kernels_with_masks_keep_sequences_apart_too(kind, kernel, tmp_path):
+    assert distance_in_packs(kind, tmp_path, kernel) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", sorted(WITHOUT_BOUNDS))
+def test_a_kernel_whose_masks_have_no_bounds_is_refused(kind, tmp_path):
+    with pytest.raises(UsageError, match=r"'sdpa' cannot be used here: .* or use auto"):
+        distance_in_packs(kind, tmp_path, "sdpa")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_other_type_is_refused_in_one_sentence(kind):
+    assert kind in CONFIG_MAPPING_NAMES
+    architecture = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
+    with pytest.raises(UsageError, match=f"models of type {kind} cannot be trained on packs: nothing shows"):
+        check_trainable(architecture)
+
+
+def test_the_page_lists_the_types_that_train():
+    page = (Path(__file__).parents[3] / "docs" / "status.md").read_text()
+    listed = page.split("## Models that train")[1].split("\n## ")[0].split("\n\n")[-1]
+    assert set(re.findall(r"`([\w-]+)`", listed)) == PACKED_TYPES
