@@ -83,6 +83,8 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
                 raise TypeError(f"{config_cls.__name__}: --{name} of {group} is already a flag {other}")
             members = [member for member in get_args(field.annotation) if member is not NoneType]
             optional = NoneType in get_args(field.annotation)
+            # A field that the command leaves alone has the group's default: `auto`, not the choice on this machine.
+            is_set = not outer.is_required() and attribute in outer.default.model_fields_set
             flags[name] = Flag(
                 name=name,
                 attribute=attribute,
@@ -91,7 +93,7 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
                 annotation=members[0] if optional else field.annotation,
                 optional=optional,
                 limits=tuple(field.metadata),
-                default=field.default if outer.is_required() else getattr(outer.default, attribute),
+                default=getattr(outer.default, attribute) if is_set else field.default,
                 help=(field.description or "").replace("\n", " "),
             )
     return flags

@@ -1,10 +1,17 @@
 """Which model is loaded, and how it is run in training."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.environment import fast_dtype
+
+ParamDtype = Annotated[
+    Literal["auto", "bf16", "fp32"], AfterValidator(lambda dtype: fast_dtype()[0] if dtype == "auto" else dtype)
+]
+"""A type of weights. A checked setting never is `auto`: the type is chosen when the settings are read, and kept in
+config.yaml and in the identity of a run."""
 
 
 class TokenizerSource(SettingsGroup):
@@ -21,8 +28,15 @@ class TokenizerSource(SettingsGroup):
 class ModelSource(TokenizerSource):
     """Model"""
 
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the weights in forward and backward; the type of optimizer states is up to the optimizer."""
+    param_dtype: ParamDtype = Field("auto", validate_default=True)
+    """Type of the weights in forward and backward; auto is bf16 where its products are fast (GPUs, AMX, AVX512-BF16),
+    else fp32. The type of optimizer states is up to the optimizer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_the_default(cls, values: Any) -> Any:
+        is_auto = isinstance(values, dict) and values.get("param_dtype") == "auto"
+        return {name: value for name, value in values.items() if name != "param_dtype"} if is_auto else values
 
 
 class ModelConfig(ModelSource):

@@ -1,10 +1,11 @@
 """What `rlhf serve-rm` serves, where, and within which bounds."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.model import ParamDtype
 from rlhf_cli.config.rewards import REWARD_PLUGIN, REWARDS
 from rlhf_cli.config.scoring import REMOTE_RM_KEY, RequestScoringConfig, RewardModelConfig
 
@@ -50,8 +51,8 @@ class ServedRewardConfig(RequestScoringConfig, RewardModelConfig):
 class ServedModelConfig(SettingsGroup):
     """Model"""
 
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the reward model's weights."""
+    param_dtype: ParamDtype = Field("auto", validate_default=True)
+    """Type of the reward model's weights; auto is bf16 where its products are fast, else fp32."""
     max_len: int = Field(8192, gt=1)
     """Tokens of a text that the reward model reads at most; the reward of a longer one fails."""
     max_tokens_per_gpu: int = Field(16_384, gt=1)

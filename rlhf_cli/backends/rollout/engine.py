@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -35,7 +35,7 @@ class EngineSettings:
     """
 
     max_model_len: int
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: str = "bf16"
     seed: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6

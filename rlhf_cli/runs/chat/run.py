@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from rlhf_cli.config.commands.chat import ChatConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.dtypes import dtype_note
@@ -23,7 +25,7 @@ def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_scr
     """
     speakers = found_speakers(config)
     screen = open_screen()
-    for note in dtype_note(config.model).values():
+    if note := dtype_note(config.model, on_gpu=torch.cuda.is_available()).get("Note"):
         screen.tell(f"note: {note}")
     load_speakers(speakers, screen)
     if screen.is_interactive:

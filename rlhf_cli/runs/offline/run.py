@@ -276,7 +276,8 @@ class _OfflineRun:
         )
         described = f"{self.config.model.pretrain}, {parameter_counts(self.hf_model)}"
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
-        notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
+        notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu)
+        notes |= dtype_note(self.config.model, on_gpu=on_gpu)
         together = sharing(self.config.batch, self.config.deepspeed) + splitting(self.config.deepspeed)
         placement = {"Placement": together[0]} if together else {}
         tracker.start({"Model": described, "Data": self.task.summary, **placement, **self.memory, **notes})

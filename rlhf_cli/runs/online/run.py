@@ -172,7 +172,7 @@ def _facts(run: OnlineRun, where: OnlineCluster) -> dict[str, str]:
         **({"Memory": run.memory_reason} if run.memory_reason else {}),
         **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
         **attention_note(models.policy.attention, models.policy.architecture, on_gpu=where.cluster.has_gpus),
-        **({} if where.cluster.has_gpus else dtype_note(config.model)),
+        **dtype_note(config.model, on_gpu=where.cluster.has_gpus),
         "Logs": str(run.paths.logs),
     }
 

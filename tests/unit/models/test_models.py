@@ -36,6 +36,7 @@ from transformers import (
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
+from rlhf_cli.environment import dtype_of_processor, fast_dtype
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
 from rlhf_cli.models.cost import quadratic_cost
@@ -575,8 +576,33 @@ def test_kept_memory_is_used_again_without_page_faults():
 )
 def test_a_type_that_the_processor_is_slow_in_is_said(monkeypatch, dtype, is_fast, has_gpu, note):
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: is_fast)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert dtype_note(ModelConfig(pretrain="any", param_dtype=dtype)) == note
+    assert dtype_note(ModelConfig(pretrain="any", param_dtype=dtype), on_gpu=has_gpu) == note
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "dtype", "because"),
+    [
+        ("model name : A\nflags\t\t: fpu avx512f amx_bf16 avx512_bf16\n", "bf16", "AMX"),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", "bf16", "AVX512-BF16"),
+        ("Features\t: fp asimd bf16 i8mm\n", "bf16", "ARM"),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni\n", "fp32", "no fast products in bf16"),
+        ("bugs\t\t: bf16 amx_bf16\n", "fp32", "no fast products in bf16"),
+        ("", "fp32", "no fast products in bf16"),
+    ],
+)
+def test_the_type_is_bf16_where_the_processor_multiplies_it_fast(cpuinfo, dtype, because):
+    chosen, reason = dtype_of_processor(cpuinfo)
+    assert chosen == dtype
+    assert because in reason
+
+
+@pytest.mark.parametrize("given", [{}, {"param_dtype": "auto"}])
+def test_a_chosen_type_is_kept_as_if_it_was_given_and_its_reason_is_said(given):
+    chosen, reason = fast_dtype()
+    config = ModelConfig(pretrain="any", **given)
+    assert config.param_dtype == chosen
+    assert config.model_dump()["param_dtype"] == chosen  # config.yaml, from which a run goes on elsewhere
+    assert dtype_note(config, on_gpu=False) == {"Type": f"{chosen}: {reason}"}
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
