@@ -48,6 +48,18 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
     return TrainedModel(model, base, plan, found, load_tokenizer(model))
 
 
+def reference_notice(model: TrainedModel) -> list[str]:
+    """Return a line if training starts from an adapter, which the reference, its base, does not have."""
+    if model.plan is None or model.plan.weights is None:
+        return []
+    adapter = model.plan.weights.parent
+    return [
+        f"the reference is {model.plan.base} without the adapter that training starts from; to compare with both, "
+        f"make one model of them (rlhf merge --model {adapter} --output MERGED) and give --pretrain MERGED --lora_rank "
+        f"{model.plan.config.r}"
+    ]
+
+
 def find_companion(flag: str, source: ModelConfig, trained: TrainedModel) -> FoundModel:
     """Return a language model that reads the data that the trained model is trained on.
 

@@ -13,6 +13,7 @@ from rlhf_cli.runs.offline.frozen_reference import (
     check_reference,
     pair_reference,
     reference_identity,
+    reference_notices,
     resident_reference,
 )
 from rlhf_cli.runs.offline.pair_items import load_pair_items
@@ -40,6 +41,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
+        notices=reference_notices(config.reference, model) if objective.needs_reference else (),
         identity=lambda: {
             **objective_identity(config.preference),
             **reference_identity(config.reference, model, is_needed=objective.needs_reference),

@@ -17,7 +17,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.offline.task import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
-from rlhf_cli.runs.trained_model import TrainedModel, find_companion
+from rlhf_cli.runs.trained_model import TrainedModel, find_companion, reference_notice
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.pairs import Gather
@@ -66,6 +66,11 @@ def reference_identity(
         return model_identity("reference", None) | reference.movement
     found = model.found if reference.ref_pretrain is None else find_model(_source(reference, model))
     return model_identity("reference", found) | reference.movement
+
+
+def reference_notices(reference: FrozenReferenceConfig, model: TrainedModel) -> tuple[str, ...]:
+    """Return lines about a reference that is not the model as it starts, unless the settings name it."""
+    return tuple(reference_notice(model)) if _is_base(reference, model) else ()
 
 
 def pair_reference(

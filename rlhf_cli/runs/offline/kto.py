@@ -14,6 +14,7 @@ from rlhf_cli.runs.offline.frozen_reference import (
     check_reference,
     labelled_reference,
     reference_identity,
+    reference_notices,
     resident_reference,
 )
 from rlhf_cli.runs.offline.task import OfflineTask, load_items, offline_model
@@ -46,6 +47,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
+        notices=reference_notices(config.reference, model),
         finish_metrics=finish_kto_metrics,
         identity=lambda: objective_identity(loss) | reference_identity(config.reference, model),
         resident=resident_reference(config.reference, model),

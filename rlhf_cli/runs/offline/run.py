@@ -102,7 +102,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
         files = contents_of_plugins(cast(BaseModel, config))
-        notices += plugin_notice(resume, files)
+        notices += [*task.notices, *plugin_notice(resume, files)]
         run = _OfflineRun(
             config, task, items, reference, share, paths, store, identity, hf_model, engine, files, memory
         )

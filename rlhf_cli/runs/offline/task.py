@@ -135,6 +135,7 @@ class OfflineTask:
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
+    notices: tuple[str, ...] = ()  # lines for the start of the run
     # The facts that must be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
     identity: Callable[[], dict[str, object]] = dict
     # Metrics of the last evaluation -> settings to be saved in the model's configuration.

@@ -56,7 +56,7 @@ from rlhf_cli.runs.plugin_files import environment_contents, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import reward_file_notice
 from rlhf_cli.runs.run_directory import RunDirectory, run_directory
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import TrainedModel, reference_notice
 from rlhf_cli.tracking.tracker import check_tracking
 from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -330,7 +330,8 @@ def notices(run: OnlineRun) -> list[str]:
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
-    return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *files, *layouts]
+    reference = reference_notice(run.models.policy) if config.policy_settings.init_kl_coef > 0 else []
+    return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *reference, *files, *layouts]
 
 
 def code_of_others(config: OwnResponsesConfig) -> dict[str, str]:

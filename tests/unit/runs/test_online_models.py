@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapted_models import foreign_adapter
 from conftest import make_tiny_tokenizer
 from online_settings import resolve
 from reward_models import save_reward_model
@@ -28,6 +29,7 @@ from rlhf_cli.runs.online.models import (
     truncation_notice,
 )
 from rlhf_cli.runs.online.student import hosted_teacher, rows_config
+from rlhf_cli.runs.trained_model import reference_notice
 
 
 def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
@@ -70,6 +72,14 @@ def test_each_has_an_adapter_on_its_own_base(tiny_model_dir, tmp_path):
     assert found.critic is not None
     plans = (found.policy.plan, found.critic.plan)
     assert [plan and plan.base for plan in plans] == [str(Path(path).resolve()) for path in (tiny_model_dir, other)]
+
+
+def test_a_run_from_an_adapter_reports_that_its_reference_is_the_bare_base(tiny_model_dir, tmp_path):
+    foreign_adapter(tiny_model_dir, tmp_path / "adapter", r=2, target_modules=["q_proj"])
+    (line,) = reference_notice(find("grpo", str(tmp_path / "adapter")).policy)
+    assert line.startswith(f"the reference is {Path(tiny_model_dir).resolve()} without the adapter")
+    assert f"rlhf merge --model {tmp_path / 'adapter'} " in line
+    assert reference_notice(find("grpo", tiny_model_dir, lora_rank=2).policy) == []
 
 
 def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
