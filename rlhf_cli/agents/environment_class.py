@@ -6,6 +6,7 @@ The file itself is imported only in the processes of environments (fork_server.p
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,12 +248,14 @@ def tool_schemas(found: EnvironmentClass) -> list[dict[str, object]]:
     """
     if not found.tools:
         return []
-    from transformers.utils.chat_template_utils import get_json_schema
+    from transformers.utils import chat_template_utils
 
+    if "torch" not in sys.modules:  # then no type hint is a tensor, and the import would take a second of CPU
+        chat_template_utils.is_torch_available = lambda: False  # type: ignore[attr-defined]
     schemas = []
     for name in found.tools:
         try:
-            schemas.append(get_json_schema(getattr(found.type, name)))
+            schemas.append(chat_template_utils.get_json_schema(getattr(found.type, name)))
         except Exception as error:
             raise BadResult(
                 f"has {found.type.__name__}.{name}, which cannot be a tool: {one_line(error).rstrip('.!')}. "
