@@ -166,6 +166,45 @@ def _without_critic(values: list[str], call: Call) -> None:
         raise Refused("no setting of this program has this name")
 
 
+def _by_kind(*, online: str, offline: str) -> Meaning:
+    """Return the meaning of a word that commands which sample call otherwise than the others."""
+    return lambda values, call: {online if call.command in SAMPLING else offline: values}
+
+
+def _epochs(values: list[str], call: Call) -> Settings:
+    """Return TRL's passes over the data: whole numbers here, where `3.0` is one too."""
+    whole = [value.removesuffix(".0") for value in values]
+    return {"num_episodes" if call.command in SAMPLING else "max_epochs": whole}
+
+
+TRACKERS: dict[str, Settings] = {
+    "none": {"no_use_tensorboard": []},
+    "tensorboard": {"use_tensorboard": []},
+    "wandb": {"use_wandb": []},
+    "all": {"use_tensorboard": [], "use_wandb": []},
+}
+
+
+def _report_to(values: list[str], call: Call) -> Settings:
+    settings: Settings = {}
+    for value in values:
+        if value not in TRACKERS:
+            raise Refused("give --use_wandb or --use_tensorboard, or --tracker with code of yours")
+        settings |= TRACKERS[value]
+    return settings
+
+
+def _peft(values: list[str], call: Call) -> None:
+    is_off = bool(values) and values[0].lower() == "false"
+    if not is_off and not {"lora_r", "lora_rank"} & call.values.keys():
+        raise Refused("give --lora_rank; a rank above 0 trains an adapter")
+
+
+def _vllm(values: list[str], call: Call) -> Settings:
+    is_off = bool(values) and values[0].lower() == "false"
+    return {"rollout_backend": ["transformers" if is_off else "vllm"]}
+
+
 CORRECTIONS = {"tis": "token_clip", "icepop": "token_mask", "seq-mask-tis": "seq_mask"}
 
 SWITCHES_NOT_NEEDED = (
@@ -178,6 +217,19 @@ VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "
 """Settings with a value that this program finds by itself, or has no use for."""
 CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node", "value_clip")
 
+SAMPLING = ("ppo", "reinforce++", "grpo", "rloo", "remax", "gkd", "generate", "eval")
+"""Commands that sample, and read prompts."""
+SECTIONS = (
+    "data",
+    "worker",
+    "trainer",
+    "algorithm",
+    "actor_rollout_ref",
+    "critic",
+    "reward_model",
+    "distillation",
+)
+"""Sections of verl's and EasyR1's settings."""
 FLAT = "settings are flat here, without sections: docs/coming-from.md lists the names"
 
 PENALTY = (
@@ -226,12 +278,12 @@ OPENRLHF = {
 """Words of OpenRLHF that need more than a name."""
 
 TRL = {
-    "num_iterations": Foreign(1, _refused("give --max_epochs, the passes over an iteration's responses")),
-    "epsilon": Foreign(1, _refused("give --eps_clip")),
+    "num_iterations": Foreign(1, _renamed("max_epochs")),
+    "epsilon": Foreign(1, _renamed("eps_clip")),
     "epsilon_high": Foreign(1, _refused("give --eps_clip_low_high LOW HIGH")),
     "loss_type": Foreign(1, _refused("give --loss, or --policy_loss and --loss_agg for commands that sample")),
     "scale_rewards": Foreign(None, _refused("rlhf grpo divides by the std, --preset dr_grpo does not")),
-    "use_vllm": Foreign(None, _refused("give --rollout_backend vllm; it is the default if vLLM is installed")),
+    "use_vllm": Foreign(None, _vllm),
     "vllm_mode": Foreign(1, _refused("engines on the GPUs of training are --colocate_all_models")),
     "warmup_ratio": Foreign(1, _renamed("lr_warmup_ratio")),
     "zero_hpz_partition_size": Foreign(1, _renamed("zpg")),
@@ -242,8 +294,8 @@ TRL = {
     "adam_beta2": Foreign(1, _refused("give --adam_betas BETA1 BETA2")),
     "lr_scheduler_type": Foreign(1, _renamed("lr_scheduler")),
     "weight_decay": Foreign(1, _renamed("l2")),
-    "report_to": Foreign(None, _refused("give --use_wandb or --use_tensorboard")),
-    "use_peft": Foreign(None, _refused("give --lora_rank; a rank above 0 trains an adapter")),
+    "report_to": Foreign(None, _report_to),
+    "use_peft": Foreign(None, _peft),
     "lora_r": Foreign(1, _renamed("lora_rank")),
     "lora_target_modules": Foreign(None, lambda values, call: {"target_modules": [",".join(values)]}),
     "lora_modules_to_save": Foreign(None, _refused("adapters train linear layers and a reward model's head alone")),
@@ -252,6 +304,14 @@ TRL = {
     "bnb_4bit_quant_type": Foreign(1, _one_of("nf4", instead="weights in 4 bits are NF4")),
     "load_in_8bit": Foreign(None, _refused("the model under an adapter is in 16 bits, or with --load_in_4bit in 4")),
     "max_steps": Foreign(1, _refused("give --max_iterations")),
+    "overwrite_output_dir": Foreign(0, _as({"overwrite": []})),
+    "push_to_hub": Foreign(0, _refused("nothing is uploaded: the model is in the output folder")),
+    "fp16": Foreign(0, _refused("weights are in bf16 or fp32: --param_dtype")),
+    "run_name": Foreign(1, _renamed("wandb_run_name")),
+    "remove_unused_columns": Foreign(None, _not_needed),
+    "logging_first_step": Foreign(None, _not_needed),
+    "eval_strategy": Foreign(1, _one_of("steps", "no", instead="--eval_steps counts steps")),
+    "save_strategy": Foreign(1, _one_of("steps", instead="--save_steps counts steps, and -1 writes no checkpoint")),
     "torch_dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "packing": Foreign(None, _not_needed),
@@ -395,17 +455,17 @@ TABLE: dict[str, Foreign] = {
     "vllm_is_correction_type": Foreign(1, _mapped("rollout_correction", CORRECTIONS)),
     "vllm_is_truncated_threshold": Foreign(None, _correction_threshold),
     "advantage_estimator": Foreign(1, _estimator),
-    "model_name_or_path": Foreign(1, _refused("give --pretrain")),
-    "dataset_name": Foreign(1, _refused("give --dataset, or --prompt_data for commands that sample")),
-    "output_dir": Foreign(1, _refused("give --output")),
-    "num_generations": Foreign(1, _refused("give --n_samples_per_prompt")),
-    "max_completion_length": Foreign(1, _refused("give --max_new_tokens")),
+    "model_name_or_path": Foreign(1, _renamed("pretrain")),
+    "dataset_name": Foreign(1, _by_kind(online="prompt_data", offline="dataset")),
+    "output_dir": Foreign(1, _renamed("output")),
+    "num_generations": Foreign(1, _renamed("n_samples_per_prompt")),
+    "max_completion_length": Foreign(1, _renamed("max_new_tokens")),
     "max_prompt_length": Foreign(1, _refused("give --max_len, the longest prompt and response together")),
-    "per_device_train_batch_size": Foreign(1, _refused("give --micro_train_batch_size")),
+    "per_device_train_batch_size": Foreign(1, _renamed("micro_train_batch_size")),
     "gradient_accumulation_steps": Foreign(1, _refused("give --train_batch_size, the responses of an optimizer step")),
-    "num_train_epochs": Foreign(1, _refused("give --max_epochs")),
-    "max_seq_length": Foreign(1, _refused("give --max_len")),
-    "max_length": Foreign(1, _refused("give --max_len")),
+    "num_train_epochs": Foreign(1, _epochs),
+    "max_seq_length": Foreign(1, _renamed("max_len")),
+    "max_length": Foreign(1, _renamed("max_len")),
     "beta": Foreign(1, _refused("the weight of the KL divergence is --init_kl_coef")),
     **OPENRLHF,
     **TRL,
@@ -417,17 +477,5 @@ TABLE: dict[str, Foreign] = {
     "max_staleness": Foreign(1, _refused(NO_LAG)),
     "partial_rollout": Foreign(0, _refused(NO_LAG)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),
-    **{
-        section: Foreign(None, _refused(FLAT))
-        for section in (
-            "data",
-            "worker",
-            "trainer",
-            "algorithm",
-            "actor_rollout_ref",
-            "critic",
-            "reward_model",
-            "distillation",
-        )
-    },
+    **{section: Foreign(None, _refused(FLAT)) for section in SECTIONS},
 }

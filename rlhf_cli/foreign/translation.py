@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_cli.foreign.openrlhf import FLAT_NAMES
-from rlhf_cli.foreign.table import OF_COMMAND, OWN_AND_FOREIGN, TABLE, Call, Foreign, Refused
+from rlhf_cli.foreign.table import FLAT, OF_COMMAND, OWN_AND_FOREIGN, SECTIONS, TABLE, Call, Foreign, Refused
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
     """
     done = Translation()
     rest = _without_sections(words, done)
-    call = Call(command, _values_by_flag(rest))
+    call, sectioned = Call(command, _values_by_flag(rest)), list[str]()
     while rest:
         word = rest.pop(0)
         name, equals, inline = word.removeprefix("--").partition("=")
@@ -43,8 +43,14 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
             values = _take(behind, foreign.takes)
             if foreign.takes != 0 or not _is_switched_off(behind):
                 _apply(name, foreign, values, call, done, known)
+        elif word.startswith("--") and known.get(name) == 0 and _has_switch_word(behind):
+            _switch(name, behind.pop(0), done)
+        elif not word.startswith("-") and _is_of_a_section(word):
+            sectioned.append(word)
         elif not (word.startswith("--") and _takes_own_form(name, behind, done)):
             done.words.append(word)
+    if sectioned:
+        done.problems.append(f"{', '.join(sectioned)}: these are words of verl; {FLAT}")
     given = _values_by_flag(done.words)
     _model_without_output(given, done, known)
     _template_without_chat(given, done, known)
@@ -95,6 +101,24 @@ def _takes_own_form(name: str, values: list[str], done: Translation) -> bool:
     if name not in OWN_FORMS or not any(values[:1]) or values[0].startswith("-") or values[0].lower() in SWITCH_WORDS:
         return False
     return OWN_FORMS[name](values, done)
+
+
+def _has_switch_word(behind: list[str]) -> bool:
+    return bool(behind) and behind[0].lower() in ("true", "false")
+
+
+def _switch(name: str, value: str, done: Translation) -> None:
+    """Write a switch of this program's own for one with a value, as TRL's command lines have them."""
+    own = f"--{name}" if value.lower() == "true" else f"--no_{name}"
+    done.words.append(own)
+    done.rewritten.append(f"--{name} {value} is {own} here")
+
+
+def _is_of_a_section(word: str) -> bool:
+    """Return whether a word is a setting of verl's or EasyR1's, `data.train_files=rows.parquet`."""
+    name, equals, _ = word.lstrip("+~").partition("=")
+    section, dot, _ = name.partition(".")
+    return bool(equals and dot) and section in SECTIONS
 
 
 def _is_switched_off(behind: list[str]) -> bool:

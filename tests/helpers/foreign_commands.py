@@ -157,14 +157,24 @@ COMMAND_LINES = {
     ),
     "sft --pretrain m --dataset d --output o --lora_r 16 --lora_modules_to_save lm_head": "refused: linear layers",
     "sft --model_name_or_path owner/model --dataset_name owner/chats --output_dir out": (
-        "refused: give --pretrain | give --dataset, or | give --output"
+        "parses: --model_name_or_path owner/model is --pretrain owner/model here | --dataset owner/chats | --output out"
     ),
-    "sft --pretrain m --dataset d --output o --per_device_train_batch_size 2": "refused: give --micro_train_batch_size",
-    "sft --pretrain m --dataset d --output o --num_train_epochs 3": "refused: give --max_epochs",
-    "grpo --pretrain m --prompt_data d --output o --num_generations 8": "refused: give --n_samples_per_prompt",
-    "grpo --pretrain m --prompt_data d --output o --max_completion_length 512 --beta 0.04": (
-        "refused: give --max_new_tokens | --init_kl_coef"
+    "sft --pretrain m --dataset d --output o --per_device_train_batch_size 2": ("parses: --micro_train_batch_size 2"),
+    "sft --pretrain m --dataset d --output o --num_train_epochs 3": "parses: --max_epochs 3 here",
+    "grpo --pretrain m --dataset_name d --output o --reward_funcs math --num_train_epochs 2.0": (
+        "parses: --prompt_data d here | --num_episodes 2 here"
     ),
+    "sft --pretrain m --dataset d --output o --gradient_checkpointing true --use_liger_kernel False": (
+        "parses: --gradient_checkpointing here | --no_use_liger_kernel here"
+    ),
+    "sft --pretrain m --dataset d --output o --report_to none --overwrite_output_dir true --push_to_hub false": (
+        "parses: --no_use_tensorboard here | --overwrite here"
+    ),
+    "sft --pretrain m --dataset d --output o --report_to mlflow": "refused: --use_wandb or --use_tensorboard",
+    "grpo --pretrain m --prompt_data d --output o --reward_funcs math --num_generations 8": (
+        "parses: --n_samples_per_prompt 8 here"
+    ),
+    "grpo --pretrain m --prompt_data d --output o --max_completion_length 512 --beta 0.04": ("refused: --init_kl_coef"),
     "grpo --pretrain m --prompt_data d --output o --n_samples_per_prompt 8 --reward_funcs math --top_k 50 --min_p 0.1 "
     "--repetition_penalty 1.0": "parses: not needed here: --repetition_penalty 1.0",
     "grpo --pretrain m --prompt_data d --output o --repetition_penalty 1.1": (
@@ -176,12 +186,12 @@ COMMAND_LINES = {
     ),
     "grpo --pretrain m --prompt_data d --output o --num_iterations 1 --epsilon 0.2 --loss_type dapo --scale_rewards true "
     "--use_vllm true --vllm_mode colocate --report_to wandb --max_steps 100": (
-        "refused: give --max_epochs | give --eps_clip | --policy_loss | --preset dr_grpo | --rollout_backend vllm | "
-        "--colocate_all_models | --use_wandb | --max_iterations"
+        "refused: --policy_loss | --preset dr_grpo | --colocate_all_models | --max_iterations"
     ),
     "sft --pretrain m --dataset d --output o --packing true --assistant_only_loss true --use_peft --lora_r 8": (
-        "refused: give --lora_rank"
+        "parses: --lora_r 8 is --lora_rank 8 here"
     ),
+    "sft --pretrain m --dataset d --output o --use_peft": "refused: give --lora_rank",
     "sft --pretrain m --dataset d --output o --warmup_steps 0.1 --adam_epsilon 1e-7": (
         "parses: --warmup_steps 0.1 is --lr_warmup_ratio 0.1 here | --adam_epsilon 1e-7 is --adam_eps 1e-7 here"
     ),
@@ -218,7 +228,7 @@ COMMAND_LINES = {
     "grpo --pretrain m --prompt_data d --output o --opd-type sglang": "refused: the teacher is a role of the run",
     "grpo --distillation.enabled true": "refused: settings are flat here",
     # EasyR1 and verl: sections and dots.
-    "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",
+    "grpo data.train_files=d worker.actor.model.model_path=m": "refused: these are words of verl; settings are flat here | docs/coming-from.md",
     "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat here",
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --data.format_prompt math.jinja": (
         "parses: --data.format_prompt math.jinja is --format_prompt math.jinja here"

@@ -165,12 +165,62 @@ def test_names_with_sections_in_a_file_are_translated(capsys, tmp_path):
         ("--bf16 --seed 3", "--param_dtype bf16 --seed 3"),
         ("--warmup_steps 0.1", "--lr_warmup_ratio 0.1"),
         ("--warmup_steps 150 --seed 3", "--warmup_steps 150 --seed 3"),
-        ("--use_wandb true", "--use_wandb true"),  # pydantic's message names the forms of a switch
+        ("--use_wandb true", "--use_wandb"),
+        ("--use_wandb=False", "--no_use_wandb"),
+        ("--use-wandb true --seed 3", "--use_wandb --seed 3"),
     ],
 )
 def test_values_may_have_the_form_of_trl(words, expected):
     known = {"param_dtype": 1, "seed": 1, "use_wandb": 0, "warmup_steps": 1, "lr_warmup_ratio": 1}
     assert " ".join(translate(words.split(), command="sft", known=known).words) == expected
+
+
+TRL_ROWS = re.findall(
+    r"^\| (.+?) \| (.+?) \|$",
+    Path("docs/coming-from.md").read_text().partition("## TRL")[2].partition("\n## ")[0],
+    re.M,
+)
+REFUSED = {
+    "gradient_accumulation_steps",
+    "lora_modules_to_save",
+    "load_in_8bit",
+    "repetition_penalty",
+    "seq_kd",
+    "beta",
+}
+"""Words of the table whose second column explains why they have no counterpart of the same meaning."""
+
+
+@pytest.mark.parametrize(("there", "here"), TRL_ROWS[2:], ids=lambda cell: cell[:30])
+def test_every_word_of_trl_in_the_docs_is_one_of_ours_or_becomes_what_the_docs_say(there, here):
+    for word, value in re.findall(r"`-{0,2}([a-z][a-z0-9_]+)(?: ([^`]*))?`", there):
+        if word in ("trl", "transformers", "accuracy", "accuracy_reward") or word.startswith("adamw_"):
+            continue
+        sampled = translated_for(word, value, "grpo", "gkd", "chat")
+        settled = [found for found in (sampled, translated_for(word, value, "sft", "distill", "prm")) if found]
+        assert settled, f"{word}: no command knows it"
+        for done in settled:
+            if word in REFUSED or not done.rewritten or here == "taken as written":
+                continue
+            assert not done.problems, done.problems
+            assert any(new in here for new in re.findall(r"--(?:no_)?(\w+)", " ".join(done.words))), (word, done.words)
+
+
+def translated_for(word: str, value: str, *commands: str) -> Any:
+    """The translation of a word by the first of the commands that knows it, with an empty one for a flag of its own."""
+    for command in commands:
+        known = {
+            flag.name: flag.takes
+            for flag in flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).values()
+        }
+        if word in known and not value:
+            return translate([], command=command, known=known)
+        if word in TABLE or word in OF_COMMAND.get(command, {}) or word in known:
+            words = [f"--{word}", *(value or "1").split()[:1]]
+            done = translate(words, command=command, known=known)
+            if not any("which rlhf" in problem for problem in done.problems):
+                return done
+    return None
 
 
 def test_the_key_may_stand_behind_an_equals_sign(monkeypatch):
