@@ -26,8 +26,7 @@ HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 16 << 20, 1 << 10, 4096
 """Hashed parts of a file: its beginning, which holds metadata and names of tensors, and pieces all over it."""
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-ANNOUNCED = "RLHF_CLI_GGUF_ANNOUNCED"
-"""Variable with the folders that this process has described, so that the ranks it starts do not repeat it."""
+_described: set[Path] = set()
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -58,7 +57,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def converted(file: Path) -> Path:
-    """Return the Hugging Face folder of the model in a GGUF file, and describe it on stderr once a run.
+    """Return the Hugging Face folder of the model in a GGUF file, and describe it on stderr, once a process.
 
     Raises:
         UsageError: the package gguf is missing, or transformers cannot read the model.
@@ -66,9 +65,8 @@ def converted(file: Path) -> Path:
     folder = user_cache("gguf") / _digest(file)
     if not folder.is_dir():
         _convert(file, folder)
-    announced = os.environ.get(ANNOUNCED, "").split(os.pathsep)
-    if str(folder) not in announced and os.environ.get("RANK", "0") == "0":
-        os.environ[ANNOUNCED] = os.pathsep.join([*announced, str(folder)])
+    if folder not in _described and os.environ.get("RANK", "0") == "0":
+        _described.add(folder)
         print(f"{file.name}: {(folder / NOTE).read_text(encoding='utf-8')}, in {folder}", file=sys.stderr)
     return folder
 
