@@ -8,6 +8,8 @@ import os
 import sys
 from contextlib import suppress
 
+from rlhf_cli.errors import missing_package
+
 
 def main() -> int:
     """Run the program. Return its exit status."""
@@ -22,6 +24,9 @@ def _run() -> int:
         from rlhf_cli import cli
 
         return cli.main()
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"rlhf: {missing_package(error)}\n")
+        return 1
     except SystemExit as end:  # how a command ends that was interrupted
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:

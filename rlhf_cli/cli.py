@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from rlhf_cli.environment import prepare_environment, rest_collector
-from rlhf_cli.errors import RunError, UsageError, full_memory, memory_sentence
+from rlhf_cli.errors import RunError, UsageError, full_memory, memory_sentence, missing_package
 from rlhf_cli.foreign.commands import COMMANDS as COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
@@ -189,6 +189,9 @@ def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = Comma
     except (typer.TyperException, typer.Abort) as error:
         _tell(called, str(error) or "aborted")
         return getattr(error, "exit_code", 1)
+    except ModuleNotFoundError as error:
+        _tell(called, missing_package(error))
+        return 1
     except Exception as error:
         _tell(called, _unexpected(error, None))
         return 1
@@ -216,6 +219,8 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
             if error.__cause__ is None:
                 raise
             raise RunError(f"{error} (trace in {_write_trace(error, _run_directory(config))})") from error
+        except ModuleNotFoundError as error:
+            raise RunError(missing_package(error)) from None
         except Exception as error:
             kind = full_memory(error)
             if kind is not None:

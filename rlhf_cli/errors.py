@@ -81,3 +81,9 @@ def one_line(error: BaseException) -> str:
     """
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return the sentence about a package that this program needs and that is not installed."""
+    name = (error.name or str(error)).partition(".")[0]
+    return f"the package {name} is missing: reinstall rlhf-cli, or pip install {name}; `rlhf doctor` checks all others"

@@ -8,8 +8,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-import psutil
-
 from rlhf_cli.backends.doctor.finding import Finding, ok
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.sandbox.run import require_sandbox
@@ -34,7 +32,7 @@ def machine_findings() -> list[Finding]:
     return [
         ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ok("processor", f"{len(os.sched_getaffinity(0))} cores"),
-        memory_finding(psutil.virtual_memory().total, limit=_memory_limit(_CGROUP_LIMIT)),
+        memory_finding(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), limit=_memory_limit(_CGROUP_LIMIT)),
         shared_memory_finding(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None),
         open_files_finding(soft_files),
         processes_finding(soft_processes),

@@ -3,6 +3,7 @@
 import getpass
 import json
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -255,3 +256,46 @@ def test_every_part_of_the_program_works_here(capsys):
     assert found["DeepSpeed"]["message"].startswith("DeepSpeed ZeRO-2 lowers the loss from ")
     assert "after a weight push it agrees with the trainer" in found["rollout engine"]["message"]
     assert found["Ray worker"]["message"].startswith("a Ray on this machine starts a worker process")
+
+
+BLOCKED = """
+import sys
+
+
+class Missing:
+    def __init__(self, names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Missing(sys.argv[1].split(",")))
+if sys.argv[2:]:
+    sys.argv[1:] = sys.argv[2:]
+    from rlhf_cli.__main__ import main
+    raise SystemExit(main())
+from rlhf_cli.backends.doctor.machine import machine_findings
+from rlhf_cli.backends.doctor.packages import installed_versions, package_findings
+from rlhf_cli.runs.doctor import run_doctor
+print(len(package_findings(installed_versions())) > 9, len(machine_findings()) > 9)
+"""
+
+
+def without(packages: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", BLOCKED, packages, *words], capture_output=True, text=True)
+
+
+def test_the_checks_run_without_every_package_that_they_do_not_need_themselves():
+    packages = "torch,transformers,deepspeed,ray,datasets,peft,tensorboard,safetensors,numpy,PIL,psutil,jinja2"
+    done = without(f"{packages},math_verify,aiohttp,ninja,setuptools,vllm,pyarrow,huggingface_hub")
+    assert done.stdout.strip() == "True True", done.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "pydantic", "rich", "yaml", "packaging"])
+def test_a_missing_package_that_every_command_needs_is_named_in_one_sentence(package):
+    done = without(package, "doctor", "--no_smoke_tests")
+    (sentence,) = done.stderr.splitlines()
+    assert f"the package {package} is missing" in sentence
+    assert done.returncode == 1
