@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from rlhf_cli.models.vision.pictures import Picture
+if TYPE_CHECKING:
+    from rlhf_cli.models.vision.pictures import Picture  # imports torch, for which a tracker has no use
 
 FOLDER = "sample_images"
 """The folder of a run with the copies."""
@@ -36,7 +38,7 @@ class Thumbnails:
         paths = {IMAGES: [self._path(picture) for picture in pictures]} if is_shown else {}
         return {name: value for name, value in sample.items() if name != IMAGES} | paths
 
-    def _path(self, picture: Picture) -> str:
+    def _path(self, picture: "Picture") -> str:
         path = f"{FOLDER}/{picture.digest}.png"
         if not (self._output / path).exists():
             (self._output / FOLDER).mkdir(exist_ok=True)
