@@ -42,23 +42,32 @@ def is_installed() -> bool:
         return False
 
 
-def uses_fused_kernels(
-    wanted: bool | None, architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool
-) -> bool:
-    """Return whether a model runs with fused kernels: by default if it can.
-
-    Raises:
-        UsageError: they are asked for and cannot be used.
-    """
+def lack_of_fused_kernels(
+    architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool
+) -> str | None:
+    """Return why a model cannot run with fused kernels, as the end of a sentence about them; None if it can."""
     faults = (
         (not on_gpu, " needs an NVIDIA GPU: its kernels are written in Triton"),
         (not installed, f": liger-kernel {OLDEST} or newer is not installed (extra `liger`)"),
         (compiled, " does not go with compile_model, which fuses the same operations"),
         (not fused_kernels(architecture), f": there is none for models of type {architecture.model_type}"),
     )
-    fault = next((sentence for applies, sentence in faults if applies), None)
+    return next((sentence for applies, sentence in faults if applies), None)
+
+
+def uses_fused_kernels(
+    wanted: bool | None, architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool
+) -> bool:
+    """Return whether a model runs with fused kernels: by default if it can; on a GPU the reason against it is logged.
+
+    Raises:
+        UsageError: they are asked for and cannot be used.
+    """
+    fault = lack_of_fused_kernels(architecture, on_gpu=on_gpu, compiled=compiled, installed=installed)
     if wanted and fault is not None:
         raise UsageError(f"use_liger_kernel{fault}")
+    if wanted is None and fault is not None and on_gpu:
+        print(f"no fused kernels of Liger{fault}", flush=True)
     return wanted is not False and fault is None
 
 

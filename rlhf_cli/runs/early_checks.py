@@ -13,9 +13,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
+from rlhf_cli.backends.doctor.gpus import check_usable_gpus
 from rlhf_cli.backends.process.output_lock import check_folder_can_be_made, require_new
 from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.backends.training.distributed_env import rank_and_world_size
+from rlhf_cli.config.chat import ChatModelConfig
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.merge import MergeGroup
 from rlhf_cli.config.commands.online import OwnResponsesConfig
@@ -39,6 +41,8 @@ from rlhf_cli.models.finding import adapter_folder, resolve_model_path
 from rlhf_cli.models.gguf import find_gguf
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
+COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, ChatModelConfig)
+"""Groups of the commands that run models."""
 ANSWER_SECONDS = 3.0
 """Time for a Ray cluster to take a connection."""
 
@@ -50,6 +54,8 @@ def check_early(config: BaseModel) -> None:
     groups = [group for _, group in config]
     for group in groups:
         _check_output(group)
+    if any(isinstance(group, COMPUTING) for group in groups):
+        check_usable_gpus()
     if isinstance(config, OwnResponsesConfig):
         from rlhf_cli.runs.online.checks import check_without_algorithm
 

@@ -1,14 +1,16 @@
 """Checks of NVIDIA GPUs: driver, torch's build, the CUDA compiler, and how the GPUs are connected."""
 
+import glob
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.backends.doctor.finding import Finding, ok
+from rlhf_cli.errors import RunError
 
 FIRST_DRIVER = {12: 525, 13: 580}
 """Oldest driver of each CUDA major version (NVIDIA's CUDA compatibility table)."""
@@ -54,6 +56,41 @@ def gpu_findings(found: list[Gpu], *, torch_cuda: str | None, run: Run = run) ->
     return [listed, _driver(found[0], torch_cuda), _capability(found[0]), _nvcc(), *_links(len(found), run)]
 
 
+HIDDEN = ("", "-1")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
+
+
+def check_usable_gpus(
+    *, devices: Sequence[str] | None = None, run: Run = run, probe: Callable[[], tuple[bool, str | None]] | None = None
+) -> None:
+    """Raise RunError if this machine has a GPU that torch cannot use: a run would compute on the CPU for days.
+
+    Imports torch only where there is a GPU.
+
+    Args:
+        devices: files of NVIDIA's devices; by default this machine's.
+        probe: returns (whether torch can use a GPU, the CUDA version of its build).
+    """
+    found = glob.glob("/dev/nvidia[0-9]*") if devices is None else devices
+    if not found or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
+        return
+    is_usable, torch_cuda = (probe or _torch_probe)()
+    if is_usable:
+        return
+    listed = gpus(run)
+    finding = _driver(listed[0], torch_cuda) if listed else _no_gpu(torch_cuda, run)
+    reason, fix = finding.message, finding.cure
+    if finding.status == "ok":
+        reason, fix = f"torch finds none of the {len(found)} GPUs of this machine", "run rlhf doctor"
+    raise RunError(f"{reason}: {fix}, or set CUDA_VISIBLE_DEVICES=-1 to compute on the CPU")
+
+
+def _torch_probe() -> tuple[bool, str | None]:
+    import torch
+
+    return torch.cuda.is_available(), torch.version.cuda
+
+
 def _counted(names: list[str]) -> list[tuple[str, int]]:
     return [(name, names.count(name)) for name in dict.fromkeys(names)]
 
@@ -88,7 +125,7 @@ def _nvcc() -> Finding:
     nvcc = shutil.which("nvcc") or next((f"{p}/bin/nvcc" for p in places if p and Path(p, "bin/nvcc").exists()), None)
     if nvcc is not None:
         return ok("CUDA compiler", nvcc)
-    message = "nvcc was not found: --adam_offload, and sleep at --zero_stage 3, compile CUDA code with it"
+    message = "nvcc was not found: models that sleep at --zero_stage 3 compile CUDA code with it"
     return Finding("CUDA compiler", "warning", message, "install the CUDA toolkit, or set CUDA_HOME to its folder")
 
 

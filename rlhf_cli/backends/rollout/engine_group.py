@@ -5,8 +5,8 @@ Leaves out the engines themselves (`vllm_engine`, `transformers_engine`) and how
 
 import importlib.util
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -281,7 +281,12 @@ class EngineGroup:
 
         Engines that died meanwhile are started again, and repeat their share of a batch in flight.
         """
-        died = self._revive()
+        dead = self._dead()
+        died = set(dead)
+        if died:
+            with self._actor_aside():
+                self._restart(dead)
+                self._sleep(died if self._takes_turns else ())
         if died and self._actor is not None:
             self.connect(self._actor)
         begin = time.perf_counter()
@@ -329,9 +334,26 @@ class EngineGroup:
 
     def _revive(self) -> set[int]:
         """Start engines that died again; return them."""
-        died = self._failures(range(len(self._workers)), lambda host: host.engine.check_alive())
+        died = self._dead()
         self._restart(died)
         return set(died)
+
+    def _dead(self) -> dict[int, Exception]:
+        """Return the engines that died, each with the error."""
+        return self._failures(range(len(self._workers)), lambda host: host.engine.check_alive())
+
+    @contextmanager
+    def _actor_aside(self) -> Iterator[None]:
+        """Within the block the actor sleeps, whose weights are else on the GPU: an engine that starts measures the free
+        memory.
+        """
+        if self._actor is None or not self._takes_turns:
+            yield
+            return
+        self._actor.sleep()
+        yield
+        self._actor.wake()
+        self._actor.sleep_optimizer()
 
     def _failures(self, numbers: Iterable[int], call: EngineCall[object]) -> dict[int, Exception]:
         """Call these engines; return the errors of those that failed."""

@@ -58,6 +58,7 @@ class VllmEngine:
         self._version = 0
         self._names = map("r{}".format, itertools.count())  # of requests
         self._asleep = False
+        self._all_asleep = False  # nothing was woken since
         self._updating = False
         self._is_halted = False  # by a push
         self._push_holds = False  # `_halting`
@@ -186,14 +187,17 @@ class VllmEngine:
 
     async def sleep(self, level: int = 2) -> None:
         """Halt the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
+        if self._all_asleep:
+            return  # vLLM would look for memory that it has given back already
         async with self._lock:
             await self._while_alive(self._llm.sleep(level=level))
-        self._asleep = True
+        self._asleep = self._all_asleep = True
         self._weights_lost = level >= 2 and not self._on_cpu
 
     async def wake(self, tags: list[str] | None = None) -> None:
         """Wake parts ("weights", "kv_cache") or all; after level 2 weights have to be pushed before generating."""
         async with self._lock:
+            self._all_asleep = False
             await self._while_alive(self._llm.wake_up(tags))
             self._asleep = await self._while_alive(self._llm.is_sleeping())
 

@@ -5,7 +5,7 @@ The engine that runs then is in `vllm_engine`.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,7 +183,7 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
 
     arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
     if on_cpu:
-        arguments = kv_blocks(model_path, settings, num_sequences=arguments["max_num_seqs"]) | arguments
+        arguments = _cpu_cache(model_path, settings, arguments) | arguments
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
@@ -192,12 +192,20 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     )
 
 
-def kv_blocks(model_path: str, settings: EngineSettings, *, num_sequences: int) -> dict[str, int]:
+def _cpu_cache(model_path: str, settings: EngineSettings, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return `kv_blocks` for the arguments of vLLM, of which a user may have given some."""
+    tokens = arguments.get("block_size") or _CPU_BLOCK_TOKENS
+    return kv_blocks(model_path, settings, num_sequences=arguments["max_num_seqs"], block_tokens=tokens)
+
+
+def kv_blocks(
+    model_path: str, settings: EngineSettings, *, num_sequences: int, block_tokens: int = _CPU_BLOCK_TOKENS
+) -> dict[str, int]:
     """Return how many blocks of a CPU's KV cache all sequences together can fill; nothing if that is over the bound.
 
     vLLM takes and clears the whole bound otherwise, and a GiB of fresh memory takes seconds on a virtual machine.
     """
     config = _text_config(model_path, settings)
-    blocks = num_sequences * -(-settings.max_model_len // _CPU_BLOCK_TOKENS) + 1  # vLLM keeps one empty
-    num_bytes = blocks * _CPU_BLOCK_TOKENS * bytes_per_token(config, DTYPES[settings.dtype])
+    blocks = num_sequences * -(-settings.max_model_len // block_tokens) + 1  # vLLM keeps one empty
+    num_bytes = blocks * block_tokens * bytes_per_token(config, DTYPES[settings.dtype])
     return {"num_gpu_blocks_override": blocks} if num_bytes <= settings.kv_cache_gib << 30 else {}

@@ -13,7 +13,7 @@ import pytest
 from rlhf_cli import cli
 from rlhf_cli.backends.doctor.cluster import cluster_finding
 from rlhf_cli.backends.doctor.finding import Finding, ok
-from rlhf_cli.backends.doctor.gpus import Gpu, gpu_findings, gpus
+from rlhf_cli.backends.doctor.gpus import Gpu, check_usable_gpus, gpu_findings, gpus
 from rlhf_cli.backends.doctor.machine import (
     GIB,
     compiler_finding,
@@ -26,6 +26,7 @@ from rlhf_cli.backends.doctor.machine import (
 )
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_extras_finding
 from rlhf_cli.backends.doctor.smoke import SmokeTest, check_attention, run_test, smoke_findings
+from rlhf_cli.errors import RunError
 from rlhf_cli.runs.doctor import _import_error, as_json, markdown, redacted
 
 REQUIRES = {
@@ -126,6 +127,31 @@ def test_problems_of_gpus_have_their_cures():
     assert found["GPU links"].message == "some GPUs reach each other through the link between processors (SYS) only"
     cpu_build = of_gpus([old], torch_cuda=None)["CUDA"]
     assert (cpu_build.status, "CPU build" in cpu_build.message) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch_cuda", "sentence"),
+    [
+        (
+            "535.10",
+            "13.0",
+            "driver 535.10 is too old for torch's CUDA 13.0, which needs 580 or newer: update the NVIDIA",
+        ),
+        ("580.65", None, "torch is a CPU build, so it does not see NVIDIA H100 80GB HBM3: pip install"),
+        ("580.65", "13.0", "torch finds none of the 1 GPUs of this machine: run rlhf doctor, or set CUDA_VISIBLE_DEV"),
+    ],
+)
+def test_a_run_stops_on_a_gpu_that_torch_cannot_use(monkeypatch, driver, torch_cuda, sentence):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    listed = f"NVIDIA H100 80GB HBM3, 81559 MiB, {driver}, 9.0\n"
+    machine = {"devices": ["/dev/nvidia0"], "run": lambda _: listed}
+    with pytest.raises(RunError) as caught:
+        check_usable_gpus(**machine, probe=lambda: (False, torch_cuda))
+    assert str(caught.value).startswith(sentence)
+    check_usable_gpus(**machine, probe=lambda: (True, torch_cuda))
+    check_usable_gpus(devices=[], probe=lambda: (False, torch_cuda))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    check_usable_gpus(**machine, probe=lambda: (False, torch_cuda))
 
 
 @pytest.mark.parametrize(

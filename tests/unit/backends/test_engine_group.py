@@ -99,12 +99,19 @@ class FakeActor:
 
     def __init__(self, workers, backend):
         self.workers, self.backend, self.links = workers, backend, 0
+        self.is_awake = True
         self.within_batches = False  # whether pushes may come to engines that generate
         self.group = SimpleNamespace(all=self._all, address=lambda: ("host", 1))
 
     @contextmanager
     def awake(self):
         yield
+
+    def sleep(self):
+        self.is_awake = False
+
+    def wake(self):
+        self.is_awake = True
 
     def sleep_optimizer(self):
         pass
@@ -162,6 +169,20 @@ def test_after_the_death_of_engines_every_request_has_one_response_by_the_presen
     assert group.generate(REQUESTS, SamplingParams(1)) == [(number, VERSION) for number in range(len(REQUESTS))]
     assert [worker.number for worker in started[3:]] == sorted(dying)
     assert not any(worker.asleep for worker in started if worker.alive)
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_an_engine_is_started_again_before_a_push_while_the_actor_sleeps_if_they_share_gpus(takes_turns):
+    group, started = make_group("ipc", takes_turns=takes_turns, dying=set())
+    actor, seen = actor_of(group), []
+    start = group._start
+    group._start = lambda number: (seen.append(actor.is_awake), start(number))[1]
+    group.sleep()
+    started[1].alive = False
+    group.receive_weights(VERSION + 1)
+    assert seen == [not takes_turns]
+    assert actor.is_awake
+    assert {worker.version for worker in started if worker.alive} == {VERSION + 1}
 
 
 @pytest.mark.parametrize(("backend", "pushed"), [("shm", {1}), ("nccl", {0, 1, 2})])

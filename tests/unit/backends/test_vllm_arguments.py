@@ -10,7 +10,7 @@ from rlhf_cli import cli
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import described
 from rlhf_cli.backends.rollout.vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
-from rlhf_cli.backends.rollout.vllm_start import kv_blocks
+from rlhf_cli.backends.rollout.vllm_start import _cpu_cache, kv_blocks
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -130,6 +130,9 @@ def test_the_cache_of_a_cpu_is_as_large_as_all_sequences_can_fill(tiny_model_dir
     """Two layers of two heads with 8 numbers, keys and values in 4 bytes: 256 bytes a token, 128 tokens a block."""
     settings = EngineSettings(max_model_len=200, dtype="fp32")
     assert kv_blocks(tiny_model_dir, settings, num_sequences=10) == {"num_gpu_blocks_override": 21}
+    assert _cpu_cache(tiny_model_dir, settings, {"max_num_seqs": 10}) == {"num_gpu_blocks_override": 21}
+    small_blocks = {"max_num_seqs": 10, "block_size": 64}  # of a user's --vllm_args
+    assert _cpu_cache(tiny_model_dir, settings, small_blocks) == {"num_gpu_blocks_override": 41}
     most = 2**30 // (256 * 128)  # the bound of a GiB; one block stays empty
     assert kv_blocks(tiny_model_dir, settings, num_sequences=(most - 1) // 2) != {}
     assert kv_blocks(tiny_model_dir, settings, num_sequences=most // 2 + 1) == {}

@@ -9,7 +9,7 @@ from transformers import GemmaConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeCon
 from transformers.models.llama import modeling_llama
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.fused import by_device, fuse, fused_kernels, uses_fused_kernels
+from rlhf_cli.models.fused import OLDEST, by_device, fuse, fused_kernels, uses_fused_kernels
 
 CAN = {"on_gpu": True, "compiled": False, "installed": True}
 
@@ -68,3 +68,15 @@ def test_only_this_decoder_is_changed_and_no_loss(capsys):
 def test_the_rotary_function_goes_by_the_device():
     rotate = by_device(lambda query: "fused", lambda query: "plain")
     assert [rotate(SimpleNamespace(is_cuda=on_gpu)) for on_gpu in (True, False)] == ["fused", "plain"]
+
+
+def test_a_gpu_without_fused_kernels_logs_why(capsys):
+    config = LlamaConfig()
+    assert not uses_fused_kernels(None, config, **{**CAN, "installed": False})
+    assert (
+        capsys.readouterr().out
+        == f"no fused kernels of Liger: liger-kernel {OLDEST} or newer is not installed (extra `liger`)\n"
+    )
+    assert uses_fused_kernels(None, config, **CAN)
+    assert not uses_fused_kernels(None, config, **{**CAN, "on_gpu": False})
+    assert capsys.readouterr().out == ""
