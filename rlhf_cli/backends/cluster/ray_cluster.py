@@ -1,6 +1,6 @@
 """The Ray cluster of a run: started or joined, places reserved, and nothing left behind at the end.
 
-Leaves out who sits where (placement) and what runs there (worker, role_group).
+Leaves out who sits where (placement) and what runs there (worker, worker_group).
 """
 
 import os

@@ -1,7 +1,7 @@
 """Pushing weights from a trainer to rollout engines: what both sides agree on, and the trainer's side of it.
 
 A push carries a version and a checksum over names and bytes; an engine takes all of it or reports the fault.
-Leaves out how the bytes travel (weight_transfer_shm; weight_vllm_trainer for nccl and ipc) and the engines.
+Leaves out how the bytes travel (shm; vllm_trainer for nccl and ipc) and the engines.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The trainer's side of nccl and ipc pushes, on top of vLLM's own trainer engines.
 
 vLLM's engine drives the inference side through a client with four blocking methods; EngineClient is ours and calls
-several engines at once, however they are reached. Leaves out shared memory (weight_transfer_shm) and Ray.
+several engines at once, however they are reached. Leaves out shared memory (shm) and Ray.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence

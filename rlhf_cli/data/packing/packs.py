@@ -1,6 +1,6 @@
 """Flat packs of token sequences, and the plan that deals sequences to micro-batches and ranks.
 
-There is no padding and no padded form here; packs whose sequences share a beginning are made in `trees`; which
+There is no padding and no padded form here; packs whose sequences share a beginning are made in `prefix_packing`; which
 sequences form an optimizer step is decided in `sampling`.
 """
 

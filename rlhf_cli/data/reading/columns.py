@@ -1,6 +1,6 @@
 """The columns of a source, and how the cells of a row become texts and messages.
 
-Which columns make a format is the business of `formats` and `preference_formats`.
+Which columns make a format is the business of `formats`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Conversations and documents as pieces of text, by a chat template or without one.
 
-Tokens are not made here; see `tokenising`.
+Tokens are not made here; see `tokenizing`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Attention inside each sequence of a flat pack on a CPU, causal or not, forward and backward, as one operator.
 
-PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. `varlen_kernel`
+PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. `kernel`
 compiles one that does not. The rest of this file serves machines without a compiler, and types other than float32 and
 bfloat16: matrix products over blocks of queries, the heads that share a key head together in one, and keys beyond the
 diagonal block never touched. Probabilities are computed again in the backward pass, so memory does not grow with the

@@ -1,6 +1,6 @@
 """The HTTP side of `rlhf serve-rm`: authentication, limits and answers.
 
-Wire format: remote_call.py. Every refusal is a status and `{"detail": one sentence}`. Leaves out what scores.
+Wire format: rewards/remote/call.py. Every refusal is a status and `{"detail": one sentence}`. Leaves out what scores.
 """
 
 import asyncio

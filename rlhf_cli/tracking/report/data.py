@@ -1,6 +1,6 @@
 """The data of a report, read from a run directory.
 
-Reads only; how it looks is report.py and charts.py.
+Reads only; page.py and charts.py draw it.
 """
 
 import json

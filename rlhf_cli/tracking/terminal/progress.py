@@ -1,6 +1,6 @@
 """The terminal's view of a run: plain lines, or a live view (live_view.py) on a terminal.
 
-The banner before and the summary after a run are in tracker.py, the choice of stream in terminal.py.
+The banner before and the summary after a run are in tracker.py, the choice of stream in console.py.
 """
 
 import time

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -144,14 +145,14 @@ def test_problems_of_gpus_have_their_cures():
 def test_a_run_stops_on_a_gpu_that_torch_cannot_use(monkeypatch, driver, torch_cuda, sentence):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     listed = f"NVIDIA H100 80GB HBM3, 81559 MiB, {driver}, 9.0\n"
-    machine = {"devices": ["/dev/nvidia0"], "run": lambda _: listed}
+    check = partial(check_usable_gpus, devices=["/dev/nvidia0"], run=lambda _: listed)
     with pytest.raises(RunError) as caught:
-        check_usable_gpus(**machine, probe=lambda: (False, torch_cuda))
+        check(probe=lambda: (False, torch_cuda))
     assert str(caught.value).startswith(sentence)
-    check_usable_gpus(**machine, probe=lambda: (True, torch_cuda))
+    check(probe=lambda: (True, torch_cuda))
     check_usable_gpus(devices=[], probe=lambda: (False, torch_cuda))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    check_usable_gpus(**machine, probe=lambda: (False, torch_cuda))
+    check(probe=lambda: (False, torch_cuda))
 
 
 @pytest.mark.parametrize(

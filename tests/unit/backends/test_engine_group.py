@@ -174,9 +174,13 @@ def test_after_the_death_of_engines_every_request_has_one_response_by_the_presen
 @pytest.mark.parametrize("takes_turns", [True, False])
 def test_an_engine_is_started_again_before_a_push_while_the_actor_sleeps_if_they_share_gpus(takes_turns):
     group, started = make_group("ipc", takes_turns=takes_turns, dying=set())
-    actor, seen = actor_of(group), []
-    start = group._start
-    group._start = lambda number: (seen.append(actor.is_awake), start(number))[1]
+    actor, start, seen = actor_of(group), group._start, list[bool]()
+
+    def watched(number):
+        seen.append(actor.is_awake)
+        return start(number)
+
+    group._start = watched
     group.sleep()
     started[1].alive = False
     group.receive_weights(VERSION + 1)
