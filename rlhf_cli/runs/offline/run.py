@@ -34,6 +34,7 @@ from rlhf_cli.models.dtypes import dtype_note
 from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
+from rlhf_cli.runs.busy_machine import load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
 from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
@@ -102,7 +103,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
         files = contents_of_plugins(cast(BaseModel, config))
-        notices += [*task.notices, *plugin_notice(resume, files)]
+        notices += [*task.notices, *plugin_notice(resume, files), *_busy(num_ranks)]
         run = _OfflineRun(
             config, task, items, reference, share, paths, store, identity, hf_model, engine, files, memory
         )
@@ -117,6 +118,11 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             write_report(paths.root)
         distributed.leave_process_group()
     return finished
+
+
+def _busy(num_ranks: int) -> list[str]:
+    """Return a line if other programs use the cores; several ranks of this run would be taken for such programs."""
+    return load_notice() if distributed.device().type == "cpu" and num_ranks == 1 else []
 
 
 def _restore(engine: DeepSpeedEngine, reference: ReferenceHooks, folder: Path) -> None:

@@ -22,6 +22,7 @@ from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.dtypes import dtype_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
@@ -79,8 +80,10 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP))
+        is_busy = load_notice()  # before Ray starts
         run, where = _reserve(run, stack)
-        for line in [*notices(run), f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
+        hints = [] if where.cluster.has_gpus else [*is_busy, *crowd_notice(where.layout, where.cluster.num_cpus)]
+        for line in [*notices(run), *hints, f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
         if run.episodes is not None:

@@ -10,6 +10,7 @@ from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.config.placement import CriticPlacementConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 
 ROLES = ("actor", "critic", "ref")
 JUDGED = (*ROLES, "reward")
@@ -389,3 +390,19 @@ def test_roles_that_fit_on_no_cluster_are_found_before_there_is_one():
     check_layout(CriticPlacementConfig(**shape(200, 8, *ROLES)), rollout, roles=ROLES)
     with pytest.raises(UsageError, match="2 engines of 1 GPUs do not cover the 1 GPUs of the actor"):
         check_layout(CriticPlacementConfig(colocate_all_models=True), rollout, roles=ROLES)
+
+
+def test_a_role_of_more_processes_than_cores_is_named_with_its_flag():
+    layout = layout_of([1024], engines=3, actor_num_gpus_per_node=8)
+    (actor, engines) = crowd_notice(layout, 2.0)
+    assert actor.startswith("actor: 8 processes on 2 cores")
+    assert actor.endswith("lower --actor_num_gpus_per_node")
+    assert engines.endswith("lower --vllm_num_engines")
+    assert crowd_notice(layout, 8.0) == []
+
+
+@pytest.mark.parametrize(("load", "is_said"), [(0.3, False), (1.9, False), (2.0, True), (7.5, True)])
+def test_cores_that_others_use_are_said_at_the_start(load, is_said):
+    found = load_notice(load, 2)
+    assert len(found) == is_said
+    assert all(f"load {load:.1f} on 2 cores" in line for line in found)
