@@ -25,6 +25,13 @@ POLICY = "policy"
 Cells = tuple[str, ...]
 
 
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write the index of the search as a script too: pages that are opened as files may not fetch it."""
+    search = Path(config["site_dir"], "search")
+    index = (search / "search_index.json").read_text(encoding="utf-8")
+    (search / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page with a table in place of each marker; MkDocs calls this."""
     return MARKER.sub(lambda found: TABLES[found[1]](found[2]), markdown)

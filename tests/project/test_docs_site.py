@@ -112,3 +112,20 @@ def test_the_page_of_each_command_has_its_files_its_advice_and_its_flags(name):
     trains = cli.COMMANDS[name].panel in (cli.OFFLINE, cli.ONLINE)
     assert not trains or {"Formulas", "Metrics"} <= set(headings)
     assert not trains or re.search(r"arXiv\s+\d{4}\.\d{5}", page)
+
+
+def test_the_search_of_a_page_that_is_opened_as_a_file_has_its_index_and_its_worker(site):
+    index = (site / "search" / "search_index.json").read_text()
+    assert (site / "search" / "search_index.js").read_text() == f"var __index = {index}"
+    for page in site.rglob("*.html"):
+        scripts = re.findall(r'<script src="([^"]+)"', page.read_text())
+        names = [Path(script).name.partition(".")[0] for script in scripts]
+        assert names.index("file_worker") < names.index("bundle"), page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the site's own search")
+def test_the_search_finds_a_page_when_it_is_opened_as_a_file(site):
+    program = REPOSITORY / "tests" / "helpers" / "search_as_file.js"
+    done = subprocess.run(["node", program, site, "quantised"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip(), done.stderr
+    assert all((site / place.partition("#")[0]).is_file() for place in done.stdout.split())
