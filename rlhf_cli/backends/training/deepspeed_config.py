@@ -3,6 +3,8 @@
 Imports no DeepSpeed, which takes a second and more: the process that starts a run only checks the settings.
 """
 
+import re
+import subprocess
 from typing import Any
 
 import torch
@@ -58,6 +60,35 @@ def _check_optimizer(settings: DeepSpeedConfig, optimizer: OptimizerName, *, par
         )
     if optimizer == "adamw_bf16" and param_dtype != "bf16":
         raise UsageError("--optim adamw_bf16 trains weights in bf16: give --param_dtype bf16")
+
+
+def check_compiler(cuda_home: str | None, *, torch_cuda: str | None) -> None:
+    """Raise UsageError without a CUDA toolkit of the major version of torch's, with which DeepSpeed compiles its Adam.
+
+    Args:
+        torch_cuda: the version of CUDA that torch is built for.
+    """
+    if cuda_home is None:
+        raise UsageError(
+            "--deepspeed_enable_sleep at --zero_stage 3 needs nvcc, to compile DeepSpeed's Adam: set CUDA_HOME to a "
+            "CUDA toolkit, or give --zero_stage 2"
+        )
+    found = _toolkit_version(cuda_home)
+    if found and torch_cuda and found.split(".")[0] != torch_cuda.split(".")[0]:
+        raise UsageError(
+            f"--deepspeed_enable_sleep at --zero_stage 3: the CUDA toolkit at {cuda_home} is {found}, and torch is "
+            f"built for CUDA {torch_cuda}; set CUDA_HOME to a toolkit of that version, or give --zero_stage 2"
+        )
+
+
+def _toolkit_version(cuda_home: str) -> str | None:
+    """Return the version of a CUDA toolkit by its compiler, "13.0"; None if the compiler does not answer."""
+    try:
+        done = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    release = re.search(r"release (\d+\.\d+)", done.stdout)
+    return release and release[1]
 
 
 def _adds_up_in_bf16(settings: DeepSpeedConfig, param_dtype: str, optimizer: OptimizerName) -> bool:

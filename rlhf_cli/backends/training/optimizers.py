@@ -11,9 +11,9 @@ from torch.utils.cpp_extension import CUDA_HOME
 from transformers import get_scheduler
 
 from rlhf_cli.backends.training.adamw_bf16 import AdamWBf16
+from rlhf_cli.backends.training.deepspeed_config import check_compiler
 from rlhf_cli.backends.training.muon import Muon, flat_parts
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import hidden_matrices, parameter_groups
 
 Groups = list[dict[str, Any]]
@@ -39,7 +39,7 @@ def make_optimizer(
     if sleeps and settings.zero_stage == 3 and torch.cuda.is_available():
         from deepspeed.ops.adam import FusedAdam  # the only one whose states stage 3 can move to host memory
 
-        check_compiler(CUDA_HOME)
+        check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
         return FusedAdam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
@@ -81,15 +81,6 @@ def share_weights(zero: ZeROOptimizer) -> None:
     """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
         copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.dp_process_group)].data
-
-
-def check_compiler(cuda_home: str | None) -> None:
-    """Raise UsageError if there is no CUDA toolkit, with which DeepSpeed compiles its Adam on first use."""
-    if cuda_home is None:
-        raise UsageError(
-            "--deepspeed_enable_sleep at --zero_stage 3 needs nvcc, to compile DeepSpeed's Adam: set CUDA_HOME to a "
-            "CUDA toolkit, or give --zero_stage 2"
-        )
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:

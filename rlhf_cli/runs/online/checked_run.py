@@ -14,7 +14,7 @@ from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.training.deepspeed_config import check_compiler, check_deepspeed
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.gkd import GKDConfig
@@ -271,9 +271,11 @@ def _can_sleep(config: OwnResponsesConfig) -> bool:
     try:
         for role in ("actor", "critic"):
             _check_deepspeed(config, role, sleeps=True)
+            if config.deepspeed.of(role).zero_stage == 3:
+                check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
     except UsageError:
         return False
-    return CUDA_HOME is not None or all(config.deepspeed.of(role).zero_stage < 3 for role in ("actor", "critic"))
+    return True
 
 
 def _check_deepspeed(config: OwnResponsesConfig, role: str, *, sleeps: bool) -> None:

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from sleeping import assert_same, trained_weights
 from tiny_training import OPTIM, load_policy, make_engine
 
-from rlhf_cli.backends.training.optimizers import check_compiler
+from rlhf_cli.backends.training.deepspeed_config import check_compiler
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel
@@ -116,6 +116,16 @@ def test_frozen_shares_of_stage_3_are_moved_here_and_not_by_deepspeed(tiny_model
 
 
 def test_a_missing_compiler_is_named_with_the_ways_out():
-    check_compiler("/usr/local/cuda")
+    check_compiler("/usr/local/cuda", torch_cuda="13.0")
     with pytest.raises(UsageError, match=r"needs nvcc.*CUDA_HOME.*--zero_stage 2"):
-        check_compiler(None)
+        check_compiler(None, torch_cuda="13.0")
+
+
+def test_a_toolkit_of_another_major_version_than_torchs_is_refused(tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    check_compiler(str(tmp_path), torch_cuda="12.8")
+    with pytest.raises(UsageError, match=r"is 12\.4, and torch is built for CUDA 13\.0; set CUDA_HOME to a toolkit of"):
+        check_compiler(str(tmp_path), torch_cuda="13.0")
