@@ -45,12 +45,13 @@ from trl import (
 
 
 class EarlierRates(Trainer):
-    """Begins the learning rate's course one step later, without the first step of rate 0, as `rlhf` does."""
+    """Takes each step of the warm-up at the rate of the next one, without a first step of rate 0, as `rlhf` does."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        """As in the parent class, one step ahead."""
+        """As in the parent class, in the warm-up one step ahead."""
+        warm_up = self.args.get_warmup_steps(num_training_steps)
         factor_at = super().create_scheduler(num_training_steps, optimizer).lr_lambdas[0]
-        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factor_at(step + 1))
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factor_at(step + (step < warm_up)))
         return self.lr_scheduler
 
 
