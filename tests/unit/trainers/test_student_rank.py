@@ -60,7 +60,7 @@ def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> 
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy_settings,
             share_prompts=shares_prompts(config, teacher),
-            sleeps=config.placement.deepspeed_enable_sleep,
+            sleeps=bool(config.placement.deepspeed_enable_sleep),
             teacher=hosted_teacher(config, teacher),
         )
     )
