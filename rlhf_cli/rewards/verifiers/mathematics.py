@@ -4,7 +4,7 @@ Numbers are compared by number_parsing.py, lists part by part, equations by thei
 formulas that remain are parsed by math-verify. If both are constants, they are compared here, exactly; its own
 comparison has absolute tolerances, for which all small numbers are equal. Others are compared by it. It parses LaTeX
 with a grammar and never evaluates code; its limits of time are off, because they are signals: what takes too long is
-killed with the worker.
+killed with the worker. Formulas whose numbers would be too long are equal only if they are written alike.
 """
 
 import logging
@@ -18,7 +18,15 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed, tagged_answer
 from rlhf_cli.rewards.verifiers.builtin import NO_LABEL, Verdict, short
-from rlhf_cli.rewards.verifiers.number_parsing import MAX_NUMBER_LENGTH, last_number, parse_number, same_number
+from rlhf_cli.rewards.verifiers.formula_size import is_too_large
+from rlhf_cli.rewards.verifiers.number_parsing import (
+    FROM_SUPERSCRIPT,
+    MAX_NUMBER_LENGTH,
+    last_number,
+    parse_number,
+    same_number,
+    without_repetend,
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
 
@@ -35,12 +43,27 @@ _WRAPPED = re.compile(r"\$+(?P<dollars>[^$]*)\$+|\\\((?P<round>.*)\\\)|\\\[(?P<s
 _STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
 _NOISE = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[!,;: $]|\$|\^\s*\{?\\circ\}?|\{,\}")
+_OF_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*(?:\\left)?[({]?\s*(-?\d+(?:\.\d+)?)\s*"
+    r"(?:\^\s*\{?\\circ\}?|\u00b0)\s*(?:\\right)?[)}]?"
+)
+_LONG_EXPONENT = re.compile(r"\^\s*([+-]\d+|\d{2,})")
+_CHARACTERS = str.maketrans(
+    {"\u2212": "-", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u2264": r"\le ", "\u2265": r"\ge ",
+     "\u222a": r"\cup ", "\u2208": r"\in ", "\u211d": r"\mathbb{R}", "\u00d7": r"\times ", "\u00b7": r"\cdot ",
+     "\u00f7": "/", "\u00b1": r"\pm ", "\u00bc": r"\frac{1}{4}", "\u00bd": r"\frac{1}{2}", "\u00be": r"\frac{3}{4}"}
+)  # fmt: skip
+_DASH = re.compile("(?<![\\w)}])\u2013")  # a minus; between numbers it is a range
+_ROOT_SIGN = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-z]))")
+_RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _UNIT = re.compile(
-    r"(?<=[\w})\]])(?:\s|\\[,; ]|~)*\\(?:text|mathrm|mbox)\s*\{\s*([A-Za-z][A-Za-z ./]*)\}(?:\^\{?\d\}?)?$"
+    r"(?<=[\w})\]])(?:\s|\\[,; ]|~)*\\(?:text|mathrm|mbox)\s*\{\s*([A-Za-z][A-Za-z ./]*)\}(?:\^\{?-?\d\}?)?$"
 )
 _NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?"
 _SYMBOL = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
+# An answer that may be an interval without having its two ends.
+_ONE_SIDED = re.compile(r"[<>]|\\(?:[lg](?:t|eq?|eqslant)|mathbb)(?![a-z])|[\u2264\u2265\u211d]")
 _EQUALS = re.compile(r"=|\\in(?![a-z])")
 _TOKEN = re.compile(r"\\[{}]|\\.|[()\[\]{}]|(?P<separator>\s*[,;]\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+)", re.DOTALL)
 _OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
@@ -124,18 +147,27 @@ class _List(NamedTuple):
 
 
 def _same_lists(one: _List, other: _List) -> bool:
-    if len(one.parts) == len(other.parts) == 1:
-        return _same_formula(*(side.opening + side.parts[0] + side.closing for side in (one, other)))
-    if len(one.parts) != len(other.parts) and r"\pm" not in "".join(one.parts + other.parts):
-        return False
+    sizes = {len(one.parts), len(other.parts)}
+    is_set = one.opening == other.opening == r"\{"
+    if sizes == {1} or (sizes == {1, 2} and any(_ONE_SIDED.search(side.parts[0]) for side in (one, other))):
+        return _same_formula(*(side.opening + ", ".join(side.parts) + side.closing for side in (one, other)))
+    has_two_signs = r"\pm" in "".join(one.parts + other.parts)
+    if len(sizes) == 2 and not has_two_signs:
+        return is_set and max(sizes) <= _LONGEST_SET and _same_sets(one.parts, other.parts)
     brackets = [(side.opening, side.closing) for side in (one, other) if side.opening]
     if len(brackets) == 2 and brackets[0] != brackets[1]:
         return False
-    if len(one.parts) != len(other.parts):
+    if len(sizes) == 2:
         return _same_formula(",".join(one.parts), ",".join(other.parts))
     if any(opening != r"\{" for opening, _ in brackets) or len(one.parts) > _LONGEST_SET:
         return all(same_answer(*pair) for pair in zip(one.parts, other.parts, strict=True))
     return _same_members(one.parts, other.parts)
+
+
+def _same_sets(one: list[str], other: list[str]) -> bool:
+    """Return whether each part of either list has its equal in the other: a set may name a member twice."""
+    found = [[same_answer(left, right) for right in other] for left in one]
+    return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
 
 
 def _same_members(one: list[str], other: list[str]) -> bool:
@@ -156,18 +188,24 @@ def _same_formula(answer: str, expected: str) -> bool:
     ]
     if not all(parsed):
         return False
-    parsed = [[_with_exact_decimals(form) for form in forms] for forms in parsed]
+    if any(is_too_large(form) for forms in parsed for form in forms):
+        return bool(parsed[0][0] == parsed[1][0])
+    parsed = [[_with_exact_numbers(form) for form in forms] for forms in parsed]
     constants = [_constant(forms[0]) for forms in parsed]
     if constants[0] is None or constants[1] is None:
-        return bool(verify(*parsed, timeout_seconds=None, numeric_precision=_DIGITS))
+        precise = {"numeric_precision": _DIGITS, "allow_set_relation_comp": True}
+        return bool(verify(*parsed, timeout_seconds=None, **precise))
     return _same_constant(constants[0], expected, constants[1], answer)
 
 
-def _with_exact_decimals(form: object) -> object:
-    """Return a parsed formula whose decimals are fractions, so that no comparison rounds them."""
-    if not isinstance(form, sympy.Basic) or not form.has(sympy.Float):
+def _with_exact_numbers(form: object) -> object:
+    """Return a parsed formula whose decimals are fractions, so that nothing is rounded, and whose `i` is imaginary."""
+    if not isinstance(form, sympy.Basic):
         return form
-    return form.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+    exact: sympy.Basic = form.subs({symbol: sympy.I for symbol in form.free_symbols if symbol.name == "i"})
+    if not exact.has(sympy.Float):
+        return exact
+    return exact.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
 
 
 def _constant(form: object) -> sympy.Expr | None:
@@ -231,8 +269,11 @@ def _plain(text: str) -> str:
     text = text.strip()
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped["dollars"] or wrapped["round"] or wrapped["square"] or ""
+    text = _OF_DEGREES.sub(r"\1(\\frac{\2\\pi}{180})", _DASH.sub("-", without_repetend(text)))
     text = _NOISE.sub("", _FRACTION.sub(r"\\frac", _STYLE.sub(r"\1", text)))
-    text = _EMPTY_SET.sub(r"\\emptyset", text).replace(r"\%", "%").replace("\u2212", "-").strip().rstrip(".")
+    text = _RAISED.sub(lambda match: f"^{{{match[0].translate(FROM_SUPERSCRIPT)}}}", text)
+    text = _ROOT_SIGN.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text).translate(_CHARACTERS)
+    text = _LONG_EXPONENT.sub(r"^{\1}", _EMPTY_SET.sub(r"\\emptyset", text)).replace(r"\%", "%").strip().rstrip(".")
     if not re.search(r"[\\=+*/^_]", text):
         text = text.casefold()  # words
     return _with_blanks_after_commas(" ".join(text.split()))

@@ -1,8 +1,8 @@
 """Plain numbers in text, compared as numbers.
 
-Knows signs, thousands separators, decimals, powers of ten in all spellings, simple fractions, percent, currency signs
-and a unit behind the number. Values are exact. Algebra is in mathematics.py. Text of a model is matched, never
-evaluated, and every step is linear in its length.
+Knows signs, thousands separators, decimals, repeating ones too, powers of ten in all spellings, fractions, mixed
+numbers, percent, currency signs and a unit behind the number. Values are exact. Algebra is in mathematics.py. Text of a
+model is matched, never evaluated, and every step is linear in its length.
 """
 
 import re
@@ -20,6 +20,7 @@ _POWER = r"10\s*(?:\^|\*\*)\s*(?:\{\s*(?:[+-]\s*)?\d{1,3}\s*\}|[+-]?\d{1,3}(?!\d
 _TIMES = r"\s*(?:\\times|\\cdot|\\ast|[*\u00d7\u00b7\u22c5xX])\s*"
 _NUMBER = re.compile(
     rf"""(?P<sign>[+-]?) \s* [$€£]? \s* (?P<sign_after>[+-]?) \s*
+    (?: (?P<mixed>\d{{1,3}}) (?: \s* (?=\\[dt]?frac) | \s+ (?=\d+\s*/\s*\d) ) )?
     (?: \\[dt]?frac \s* (?P<above>\d|\{{\s*-?\d+\s*\}}) \s* (?P<under>\d|\{{\s*\d+\s*\}})
       | (?P<bare>{_POWER})
       | (?P<whole>{_DECIMAL}) (?: {_TIMES} (?P<power>{_POWER}) | \s*/\s* (?P<below>{_DIGITS}) )? )
@@ -29,10 +30,15 @@ _NUMBER = re.compile(
 )
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.^\\])(?=\S){_NUMBER.pattern}", re.VERBOSE)
 _AFTER_NUMBER = 10  # characters behind the last digit that may belong to its number: braces, a percent sign
-_UNIT = re.compile(r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?[23]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?[23]\}?)?){0,3})?")
+_UNIT = re.compile(
+    r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?-?[1-4]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?-?[1-4]\}?)?){0,3})?"
+)
 _SUPERSCRIPT = re.compile("10([\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)")
-_FROM_SUPERSCRIPT = str.maketrans(
+FROM_SUPERSCRIPT = str.maketrans(
     "\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "+-0123456789"
+)
+_REPETEND = re.compile(
+    r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))|(\\dot\s*\{?\d\}?(?:\d*\\dot\s*\{?\d\}?)?))"
 )
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _REPLACED = (
@@ -74,6 +80,18 @@ def leading_number(text: str) -> Number | None:
     return None if match is None else _number(match, unit="")
 
 
+def without_repetend(text: str) -> str:
+    r"""Return the text with repeating decimals, `0.1\overline{6}` or `0.1\dot{6}`, as fractions."""
+    return _REPETEND.sub(_fraction_of_repetend, text)
+
+
+def _fraction_of_repetend(match: re.Match[str]) -> str:
+    whole, before, *written = match.groups(default="")
+    repetend = re.sub(r"\D", "", "".join(written))
+    shown = int(whole + before + repetend) - int(whole + before or "0")
+    return rf"\frac{{{shown}}}{{{'9' * len(repetend)}{'0' * len(before)}}}"
+
+
 def last_number(text: str) -> str | None:
     """Return the last number in a text as it is written there, sign, fraction and percent sign included."""
     end = max(map(text.rfind, "0123456789")) + 1
@@ -104,8 +122,8 @@ def _clean(text: str) -> str:
     text = text.strip()
     if len(text) > MAX_NUMBER_LENGTH:
         return ""
-    text = _STYLE.sub(r" \1 ", text).replace(" ^", "^")  # of a unit, as in \text{ m/s}^2
-    text = _SUPERSCRIPT.sub(lambda match: f"10^{{{match[1].translate(_FROM_SUPERSCRIPT)}}}", text)
+    text = _STYLE.sub(r" \1 ", without_repetend(text)).replace(" ^", "^")  # of a unit, as in \text{ m/s}^2
+    text = _SUPERSCRIPT.sub(lambda match: f"10^{{{match[1].translate(FROM_SUPERSCRIPT)}}}", text)
     for written, plain in _REPLACED:
         text = text.replace(written, plain)
     text = " ".join(text.split()).strip("* ")
@@ -118,9 +136,10 @@ def _number(match: re.Match[str], *, unit: str) -> Number | None:
         Fraction((part or "1").strip("{} ").replace(",", "").rstrip(".")) for part in (above, below)
     )
     signs = match["sign"] + match["sign_after"]  # -$5 and $-5
-    if denominator == 0 or len(signs) > 1:
+    mixed = int(match["mixed"] or 0)
+    if denominator == 0 or len(signs) > 1 or (mixed and not 0 <= numerator < denominator):
         return None
-    value = numerator / denominator * _power_of_ten(match["bare"] or match["power"])
+    value = (mixed + numerator / denominator) * _power_of_ten(match["bare"] or match["power"])
     return Number(-value if signs == "-" else value, percent=match["percent"] is not None, unit=unit)
 
 

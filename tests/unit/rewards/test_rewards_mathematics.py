@@ -191,7 +191,7 @@ def request(response: str, label: str = "1") -> ScoreRequest:
 
 def test_what_takes_too_long_fails_alone() -> None:
     settings = RewardConfig(reward_funcs=["math"], reward_timeout=2.0, reward_max_failures=0.5)
-    endless = r"\boxed{10^{10^{10^{10}}}}"
+    endless = r"\boxed{\binom{100000000}{50000000}}"
     with Scorer(settings) as scorer:
         scores = scorer.score([request(r"\boxed{1}"), request(endless), request(r"\boxed{2}")])
     assert [score.status for score in scores] == ["correct", "failed", "wrong"]

@@ -1,0 +1,52 @@
+"""How long the numbers become that a formula evaluates to, without evaluating it.
+
+`10^{10^{10}}` and `1000000!` are short to write and take hours to compute; a worker that tries is killed after
+`--reward_timeout`.
+"""
+
+import math
+
+import sympy
+
+MAX_DIGITS = 10**6
+"""Digits of the longest number that is computed: a second on one core."""
+_LOG10_2 = 0.30103
+_GROWING = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.FallingFactorial, sympy.RisingFactorial)
+_MAX_FLOAT_DIGITS = 300
+_MAX_BINOMIAL = 10**4
+
+
+def is_too_large(form: object) -> bool:
+    """Return whether evaluating a parsed formula makes a number of more than a million digits."""
+    return isinstance(form, sympy.Basic) and _digits(form) > MAX_DIGITS
+
+
+def _digits(form: sympy.Basic) -> float:
+    """Return a bound of the digits of a formula's value, numerator and denominator together; infinity for too many."""
+    if isinstance(form, sympy.Rational):
+        return (int(form.p).bit_length() + int(form.q).bit_length()) * _LOG10_2
+    if isinstance(form, sympy.Float):
+        return abs(math.log10(abs(form))) + form._prec * _LOG10_2 if form else 1
+    parts = [_digits(part) for part in form.args]
+    if not all(part <= MAX_DIGITS for part in parts):
+        return math.inf
+    if isinstance(form, sympy.Pow):
+        return max(parts[0], 1) * max(1, _size(form.exp, parts[1]))
+    if isinstance(form, _GROWING):
+        size = max(_size(part, digits) for part, digits in zip(form.args, parts, strict=True))
+        if isinstance(form, sympy.binomial) and size > _MAX_BINOMIAL:  # sympy goes through all primes below it
+            return math.inf
+        return size * math.log10(size + 1) if size <= MAX_DIGITS else math.inf
+    return max(1, sum(parts))
+
+
+def _size(form: sympy.Basic, digits: float) -> float:
+    """Return the size of a number that may be computed, 1 for a formula with symbols, infinity for a huge number."""
+    if form.free_symbols:
+        return 1
+    if digits > _MAX_FLOAT_DIGITS:
+        return math.inf
+    try:
+        return abs(complex(form.evalf(15)))
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return math.inf
