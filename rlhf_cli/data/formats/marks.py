@@ -3,7 +3,6 @@
 A mark is honoured or refused, never ignored: a row that says "do not learn this" would be learned otherwise.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from rlhf_cli.data.formats.conversations import Message, Role, Span
+from rlhf_cli.data.reading.json_cells import parsed, records
 from rlhf_cli.data.reading.sources import Row
 
 MARKS = {
@@ -37,8 +37,11 @@ EITHER_WAY = "mask"
 """Some tools train where it is 1, others where it is 0; true and false have one meaning."""
 SUSPICIOUS = re.compile(r"train|loss|mask|weight|learn|supervis|ignore|exclude|skip")
 """Parts of unknown keys of a message that are too close to a mark to go on."""
-SUSPICIOUS_COLUMN = re.compile(r"loss|mask|weight")
+SUSPICIOUS_COLUMN = re.compile(r"loss|mask|weight|train_on|(?:no|not|from|skip)_train")
 """The same for columns, of which rows have many for other purposes."""
+
+SEVERAL = re.compile(r"[\[(]?\s*(?:[01]|true|false)(?:[\s,;]+(?:[01]|true|false))+[\s,;]*[\])]?", re.IGNORECASE)
+"""Several marks in one text."""
 
 
 def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
@@ -78,18 +81,19 @@ def _number(value: object) -> float | None:
 
 
 def marks_of_message(
-    row: Row, number: int, role: Role, entry: Mapping[str, Any], *, text_key: str, length: int
+    row: Row, number: int, role: Role, entry: Mapping[str, Any], *, text_key: str, length: int, has_more: bool
 ) -> tuple[bool, tuple[Span, ...]]:
     """Return whether message `number` may carry loss, and the characters of its content, `length` long, that do not.
 
-    The content stands under `text_key`, as text or as parts, which may have marks of their own.
+    The content stands under `text_key`, as text or as parts, which may have marks of their own. A message that
+    `has_more`, calls or a thought, is trained on these if all of its content is left out.
 
     Raises:
         RowFault: a mark asks for loss on a message that is not the assistant's, or cannot be honoured.
     """
     where = f"message {number}"
     found = is_trained(row, where, entry)
-    detail = entry.get(DETAIL)
+    detail = records(entry.get(DETAIL))
     if role != "assistant":
         if found or _asks_for_loss(detail):
             key = DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
@@ -101,7 +105,7 @@ def marks_of_message(
     parts = entry.get(text_key)
     if isinstance(parts, list):
         is_out = [old or new for old, new in zip(is_out, _by_part(row, where, parts), strict=True)]
-    if all(is_out) and is_out:
+    if all(is_out) and is_out and not has_more:
         return False, ()
     return found is not False, runs_of(is_out)
 
@@ -120,19 +124,21 @@ def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
     is_out = [False] * length
     for part in detail if isinstance(detail, list) else [detail]:
         begin, end, kept = (
-            part.get(key) if isinstance(part, dict) else None for key in ("begin_offset", "end_offset", "train")
+            _number(part.get(key)) if isinstance(part, dict) else None
+            for key in ("begin_offset", "end_offset", "train")
         )
-        if not (isinstance(begin, int) and isinstance(end, int) and isinstance(kept, bool)):
+        if begin is None or end is None or kept not in (0, 1) or begin % 1 or end % 1:
             raise row.error(
                 f"{where} has {DETAIL} {part!r:.80}, expected "
                 '{"begin_offset": ..., "end_offset": ..., "train": true or false}'
             )
         if not 0 <= begin <= end < length:
             raise row.error(
-                f"{where} has {DETAIL} from character {begin} to {end}, but its text has the characters 0 to "
+                f"{where} has {DETAIL} from character {begin:g} to {end:g}, but its text has the characters 0 to "
                 f"{length - 1}"
             )
-        is_out[begin : end + 1] = [not kept] * (end + 1 - begin)
+        first, behind = int(begin), int(end) + 1
+        is_out[first:behind] = [not kept] * (behind - first)
     return is_out
 
 
@@ -219,15 +225,18 @@ def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message
 
 
 def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
-    """Return the columns that are marks: numbers, truths and lists of these, also as text; other text is none."""
+    """Return the columns that are marks: numbers, truths and lists of these, also as text; other text is none.
+
+    Raises:
+        RowFault: a text has several numbers and is no JSON list of them.
+    """
     found = {}
     for key in MARKS:
         value = row.get(key) if key in row and key not in used else None
         if isinstance(value, str) and value.strip().startswith("["):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                continue
+            value = parsed(value)
+        if isinstance(value, str) and SEVERAL.fullmatch(value.strip()):
+            raise row.error(f"column {key!r} is {value!r:.40}, which is no list of marks: write it as [0, 1]")
         if isinstance(value, list) or _number(value) is not None:
             found[key] = value
     return found
@@ -243,8 +252,8 @@ def fault_of_row_marks(row: Row, used: Collection[str] = ()) -> str | None:
 
 
 ONLY_SFT = (
-    "this mark leaves text out of the loss, which only sft, distill and gkd do; drop the row, or the mark if all of it "
-    "is to be trained"
+    "this mark leaves text out of the loss, which only sft, distill and gkd do, in conversations; drop the row, or the "
+    "mark if all of it is to be trained"
 )
 
 

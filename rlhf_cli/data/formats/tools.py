@@ -3,6 +3,7 @@
 Templates render both (`templates`). ShareGPT's `function_call` is text like any other.
 """
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,12 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
         raise row.error(
             f"message {number} calls {function['name']} with arguments that are no JSON object: {arguments!r:.60}"
         )
+    try:
+        json.dumps(arguments)
+    except TypeError as error:  # bytes of Parquet
+        raise row.error(
+            f"message {number} calls {function['name']} with arguments that JSON has not: {error}"
+        ) from None
     call_id = call.get("id")
     return ToolCall(function["name"], arguments, str(call_id) if call_id else None)
 

@@ -227,7 +227,15 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
     reasoning = _reasoning(row, number, role, entry)
-    is_trained, left_out = marks_of_message(row, number, role, entry, text_key=text_key, length=len(content or ""))
+    is_trained, left_out = marks_of_message(
+        row,
+        number,
+        role,
+        entry,
+        text_key=text_key,
+        length=len(content or ""),
+        has_more=bool(calls or reasoning),
+    )
     unread = unread_marks(row, number, entry, (*keys, *OTHER_KEYS)) if role == "assistant" else ()
     return Message(
         role,

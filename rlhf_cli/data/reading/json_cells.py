@@ -1,7 +1,8 @@
 """Cells that hold JSON in the ways of Parquet, Arrow, CSV and `datasets`: as text, as a column of structs, as maps.
 
 A file's own nulls are told from those that Arrow adds: a struct has the keys of all rows, so a key without a value in a
-row comes back as null. These are removed. Nulls in lists, maps and JSON text were written by somebody, and stay.
+row comes back as null. These are removed. Nulls in lists, maps and JSON text were written by somebody, and stay. Dates
+and times, which JSON has not, become text in ISO 8601, decimals become numbers.
 """
 
 import json
@@ -34,6 +35,15 @@ def row_reader(schema: pa.Schema) -> Reader:
 def _reader(kind: pa.DataType) -> Reader:
     if isinstance(kind, pa.JsonType):
         return parsed
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _reader(kind.value_type)
+    if pa.types.is_decimal(kind):
+        number = int if kind.scale <= 0 else float
+        return lambda value: None if value is None else number(value)
+    if pa.types.is_temporal(kind):
+        return lambda value: (
+            value.isoformat() if hasattr(value, "isoformat") else value if value is None else str(value)
+        )
     if pa.types.is_struct(kind):
         return _struct_reader({field.name: _reader(field.type) for field in kind})
     if pa.types.is_map(kind):

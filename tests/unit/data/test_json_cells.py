@@ -1,7 +1,9 @@
 """Rows with tools and calls of many shapes are the same rows however Parquet, Arrow, CSV and `datasets` store them."""
 
 import csv
+import datetime
 import json
+from decimal import Decimal
 from typing import Any
 
 import datasets
@@ -194,3 +196,25 @@ def test_what_is_no_list_of_objects_stays_as_it_is() -> None:
     for value in ("text", 3, None, [1], {"a": [1], "b": [1, 2]}, {"a": 1}, "[1]", "1" * 5000, "[" * 100_000):
         assert records(value) == value
     assert parsed("[" * 100_000) == "[" * 100_000
+
+
+def test_dates_and_decimals_of_a_call_are_as_json_has_them(tmp_path) -> None:
+    when = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    given = {"when": when, "day": when.date(), "price": Decimal("1.50"), "took": datetime.timedelta(minutes=1)}
+    parquet(tmp_path / "rows.parquet", [calling("f", given, {"day": {"type": "string"}})])
+    (found,) = read(tmp_path / "rows.parquet")
+    arguments = {"when": "2024-01-02T03:04:05", "day": "2024-01-02", "price": 1.5, "took": "0:01:00"}
+    assert found.messages[1].tool_calls[0].arguments == arguments
+
+
+def test_bytes_in_a_call_are_refused_by_name(tmp_path) -> None:
+    parquet(tmp_path / "rows.parquet", [calling("f", {"data": b"x"}, {"data": {"type": "string"}})])
+    with pytest.raises(UsageError, match=r"row 1: message 2 calls f with arguments that JSON has not: .* bytes"):
+        read(tmp_path / "rows.parquet")
+
+
+def test_objects_in_a_dictionary_of_arrow_lose_its_nulls() -> None:
+    objects = pa.array([{"a": 1, "b": None}])
+    table = pa.table({"cell": pa.DictionaryArray.from_arrays(pa.array([0, 0]), objects)})
+    reader = row_reader(table.schema)
+    assert [reader(row) for row in table.to_pylist()] == [{"cell": {"a": 1}}] * 2

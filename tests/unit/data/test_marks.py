@@ -18,6 +18,11 @@ from rlhf_cli.errors import UsageError
 
 WHERE: dict[str, Any] = {"split": "train", "seed": 0}
 TURNS = [("user", "one"), ("assistant", "first answer"), ("user", "two"), ("assistant", "second answer")]
+WITH_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 OUT: dict[str, dict[str, Any]] = {
     "OpenAI": {"weight": 0},
@@ -125,6 +130,35 @@ def test_characters_of_train_detail_carry_no_loss_and_both_ends_belong_to_them(t
     assert plain(texts) == ["answer|secondanswer|"]
 
 
+@pytest.mark.parametrize(
+    "detail",
+    [
+        '[{"begin_offset": 0, "end_offset": 5, "train": false}]',
+        {"begin_offset": [0], "end_offset": [5], "train": [False]},
+        [{"begin_offset": 0.0, "end_offset": 5.0, "train": 0}],
+    ],
+    ids=["JSON text", "an object of lists", "numbers of a column with floats"],
+)
+def test_train_detail_is_read_in_the_forms_of_tables(detail, tmp_path) -> None:
+    assert plain(trained(tmp_path, {"messages": talk({"train_detail": detail})})[0]) == ["answer|secondanswer|"]
+
+
+def test_a_thought_is_trained_if_only_the_content_is_left_out(tmp_path) -> None:
+    detail = {"train_detail": [{"begin_offset": 0, "end_offset": 12, "train": False}], "reasoning_content": "thought"}
+    texts, report = trained(tmp_path, {"messages": talk(detail, 3)})
+    assert plain(texts) == ["firstanswer|<think>thought</think>|"]
+    assert report.marked_rows == 1
+
+
+def test_calls_are_trained_if_only_the_content_before_them_is_left_out(tmp_path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = talk({"train_detail": [{"begin_offset": 0, "end_offset": 11, "train": False}], "tool_calls": [call]})
+    row = {"messages": [*messages[:2], {"role": "tool", "content": "R"}, messages[3]]}
+    texts, _ = trained(tmp_path, row, template=WITH_CALLS)
+    assert '"name":"f"' in plain(texts)[0]
+    assert "first" not in plain(texts)[0]
+
+
 def test_parts_of_a_content_may_have_marks(tmp_path) -> None:
     messages = talk()
     hidden, shown = {"type": "text", "text": "first ", "train": False}, {"type": "text", "text": "answer", "weight": 1}
@@ -180,6 +214,10 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
         ({"messages": talk(), "weight": 0.5}, "the row has weight 0.5, but loss is not scaled"),
         ({"messages": talk(), "loss_mask": [0, 1, 0]}, "column 'loss_mask' has 3 marks, but the row has 4 messages"),
         ({"messages": talk(), "assistant_masks": [0, 1]}, "column 'assistant_masks' is .*, which looks like a mark"),
+        ({"messages": talk(), "loss_mask": "0 1"}, "column 'loss_mask' is '0 1', which is no list of marks"),
+        ({"messages": talk(), "loss_mask": "[0, 1"}, "column 'loss_mask' is .*, which is no list of marks"),
+        ({"messages": talk(), "exclude_from_training": True}, "column 'exclude_from_training' is True, which looks"),
+        ({"messages": talk(), "train_on_inputs": True}, "column 'train_on_inputs' is True, which looks like a mark"),
         ({"messages": talk(), "turn_weights": [0.2, 1]}, "column 'turn_weights' is .*, which looks like a mark"),
         ({"text": "all of it", "loss_mask": 0}, "column 'loss_mask' is 0: this mark leaves text out of the loss"),
     ],
