@@ -375,11 +375,3 @@ def test_a_thought_is_read_and_trained_whatever_the_row_and_the_template_call_it
     answer = {"role": "assistant", "content": "Paris", key: "well"}
     (sequence,) = load(tmp_path, tokenizer, [{"role": "user", "content": "What?"}, answer]).sequences
     assert trained_texts(tokenizer, sequence) == ["<think>well</think>Paris<|im_end|>"]
-
-
-def test_a_turn_that_is_not_to_be_trained_is_refused_in_either_spelling(tmp_path):
-    for mark in ({"weight": 0}, {"train": False}):
-        earlier = {"role": "assistant", "content": "Rome", **mark}
-        conversation = [*messages_of(["What?"]), earlier, *messages_of(["And?", "Paris"])]
-        with pytest.raises(UsageError, match="a turn has weight 0, but every turn that is trained has weight 1"):
-            load(tmp_path, make_tokenizer(CHATML), conversation)
