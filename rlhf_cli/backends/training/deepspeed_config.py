@@ -105,7 +105,7 @@ OVERLAP_BUCKET = 200_000_000
 
 CPU_BUCKET = 20_000_000
 """Gradients reduced at a time in host memory. DeepSpeed's 500 million are a second copy of all gradients of a small
-model, and no faster there."""
+model."""
 
 
 def overlaps(settings: DeepSpeedConfig, *, num_gpus: int) -> bool:
