@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import sympy
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy.core.evalf import PrecisionExhausted
 
 from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed, tagged_answer
 from rlhf_cli.rewards.verifiers.builtin import NO_LABEL, Verdict, short
@@ -182,10 +183,7 @@ def _same_members(one: list[str], other: list[str]) -> bool:
 
 
 def _same_formula(answer: str, expected: str) -> bool:
-    parsed = [
-        parse(f"${text}$", _FORMULA, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
-        for text in (expected, answer)
-    ]
+    parsed = [_parsed(text) for text in (expected, answer)]
     if not all(parsed):
         return False
     if any(is_too_large(form) for forms in parsed for form in forms):
@@ -196,6 +194,16 @@ def _same_formula(answer: str, expected: str) -> bool:
         precise = {"numeric_precision": _DIGITS, "allow_set_relation_comp": True}
         return bool(verify(*parsed, timeout_seconds=None, **precise))
     return _same_constant(constants[0], expected, constants[1], answer)
+
+
+def _parsed(text: str) -> list[object]:
+    """Return the readings of a formula, none if it cannot be read; math-verify takes the e of 1e-20 for a constant."""
+    number = parse_number(text)
+    if number is not None and not number.percent and not number.unit:
+        return [sympy.Rational(number.value.numerator, number.value.denominator), text]
+    return list(
+        parse(f"${text}$", _FORMULA, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
+    )
 
 
 def _with_exact_numbers(form: object) -> object:
@@ -226,11 +234,21 @@ def _same_constant(one: sympy.Expr, text: str, other: sympy.Expr, other_text: st
         return bool(one == other)
     values = [side.evalf(_DIGITS + 20, maxn=4 * _DIGITS) for side in (one, other)]
     size = max(map(abs, values))
-    if abs(values[0] - values[1]) <= size * sympy.Float(10) ** -_DIGITS or size < sympy.Float(10) ** (-3 * _DIGITS):
+    if abs(values[0] - values[1]) <= size * sympy.Float(10) ** -_DIGITS:
         return True
+    if size < sympy.Float(10) ** (-3 * _DIGITS):
+        return _is_nothing(one) and _is_nothing(other)
     return (one.is_Rational and "." in text and _is_rounded(one, values[1])) or (
         other.is_Rational and "." in other_text and _is_rounded(other, values[0])
     )
+
+
+def _is_nothing(number: sympy.Expr) -> bool:
+    """Return whether a number is 0, or so many of its digits cancel that it must be."""
+    try:
+        return bool(number.evalf(_LEAST_DIGITS, maxn=4 * _DIGITS, strict=True) == 0)
+    except PrecisionExhausted:
+        return True
 
 
 def _is_rounded(decimal: sympy.Expr, value: sympy.Expr) -> bool:

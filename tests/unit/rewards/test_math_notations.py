@@ -24,6 +24,11 @@ SAME = [
     (r"1.\overline{27}", r"\frac{14}{11}"),
     (r"0.\overline{9}", "1"),
     (r"0.\overline{3}x", r"\frac{x}{3}"),
+    # numbers against formulas
+    (r"\frac{1}{10^{20}}", "1e-20"),
+    (r"10^{-19}\times 1.6", "1.6e-19"),
+    (r"1.6\times{10}^{-19}", "1.6e-19"),
+    (r"\sqrt{3+2\sqrt{2}}-1-\sqrt{2}", "0"),
     # angles in degrees
     (r"\sin 30^\circ", r"\frac12"),
     (r"\cos(60^{\circ})", "0.5"),
@@ -59,6 +64,9 @@ SAME = [
     ("3\u03c0", r"3\pi"),
 ]
 DIFFERENT = [
+    ("e^{-1000}", "0"),
+    ("e^{-1000}", "e^{-1001}"),
+    (r"\frac{1}{10^{20}}", "2e-20"),
     ("1 1/2", "11/2"),
     ("1 1/2", "0.5"),
     ("1 1/2", "1.6"),
