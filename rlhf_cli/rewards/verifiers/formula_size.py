@@ -18,6 +18,8 @@ _MAX_BINOMIAL = 10**4
 
 def is_too_large(form: object) -> bool:
     """Return whether evaluating a parsed formula makes a number of more than a million digits."""
+    if isinstance(form, sympy.MatrixBase):
+        return any(map(is_too_large, form.flat()))
     return isinstance(form, sympy.Basic) and _digits(form) > MAX_DIGITS
 
 
