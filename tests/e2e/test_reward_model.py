@@ -75,8 +75,9 @@ def test_rewards_are_the_scores_of_the_reward_model(folder, run):
         prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
         with torch.no_grad():
             score = model(input_ids=torch.tensor([prompt + response])).logits.item()
-        expected = (score - model.config.reward_mean) / model.config.reward_std
-        assert row["reward/reward_model"] == pytest.approx(expected, abs=1e-4)
+        # in the units of the model: the spread may be so small that rounding of the scores is a large part of it
+        read = row["reward/reward_model"] * model.config.reward_std + model.config.reward_mean
+        assert read == pytest.approx(score, abs=1e-6)
         checked.append(row["finish_reason"])
     assert checked.count("stop") >= 3, "too few responses ended to tell where their score is read"
     assert checked.count("length") >= 3, "too few responses were cut to tell where their score is read"

@@ -176,7 +176,6 @@ def test_missing_settings_are_named_together():
         (["--coats", "1", "--coats", "2"], "--coats is given more than once"),
         (["--clean_up", "--no_clean_up"], "--clean_up is given more than once"),
         (["extra"], "unexpected 'extra': settings are given as --NAME VALUE"),
-        (["--clean_up", "false"], "unexpected 'false': a setting is switched on with --NAME and off with --no_NAME"),
     ],
 )
 def test_a_wrong_flag_is_named_with_what_would_be_right(args, message):
