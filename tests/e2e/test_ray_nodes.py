@@ -37,7 +37,8 @@ def nodes(ray_folder) -> Iterator[Nodes]:
     """Two nodes that each have room for two processes."""
     process = subprocess.Popen(
         [sys.executable, str(NODES), str(ray_folder), "2", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # An earlier test of this process that started Ray has set the mode to "token", which commands do not inherit.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

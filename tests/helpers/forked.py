@@ -65,10 +65,9 @@ def started_rlhf(
     """
     server = _server()
     with tempfile.TemporaryFile("w+") as output:
-        own = {name: value for name, value in os.environ.items() if name != RAYS_MODE}
         request: dict[str, object] = {
             "words": [str(word) for word in words],
-            "environment": own | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
+            "environment": _inherited() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
             "output": f"/proc/{os.getpid()}/fd/{output.fileno()}",
             "is_leader": is_leader,
         }
@@ -139,10 +138,14 @@ class Server:
     answers: IO[str]
 
 
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != RAYS_MODE}
+
+
 @functools.cache
 def _server() -> Server:
     """Start the process that forks. It is no child of this one, whose children tests count; it ends with the pipe."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = _inherited() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(Path(__file__).resolve())]
     starter = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

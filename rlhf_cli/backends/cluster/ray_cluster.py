@@ -102,7 +102,11 @@ def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int 
     try:
         init()
     except ConnectionError as error:
-        raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
+        # `ray start` wants tokens once ~/.ray/auth_token exists; Ray shows none to an address that it is given.
+        raise UsageError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); if it was started with a token, set "
+            "RAY_AUTH_MODE=token"
+        ) from error
     except OSError as error:
         if "AF_UNIX" not in str(error):
             raise

@@ -41,3 +41,11 @@ def test_another_failure_of_ray_is_not_repeated():
 
     with pytest.raises(Exception, match="something else"):
         _join_or_start(init, address=None)
+
+
+def test_a_cluster_that_does_not_answer_may_want_a_token():
+    def init() -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+
+    with pytest.raises(UsageError, match=r"^RAY_ADDRESS=10.0.0.1:6379: .* with a token, set RAY_AUTH_MODE=token$"):
+        _join_or_start(init, address="10.0.0.1:6379")
