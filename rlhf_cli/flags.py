@@ -104,7 +104,7 @@ def describe(flag: Flag) -> str:
     if flag.takes == 0:
         turns_off = f"--no_{flag.name} turns it off"
         if flag.default is None:
-            return turns_off
+            return f"auto by default; {turns_off}"
         return f"on by default; {turns_off}" if flag.default else "off by default"
     if flag.required:
         return f"{expected(flag)}; required"
@@ -127,6 +127,8 @@ def expected(flag: Flag) -> str:
         return f"{flag.takes} {_TYPE_NAMES[get_args(flag.annotation)[0]][1]}"
     if flag.is_list:
         return f"{_TYPE_NAMES[get_args(flag.annotation)[0]][1]} separated by commas"
+    if flag.annotation is bool and flag.optional:
+        return "true, false or auto"
     name = _TYPE_NAMES[flag.annotation][0]
     bounds = _bounds(flag.limits)
     return f"{name} {bounds}" if bounds else name

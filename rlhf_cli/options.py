@@ -92,6 +92,7 @@ def from_config(run: Callable[..., None]) -> Callable[..., None]:
         words = ctx.meta.get(TRANSLATED) or Translation()
         known = {flag.name: flag.takes for flag in flags.values()}
         read = [] if config is None else read_settings(str(config))
+        named |= dict.fromkeys(words.automatic, "auto")
         typed = {name: value for name, value in named.items() if value is not None}
         written = written_settings(read, command=ctx.command.name or "", known=known, typed=typed)
         resolved = _resolve(
@@ -235,7 +236,7 @@ def _validate(
 
 def _prepare(value: object, flag: Flag) -> object:
     """Return a value of the command line or YAML in the form that pydantic converts to the field's type."""
-    if flag.optional and isinstance(value, str) and value == "null":
+    if flag.optional and (value == "null" or (value == "auto" and flag.annotation is bool)):
         return None
     if flag.is_list and isinstance(value, str):
         return [item.strip() for item in _BETWEEN_COMMAS.findall(value)]

@@ -13,6 +13,8 @@ class Translation:
     """Words that this program knows, with notes about the others."""
 
     words: list[str] = field(default_factory=list)
+    automatic: list[str] = field(default_factory=list)
+    """Switches that have `auto` behind them, which no word of a switch can say."""
     not_needed: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -45,6 +47,9 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
                 _apply(name, foreign, values, call, done, known)
         elif word.startswith("--") and known.get(name) == 0 and _has_switch_word(behind):
             _switch(name, behind.pop(0), done)
+        elif word.startswith("--") and known.get(name) == 0 and behind[:1] == ["auto"]:
+            behind.pop(0)
+            done.automatic.append(name)
         elif not word.startswith("-") and _is_of_a_section(word):
             sectioned.append(word)
         elif not (word.startswith("--") and _takes_own_form(name, behind, done)):

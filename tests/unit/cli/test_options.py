@@ -41,6 +41,8 @@ class Tools(SettingsGroup):
     """Protect the floor."""
     clean_up: bool = True
     """Wash everything."""
+    primer: bool | None = None
+    """Paint a first coat of primer."""
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "Tools":
@@ -104,6 +106,16 @@ def test_a_switch_may_be_turned_on_and_off(tmp_path):
     file = write(tmp_path, "colour: red\nclean_up: false\ncover_floor: true\n")
     tools = parse("--config", file, "--clean_up", "--no_cover_floor").tools
     assert (tools.clean_up, tools.cover_floor) == (True, False)
+
+
+def test_a_switch_without_a_fixed_default_takes_auto(tmp_path):
+    file = write(tmp_path, "colour: red\nprimer: true\n")
+    assert parse("--config", file).tools.primer is True
+    for words in (["--primer", "auto"], ["--primer=auto"]):
+        assert parse("--config", file, *words).tools.primer is None
+        assert parse("--colour", "red", *words).tools.primer is None
+    assert parse("--config", write(tmp_path, "colour: red\nprimer: auto\n")).tools.primer is None
+    assert parse("--colour", "red", "--primer", "false").tools.primer is False
 
 
 def test_lists_are_comma_separated_and_tuples_take_their_values():
@@ -199,6 +211,8 @@ def test_several_mistakes_are_told_in_one_line():
         ("colour: red\nweights: [.inf]\n", "weights in {} inf: must be numbers separated by commas"),
         ("colour: 12\n", "colour in {} 12: must be text"),
         ("colour: red\nclean_up: maybe\n", "clean_up in {} maybe: must be true or false"),
+        ("colour: red\nclean_up: auto\n", "clean_up in {} auto: must be true or false"),
+        ("colour: red\nprimer: maybe\n", "primer in {} maybe: must be true, false or auto"),
         ("colour: red\npair: [1]\n", "pair in {} 1: must be 2 numbers"),
         ("colour: red\ncoats: null\n", "coats in {} null: must be an integer > 0"),
         (
