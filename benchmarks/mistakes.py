@@ -27,6 +27,7 @@ MISTAKES = (
     "sft --pretrain nothing/here/at/all --dataset rows.jsonl --output run",
     "sft --pretrain ./nothing --dataset rows.jsonl --output run",
     "sft --pretrain empty --dataset rows.jsonl --output run",
+    "sft --pretrain broken --dataset rows.jsonl --output run",
     "sft --pretrain model --dataset nothing.jsonl --output run",
     "sft --pretrain model --dataset empty --output run",
     "sft --pretrain model --dataset broken.jsonl --output run",
@@ -91,10 +92,10 @@ def write_files(folder: Path) -> None:
     (folder / "broken.jsonl").write_text('{"prompt": "Say 1", \n')
     (folder / "broken.py").write_text("def reward_func(queries, prompts, labels)\n    return 0\n")
     pa.parquet.write_table(pa.Table.from_pylist(rows), folder / "table.parquet")
-    for name in ("model", "empty", "used/checkpoints/step_000001", "used_up/model"):
+    for name in ("model", "empty", "used/checkpoints/step_000001", "used_up/model", "broken"):
         (folder / name).mkdir(parents=True)
-    for name in ("model", "used_up/model"):
-        (folder / name / "config.json").write_text("{}")
+    for name, config in (("model", "{}"), ("used_up/model", "{}"), ("broken", '{"model_type": ')):
+        (folder / name / "config.json").write_text(config)
         (folder / name / "model.safetensors").touch()
     (folder / "used" / "config.yaml").touch()
 

@@ -4,6 +4,7 @@ Imports no transformers at module level, so that a wrong path is named at once.
 """
 
 import contextlib
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 ADAPTER_FILE = "adapter_config.json"
+SETTINGS_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+"""Files of a model that are read before anything heavy is imported, to name a broken one at once."""
 
 
 def resolve_model_path(pretrain: str) -> str:
@@ -99,7 +108,21 @@ def _model_folder(path: Path) -> Path:
             raise UsageError(f"pretrain {str(path)!r} is no model: it has no config.json")
     if not _has_weights(path):
         raise UsageError(f"pretrain {str(path)!r} has a config.json but no weights (model.safetensors)")
+    for name in SETTINGS_FILES:
+        _require_json(path / name)
     return path
+
+
+def _require_json(file: Path) -> None:
+    """Raise UsageError for a file that is there and is no JSON object, as a broken download leaves it."""
+    if not file.is_file():
+        return
+    try:
+        read = json.loads(file.read_text())
+    except ValueError as error:  # also for bytes that are no UTF-8
+        raise UsageError(f"{file} is no JSON ({one_line(error)}): copy or download the model again") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"{file} is no JSON object: copy or download the model again")
 
 
 def _has_weights(folder: Path) -> bool:

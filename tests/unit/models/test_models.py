@@ -267,6 +267,21 @@ def test_folder_that_is_no_model_is_refused_with_what_is_missing(files, message,
         resolve_model_path(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [('{"model_type": ', r"Expecting value: line 1 column 16"), ("[]", "no JSON object"), ("\xff", "utf-8")],
+)
+def test_a_broken_settings_file_of_a_model_is_named(name, text, fault, tmp_path):
+    for file in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(
+        UsageError, match=f"^{tmp_path / name} is no JSON .*{fault}|{name} is {fault}.*download the model"
+    ):
+        resolve_model_path(str(tmp_path))
+
+
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model", "a/b/c", "gone/"])
 def test_path_that_does_not_exist_is_refused(path):
     with pytest.raises(UsageError, match="no such folder"):
