@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from forked import Command, run_rlhf, started_rlhf
 from safetensors.torch import load_file, save_file
 
-from rlhf_cli.backends.process.signals import INTERRUPTED, STOP_SIGNALS
+from rlhf_cli.backends.process.signals import INTERRUPTED
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
@@ -142,7 +143,7 @@ def interrupted(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("interrupted") / "generate"
 
 
-@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
 def test_a_stop_finishes_the_chunk_and_tells_how_to_continue(finished, inputs, interrupted, signum):
     before = num_rows(interrupted)
     with started_rlhf(*generate_words(inputs, interrupted, "--load_checkpoint")) as command:
@@ -214,7 +215,7 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
 
 @pytest.fixture(scope="module")
 def evaluation(inputs, tmp_path_factory) -> tuple[Path, list[str]]:
-    """The folder and the words of an evaluation that is stopped by one signal after another, and goes on each time."""
+    """The folder and the words of an evaluation that is stopped, and goes on."""
     root = tmp_path_factory.mktemp("evaluation")
     judge, output = root / "judge.py", root / "eval"
     judge.write_text(
@@ -228,12 +229,11 @@ def evaluation(inputs, tmp_path_factory) -> tuple[Path, list[str]]:
     return output, words.split()
 
 
-@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda signum: signum.name)
-def test_an_evaluation_finishes_its_chunk_when_it_is_stopped(evaluation, signum):
+def test_an_evaluation_finishes_its_chunk_when_its_terminal_is_closed(evaluation):
     output, words = evaluation
     with started_rlhf(*words) as command:
         wait_for_rows(output, command)
-        command.stop(signum)
+        command.stop(signal.SIGHUP)
         printed = command.finish(status=INTERRUPTED)
     assert "The run ends as soon as a chunk is answered, whose rows are kept; a second Ctrl-C" in printed
     assert "--load_checkpoint" in printed
