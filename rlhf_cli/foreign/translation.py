@@ -14,7 +14,7 @@ class Translation:
 
     words: list[str] = field(default_factory=list)
     automatic: list[str] = field(default_factory=list)
-    """Switches that have `auto` behind them, which no word of a switch can say."""
+    """Switches given as `auto`; Click parses a switch as true or false, so `auto` is set after parsing."""
     not_needed: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
