@@ -32,7 +32,7 @@ rlhf eval --pretrain "$MODEL" --prompt_data "$TRAIN" --reward_funcs gsm8k --outp
 
 if [ ! -d "$OUTPUT/grpo/model" ]; then
   rlhf grpo --pretrain "$MODEL" --prompt_data "$OUTPUT/rates.jsonl" --label_key answer --reward_funcs gsm8k \
-    --pass_rate_range 0.1 0.9 --output "$OUTPUT/grpo" --load_checkpoint \
+    --pass_rate_range 0.1 0.9 --num_episodes 100 --output "$OUTPUT/grpo" --load_checkpoint \
     --eval_dataset "$TEST" --eval_max_samples "${EVAL_ROWS:-64}" --eval_steps "${EVAL_STEPS:-5}" \
     --best_metric_key eval/accuracy --save_steps "${EVAL_STEPS:-5}" --max_iterations "${ITERATIONS:-5}" \
     --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$GROUP" --train_batch_size "$((PROMPTS * GROUP))" \
