@@ -1,12 +1,11 @@
-"""Four constructs that make prose hard to read stay rare in docstrings, comments, pages and messages of every part."""
+"""Prose of every part keeps to the field's vocabulary and is free of four constructs that make it hard to read."""
 
 import ast
-import io
 import re
-import tokenize
 from pathlib import Path
 
 import pytest
+from field_words import excess, field_rates, page_prose, prose, python_prose
 
 ROOT = Path(__file__).parents[2]
 CONSTRUCTS = {
@@ -21,17 +20,10 @@ CONSTRUCTS = {
 }
 LIMIT = 1.0
 """Occurrences of each construct in 1,000 words."""
-
-
-def python_prose(source: str) -> str:
-    """Return the docstrings, field docs and comments of Python code; other strings are left out."""
-    texts = [
-        node.value.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return "\n\n".join(texts + [token.string for token in tokens if token.type == tokenize.COMMENT])
+EXCESS = {
+    "pages": 15,
+}
+"""Occurrences per 1,000 words beyond three times the field's rates (`field_words.excess`). Lower it with the prose."""
 
 
 def messages(source: str) -> str:
@@ -39,11 +31,6 @@ def messages(source: str) -> str:
     raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise) and node.exc is not None]
     constants = [node.value for error in raised for node in ast.walk(error) if isinstance(node, ast.Constant)]
     return "\n\n".join(text for text in constants if isinstance(text, str))
-
-
-def page_prose(source: str) -> str:
-    """Return a Markdown page without its code blocks and inline code."""
-    return re.sub(r"```.*?```|`[^`\n]*`", "", source, flags=re.DOTALL)
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -66,15 +53,25 @@ def parts() -> dict[str, list[Path]]:
     }
 
 
-def prose(paths: list[Path]) -> str:
-    """Return the prose of files, one text."""
-    texts = [(path.suffix, path.read_text(encoding="utf-8")) for path in paths]
-    return "\n\n".join(page_prose(text) if suffix == ".md" else python_prose(text) for suffix, text in texts)
+def text_of(part: str) -> str:
+    """Return the prose of a part of the tree."""
+    return "\n\n".join(map(prose, parts()[part]))
+
+
+@pytest.mark.parametrize("part", sorted(EXCESS))
+def test_words_of_a_part_stay_near_the_rates_of_the_field(part: str) -> None:
+    over = excess(text_of(part))
+    assert sum(over.values()) <= EXCESS[part], f"{part}: python tests/helpers/field_words.py lists {list(over)[:8]}"
+
+
+def test_only_words_over_three_times_the_rate_of_the_field_exceed_it() -> None:
+    assert excess("tensor beside tensor") == pytest.approx({"beside": 1000 / 3 - 3 * 0.03})
+    assert excess("loss of tokens, gradient of weights")["of"] == pytest.approx(1000 / 3 - 3 * field_rates()["of"])
 
 
 @pytest.mark.parametrize("part", sorted(parts()))
 def test_prose_of_a_part_stays_within_the_limit(part: str) -> None:
-    found = dict(zip(CONSTRUCTS, rates(prose(parts()[part])), strict=True))
+    found = dict(zip(CONSTRUCTS, rates(text_of(part)), strict=True))
     too_many = {name: f"{rate:.2f}" for name, rate in found.items() if rate > LIMIT}
     assert not too_many, f"{part}: occurrences in 1,000 words; patterns are in CONSTRUCTS: {too_many}"
 
