@@ -67,7 +67,8 @@ def packed(wheel: Path) -> set[str]:
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
     assert packed(wheel) == files_of_the_package()
-    assert any(name.endswith(".cpp") for name in packed(wheel))  # the attention kernel, compiled on first use
+    # The attention kernel, compiled on first use, and the style and script of reports.
+    assert {".cpp", ".css", ".js"} <= {Path(name).suffix for name in packed(wheel)}
 
 
 def test_a_wheel_made_from_the_sdist_has_the_same_files(source, wheel, tmp_path):

@@ -1,7 +1,7 @@
 """One HTML page about one run or several: results, curves, times, rollouts, answers of evaluations, settings.
 
-The page needs nothing but itself: no other file, no network. data.py reads the data, charts.py draws; style.py and
-script.py are the rest.
+The page is self-contained: it loads no other file and needs no network. data.py reads the data, charts.py draws the
+charts, page.css and page.js are embedded.
 """
 
 import json
@@ -15,8 +15,6 @@ from typing import Any
 from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.report.charts import Series, line_chart, stacked_bars
 from rlhf_cli.tracking.report.data import ReportRollouts, Stage, non_finite_steps, points, read_stage
-from rlhf_cli.tracking.report.script import SCRIPT
-from rlhf_cli.tracking.report.style import STYLE
 from rlhf_cli.version import __version__
 
 REPORT_FILE = "report.html"
@@ -76,13 +74,18 @@ def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str]
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(name)} · rlhf</title><style>{STYLE}</style></head><body>"
+        f"<title>{escape(name)} · rlhf</title><style>{packaged('page.css')}</style></head><body>"
         f'<div class="bar"><div><b>rlhf</b><nav><a href="#top">Overview</a>{links}</nav></div></div>'
         f'<main id="top"><header><div class="overline">{escape(commands)}</div><h1>{escape(name)}</h1></header>'
         f"{tiles(stages, headline)}{body}</main>"
         f"<footer>Written by rlhf-cli {escape(__version__)}. Everything on this page is in the file itself.</footer>"
-        f"<script>{SCRIPT}</script></body></html>"
+        f"<script>{packaged('page.js')}</script></body></html>"
     )
+
+
+def packaged(name: str) -> str:
+    """Return the text of a file next to this module."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:

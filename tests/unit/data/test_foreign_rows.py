@@ -27,7 +27,7 @@ from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.tracking.report.script import SCRIPT
+from rlhf_cli.tracking.report.page import packaged
 from rlhf_cli.trainers.online.metrics import sample_rows
 
 
@@ -221,7 +221,7 @@ def test_the_report_reads_columns_that_rows_of_samples_have():
     branch = Branch([1], [2], ((0, 1),), ({"role": "user", "content": "p"},))
     episode = Episode(((0, 1),), (1.0,), opening="Begin.", cut="ended it at a limit", earlier=(branch,))
     (row,) = sample_rows([asked], [Generation([1], [0.0], "stop", 0, episode)], [Score(1.0, "correct")])
-    assert set(re.findall(r"\brow\.(\w+)\b(?!\()", SCRIPT)) <= {"step", *row}
+    assert set(re.findall(r"\brow\.(\w+)\b(?!\()", packaged("page.js"))) <= {"step", *row}
 
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}

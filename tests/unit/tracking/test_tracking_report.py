@@ -15,8 +15,7 @@ from PIL import Image
 from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.tracking.report.charts import Series, binned, line_chart, nice_ticks, smoothed, stacked_bars, tick_label
 from rlhf_cli.tracking.report.data import read_rollouts, read_settings, read_stage
-from rlhf_cli.tracking.report.page import chart_groups, write_report
-from rlhf_cli.tracking.report.script import SCRIPT
+from rlhf_cli.tracking.report.page import chart_groups, packaged, write_report
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, MetricsFile, SamplesFile
 from rlhf_cli.tracking.thumbnails import WITH_IMAGES, Thumbnails
 
@@ -336,7 +335,7 @@ def test_turns_of_episodes_are_in_the_page_and_cannot_act(tmp_path):
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in Node")
 @pytest.mark.parametrize(("rewards", "shown"), [([1, 2], [None, None, None, 1, None, 2]), ([], [None] * 6)])
 def test_rewards_stand_at_the_turns_of_the_model_behind_examples_of_a_programs_own(rewards, shown):
-    found = re.search(r"^function conversation.*?^}$", SCRIPT, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^function conversation.*?^}$", packaged("page.js"), re.MULTILINE | re.DOTALL)
     assert found is not None
     roles = ["user", "assistant", "user", "assistant", "user", "assistant"]
     messages = [{"role": role} for role in roles]
@@ -360,7 +359,7 @@ def test_rewards_stand_at_the_turns_of_the_model_behind_examples_of_a_programs_o
     ids=["a verifier's score alone", "rewards beside a verifier", "rewards of an environment", "none"],
 )
 def test_turns_have_no_reward_of_zero_if_the_environment_has_none(row, shown):
-    found = re.search(r"^function turnRewards.*?^}$", SCRIPT, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^function turnRewards.*?^}$", packaged("page.js"), re.MULTILINE | re.DOTALL)
     assert found is not None
     source = f"{found[0]}\nconsole.log(JSON.stringify(turnRewards({json.dumps(row)})))"
     run = subprocess.run(["node", "-e", source], capture_output=True, check=True, timeout=60)

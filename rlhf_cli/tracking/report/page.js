@@ -1,9 +1,6 @@
-"""The script of the report page: values at the pointer in a chart, and the browser of rollouts.
+// Values under the pointer in charts, and the browser of samples.
+// Text is only inserted with textContent, so data can never become markup.
 
-Works on the contents of the page and inserts text only as text, so that it cannot become markup (`textContent`).
-"""
-
-SCRIPT = """
 "use strict";
 
 const number = value => {
@@ -113,7 +110,7 @@ function pictures(row, images) {
 const isEpisode = row => Array.isArray(row.messages);
 const asText = value => typeof value === "string" ? value : JSON.stringify(value);
 const callText = call =>
-  Object.entries(call.arguments ?? {}).map(([name, value]) => `${name}: ${asText(value)}`).join("\\n");
+  Object.entries(call.arguments ?? {}).map(([name, value]) => `${name}: ${asText(value)}`).join("\n");
 const wordsOfCall = ({function: call}) => `${call.name} ${callText(call)}`;
 const wordsOf = message => [message.content, ...(message.tool_calls ?? []).map(wordsOfCall)].join(" ");
 const wordsOfEpisode = row => isEpisode(row) ? row.messages.map(wordsOf).join(" ") : "";
@@ -178,7 +175,7 @@ function episodeBlocks(row) {
 function listItem(row) {
   const item = make("button", "item");
   const words = String(row.response ?? "").trim() || wordsOfEpisode(row);
-  const line = words.trim().split("\\n").join(" ").slice(0, 200);
+  const line = words.trim().split("\n").join(" ").slice(0, 200);
   item.append(make("span", "faint", row.step), make("span", "text", line || "(empty)"), verdict(row));
   return item;
 }
@@ -237,4 +234,3 @@ for (const browser of document.querySelectorAll(".rollouts")) {
   });
   update();
 }
-"""
