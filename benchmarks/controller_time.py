@@ -144,7 +144,7 @@ def table(times: Times) -> str:
 def page(times: Times) -> str:
     """The table and a chart over the samples."""
     from rlhf_cli.tracking.report.charts import Series, line_chart
-    from rlhf_cli.tracking.report.style import STYLE
+    from rlhf_cli.tracking.report.page import packaged
 
     series = [
         Series(f"{ranks} ranks", [(size, 1e3 * value) for size, value in seconds.items()], colour=number, marked=True)
@@ -153,7 +153,8 @@ def page(times: Times) -> str:
     legend = " ".join(f'<b style="color: var(--c{line.colour})">{line.name}</b>' for line in series)
     chart = line_chart(series, unit="samples", size=(720, 300))
     body = f"<p class=small>{escape(machine())}</p><h3>ms {legend}</h3>{chart}<pre>{escape(table(times))}</pre>"
-    return f"<!doctype html><meta charset=utf-8><title>Driver</title><style>{STYLE}</style><main>{body}</main>"
+    style = packaged("page.css")
+    return f"<!doctype html><meta charset=utf-8><title>Driver</title><style>{style}</style><main>{body}</main>"
 
 
 def main() -> int:

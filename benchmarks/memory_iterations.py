@@ -62,12 +62,13 @@ def rise(memory: Sequence[float]) -> float:
 def page(memory: Sequence[float]) -> str:
     """A chart of the memory in MiB."""
     from rlhf_cli.tracking.report.charts import Series, line_chart
-    from rlhf_cli.tracking.report.style import STYLE
+    from rlhf_cli.tracking.report.page import packaged
 
     series = [Series("MiB", [(step, value) for step, value in enumerate(memory, start=1)], colour=1)]
     chart = line_chart(series, unit="iteration", size=(720, 300))
     title = "<title>Memory</title>"
-    return f"<!doctype html><meta charset=utf-8>{title}<style>{STYLE}</style><main>{escape(machine())}{chart}</main>"
+    style = packaged("page.css")
+    return f"<!doctype html><meta charset=utf-8>{title}<style>{style}</style><main>{escape(machine())}{chart}</main>"
 
 
 def main() -> int:

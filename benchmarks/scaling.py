@@ -116,9 +116,9 @@ def chart(points: Sequence[Point], axis: str, value: str, heading: str) -> str:
 
 def page(sweeps: Sequence[tuple[str, str, Sequence[Point]]]) -> str:
     """The sweeps (title, field that varies, points) as a page with charts and tables."""
-    from rlhf_cli.tracking.report.style import STYLE
+    from rlhf_cli.tracking.report.page import packaged
 
-    parts = [f"<title>Scaling</title><style>{STYLE}</style><main><p class=small>{escape(machine())}</p>"]
+    parts = [f"<title>Scaling</title><style>{packaged('page.css')}</style><main><p class=small>{escape(machine())}</p>"]
     for title, axis, points in sweeps:
         charts = "".join(chart(points, axis, value, heading) for value, heading in CHARTS.items())
         parts.append(f"<h2>{escape(title)}</h2>{charts}<pre>{escape(table(points))}</pre>")

@@ -12,12 +12,13 @@ from typing import Any
 import yaml
 
 from rlhf_cli import cli
+from rlhf_cli.command_table import COMMANDS, OFFLINE, ONLINE
 from rlhf_cli.flags import Flag, config_class, describe, flags_of
 
 METRICS_FILE = Path(__file__).with_name("metrics.yaml")
 MARKER = re.compile(r"^<!-- (flags|metrics): (\S+) -->$", re.MULTILINE)
 
-PANELS = {cli.OFFLINE: "offline", cli.ONLINE: "online"}
+PANELS = {OFFLINE: "offline", ONLINE: "online"}
 """Names that stand for all commands of a panel in metrics.yaml."""
 POLICY = "policy"
 """The name that stands for all commands with a policy loss."""
@@ -40,7 +41,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def flags_table(command: str) -> str:
     """Return the tables of a command's flags, one for each panel of its help page."""
     panels: dict[str, list[Flag]] = {}
-    for flag in flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).values():
+    for flag in flags_of(config_class(cli.command_function(COMMANDS[command]))).values():
         panels.setdefault(flag.panel, []).append(flag)
     tables = []
     for panel, flags in panels.items():
@@ -56,8 +57,8 @@ def metrics_table(command: str) -> str:
 
 def metrics_of(command: str) -> list[dict[str, str]]:
     """Return the documented metrics of a command, in the order of the file."""
-    names = {command, PANELS.get(cli.COMMANDS[command].panel, command)}
-    names |= {POLICY} if "policy_loss" in flags_of(config_class(cli.command_function(cli.COMMANDS[command]))) else set()
+    names = {command, PANELS.get(COMMANDS[command].panel, command)}
+    names |= {POLICY} if "policy_loss" in flags_of(config_class(cli.command_function(COMMANDS[command]))) else set()
     documented = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
     return [metric for metric in documented if names & set(metric["commands"].split())]
 

@@ -13,11 +13,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from rlhf_cli.command_table import COMMANDS, Command
 from rlhf_cli.environment import prepare_environment, rest_collector
 from rlhf_cli.errors import RunError, UsageError, full_memory, memory_sentence, missing_package
 from rlhf_cli.foreign.commands import COMMANDS as COMMANDS_ELSEWHERE
@@ -31,52 +32,11 @@ if TYPE_CHECKING:
 FIRST_RANK_SECONDS = 20
 """Time for the first rank of a machine to find the same fault: it reports the fault, and its end ends the others."""
 
-OFFLINE, ONLINE, USE, HELP = "Train offline", "Train online", "Use models", "Help"
-
-
-class Entry(NamedTuple):
-    """The place of a command: `function` of rlhf_cli.commands.`module` takes its config."""
-
-    module: str
-    panel: str
-    summary: str
-
-    @property
-    def function(self) -> str:
-        return self.module
-
-
-COMMANDS = {
-    "sft": Entry("sft", OFFLINE, "Fine-tune on examples: prompts with responses, conversations, or plain text."),
-    "rm": Entry("rm", OFFLINE, "Train a reward model on pairs of a chosen and a rejected response."),
-    "prm": Entry("prm", OFFLINE, "Train a process reward model on solutions whose steps are labelled."),
-    "dpo": Entry("dpo", OFFLINE, "Train a policy on pairs: DPO, IPO, SimPO, ORPO and other losses."),
-    "kto": Entry("kto", OFFLINE, "Train a policy on single responses labelled desirable or undesirable."),
-    "distill": Entry("distill", OFFLINE, "Train a student to give tokens the probabilities of a teacher."),
-    "ppo": Entry("ppo", ONLINE, "Train a policy and a critic on sampled and scored responses (PPO with GAE)."),
-    "reinforce++": Entry("reinforce", ONLINE, "Without a critic: rewards whitened over the whole batch."),
-    "grpo": Entry("grpo", ONLINE, "Without a critic: responses compared within their group; DAPO, GSPO as presets."),
-    "rloo": Entry("rloo", ONLINE, "Without a critic: each response against the others to its prompt."),
-    "remax": Entry("remax", ONLINE, "Without a critic: each response against the greedy one to its prompt."),
-    "gkd": Entry("gkd", ONLINE, "Train a student on a teacher's distributions over its own responses."),
-    "generate": Entry("generate", USE, "Sample responses to prompts, score them and select some to train on."),
-    "eval": Entry("eval", USE, "Answer prompts with a model and count what a verifier finds right."),
-    "chat": Entry("chat", USE, "Talk to one or several models in the terminal."),
-    "serve-rm": Entry("serve_rm", USE, "Serve a reward model or verifiers over HTTP, for --remote_rm_url."),
-    "merge": Entry("merge", USE, "Fold an adapter into its model, or turn a checkpoint into a Hugging Face folder."),
-    "scratch": Entry("scratch", USE, "Make a small untrained model and tokenizer, to try things offline."),
-    "data": Entry("data", HELP, "Show how rows will be read: trained tokens, lengths, what is cut or dropped."),
-    "doctor": Entry("doctor", HELP, "Check the installation and this machine, with a cure for each problem."),
-    "quickstart": Entry(
-        "quickstart", HELP, "Train a tiny model to add numbers in minutes, by sft and ppo, on this machine."
-    ),
-}
-
 
 class CommandGroup(HelpPageGroup):
     """The commands of a table, each imported when it is called."""
 
-    table: dict[str, Entry] = COMMANDS
+    table: dict[str, Command] = COMMANDS
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -96,12 +56,12 @@ class CommandGroup(HelpPageGroup):
         return name, load_command(name, self.table[name]) if name else None, rest
 
 
-def command_function(entry: Entry) -> Callable[..., None]:
+def command_function(entry: Command) -> Callable[..., None]:
     """Return the function of a command: it takes the config, and its docstring is the help text."""
     return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
 
 
-def load_command(name: str, entry: Entry) -> Any:
+def load_command(name: str, entry: Command) -> Any:
     """Return the Typer command of a table entry; import its module."""
     return command_of(name, command_function(entry))
 

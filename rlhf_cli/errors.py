@@ -5,6 +5,13 @@ of its full trace.
 """
 
 import re
+from collections.abc import Iterable
+
+
+def listed(names: Iterable[str], last: str = "and") -> str:
+    """Return names as a phrase: "a, b and c". `last` is the word before the last name."""
+    *others, final = names
+    return f"{', '.join(others)} {last} {final}" if others else final
 
 
 class UsageError(ValueError):

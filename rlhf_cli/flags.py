@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from rlhf_cli.config.plugins import FORMS, Plugin
+from rlhf_cli.errors import listed
 
 RESERVED = {"config", "local_rank", "help"}  # flags every command has besides its settings
 
@@ -117,10 +118,9 @@ def describe(flag: Flag) -> str:
 def expected(flag: Flag) -> str:
     """Return the allowed values of this flag in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
     if flag.choices:
-        *most, last = map(str, flag.choices)
-        listed = f"{', '.join(most)} or {last}" if most else last
+        choices = listed(map(str, flag.choices), "or")
         several = ", separated by commas" if flag.is_list else ""
-        return f"{listed}, or {FORMS}{several}" if flag.plugin else listed
+        return f"{choices}, or {FORMS}{several}" if flag.plugin else choices
     if flag.plugin:
         return FORMS
     if flag.takes > 1:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rlhf_cli.command_table import ONLINE_TRAINING, TRAINING
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import (
     LABELLED_FORMATS,
@@ -21,18 +22,11 @@ from rlhf_cli.config.data import (
 from rlhf_cli.config.episodes import EnvironmentConfig
 from rlhf_cli.config.plugins import Plugin
 
-EPISODE_COMMANDS = ("ppo", "reinforce++", "grpo", "rloo", "remax")
-"""Commands that train on episodes."""
-PROMPT_COMMANDS = (*EPISODE_COMMANDS, "gkd")
-"""Commands that train on what they sample, and read their prompts alike."""
-
 
 class ShowConfig(SettingsGroup):
     """Show"""
 
-    for_: Literal["sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "gkd"] = (
-        Field(alias="for")
-    )
+    for_: Literal[*TRAINING] = Field(alias="for")  # type: ignore[valid-type]
     """Command whose reading of the data is shown; below, ppo stands for all that sample from prompts."""
     num_rows: int = Field(3, ge=0)
     """Examples shown, spread over the data."""
@@ -46,7 +40,7 @@ class ShowConfig(SettingsGroup):
     @property
     def reads_prompts(self) -> bool:
         """Whether the command samples from prompts that it reads."""
-        return self.for_ in PROMPT_COMMANDS
+        return self.for_ in ONLINE_TRAINING
 
     @property
     def room(self) -> int:

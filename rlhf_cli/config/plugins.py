@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from rlhf_cli.errors import UsageError, one_line
+from rlhf_cli.errors import UsageError, listed, one_line
 
 FORMS = "file.py:NAME or module:NAME"
 
@@ -53,9 +53,9 @@ class Plugin:
             return absolute(head) + value.strip()[len(head) :] if is_target(head) else value
         if is_target(value):
             return absolute(value)
-        *most, last = self.names or ("",)
-        listed = f"{', '.join(most)} or {last}, or " if most else f"{last} or " if last else ""
-        raise ValueError(f"must be {listed}code as {FORMS}")
+        comma = "," if len(self.names) > 1 else ""
+        names = f"{listed(self.names, 'or')}{comma} or " if self.names else ""
+        raise ValueError(f"must be {names}code as {FORMS}")
 
     def fault_of(self, found: Any) -> str | None:
         """Return why an object that was loaded cannot be used, None if it can."""

@@ -1,5 +1,8 @@
 """The commands of other tools, with their names here."""
 
+from rlhf_cli.command_table import POLICY_GRADIENT
+from rlhf_cli.errors import listed
+
 COMMANDS = {
     "train_sft": "sft",
     "train_rm": "rm",
@@ -8,7 +11,7 @@ COMMANDS = {
     "train_kd": "distill",
     "train_prm": "prm",
     "train_ppo": "ppo",
-    "train_ppo_ray": "ppo, reinforce++, grpo, rloo or remax",
+    "train_ppo_ray": listed(POLICY_GRADIENT, "or"),
     "lora_combiner": "merge",
     "batch_inference": "generate",
     "serve_rm": "serve-rm",

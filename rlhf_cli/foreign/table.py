@@ -7,6 +7,9 @@ has as a setting is never looked up.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlhf_cli.command_table import ONLINE_TRAINING, POLICY_GRADIENT, TRAINING
+from rlhf_cli.errors import listed
+
 CRITIC_COMMANDS = ("ppo",)
 
 
@@ -106,13 +109,13 @@ def _prompt_max_len(values: list[str], call: Call) -> Settings:
 OWN_AND_FOREIGN = ("advantage_estimator",)
 """Flags that take code here, and names in other tools."""
 
-ESTIMATORS: dict[str, tuple[str, Settings, str]] = {
-    "gae": ("ppo", {}, "rlhf ppo"),
-    "reinforce": ("reinforce++", {}, "rlhf reinforce++"),
-    "reinforce_baseline": ("reinforce++", {"baseline": ["group"]}, "rlhf reinforce++ --baseline group"),
-    "group_norm": ("grpo", {}, "rlhf grpo"),
-    "dr_grpo": ("grpo", {"preset": ["dr_grpo"]}, "rlhf grpo --preset dr_grpo"),
-    "rloo": ("rloo", {}, "rlhf rloo"),
+ESTIMATORS: dict[str, tuple[str, Settings]] = {
+    "gae": ("ppo", {}),
+    "reinforce": ("reinforce++", {}),
+    "reinforce_baseline": ("reinforce++", {"baseline": ["group"]}),
+    "group_norm": ("grpo", {}),
+    "dr_grpo": ("grpo", {"preset": ["dr_grpo"]}),
+    "rloo": ("rloo", {}),
 }
 
 
@@ -124,10 +127,11 @@ def _estimator(values: list[str], call: Call) -> Settings | None:
     if is_target(value):
         return {"advantage_estimator": values}
     if value not in ESTIMATORS:
-        raise Refused("the estimator is the command: rlhf ppo, reinforce++, grpo, rloo or remax")
-    command, settings, instead = ESTIMATORS[value]
+        raise Refused(f"the estimator is the command: rlhf {listed(POLICY_GRADIENT, 'or')}")
+    command, settings = ESTIMATORS[value]
     if command != call.command:
-        raise Refused(f"the estimator {value} is a command here: {instead}")
+        flags = "".join(f" --{name} {' '.join(words)}" for name, words in settings.items())
+        raise Refused(f"the estimator {value} is a command here: rlhf {command}{flags}")
     return settings or None
 
 
@@ -217,7 +221,7 @@ VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "
 """Settings with a value that this program finds by itself, or has no use for."""
 CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node", "value_clip")
 
-SAMPLING = ("ppo", "reinforce++", "grpo", "rloo", "remax", "gkd", "generate", "eval")
+SAMPLING = (*ONLINE_TRAINING, "generate", "eval")
 """Commands that sample, and read prompts."""
 SECTIONS = (
     "data",
@@ -239,7 +243,7 @@ PENALTY = (
 
 NO_IMAGES = "this command reads no images"
 AN_AGENT = "an agent is a class with step(text) or tools in --environment FILE.py: docs/coming-from.md has an example"
-NO_LAG = "ppo, reinforce++, grpo, rloo and remax sample ahead of training, and this command does not"
+NO_LAG = f"{listed(POLICY_GRADIENT)} sample ahead of training, and this command does not"
 SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
 SHARED_WORDS = (
     "optim",
@@ -365,7 +369,6 @@ SHARED_SEQUENCES = {
     "worker.critic.ulysses_size": Foreign(1, _renamed("critic_sequence_parallel_size")),
 }
 """Words about several ranks for one sequence, of commands that train; with sections as verl and EasyR1 write them."""
-TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "gkd")
 
 TEACHER_WRITES = (
     "rlhf generate --pretrain TEACHER --select all writes the teacher's responses: give its selected.jsonl as --dataset"

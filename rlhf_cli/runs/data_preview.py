@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from rlhf_cli.config.commands.data import DataCommandConfig
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShowConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -87,8 +88,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     Raises:
         UsageError: the command would refuse the data.
     """
-    command = config.show.for_
-    settings: Any = settings_of(command, config.data)
+    settings: Any = settings_of(config.show.for_, config.data)
     tokenizer = load_tokenizer(config.model)
     found = _found_model(config)
     reader = picture_reader(config.pictures, config.model, found, tokenizer)
@@ -100,7 +100,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     previews = []
     with rows_bar(shown=True) as progress:
         for title, (dataset, split) in named.items():
-            reading = OFFLINE[command]
+            reading = READINGS[type(settings)]
             data = reading.load(
                 settings,
                 tokenizer,
@@ -323,11 +323,10 @@ SEQUENCES = DataReading(
     "sequences",
     lambda data: data.lengths,  # type: ignore[no-any-return]
 )
-OFFLINE = {
-    "sft": SEQUENCES,
-    "rm": PAIRS,
-    "dpo": PAIRS,
-    "prm": DataReading(
+READINGS: dict[type[BaseModel], DataReading] = {
+    DataConfig: SEQUENCES,
+    PreferenceDataConfig: PAIRS,
+    StepDataConfig: DataReading(
         load_steps,
         "items",
         _parts_of_solution,
@@ -335,7 +334,7 @@ OFFLINE = {
         "solutions with the prompt",
         lambda data: data.lengths,  # type: ignore[no-any-return]
     ),
-    "kto": DataReading(
+    LabelledDataConfig: DataReading(
         load_labelled,
         "items",
         _parts_of_labelled,
@@ -343,5 +342,5 @@ OFFLINE = {
         "responses with the prompt",
         _taken_by_responses,
     ),
-    "distill": SEQUENCES,
 }
+"""How data for offline training are read and shown, by their settings."""

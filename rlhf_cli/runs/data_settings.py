@@ -2,6 +2,7 @@
 
 from pydantic import BaseModel, create_model
 
+from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import (
     DataConfig,
@@ -10,7 +11,7 @@ from rlhf_cli.config.data import (
     PromptConfig,
     StepDataConfig,
 )
-from rlhf_cli.config.inspection import PROMPT_COMMANDS, ShownDataConfig
+from rlhf_cli.config.inspection import ShownDataConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 
@@ -21,7 +22,7 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "dpo": PreferenceDataConfig,
     "kto": LabelledDataConfig,
     "distill": DataConfig,
-    **dict.fromkeys(PROMPT_COMMANDS, PromptConfig),
+    **dict.fromkeys(ONLINE_TRAINING, PromptConfig),
 }
 """The data settings of each command."""
 PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
@@ -31,10 +32,10 @@ PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", 
 def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
     """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
     fields = type(given).model_fields
-    names = PROMPT_NAMES if command in PROMPT_COMMANDS else {}
+    names = PROMPT_NAMES if command in ONLINE_TRAINING else {}
     values = {name: value for name, value in given if value != fields[name].default}
     cls = DATA_CONFIGS[command]
-    if command in PROMPT_COMMANDS:
+    if command in ONLINE_TRAINING:
         values.pop("max_new_tokens", None)  # a setting of the command, though not of its data
     foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
     if foreign:

@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "rlhf_cli"
 ROWS = [
     {
+        "command_table",
         "config",
         "flags",
         "foreign",

@@ -4,9 +4,11 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from rlhf_cli.config.inspection import EPISODE_COMMANDS, ShowConfig, ShownDataConfig, ShownEpisodeConfig
+from rlhf_cli.command_table import POLICY_GRADIENT
+from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig, ShownEpisodeConfig
 from rlhf_cli.config.model import TokenizerSource
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.errors import listed
 
 
 class DataCommandConfig(BaseModel):
@@ -23,10 +25,9 @@ class DataCommandConfig(BaseModel):
 
     @model_validator(mode="after")
     def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
-        if self.episodes.environment is not None and self.show.for_ not in EPISODE_COMMANDS:
-            *others, last = EPISODE_COMMANDS
+        if self.episodes.environment is not None and self.show.for_ not in POLICY_GRADIENT:
             raise ValueError(
                 "environment: an episode begins with a prompt of an online command: give --for "
-                f"{', '.join(others)} or {last}"
+                f"{listed(POLICY_GRADIENT, 'or')}"
             )
         return self

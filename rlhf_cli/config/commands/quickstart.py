@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.config.base import SettingsGroup
 
 
@@ -16,7 +17,7 @@ class QuickstartGroup(SettingsGroup):
     """Teach a tiny vision-language model to answer questions about pictures, instead of a language model to add."""
     environment: Literal["calculator"] | None = None
     """Teach the language model to call a tool for sums of larger numbers, and compare it with practice without one."""
-    algorithm: Literal["ppo", "reinforce++", "grpo", "rloo", "remax"] | None = None
+    algorithm: Literal[*POLICY_GRADIENT] | None = None  # type: ignore[valid-type]
     """Command to practise with; its own settings stay as they are by default. Without it ppo, with --images or
     --environment grpo."""
     seed: int = 42

@@ -6,14 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import pytest
 from pydantic import BaseModel
 
 from rlhf_cli import cli
+from rlhf_cli.command_table import Command
 from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.commands.quickstart import QuickstartGroup
 from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.version import __version__
 
@@ -59,7 +59,7 @@ def mood(config: MoodConfig) -> None:
 class MoodGroup(cli.CommandGroup):
     """`reinforce++` and `mood` instead of the program's commands."""
 
-    table = {"mood": cli.Entry("mood", "Moods", "End in a mood."), "reinforce++": cli.Entry("rpp", "Moods", "Plus.")}
+    table = {"mood": Command("mood", "Moods", "End in a mood."), "reinforce++": Command("rpp", "Moods", "Plus.")}
 
     def resolve_command(self, ctx, args):
         name, _, rest = super(cli.CommandGroup, self).resolve_command(ctx, args)
@@ -308,9 +308,3 @@ def test_bash_loads_the_completion_script():
 )
 def test_one_line_is_said_of_an_error_of_a_library(error, said):
     assert first_line(error) == said
-
-
-def test_the_quickstart_practises_with_every_online_command_that_needs_no_teacher() -> None:
-    online = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE and name != "gkd"]
-    named, _ = get_args(QuickstartGroup.model_fields["algorithm"].annotation)  # or None
-    assert list(get_args(named)) == online

@@ -9,6 +9,7 @@ from online_settings import LEAST, resolve
 from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
+from rlhf_cli.command_table import ONLINE_TRAINING, POLICY_GRADIENT
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
@@ -27,8 +28,6 @@ from rlhf_cli.runs.online.evaluation import evaluation_task
 from rlhf_cli.runs.online.group_files import check_state
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
-ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]
-POLICY = [name for name in ONLINE if name != "gkd"]
 AHEAD = {"async_train": "true"}
 NEEDED = {"gkd": {"teacher_pretrain": "x"}}
 """Settings that a command needs besides the ones of all."""
@@ -51,7 +50,7 @@ def settings(config: OnlineConfig, *names: str) -> tuple[Any, ...]:
     return tuple(values[name] for name in names)
 
 
-@pytest.mark.parametrize("command", ONLINE)
+@pytest.mark.parametrize("command", ONLINE_TRAINING)
 def test_only_a_command_with_a_critic_has_settings_of_one(command):
     flags = flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).keys()
     assert flags & CRITIC == (CRITIC if command == "ppo" else set())
@@ -60,7 +59,7 @@ def test_only_a_command_with_a_critic_has_settings_of_one(command):
     assert ("preset" in flags, "advantage_std" in flags) == (command == "grpo", command == "grpo")
 
 
-@pytest.mark.parametrize("command", ONLINE)
+@pytest.mark.parametrize("command", ONLINE_TRAINING)
 def test_the_defaults_of_a_command_fit_together(command):
     check_batches(resolve(command, **NEEDED.get(command, {})), ALGORITHMS[command])
 
@@ -292,7 +291,7 @@ def test_settings_that_need_a_reward_are_refused_beside_a_teacher_alone(command,
         resolve_alone(command, **given)
 
 
-@pytest.mark.parametrize("command", POLICY)
+@pytest.mark.parametrize("command", POLICY_GRADIENT)
 def test_a_run_without_reward_and_teacher_is_refused(command):
     with pytest.raises(UsageError, match=r"no reward: give --reward_funcs .* or a --teacher_pretrain MODEL"):
         resolve_alone(command, teacher_pretrain=None)
@@ -300,7 +299,7 @@ def test_a_run_without_reward_and_teacher_is_refused(command):
         resolve(command, distill_coef="0.5")
 
 
-@pytest.mark.parametrize("command", POLICY)
+@pytest.mark.parametrize("command", POLICY_GRADIENT)
 def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
     assert [resolve(command, **given).lag for given in ({}, AHEAD, AHEAD | {"max_staleness": 3})] == [0, 1, 3]
     assert resolve(command, **AHEAD, max_staleness=0).lag == 0
@@ -310,7 +309,7 @@ def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
         resolve(command, **AHEAD, max_staleness=-1)
 
 
-@pytest.mark.parametrize("command", POLICY)
+@pytest.mark.parametrize("command", POLICY_GRADIENT)
 def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command):
     partial = {"partial_rollout": "true"}
     config = resolve(command, **AHEAD, **partial)

@@ -1,0 +1,65 @@
+"""Lists of commands are derived from the table of commands, never repeated by hand."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.command_table import TRAINING
+
+ROOT = Path(__file__).parents[2] / "rlhf_cli"
+TABLE = "command_table.py"
+ENOUGH = 3
+"""Names that make a list: two occur together by chance."""
+ALLOWED = {
+    "config/inspection.py": "help texts of `rlhf data` about single settings, which are constants",
+    "config/teacher.py": "estimators that need no reward; their table imports torch, and settings must not",
+    "data/formats/marks.py": "the commands that leave marked text out of the loss",
+    "runs/data_settings.py": "a table: the data settings of each command",
+}
+
+
+def lists(source: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and names of each collection or phrase with at least `ENOUGH` training commands."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items) | ast.Dict(keys=items):
+                names = [item.value for item in items if isinstance(item, ast.Constant) and item.value in TRAINING]
+            case ast.Constant(value=str(text)):
+                names = phrase(text)
+            case _:
+                continue
+        if len(set(names)) >= ENOUGH:
+            yield node.lineno, names
+
+
+def phrase(text: str) -> list[str]:
+    """Return the first `ENOUGH` or more commands that are separated by nothing but commas, and, or."""
+    name = rf"(?:rlhf )?(?:{'|'.join(sorted(map(re.escape, TRAINING), key=len, reverse=True))})(?![\w+-])"
+    found = re.search(rf"(?<![\w+-]){name}(?:(?:, (?:and |or )?| and | or |/){name}){{{ENOUGH - 1},}}", text)
+    return re.findall(name, found[0]) if found else []
+
+
+@pytest.mark.parametrize("path", sorted(set(ROOT.rglob("*.py")) - {ROOT / TABLE}), ids=lambda path: path.name)
+def test_a_module_lists_no_commands_by_hand(path: Path) -> None:
+    found = list(lists(path.read_text(encoding="utf-8")))
+    if path.relative_to(ROOT).as_posix() in ALLOWED:
+        assert found, "remove it from ALLOWED"
+    else:
+        assert not found, f"derive the list from {TABLE}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("NAMES = ('ppo', 'grpo', 'rloo')", ["ppo", "grpo", "rloo"]),
+        ("TABLE = {'sft': 1, 'dpo': 2, 'kto': 3}", ["sft", "dpo", "kto"]),
+        ("raise ValueError('give it to rlhf ppo, reinforce++ or remax')", ["rlhf ppo", "reinforce++", "remax"]),
+        ("PAIR = ['ppo', 'grpo', 'generate']", []),
+        ("text = 'ppo, or grpo-like rloo'", []),
+    ],
+)
+def test_lists_are_found_in_collections_and_phrases(source: str, expected: list[str]) -> None:
+    assert [names for _, names in lists(source)] == ([expected] if expected else [])
