@@ -13,6 +13,6 @@ def begin_ranks(launch: LaunchConfig, tracking: TrackingConfig) -> None:
         from rlhf_cli.backends.process.launch import run_ranks
 
         sys.exit(run_ranks(launch.num_processes, sys.argv[1:]))
-    from rlhf_cli.tracking.tracker import check_tracking
+    from rlhf_cli.tracking.sinks import check_tracking
 
     check_tracking(tracking)

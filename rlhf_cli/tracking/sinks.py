@@ -1,16 +1,19 @@
-"""Where metrics and samples are kept: JSON lines in the run directory, TensorBoard, Weights & Biases.
+"""The sinks of a run's metrics and samples: JSON lines in the run directory, TensorBoard, Weights & Biases, and code
+from outside. `SINKS` is their table.
 
-terminal/progress.py writes to the terminal, and report/page.py makes a page of the files.
+terminal/progress.py writes to the terminal, and report/page.py renders the files as a page.
 """
 
 import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 
@@ -22,14 +25,6 @@ SETTINGS_FILE = "config.yaml"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-class MetricSink(Protocol):
-    """Anything that takes the numbers of a step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def plain_number(value: Any) -> float | int | bool:
@@ -133,7 +128,7 @@ class SamplesFile:
     def __init__(self, output: Path, *, resume_step: int | None, name: str = SAMPLES_FILE) -> None:
         self._lines = JsonLines(output / name, resume_step=resume_step)
 
-    def log(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
+    def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append the samples of a step; they are on the disk when this returns."""
         for sample in samples:
             self._lines.write(step, without_non_finite(sample))
@@ -141,6 +136,27 @@ class SamplesFile:
 
     def close(self) -> None:
         self._lines.close()
+
+
+class SampleFiles:
+    """samples.jsonl, and eval_samples.jsonl once a run evaluates."""
+
+    def __init__(self, output: Path, *, resume_step: int | None) -> None:
+        self._training = SamplesFile(output, resume_step=resume_step)
+        self._evaluation: SamplesFile | None = None
+        self._open_evaluation = lambda: SamplesFile(output, resume_step=resume_step, name=EVAL_SAMPLES_FILE)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        self._training.write(step, rows)
+
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        self._evaluation = self._evaluation or self._open_evaluation()
+        self._evaluation.write(step, rows)
+
+    def close(self) -> None:
+        self._training.close()
+        if self._evaluation is not None:
+            self._evaluation.close()
 
 
 class TensorBoardSink:
@@ -190,9 +206,8 @@ class WandbSink:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    @property
-    def run_id(self) -> str:
-        return str(self._run.id)
+    def state(self) -> dict[str, object]:
+        return {"wandb_run_id": str(self._run.id)}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -219,3 +234,65 @@ def check_wandb_key(environment: Mapping[str, str], *, netrc: Path) -> None:
     has_key = any(environment.get(key) for key in WANDB_KEYS)
     if not offline and not has_key and not netrc.exists():
         raise UsageError("--use_wandb needs a key in WANDB_API_KEY (or WANDB_MODE=offline)")
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """The run that a sink is opened for.
+
+    `resume_step` is the step to resume after, None for a new run. `saved` is the merged `state()` of all sinks in the
+    checkpoint.
+    """
+
+    output: Path
+    config: TrackingConfig
+    settings: Mapping[str, object]
+    resume_step: int | None
+    saved: Mapping[str, object]
+
+
+def open_wandb(run: SinkContext) -> WandbSink:
+    """Open the run's page on Weights & Biases, the one of before if the run is resumed."""
+    run_id = str(run.saved["wandb_run_id"]) if run.saved.get("wandb_run_id") else None
+    return WandbSink(import_wandb(), run.config, output=run.output, settings=run.settings, run_id=run_id)
+
+
+def open_own(run: SinkContext) -> Any:
+    """Construct the tracker of --tracker, and give it the saved state if it takes one."""
+    tracker = load_target(run.config.tracker)(run.output, run.settings, run.resume_step)  # type: ignore[arg-type]
+    if run.resume_step is not None and hasattr(tracker, "load_state"):
+        tracker.load_state(run.saved)
+    return tracker
+
+
+@dataclass(frozen=True)
+class SinkRow:
+    """A sink: `setting` of `TrackingConfig` switches it on (empty: always); `check` raises UsageError if it cannot run.
+
+    The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`, `close()`,
+    `evaluation_samples(step, rows)` and `state()`, whose JSON values go into the checkpoint.
+    """
+
+    setting: str
+    open: Callable[[SinkContext], Any]
+    check: Callable[[], object] = lambda: None
+
+
+SINKS = (
+    SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step)),
+    SinkRow("", lambda run: SampleFiles(run.output, resume_step=run.resume_step)),
+    SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step)),
+    SinkRow("tracker", open_own),
+    SinkRow("use_wandb", open_wandb, check=import_wandb),
+)
+
+
+def sinks_of(config: TrackingConfig) -> list[SinkRow]:
+    """Return the rows of the sinks that the settings switch on."""
+    return [row for row in SINKS if not row.setting or getattr(config, row.setting)]
+
+
+def check_tracking(config: TrackingConfig) -> None:
+    """Raise UsageError if a sink cannot work. Call this before anything starts."""
+    for row in sinks_of(config):
+        row.check()

@@ -6,31 +6,25 @@ Decides nothing about training. Only rank 0 has a `Tracker`; the others have a `
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import yaml
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking import memory
 from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.sinks import (
-    EVAL_SAMPLES_FILE,
     RUN_FILE,
     SETTINGS_FILE,
-    MetricsFile,
-    MetricSink,
-    SamplesFile,
-    TensorBoardSink,
-    WandbSink,
-    import_wandb,
+    SinkContext,
     plain_number,
     read_metrics,
+    sinks_of,
 )
 from rlhf_cli.tracking.summary import Summary, summarise
 from rlhf_cli.tracking.terminal.live_view import LiveView
@@ -41,12 +35,6 @@ SECONDS_BETWEEN_MEMORY_READINGS = 2.0
 LOGS = "logs"  # folder in the run directory
 SUMMARY_METRICS = 4
 SUMMARY_PHASES = 6
-
-
-def check_tracking(config: TrackingConfig) -> None:
-    """Raise UsageError if something the settings ask for is missing. To be called before anything starts."""
-    if config.use_wandb:
-        import_wandb()
 
 
 class Tracker:
@@ -77,13 +65,11 @@ class Tracker:
         self._facts = {"command": command, "unit": unit, "total_steps": total_steps}
         self._unit = unit
         self._resume_step = resume_step
-        self._metrics = MetricsFile(output, resume_step=resume_step)
-        self._samples = SamplesFile(output, resume_step=resume_step)
-        self._eval_samples: SamplesFile | None = None  # of runs that evaluate
         self._thumbnails = Thumbnails(output)
-        self._sinks: list[MetricSink] = [self._metrics]
-        self._wandb: WandbSink | None = None
-        self._add_sinks(config, saved or {})
+        settings_file = output / SETTINGS_FILE
+        settings = yaml.safe_load(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+        context = SinkContext(output, config, settings, resume_step, saved or {})
+        self._sinks = [row.open(context) for row in sinks_of(config)]
         self._pace = Pace(total_steps, start_step=resume_step or 0)
         self._view: View = PlainView(console, self._pace, unit=unit, every=config.logging_steps)
         self._starting = True
@@ -92,18 +78,9 @@ class Tracker:
         self._memory_read = -math.inf
         self._flagged: set[str] = set()
 
-    def _add_sinks(self, config: TrackingConfig, saved: Mapping[str, object]) -> None:
-        if config.use_tensorboard:
-            self._sinks.append(TensorBoardSink(self._output, resume_step=self._resume_step))
-        settings_file = self._output / SETTINGS_FILE
-        settings = yaml.safe_load(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
-        if config.tracker is not None:
-            own: MetricSink = load_target(config.tracker)(self._output, settings, self._resume_step)
-            self._sinks.append(own)
-        if config.use_wandb:
-            run_id = str(saved["wandb_run_id"]) if saved.get("wandb_run_id") else None
-            self._wandb = WandbSink(import_wandb(), config, output=self._output, settings=settings, run_id=run_id)
-            self._sinks.append(self._wandb)
+    def _each(self, method: str) -> list[Callable[..., Any]]:
+        """Return this method of every sink that has it."""
+        return [getattr(sink, method) for sink in self._sinks if hasattr(sink, method)]
 
     def start(self, facts: Mapping[str, str], *, is_kept: bool = True) -> None:
         """Announce the run: `facts` are shown in their order, run directory and logs after them if it is kept.
@@ -142,8 +119,8 @@ class Tracker:
             measured["perf/tokens_per_second"] = metrics["num_tokens"] / busy
         plain = {name: plain_number(value) for name, value in metrics.items()}
         full = plain | measured | self._read_memory(now) | {k: v for k, v in plain.items() if k.startswith("memory/")}
-        for sink in self._sinks:
-            sink.log(step, full)
+        for log in self._each("log"):
+            log(step, full)
         self._flag(step, full)
         self._pace.reach(step)
         self._view.step(Reading(step, full))
@@ -155,8 +132,8 @@ class Tracker:
         """
         named = {f"eval/{name.removeprefix('eval/')}": plain_number(value) for name, value in metrics.items()}
         measured = {f"time/{name}": seconds for name, seconds in (phases or {}).items()}
-        for sink in self._sinks:
-            sink.log(step, named | measured)
+        for log in self._each("log"):
+            log(step, named | measured)
         self._flag(step, named)
         names = [name for name in prominent(named) if not name.startswith("eval/num_")][:SUMMARY_METRICS]
         shown = "  ".join(f"{title(name[5:])} {number(named[name])}{interval(name, named)}" for name in names)
@@ -168,21 +145,23 @@ class Tracker:
 
         `images` of a row are its pictures: small copies of those of the first rows are kept.
         """
-        self._samples.log(step, self._thumbnails.rows(rows))
+        kept = self._thumbnails.rows(rows)
+        for write in self._each("samples"):
+            write(step, kept)
 
     def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Record responses of an evaluation after a step, as `samples` does, in a file of their own."""
-        if self._eval_samples is None:
-            self._eval_samples = SamplesFile(self._output, resume_step=self._resume_step, name=EVAL_SAMPLES_FILE)
-        self._eval_samples.log(step, self._thumbnails.rows(rows))
+        kept = self._thumbnails.rows(rows)
+        for write in self._each("evaluation_samples"):
+            write(step, kept)
 
     def message(self, text: str) -> None:
         """Show a line that stays on the terminal."""
         self._view.message(text)
 
     def state(self) -> dict[str, object]:
-        """Return the tracker's state for a checkpoint."""
-        return {} if self._wandb is None else {"wandb_run_id": self._wandb.run_id}
+        """Return the state of all sinks for a checkpoint."""
+        return {name: value for state in self._each("state") for name, value in state().items()}
 
     def close(
         self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None, has_course: bool = True
@@ -192,11 +171,8 @@ class Tracker:
         Without a course, when the steps are parts of one measurement, metrics are not compared from first to last.
         """
         self._view.close()
-        for sink in self._sinks:
-            sink.close()
-        self._samples.close()
-        if self._eval_samples is not None:
-            self._eval_samples.close()
+        for close in self._each("close"):
+            close()
         self._write_facts(outcome)
         done = f"{self._pace.step}/{self._pace.total_steps} {self._unit}s in {duration(self._pace.elapsed)}"
         self._console.print()

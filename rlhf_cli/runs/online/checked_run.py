@@ -57,7 +57,7 @@ from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import reward_file_notice
 from rlhf_cli.runs.run_directory import RunDirectory, run_directory
 from rlhf_cli.runs.trained_model import TrainedModel, reference_notice
-from rlhf_cli.tracking.tracker import check_tracking
+from rlhf_cli.tracking.sinks import check_tracking
 from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps

@@ -1,6 +1,8 @@
 """Trackers of others: the page's example gets a run's metrics, and a class without the methods is refused."""
 
 import io
+import json
+from functools import partial
 
 import pytest
 from extending_page import page_file
@@ -42,6 +44,30 @@ def test_a_tracker_gets_the_settings_of_the_run(tmp_path) -> None:
     (run / "config.yaml").write_text("seed: 7\n")
     run_steps(config.tracking, run, steps=())
     assert (run / "seen").read_text() == "7"
+
+
+def test_a_tracker_gets_samples_and_its_saved_state_if_it_has_the_methods(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "    def __init__(self, folder, settings, step): self.folder, self.seen = folder, []\n"
+        "    def log(self, step, metrics): pass\n"
+        "    def samples(self, step, rows): self.seen += [[step, row['response']] for row in rows]\n"
+        "    def evaluation_samples(self, step, rows): self.seen += [['eval', row['response']] for row in rows]\n"
+        "    def state(self): return {'seen': self.seen}\n"
+        "    def load_state(self, state): self.seen = state['seen']\n"
+        "    def close(self): pass\n"
+    )
+    tracking = resolve("rloo", tracker=f"{tmp_path}/own.py:Own", use_tensorboard=False).tracking
+    console = Console(file=io.StringIO())
+    run = partial(Tracker, tracking, tmp_path / "run", command="rloo", total_steps=2, console=console)
+    with run(resume_step=None) as first:
+        first.samples(1, [{"response": "a"}, {"response": "b"}])
+        first.evaluation_samples(1, [{"response": "c"}])
+        saved = json.loads(json.dumps(first.state()))
+    assert saved == {"seen": [[1, "a"], [1, "b"], ["eval", "c"]]}
+    with run(resume_step=1, saved=saved) as second:
+        second.samples(2, [{"response": "d"}])
+        assert second.state() == {"seen": [[1, "a"], [1, "b"], ["eval", "c"], [2, "d"]]}
 
 
 @pytest.mark.parametrize(

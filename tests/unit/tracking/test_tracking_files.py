@@ -129,7 +129,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path):
 
 def test_samples_keep_texts_as_they_are_and_have_null_for_numbers_that_are_not_finite(tmp_path):
     row = {"response": 'NaN\u2028\n"</script>', "reward": math.nan, "parts": {"length": -math.inf, "exact": 1.0}}
-    SamplesFile(tmp_path, resume_step=None).log(4, [row])
+    SamplesFile(tmp_path, resume_step=None).write(4, [row])
     expected = {**row, "step": 4, "reward": None, "parts": {"length": None, "exact": 1.0}}
     assert list(read_lines(tmp_path / "samples.jsonl")) == [expected]
 
@@ -264,8 +264,12 @@ class FakeWandb:
 def test_wandb_run_is_continued_by_its_id(tmp_path):
     wandb = FakeWandb()
     new = WandbSink(wandb, TrackingConfig(), output=tmp_path / "run7", settings={"seed": 3}, run_id=None)
-    assert (new.run_id, wandb.given["name"], wandb.given["config"]) == ("abc123", "run7", {"seed": 3})
-    WandbSink(wandb, TrackingConfig(), output=tmp_path, settings={}, run_id=new.run_id).log(9, {"loss": 1.0})
+    assert (new.state(), wandb.given["name"], wandb.given["config"]) == (
+        {"wandb_run_id": "abc123"},
+        "run7",
+        {"seed": 3},
+    )
+    WandbSink(wandb, TrackingConfig(), output=tmp_path, settings={}, run_id="abc123").log(9, {"loss": 1.0})
     assert wandb.given["id"] == "abc123"
     assert wandb.given["resume"] == "allow"
     assert wandb.logged == [{"step": 9, "loss": 1.0}]

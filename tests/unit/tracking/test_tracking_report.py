@@ -44,7 +44,7 @@ def make_run(path: Path, *, command: str = "ppo", steps: int = 40, samples: bool
         rows = [
             {"prompt": f"p{i}", "response": ATTACK, "label": "4", "reward": 0.5, "verdict": "wrong"} for i in range(3)
         ]
-        SamplesFile(path, resume_step=None).log(steps, rows)
+        SamplesFile(path, resume_step=None).write(steps, rows)
     facts = {"Model": "tiny <b>&</b>"}
     about = {"command": command, "unit": "iteration", "total_steps": steps, "facts": facts, "outcome": "finished"}
     (path / "run.json").write_text(json.dumps(about))
@@ -128,7 +128,7 @@ def test_answers_of_evaluations_are_browsed_beside_the_rollouts(tmp_path):
     answers = SamplesFile(tmp_path, resume_step=None, name=EVAL_SAMPLES_FILE)
     for step in (0, 40):
         rows = [{"prompt": f"q{i}", "response": ATTACK, "label": "9", "reward": 1.0, "data": "sums"} for i in range(20)]
-        answers.log(step, rows)
+        answers.write(step, rows)
     page = page_of(tmp_path)
     elements = Elements(page)
     assert elements.open == []
@@ -205,7 +205,7 @@ def test_report_replaces_an_earlier_one_at_once(tmp_path):
 def test_selected_rollouts_are_spread_over_the_run_and_bounded(tmp_path):
     samples = SamplesFile(tmp_path, resume_step=None)
     for step in range(1, 201):
-        samples.log(step, [{"response": f"{step}.{i}"} for i in range(20)])
+        samples.write(step, [{"response": f"{step}.{i}"} for i in range(20)])
     rollouts = read_rollouts(tmp_path / "samples.jsonl")
     steps = [row["step"] for row in rollouts.rows]
     assert rollouts.num_all == 4000
@@ -215,7 +215,7 @@ def test_selected_rollouts_are_spread_over_the_run_and_bounded(tmp_path):
 
 
 def test_very_long_response_is_cut_with_a_note(tmp_path):
-    SamplesFile(tmp_path, resume_step=None).log(1, [{"response": "x" * 12_345}])
+    SamplesFile(tmp_path, resume_step=None).write(1, [{"response": "x" * 12_345}])
     text = read_rollouts(tmp_path / "samples.jsonl").rows[0]["response"]
     assert text == "x" * 12_000 + " … (345 more characters in samples.jsonl)"
 
@@ -291,7 +291,7 @@ def test_pictures_of_the_first_samples_are_in_the_page(tmp_path):
         assert image.size == (128, 256)
     make_run(tmp_path, samples=False)
     outside = {"prompt": "q", "response": "", "images": ["../secret.png", "/etc/passwd", 7, "sample_images/gone.png"]}
-    SamplesFile(tmp_path, resume_step=None).log(1, [*kept, outside])
+    SamplesFile(tmp_path, resume_step=None).write(1, [*kept, outside])
     found = read_rollouts(tmp_path / "samples.jsonl").images
     assert list(found) == ["sample_images/red.png"]
     page = write_report(tmp_path, stages={"sft": tmp_path}).read_text()
@@ -323,7 +323,7 @@ EPISODE = {
 
 def test_turns_of_episodes_are_in_the_page_and_cannot_act(tmp_path):
     make_run(tmp_path, samples=False)
-    SamplesFile(tmp_path, resume_step=None).log(1, [EPISODE])
+    SamplesFile(tmp_path, resume_step=None).write(1, [EPISODE])
     page = page_of(tmp_path)
     (row,) = rollouts_of(page)
     assert (row["messages"], row["turn_rewards"]) == (EPISODE["messages"], [0.25, 0.75])
@@ -371,7 +371,7 @@ def test_branches_of_an_episode_are_in_the_page_and_not_among_its_numbers(tmp_pa
     branched = EPISODE | {
         "branches": [[{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "early"}]]
     }
-    SamplesFile(tmp_path, resume_step=None).log(1, [branched])
+    SamplesFile(tmp_path, resume_step=None).write(1, [branched])
     page = page_of(tmp_path)
     (row,) = rollouts_of(page)
     assert row["branches"] == branched["branches"]
@@ -381,7 +381,7 @@ def test_branches_of_an_episode_are_in_the_page_and_not_among_its_numbers(tmp_pa
 
 def test_long_texts_of_an_episode_are_cut_to_equal_shares(tmp_path):
     said = [{"role": "user", "content": "x" * 20_000, "tool_calls": [{"function": {"arguments": {"a": "y" * 20_000}}}]}]
-    SamplesFile(tmp_path, resume_step=None).log(1, [{"messages": said * 10}, {"messages": said}])
+    SamplesFile(tmp_path, resume_step=None).write(1, [{"messages": said * 10}, {"messages": said}])
     many, one = (row["messages"] for row in read_rollouts(tmp_path / "samples.jsonl").rows)
     assert len(many) == 10
     assert many[9]["content"] == "x" * 4_800 + " … (15200 more characters in samples.jsonl)"
