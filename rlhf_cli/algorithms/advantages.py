@@ -1,7 +1,7 @@
-"""Advantages of response tokens.
+"""Advantage estimators for response tokens.
 
-Only response tokens that are trained are present, so tool output and other text a model did not write leaves no
-hole: the value and advantage of the next trained token are the "next" ones. Where rewards come from is elsewhere.
+Only trained response tokens are present: tool output and other text that the model did not write is skipped, and "next"
+means the next trained token.
 """
 
 import torch
@@ -10,17 +10,18 @@ from torch import Tensor
 from rlhf_cli.algorithms.groups import group_normalised, scale_of
 from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
 
+# Relative to the squared score range, so rewards of 0 and 1e-6 give the same advantages as 0 and 1.
 WHITEN_EPS = 1e-8
 
 
 def gae(
     rewards_N: Tensor, values_N: Tensor, cu: Tensor, *, gamma: float, lambd: float, bootstrap_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the generalised advantages and returns, both `[N]` in the type of `values_N`.
+    """Compute generalized advantages and returns, both `[N]` in the dtype of `values_N`.
 
     `d_t = r_t + gamma V_{t+1} - V_t`, `A_t = d_t + gamma lambd A_{t+1}`, returns `A + V` (arXiv 1506.02438, eq. 16).
-    `V` after the last token is `bootstrap_B`: the value of the state a response was cut at, 0 for a finished one and
-    for all if not given.
+    After the last token, `V` is `bootstrap_B`: the value of the state where the response was truncated, or 0 for a
+    finished response (the default).
     """
     values = values_N.double()
     deltas_N = rewards_N.double() + gamma * shift_left(values, cu, last_B=bootstrap_B) - values
@@ -29,15 +30,15 @@ def gae(
 
 
 def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:
-    """Return `sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
+    """Compute `sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
     return suffix_scan(rewards_N, cu, gamma)
 
 
 def step_advantages(steps_N: Tensor, cu: Tensor, groups_B: Tensor) -> Tensor:
-    """Return at each token the sum of the normalised rewards of the steps that end there or later, `[N]`.
+    """Compute at each token the sum of normalized step rewards from that token on, `[N]`.
 
-    Process supervision of GRPO (arXiv 2402.03300, section 4.1.3): the rewards of all steps of a group are normalised
-    together. `steps_N` has the reward of a step at its last token, NaN elsewhere.
+    This is GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards in a group are normalized
+    together. `steps_N` holds each step reward at the last token of the step, NaN elsewhere.
     """
     is_end_N = ~steps_N.isnan()
     normal_S = group_normalised(steps_N[is_end_N], groups_B[segment_ids(cu)[is_end_N]])
@@ -46,29 +47,29 @@ def step_advantages(steps_N: Tensor, cu: Tensor, groups_B: Tensor) -> Tensor:
 
 
 def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
-    """Return one advantage a response, `[N]` at each of its tokens."""
+    """Repeat a per-response advantage at each response token, `[N]`."""
     return advantages_B[segment_ids(cu)]
 
 
 def drawn_to_teacher(advantages_N: Tensor, log_ratio_N: Tensor, *, coef: float) -> Tensor:
-    """Return `A - coef (log policy - log teacher)` at each token: on-policy distillation.
+    """Compute `A - coef (log policy - log teacher)` at each token: on-policy distillation.
 
-    `log_ratio_N` of the sampled tokens. The expected gradient at a token is of the reverse KL divergence in the state
-    before it, in which sampling is not differentiated (arXiv 2306.13649, section 3.1): the single-step part of arXiv
-    2306.08543, section 2.2, without the sum over later tokens.
+    `log_ratio_N` covers the sampled tokens. The expected gradient at a token is the gradient of the reverse KL
+    divergence in the preceding state, without differentiating through sampling (arXiv 2306.13649, section 3.1). This is
+    the single-step term of arXiv 2306.08543, section 2.2, without the sum over later tokens.
     """
     return advantages_N - coef * log_ratio_N
 
 
 def whiten(x_N: Tensor, *, scale: float | None = None) -> Tensor:
-    """Return `(x - mean) / sqrt(var + 1e-8 scale^2)` with the unbiased variance over all tokens given; one token alone
-    becomes 0.
+    """Whiten over all tokens: `(x - mean) / sqrt(var + 1e-8 scale^2)` with the unbiased variance.
 
-    `scale` is that of `x_N` if not given. Give that of the scores if `x_N` contains more than scores: where all scores
-    are equal, KL divergences of nearly 0 must not become advantages of 1.
+    A single token becomes 0. `scale` defaults to the range of `x_N`. Pass the score range if `x_N` also contains KL
+    penalties: with equal scores, KL values near 0 must not become advantages of 1.
     """
     if x_N.numel() < 2:
         return torch.zeros_like(x_N)
+    # float64: a float32 mean over millions of tokens would lose the last digits.
     variance, mean = torch.var_mean(x_N.double(), correction=1)
     eps = WHITEN_EPS * (scale_of(x_N) if scale is None else scale) ** 2
     return ((x_N.double() - mean) / torch.sqrt(variance + eps)).to(x_N.dtype)

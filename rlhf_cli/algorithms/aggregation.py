@@ -1,8 +1,8 @@
-"""How per-token values of one micro-batch add up to a mean over the whole optimizer step.
+"""Per-token values from a micro-batch, reduced to partial means over the optimizer step.
 
-Every function returns a *part*: the sum of the parts of all micro-batches of all ranks is the global mean. So the
-loss and its gradient do not depend on how the step was cut up. A trainer whose gradients are averaged over ranks
-multiplies the part by the number of ranks.
+Every function returns a *partial* value: summed over all micro-batches and ranks, it is the global mean. Micro-batching
+therefore never changes the loss or the gradient. A trainer that averages gradients over ranks multiplies the partial
+value by the number of ranks.
 """
 
 from collections.abc import Mapping
@@ -16,33 +16,36 @@ from rlhf_cli.config.policy import LossAgg
 
 Metrics = dict[str, Tensor]
 
+# combine_metrics reduces by this suffix, so a mean must not end in it.
 MAX_SUFFIX = "_max"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Size of one optimizer step over all micro-batches and ranks: trained tokens and sequences."""
+    """Optimizer step size over all micro-batches and ranks: trained tokens and sequences."""
 
     num_tokens: int
     num_sequences: int
 
 
 def token_mean(values_K: Tensor, totals: StepTotals) -> Tensor:
-    """Part of the mean over all trained tokens of the step, `sum(x) / N`. Zero, still with a graph, where K is 0."""
+    """Partial mean over all trained tokens in the step, `sum(x) / N`. With K = 0 it is zero, with a graph."""
+    # An empty sum stays connected to the graph: a rank without tokens must still run backward and its collectives.
     return values_K.sum() / max(totals.num_tokens, 1)
 
 
 def sequence_mean(values_B: Tensor, totals: StepTotals) -> Tensor:
-    """Part of the mean over all sequences of the step, `sum(x) / S`; per-token values count summed over a sequence."""
+    """Partial mean over all sequences in the step, `sum(x) / S`. Per-token values are summed over each sequence."""
     return values_B.sum() / max(totals.num_sequences, 1)
 
 
 def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg, max_new_tokens: int) -> Tensor:
-    """Part of the step's mean of a per-token loss, with its gradient; `cu` `[B+1]` bounds the sequences.
+    """Compute a micro-batch's partial loss, with gradient. `cu` `[B+1]` marks sequence boundaries.
 
-    With N tokens and S sequences in the step: token_mean `sum(x) / N`; seq_mean the mean over sequences of each one's
-    mean over its tokens; seq_sum_norm `sum(x) / (S max_new_tokens)`, which favours no length (Dr. GRPO, arXiv
-    2503.20783).
+    With N tokens and S sequences in the step:
+    - token_mean: `sum(x) / N`
+    - seq_mean: mean over sequences of the mean over tokens
+    - seq_sum_norm: `sum(x) / (S max_new_tokens)`, without length bias (Dr. GRPO, arXiv 2503.20783)
     """
     if kind == "token_mean":
         return token_mean(values_K, totals)
@@ -55,15 +58,14 @@ def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg
 
 
 def maximum(values_K: Tensor) -> Tensor:
-    """Return the largest of values that are never negative; 0 without any. Such metrics are named `..._max`."""
+    """Return the maximum of non-negative values, or 0 if empty. Names of such metrics end in `_max`."""
     return values_K.max() if values_K.numel() else values_K.new_zeros(())
 
 
 def combine_metrics(parts: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Metrics:
-    """Return the metrics of two micro-batches (or ranks) as one: sums of parts, the larger one of those named
-    `..._max`.
+    """Combine metrics from two micro-batches or ranks: add partial means, take the larger value for `..._max`.
 
-    A metric that only one side has is kept.
+    A metric present in only one of them is kept.
     """
     combined = dict(parts)
     for name, value in other.items():

@@ -1,7 +1,7 @@
-"""Estimates about a model from samples of answers: pass@k and maj@k without bias, and 95 % intervals over prompts.
+"""Model estimates from sampled answers: unbiased pass@k and maj@k, and 95% intervals over prompts.
 
-Plain numbers in and out. Which answers count as right, and which are left out because nobody could judge them, is
-decided before (rewards/evaluation.py).
+Plain numbers in and out. Correctness, and the exclusion of answers that could not be judged, are decided in
+rewards/evaluation.py.
 """
 
 import math
@@ -12,29 +12,30 @@ from itertools import groupby
 from operator import itemgetter
 
 Z = 1.959964
-"""Standard normal quantile of a two-sided interval of 95 %."""
+"""Standard normal quantile for a two-sided 95% interval."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, *, k: int) -> float:
-    """Return the probability that at least one of `k` samples is right: `1 - C(n-c, k) / C(n, k)` for c right ones of
-    n.
+    """Estimate the probability that at least one of `k` samples is correct: `1 - C(n-c, k) / C(n, k)`, c correct of n.
 
-    Unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1), as the product of `1 - k/i` over n-c < i <= n, so that no
-    binomial is ever formed. Raises ValueError for fewer than k samples.
+    Unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1). Computed as the product of `1 - k/i` over n-c < i <= n,
+    which avoids large binomials. Raises ValueError for fewer than k samples.
     """
     _check_k(num_samples, k)
+    # Any k samples include a correct one. The product below would need a negative factor.
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: int) -> float:
-    """Return the probability that the most frequent answer among `k` of the samples is right, over all choices of k.
+    """Compute the probability that the most frequent answer among `k` samples is correct, over all choices of k.
 
-    Answers that are equally frequent share the vote: its value is the mean over them. None is no vote; if no sample
-    votes, the value is 0. An answer that was judged both ways counts with the share of its samples that are right.
-    Exact, by counting: for each right answer and each number m of its votes, in how many choices the others have at
-    most m, and how many of them have just m. Raises ValueError for fewer than k samples.
+    Tied answers split the vote: the value is their mean correctness. None is not a vote; without votes the value is 0.
+    An answer judged both ways counts as its fraction of correct samples.
+
+    Exact, by counting: for each correct answer and each vote count m, count the choices where no other answer exceeds m
+    votes, by the number of ties at m. Raises ValueError for fewer than k samples.
     """
     _check_k(len(answers), k)
     votes = Counter(answer for answer in answers if answer is not None)
@@ -42,6 +43,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: 
     right = Counter(
         answer for answer, is_right in zip(answers, correct, strict=True) if is_right and answer is not None
     )
+    # Fractions: binomials over hundreds of samples exceed float64 precision, and ties need exact equality.
     total = Fraction(0)
     for answer, num_right in right.items():
         others = [count for other, count in votes.items() if other != answer]
@@ -54,13 +56,14 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: 
 
 
 def best_at_k(values: Sequence[float], correct: Sequence[bool], *, k: int) -> float:
-    """Return the probability that the sample with the highest value among `k` is right, over all choices of k.
+    """Compute the probability that the highest-valued sample among `k` is correct, over all choices of k.
 
-    Samples with equal values share the choice. The highest of k is in a group of g equal values above m others in
-    `C(m + g, k) - C(m, k)` choices. Raises ValueError for fewer than k samples.
+    Samples with equal values split the choice. The highest of k is in a group of g equal values, with m samples below
+    it, in `C(m + g, k) - C(m, k)` choices. Raises ValueError for fewer than k samples.
     """
     _check_k(len(values), k)
     total, num_below = Fraction(0), 0
+    # groupby merges only neighbors, so sort first. Ties must be one group: they split the choice.
     for _, group in groupby(sorted(zip(values, correct, strict=True)), key=itemgetter(0)):
         rights = [is_right for _, is_right in group]
         ways = math.comb(num_below + len(rights), k) - math.comb(num_below, k)
@@ -75,13 +78,15 @@ STEP_AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "last": itemgetter(-1),
     "mean": lambda scores: math.fsum(scores) / len(scores),
 }
-"""From the probabilities of a response's steps to one value of the response (min, prod: arXiv 2305.20050)."""
+"""Reduce step probabilities to one response value (min, prod: arXiv 2305.20050)."""
 
 
 def _shared(others: Sequence[int], silent: int, *, m: int, left: int) -> Fraction:
-    """Return the choices of `left` samples from others and silent ones in which no other answer has more than m votes,
-    each counted as one of the `1 + t` answers that have m, where t others have as many.
+    """Count choices of `left` samples from other answers and non-votes with at most m votes for any other answer.
+
+    Each choice is weighted by 1 / (1 + t) if t other answers also have m votes.
     """
+    # Dynamic programming over answers: the number of (ties, size) states is polynomial, the number of choices is not.
     ways = {(0, size): math.comb(silent, size) for size in range(min(silent, left) + 1)}  # (t, samples chosen)
     for count in others:
         after: dict[tuple[int, int], int] = {}
@@ -94,7 +99,7 @@ def _shared(others: Sequence[int], silent: int, *, m: int, left: int) -> Fractio
 
 
 def wilson_interval(share: float, num_trials: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share (Wilson 1927), which stays sensible near 0 and 1 and for few trials."""
+    """Compute the 95% score interval for a proportion (Wilson 1927), reliable near 0 and 1 and for few trials."""
     centre = (share + Z * Z / (2 * num_trials)) / (1 + Z * Z / num_trials)
     spread = math.sqrt(share * (1 - share) / num_trials + Z * Z / (4 * num_trials**2))
     half = Z * spread / (1 + Z * Z / num_trials)
@@ -102,9 +107,9 @@ def wilson_interval(share: float, num_trials: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean over prompts by the central limit theorem; None for a single prompt.
+    """Compute the 95% interval for a mean over prompts by the central limit theorem; None for a single prompt.
 
-    The samples of a prompt are no trials of their own: they enter as the prompt's mean (Miller 2024, arXiv 2411.00640).
+    Samples for the same prompt are not independent trials, so pass the mean per prompt (Miller 2024, arXiv 2411.00640).
     """
     if len(values) < 2:
         return None
@@ -115,7 +120,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def share_interval(shares: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of mean shares: Wilson's if each is 0 or 1, else a mean's interval, cut to [0, 1]."""
+    """Compute the 95% interval for a mean proportion, clamped to [0, 1]: Wilson if all are 0 or 1, else normal."""
     if all(share in (0.0, 1.0) for share in shares):
         return wilson_interval(sum(shares) / len(shares), len(shares))
     found = mean_interval(shares)

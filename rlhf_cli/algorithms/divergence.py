@@ -1,7 +1,7 @@
-"""Divergences of a student's distribution over tokens from a teacher's, and their gradients, row by row.
+"""Divergence between student and teacher token distributions, and the gradient, row by row.
 
-Distributions come as log-probabilities `[B, E]` of E events: all tokens of a vocabulary, or the teacher's likeliest
-tokens and one event for all others.
+Distributions are log-probabilities `[B, E]` over E events: the full vocabulary, or the teacher's top tokens plus one
+event for the rest.
 """
 
 import math
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def divergence(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
-    """Return the generalised Jensen-Shannon divergence `[B]` of teacher t and student s (arXiv 2306.13649, eq. 1).
+    """Compute the generalized Jensen-Shannon divergence `[B]` between teacher t and student s.
 
-    `beta KL(t | m) + (1 - beta) KL(s | m)` with `m = (1 - beta) s + beta t`. At 0 it stands for `KL(t | s)` and at 1
-    for `KL(s | t)`: its limits over beta and over 1 - beta, as in TRL.
+    `beta KL(t | m) + (1 - beta) KL(s | m)` with `m = (1 - beta) s + beta t` (arXiv 2306.13649, eq. 1). As in TRL, beta
+    0 means `KL(t | s)` and beta 1 means `KL(s | t)`, the limits after division by beta and 1 - beta.
     """
     if beta == 0.0:
         return kl_divergence(teacher_BE, student_BE)
@@ -26,12 +26,14 @@ def divergence(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
 
 
 def divergence_gradient(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
-    """Return the gradient `[B, E]` of `divergence` with respect to logits of the student, `s = softmax(logits)`.
+    """Compute the `divergence` gradient `[B, E]` with respect to student logits, `s = softmax(logits)`.
 
-    Of `KL(t | s)` it is `s - t`. Otherwise the derivative by `s_j` is `u_j`, up to a constant, and by a logit
-    `s_j (u_j - sum of s u)`: `u = log s - log t` at 1 and `(1 - beta) (log s - log m)` between.
+    For `KL(t | s)` it is `s - t`. Otherwise the derivative with respect to `s_j` is `u_j`, up to a constant, and with
+    respect to a logit `s_j (u_j - sum of s u)`: `u = log s - log t` for beta 1 and `(1 - beta) (log s - log m)`
+    between.
     """
     if beta == 0.0:
+        # In place here and below: with E the vocabulary, each temporary is as large as the logits.
         return student_BE.exp().sub_(teacher_BE.exp())
     if beta == 1.0:
         slope_BE = student_BE - teacher_BE
@@ -43,30 +45,31 @@ def divergence_gradient(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> 
 
 
 def kl_divergence(one_BE: Tensor, other_BE: Tensor) -> Tensor:
-    """Return `KL(one | other)`, `[B]`, in nats."""
+    """Compute `KL(one | other)`, `[B]`, in nats."""
     return (one_BE - other_BE).mul_(one_BE.exp()).sum(-1)
 
 
 def entropy(logprobs_BE: Tensor) -> Tensor:
-    """Return the entropies `[B]` of distributions, in nats."""
+    """Compute entropies `[B]` in nats."""
     return (logprobs_BE.exp() * logprobs_BE).sum(-1).neg_()
 
 
 def as_events(logprobs_BV: Tensor, tokens_Bk: Tensor) -> Tensor:
-    """Return the log-probabilities `[B, k + 1]` of these tokens, and of all others together."""
+    """Return log-probabilities `[B, k + 1]`: the selected tokens, and the remaining tokens combined."""
+    # logsumexp over the remaining tokens: log(1 - sum) would lose all digits when the top tokens hold nearly all mass.
     others_B1 = logprobs_BV.scatter(-1, tokens_Bk, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logprobs_BV.gather(-1, tokens_Bk), others_B1], -1)
 
 
 def gradient_of_tokens(gradient_BE: Tensor, events_BE: Tensor, logprobs_BV: Tensor, tokens_Bk: Tensor) -> Tensor:
-    """Return the gradient `[B, V]` of the logits of all tokens from the gradient of the logits of events.
+    """Expand a gradient over event logits to a gradient over token logits, `[B, V]`.
 
-    A token of an event with others gets the event's gradient in proportion to its share of the event's probability.
+    Tokens in the combined event split its gradient in proportion to their probability.
     """
     share_BV = (logprobs_BV - events_BE[:, -1:]).exp_().mul_(gradient_BE[:, -1:])
     return share_BV.scatter_(-1, tokens_Bk, gradient_BE[:, :-1])
 
 
 def _mixture(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
-    """Return the log-probabilities of `(1 - beta) s + beta t`."""
+    """Compute log-probabilities of `(1 - beta) s + beta t`."""
     return torch.logaddexp(student_BE + math.log1p(-beta), teacher_BE + math.log(beta))

@@ -1,7 +1,7 @@
-"""The weight of the entropy bonus if it follows the measured entropy.
+"""Adaptive entropy bonus: a weight that follows the measured entropy.
 
-The controller of Skywork-OR1 (arXiv 2505.22312, section 4.3). Its state is two numbers, which the caller keeps and
-checkpoints; the entropy itself is measured in the update, over all ranks.
+This is the Skywork-OR1 controller (arXiv 2505.22312, section 4.3). Its state is two numbers that the caller stores and
+checkpoints; the entropy is measured during the update, over all ranks.
 """
 
 import math
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EntropyState:
-    """Weight of the bonus, and whether it counts in the next step."""
+    """Bonus weight, and whether it is applied in the next step."""
 
     coef: float
     applied: bool = True
 
     @property
     def weight(self) -> float:
-        """The factor of the entropy in the next step."""
+        """Entropy weight in the next step."""
         return self.coef if self.applied else 0.0
 
 
 def next_entropy_state(
     state: EntropyState, *, entropy: float, target: float | None, delta: float, max_coef: float
 ) -> EntropyState:
-    """Return the state for the next step; unchanged if there is no target, or the entropy is not finite.
+    """Compute the state for the next step. Without a target or with a non-finite entropy, it is unchanged.
 
-    `entropy` is the mean over the trained tokens of the step, nats. Below `target` the weight rises by `delta`, else it
-    falls, within 0 and `max_coef`; it counts while the entropy is not above the target.
+    `entropy` is the mean over trained tokens in the step, in nats. Below `target`, the weight rises by `delta`,
+    otherwise it falls, clamped to 0 and `max_coef`. It is applied while entropy is at most the target.
     """
     if target is None or not math.isfinite(entropy):
         return state

@@ -1,7 +1,7 @@
-"""What corrects for the rollout engine and the trainer disagreeing on probabilities, and how much they disagree.
+"""Importance-sampling correction for the mismatch between rollout-engine and trainer probabilities.
 
-`old` are the trainer's log-probs of the sampled tokens under the weights that sampled them, `rollout` the engine's
-own. They differ by kernels, precision and sampling truncation. Weights carry no gradient.
+`old` are trainer log-probs for the sampled tokens under the weights that sampled them; `rollout` are engine log-probs.
+They differ because of kernels, precision and sampling truncation. Correction weights have no gradient.
 """
 
 import math
@@ -23,12 +23,15 @@ def correction_weights(
     cap: float,
     keep_range: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """Return (weight of each token's loss, 1 if the weight was capped or set to zero), both `[K]`.
+    """Compute (per-token loss weight, 1 where the weight was capped or zeroed), both `[K]`.
 
-    With `w = exp(old - rollout)`: token_clip `min(w, cap)` (truncated importance sampling); token_mask `w` inside
-    `keep_range`, 0 outside (IcePop, arXiv 2510.18855); seq_mask `w` for all tokens of a sequence whose
-    `exp(mean(old - rollout))` is inside `keep_range`, 0 for the others; off 1. Tokens of weight 0 still count in the
-    number of tokens a loss is divided by.
+    With `w = exp(old - rollout)`:
+    - token_clip: `min(w, cap)`, truncated importance sampling
+    - token_mask: `w` inside `keep_range`, 0 outside (IcePop, arXiv 2510.18855)
+    - seq_mask: `w` for sequences with `exp(mean(old - rollout))` inside `keep_range`, 0 for other sequences
+    - off: 1
+
+    Zero-weight tokens still count in the loss denominator.
     """
     log_weight_K = log_ratio(old_K.detach(), rollout_K)
     if kind == "off":
@@ -43,12 +46,16 @@ def correction_weights(
     else:
         raise ValueError(f"rollout_correction must be token_clip, token_mask, seq_mask or off, not {kind!r}")
     outside_K = (gate_K < keep_range[0]) | (gate_K > keep_range[1])
+    # seq_mask gates by sequence, but kept tokens still get per-token weights.
     return log_weight_K.exp().masked_fill(outside_K, 0.0), outside_K.float()
 
 
 def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
-    """Return the per-token disagreement `[K]`: `k3` estimate of KL(rollout || old), `diff` = |old - rollout|, and the
-    probabilities `old_prob` and `rollout_prob`, float64 for the moments of their correlation.
+    """Compute the per-token mismatch `[K]` between trainer and engine.
+
+    - `k3`: estimate of KL(rollout || old)
+    - `diff`: |old - rollout|
+    - `old_prob`, `rollout_prob`: probabilities in float64, for the correlation moments
     """
     old_K = old_K.detach()
     log_weight_K = log_ratio(old_K, rollout_K)
@@ -61,12 +68,12 @@ def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
 
 
 def correlation(*, x_mean: float, y_mean: float, xx_mean: float, yy_mean: float, xy_mean: float) -> float:
-    """Return the Pearson correlation from global means of `x, y, x^2, y^2, xy`; 1 if neither varies, else 0 if one does
-    not.
+    """Compute the Pearson correlation from global means of `x, y, x^2, y^2, xy`.
 
-    Equal constants agree as well as can be, as from a greedy model.
+    Returns 1 if both are constant, as for a greedy model, and 0 if only one is.
     """
     x_variance, y_variance = xx_mean - x_mean**2, yy_mean - y_mean**2
+    # Variances of probabilities are differences of float64 means up to 1: anything smaller is rounding.
     tiny = 1e-14
     if x_variance <= tiny or y_variance <= tiny:
         return 1.0 if x_variance <= tiny and y_variance <= tiny else 0.0

@@ -1,7 +1,7 @@
-"""Divergence from the reference policy per token, and the coefficient it is weighted with.
+"""Per-token KL divergence from the reference policy, and the adaptive KL coefficient.
 
-Estimators are John Schulman's (joschu.net/blog/kl-approx). The state of a controller is the coefficient itself, one
-float, which the caller keeps and checkpoints.
+The estimators are from John Schulman (joschu.net/blog/kl-approx). The controller state is the coefficient, one float
+that the caller stores and checkpoints.
 """
 
 import math
@@ -11,18 +11,20 @@ from torch import Tensor
 
 from rlhf_cli.config.policy import KLEstimator
 
-# exp of a log-ratio beyond this means no more than "very far", and overflows float32 at 88.
+# Larger log-ratios all mean "far apart", and float32 exp overflows at 88.
 LOG_RATIO_LIMIT = 20.0
 
-# Largest relative correction per update: the clip of the proportional error in arXiv 1909.08593, section 2.2.
+# Maximum relative correction per update: the clipped proportional error in arXiv 1909.08593, section 2.2.
 MAX_KL_ERROR = 0.2
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Tensor:
-    """Return an estimate of KL(policy || reference) per token, nats, in the shape of the log-probs of sampled tokens.
+    """Estimate KL(policy || reference) per token in nats, in the shape of the sampled-token log-probs.
 
-    With `l = logprobs - ref_logprobs`: k1 `l` (unbiased, may be negative), k2 `l^2 / 2`, k3 `exp(-l) - 1 + l`
-    (unbiased and never negative; beyond +-20 `l` counts as +-20, without gradient).
+    With `l = logprobs - ref_logprobs`:
+    - k1: `l`, unbiased, may be negative
+    - k2: `l^2 / 2`
+    - k3: `exp(-l) - 1 + l`, unbiased and never negative; `l` is clamped to +-20, without gradient beyond
     """
     log_ratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -30,19 +32,21 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
     if kind == "k2":
         return 0.5 * log_ratio.square()
     if kind == "k3":
-        # Both terms: with the exponent alone limited, the gradient below -20 would be +1 and widen the divergence.
+        # Clamp both terms: with only the exponent clamped, the gradient below -20 would be +1 and increase the
+        # divergence.
         limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return torch.expm1(-limited) + limited
     raise ValueError(f"kl_estimator must be k1, k2 or k3, not {kind!r}")
 
 
 def next_kl_coef(kl_coef: float, *, kl: float, target: float | None, horizon: int, num_sequences: int) -> float:
-    """Return the coefficient for the next iteration; unchanged if there is no target, or the divergence is not finite.
+    """Compute the coefficient for the next iteration. Without a target or with a non-finite KL, it is unchanged.
 
-    `kl` is the mean over responses of the KL summed over their tokens, measured on `num_sequences` responses of all
-    ranks: `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)` (arXiv 1909.08593, section 2.2).
+    `kl` is the mean per-response KL (summed over tokens) on `num_sequences` responses from all ranks: `coef * (1 +
+    clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)` (arXiv 1909.08593, section 2.2).
     """
     if target is None or not math.isfinite(kl):
         return kl_coef
     error = min(max(kl / target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+    # A factor below 0 would flip the penalty's sign when num_sequences exceeds five horizons.
     return kl_coef * max(1.0 + error * num_sequences / horizon, 0.0)

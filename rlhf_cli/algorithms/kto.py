@@ -1,8 +1,8 @@
-"""Losses on single responses labelled desirable or undesirable: KTO and the unpaired form of APO-zero.
+"""Losses for single responses labeled desirable or undesirable: KTO and unpaired APO-zero.
 
-A loss is one value a response; the loss of an optimizer step is its sum over all responses of the step divided by
-their number. What couples the responses of a step, the baseline `z0`, is an argument: it is measured over the whole
-step beforehand, so that cutting the step into micro-batches changes nothing.
+A loss returns one value per response; the optimizer step loss is the sum over all responses in the step divided by the
+number of responses. The baseline `z0` couples them: it is measured over the full step first, so micro-batching changes
+nothing.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MIN_BALANCE, MAX_BALANCE = 1.0, 4.0 / 3.0
 
 @dataclass(frozen=True, slots=True)
 class UnpairedSettings:
-    """`beta` scales log-ratios to rewards; the weights multiply the losses of the two kinds of responses."""
+    """`beta` scales log-ratios to rewards; the weights scale the losses for desirable and undesirable responses."""
 
     beta: float = 0.1
     desirable_weight: float = 1.0
@@ -33,7 +33,7 @@ UnpairedFunction = Callable[[Tensor, Tensor, Tensor | float, UnpairedSettings], 
 
 @dataclass(frozen=True, slots=True)
 class UnpairedLoss:
-    """One loss on single responses. `needs_baseline`: whether z0 has to be measured on mismatched responses."""
+    """A loss for single responses. `needs_baseline`: whether z0 is measured on mismatched prompt-response pairs."""
 
     name: str
     function: UnpairedFunction
@@ -41,14 +41,14 @@ class UnpairedLoss:
 
 
 def kto_loss(log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, settings: UnpairedSettings) -> Tensor:
-    """Return `w_D (1 - s(beta (h - z0)))` for desirable responses, `w_U (1 - s(beta (z0 - h)))` for undesirable ones.
+    """Compute `w_D (1 - s(beta (h - z0)))` for desirable, `w_U (1 - s(beta (z0 - h)))` for undesirable responses.
 
-    `h = logprobs - ref`; arXiv 2402.01306, up to a constant. `log_ratios_B` is h, summed over a response's tokens, with
-    gradient; `desirable_B` bool; `z0` the baseline of the whole step, through which no gradient flows.
+    `h = logprobs - ref`; arXiv 2402.01306, up to a constant. `log_ratios_B` is h summed over response tokens, with
+    gradient; `desirable_B` is bool; `z0` is the baseline for the full step, without gradient.
     """
     baseline = z0.detach() if isinstance(z0, Tensor) else z0
     reward_B = settings.beta * (log_ratios_B - baseline)
-    # 1 - s(x) is s(-x), which keeps its digits where x is large.
+    # 1 - s(x) as s(-x): no cancellation for large x.
     good_B = settings.desirable_weight * torch.sigmoid(-reward_B)
     bad_B = settings.undesirable_weight * torch.sigmoid(reward_B)
     return torch.where(desirable_B, good_B, bad_B)
@@ -57,9 +57,9 @@ def kto_loss(log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, sett
 def apo_zero_unpaired_loss(
     log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, settings: UnpairedSettings
 ) -> Tensor:
-    """Return `w_D (1 - s(beta h))` for desirable responses, `w_U s(beta h)` for undesirable ones: APO-zero in halves.
+    """Compute `w_D (1 - s(beta h))` for desirable, `w_U s(beta h)` for undesirable responses: APO-zero, split in two.
 
-    arXiv 2408.06266, eq. 7; TRL's name for it. It is KTO with a baseline of 0, whatever `z0` is.
+    arXiv 2408.06266, eq. 7, under TRL's name. Equal to KTO with baseline 0; `z0` is ignored.
     """
     return kto_loss(log_ratios_B, desirable_B, 0.0, settings)
 
@@ -74,26 +74,25 @@ UNPAIRED_LOSSES = {
 
 
 def kl_baseline(mean_log_ratio: Tensor) -> Tensor:
-    """z0: the sum of all parts, not below 0.
+    """Compute z0: the sum of all partial means, at least 0.
 
-    The limit holds the mean of the step, not its parts: limiting each micro-batch or rank on its own gives a baseline
-    that is too high and depends on how the step was cut.
+    Clamp only the complete sum. Clamping each micro-batch or rank first gives a baseline that is too high and depends
+    on micro-batching.
     """
     return mean_log_ratio.detach().clamp(min=0.0)
 
 
 SHARE = "desirable"
-"""Metric: the share of desirable responses."""
+"""Metric name: fraction of desirable responses."""
 
 
 def kto_metrics(
     log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, *, beta: float, num_responses: int
 ) -> Metrics:
-    """Return the parts of means over all responses, `num_responses`, for `finish_kto_metrics`: rewards `beta h` of both
-    kinds, the share of desirable ones, and the accuracy.
+    """Compute partial means over `num_responses` for `finish_kto_metrics`.
 
-    `accuracy` is the share of all responses on their side of the baseline: desirable ones above it, undesirable ones
-    below, a tie half.
+    These are the reward `beta h` for each kind, the fraction of desirable responses, and the accuracy: the fraction on
+    the correct side of the baseline (desirable above, undesirable below). A tie counts one half.
     """
     reward_B = beta * log_ratios_B.detach()
     above_B = pair_accuracy(log_ratios_B, torch.zeros_like(log_ratios_B) + z0)
@@ -107,10 +106,11 @@ def kto_metrics(
 
 
 def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics with the mean reward of each kind over that kind, and their difference.
+    """Convert reward sums to means per kind, and add the margin between both.
 
-    With no response of one kind its mean is 0 and `reward_margin` has no meaning.
+    If one kind is absent, its mean is 0 and `reward_margin` is meaningless.
     """
+    # Divide after the reduction: a micro-batch or rank may contain only one kind.
     share = metrics[SHARE]
     chosen = metrics["chosen_reward"] / share if share > 0 else 0.0
     rejected = metrics["rejected_reward"] / (1.0 - share) if share < 1 else 0.0
@@ -119,15 +119,14 @@ def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def balanced_weights(num_desirable: int, num_undesirable: int) -> tuple[float, float]:
-    """Return the least and greatest `desirable_weight / undesirable_weight` that arXiv 2402.01306 recommends for a
-    dataset.
+    """Return the range of `desirable_weight / undesirable_weight` that arXiv 2402.01306 recommends for a dataset.
 
-    The bounds of `(n_D w_D) / (n_U w_U)` are 1 and 4/3. ValueError if one kind is missing.
+    It bounds `(n_D w_D) / (n_U w_U)` by 1 and 4/3. Raises ValueError if one kind is absent.
     """
     if num_desirable < 1 or num_undesirable < 1:
         raise ValueError(
-            "kto needs desirable and undesirable responses: there are "
-            f"{num_desirable} desirable and {num_undesirable} undesirable ones"
+            "kto needs both desirable and undesirable responses, and the data contains "
+            f"{num_desirable} desirable and {num_undesirable} undesirable responses"
         )
     ratio = num_undesirable / num_desirable
     return MIN_BALANCE * ratio, MAX_BALANCE * ratio

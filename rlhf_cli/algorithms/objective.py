@@ -1,7 +1,7 @@
-"""The objectives of actor and critic for one micro-batch: losses, corrections and bonuses joined.
+"""Actor and critic objectives for a micro-batch: losses, corrections and bonuses combined.
 
-Loss and metrics are parts that add up to means over the optimizer step (see aggregation). Nothing here knows about
-models, engines or ranks.
+Losses and metrics are partial sums; added up, they are means over the optimizer step (see aggregation). This module is
+independent of models, engines and ranks.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,14 @@ from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.policy import POLICY_LOSSES, ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.errors import RunError
 
-# Metrics under this prefix are moments, which the finish_ functions turn into a figure once they are complete.
+# Metrics with this prefix are raw moments. They add up over micro-batches and ranks; a variance or correlation does
+# not, so the finish_ functions compute it from the complete sums.
 MOMENT = "moment/"
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights that controllers change while a run goes on: of the KL divergence in the loss, of the entropy bonus."""
+    """Loss weights that controllers adjust during the run: KL coefficient and entropy bonus."""
 
     kl: float
     entropy: EntropyState
@@ -35,12 +36,18 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class PolicyColumns:
-    """Values of the trained tokens of a micro-batch, `[K]`, besides the log-probs under training.
+    """Per-token columns for a micro-batch with K trained tokens in B sequences.
 
-    `rollout_K` from the engine that sampled; `cu` int64 `[B+1]` bounds the sequences; `old_K` from the anchor policy,
-    None for the first update since the rollout: the model is its own anchor then and the ratio exactly 1; `ref_K` from
-    the reference, if the loss has a term of the KL divergence. All log-probs are of logits divided by the sampling
-    temperature.
+    - `rollout_K`: log-probs from the rollout engine.
+    - `cu`: sequence boundaries, int64 `[B+1]`.
+    - `old_K`: log-probs under the anchor policy. None on the first update after a rollout: the model is the anchor, and
+      the ratio is exactly 1.
+    - `ref_K`: reference log-probs, if the loss includes a KL term.
+
+    All log-probs are computed from logits divided by the sampling temperature.
+
+    Example with two sequences of 2 and 3 tokens: K = 5, `cu = [0, 2, 5]`, and `rollout_K`, `advantages_K` have shape
+    `[5]`.
     """
 
     rollout_K: Tensor
@@ -60,14 +67,15 @@ def policy_objective(
     weights: LossWeights,
     max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
-    """Return (part of the actor's loss, with gradient; metrics without).
+    """Compute (partial actor loss, with gradient; metrics, without).
 
-    `logprobs_K` and `entropy_K` come from the model being trained; `entropy_K` may be None where its weight is 0.
+    `logprobs_K` and `entropy_K` come from the model being trained. `entropy_K` may be None if the entropy weight is 0.
     """
 
     def mean(values_K: Tensor) -> Tensor:
         return aggregate(values_K, columns.cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
 
+    # No old_K: this is the first update since the rollout, and a second forward pass would return the same log-probs.
     anchor_K = logprobs_K.detach() if columns.old_K is None else columns.old_K
     loss_K, flags = _token_loss(logprobs_K, anchor_K, columns, settings)
     weight_K, corrected_K = correction_weights(
@@ -78,10 +86,12 @@ def policy_objective(
         cap=settings.rollout_correction_cap,
         keep_range=settings.rollout_correction_range,
     )
+    # Weight tokens before aggregation: zero-weight tokens must still count in the denominator.
     loss = mean(loss_K * weight_K)
     metrics = {"policy_loss": loss.detach()}
     if entropy_K is not None:
-        if weights.entropy.weight:  # without a weight its gradient, which costs as much as the log-probs', is left out
+        # At weight 0, skip the term: the backward pass for entropy is as expensive as for log-probs.
+        if weights.entropy.weight:
             loss = loss - weights.entropy.weight * mean(entropy_K)
         metrics["entropy"] = token_mean(entropy_K.detach(), totals)
     elif weights.entropy.weight:
@@ -96,7 +106,7 @@ def policy_objective(
 
 
 def clip_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Return the loss `clip` of each token by the settings, and its metrics."""
+    """Compute the per-token `clip` loss and metrics."""
     return ppo_clip(
         logprobs_K,
         anchor_K,
@@ -108,7 +118,7 @@ def clip_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, sett
 
 
 def gspo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Return the loss `gspo` of each token by the settings, and its metrics."""
+    """Compute the per-token `gspo` loss and metrics."""
     return gspo(
         logprobs_K,
         anchor_K,
@@ -120,27 +130,32 @@ def gspo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, sett
 
 
 def cispo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Return the loss `cispo` of each token by the settings, and its metrics."""
+    """Compute the per-token `cispo` loss and metrics."""
     return cispo(logprobs_K, anchor_K, columns.advantages_K, cispo_eps_high=settings.cispo_eps_high)
 
 
 def sapo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Return the loss `sapo` of each token by the settings, and its metrics."""
+    """Compute the per-token `sapo` loss and metrics."""
     positive, negative = settings.sapo_tau
     return sapo(logprobs_K, anchor_K, columns.advantages_K, tau_positive=positive, tau_negative=negative)
 
 
 def reinforce_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:
-    """Return the loss `reinforce` of each token by the settings, and its metrics."""
+    """Compute the per-token `reinforce` loss and metrics."""
     return reinforce(logprobs_K, anchor_K, columns.advantages_K)
 
 
 def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Return the loss of the settings with its metrics. Raise RunError if a loss of others returns something else."""
+    """Compute the configured per-token loss and metrics.
+
+    Raises RunError if a user-defined loss returns an invalid result.
+    """
     name = settings.policy_loss
+    # The table names functions as strings, because config modules must import without torch.
     found = load_target(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)(
         logprobs_K, anchor_K, columns, settings
     )
+    # Only user code is checked: built-in losses have tests, and this runs for every micro-batch.
     if name not in POLICY_LOSSES and (fault := _fault_of_token_loss(found, logprobs_K.shape)):
         raise RunError(f"--policy_loss {name} {fault}")
     loss_K, flags = found
@@ -148,19 +163,20 @@ def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, se
 
 
 def _fault_of_token_loss(found: Any, shape: torch.Size) -> str | None:
-    """Return why a result of others' code is no loss of each token with its metrics, None if it is one."""
+    """Return why a user-defined loss result is invalid, or None if it is valid."""
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
-        return "has to return two values: the loss of each token, and a dict of metrics"
+        return "must return two values: the per-token loss and a dict of metrics"
     loss_K, flags = found
     if not isinstance(loss_K, Tensor) or loss_K.shape != shape:
-        return f"has to return a loss of shape {tuple(shape)}, one value for each token"
+        return f"must return a loss of shape {tuple(shape)}, one value per token"
     missing = [key for key in TOKEN_METRICS if key not in flags]
-    return f"returns no metric {missing[0]!r}; a loss without bounds returns unclipped(ratio_K)" if missing else None
+    return f"returns no metric {missing[0]!r}; without clipping, return unclipped(ratio_K)" if missing else None
 
 
 def next_weights(weights: LossWeights, metrics: Mapping[str, float], *, settings: PolicyConfig) -> LossWeights:
-    """Return the weights for the next optimizer step, from the metrics of one; every rank, and the driver, comes to the
-    same.
+    """Compute the weights for the next optimizer step from reduced metrics.
+
+    Every rank and the driver compute the same result, so the weights are never communicated.
     """
     entropy = next_entropy_state(
         weights.entropy,
@@ -182,12 +198,13 @@ def value_objective(
     totals: StepTotals,
     max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
-    """Return (part of the critic's loss, with gradient; metrics without); the loss is averaged as the actor's.
+    """Compute (partial critic loss, with gradient; metrics, without). The loss is averaged like the actor loss.
 
-    `cu` int64 `[B+1]` bounds the sequences.
+    `cu` int64 `[B+1]` marks sequence boundaries.
     """
     loss_K, clipped_K = clipped_value_loss(values_K, old_values_K, returns_K, value_clip=settings.value_clip)
     loss = aggregate(loss_K, cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
+    # float64: explained variance subtracts squared means from mean squares, which cancels most float32 digits.
     returns, errors = returns_K.double(), (returns_K - values_K.detach()).double()
     return loss, {
         "value_loss": loss.detach(),
@@ -202,26 +219,27 @@ def value_objective(
 
 
 def finish_policy_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Complete metrics of the actor's step: moments replaced by `rollout_prob_correlation`."""
-    figures, moments = _split_moments(metrics)
-    return figures | {"rollout_prob_correlation": correlation(**moments)}
+    """Replace the moments in the actor metrics with `rollout_prob_correlation`."""
+    means, moments = _split_moments(metrics)
+    return means | {"rollout_prob_correlation": correlation(**moments)}
 
 
 def finish_value_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Complete metrics of the critic's step: moments replaced by `explained_variance`."""
-    figures, moments = _split_moments(metrics)
-    return figures | {"explained_variance": explained_variance(**moments)}
+    """Replace the moments in the critic metrics with `explained_variance`."""
+    means, moments = _split_moments(metrics)
+    return means | {"explained_variance": explained_variance(**moments)}
 
 
 def _split_moments(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    figures = {name: float(value) for name, value in metrics.items() if not name.startswith(MOMENT)}
+    means = {name: float(value) for name, value in metrics.items() if not name.startswith(MOMENT)}
     moments = {name[len(MOMENT) :]: float(value) for name, value in metrics.items() if name.startswith(MOMENT)}
-    return figures, moments
+    return means, moments
 
 
 def _ratio_metrics(logprobs_K: Tensor, anchor_K: Tensor, flags: dict[str, Tensor], totals: StepTotals) -> Metrics:
-    """Return how far the model has moved from the anchor: `approx_kl` is k1 and `approx_k3` k3 of KL(anchor ||
-    model).
+    """Measure how far the model has moved from the anchor.
+
+    `approx_kl` and `approx_k3` are the k1 and k3 estimates of KL(anchor || model).
     """
     log_ratio_K = log_ratio(logprobs_K, anchor_K)
     return {
@@ -238,7 +256,7 @@ def _ratio_metrics(logprobs_K: Tensor, anchor_K: Tensor, flags: dict[str, Tensor
 def _correction_metrics(
     anchor_K: Tensor, rollout_K: Tensor, weight_K: Tensor, corrected_K: Tensor, totals: StepTotals
 ) -> Metrics:
-    """Return how far engine and trainer disagree, whether or not a correction is applied."""
+    """Measure the mismatch between rollout-engine and trainer probabilities, with or without a correction."""
     apart = mismatch(anchor_K, rollout_K)
     x_K, y_K = apart["old_prob"], apart["rollout_prob"]
     return {

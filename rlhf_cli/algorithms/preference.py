@@ -1,13 +1,13 @@
-"""Losses on pairs of a chosen and a rejected response, DPO and its relatives: one row of a table each.
+"""Pairwise preference losses (DPO and variants), one table row each.
 
-A loss is one value a pair; the loss of an optimizer step is its sum over all pairs of the step divided by their
-number. What couples the pairs of a step (the sort of `aot`, the baseline of `bco_pair`) is a constant in
-`PairLogprobs`, made from all pairs of the step by a pass without gradients (`aot_partners`, `implicit_rewards`), so
-that cutting the step into micro-batches changes neither loss nor gradient.
+A loss returns one value per pair; the optimizer step loss is the sum over all pairs in the step divided by the number
+of pairs. Some losses couple the pairs in a step: `aot` sorts, `bco_pair` has a baseline. Such values are constants in
+`PairLogprobs`, computed for the full step in a no-grad pass (`aot_partners`, `implicit_rewards`), so micro-batching
+changes neither loss nor gradient.
 
-In the formulas `h_c = chosen - ref_chosen` and `h_r = rejected - ref_rejected` are log-ratios summed over tokens,
-`d = h_c - h_r`, `|c|` and `|r|` the numbers of trained tokens, `s` the logistic function. Left out on purpose: the
-NLL of the chosen responses as an extra term, which is a mean over tokens and the caller's; only `orpo` has its own.
+Notation: `h_c = chosen - ref_chosen` and `h_r = rejected - ref_rejected` are log-ratios summed over tokens, and `d =
+h_c - h_r`; `|c|` and `|r|` are trained token counts; `s` is the logistic function. The caller adds the optional NLL
+term on chosen responses, because it is a token mean; only `orpo` includes an NLL term.
 """
 
 import math
@@ -25,20 +25,26 @@ from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.config.preference import PAIR_LOSSES, StepConstant
 from rlhf_cli.errors import RunError
 
-# Stands for a label smoothing of 0 in exo_pair, whose target must not be one-hot; EXO's author gave TRL this value.
+# Replaces label smoothing 0 in exo_pair, which needs a target that is not one-hot. TRL uses this value on the EXO
+# author's advice.
 EXO_LABEL_SMOOTHING = 1e-3
 
-# Odds are taken of a probability of at most exp(-1e-6): beyond it float32 holds no odds worth a gradient.
+# Clamp log-probs to this value before computing odds: closer to 0, float32 odds have no usable gradient.
 MAX_ODDS_LOGPROB = -1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class PairLogprobs:
-    """Log-probs of B pairs, float `[B]`, summed over the trained tokens of each response.
+    """Log-probs for B pairs, float `[B]`, summed over the trained tokens of each response.
 
-    Under the model, with gradient; under the reference, without, None if no loss needs one. `chosen_lengths` and
-    `rejected_lengths` are numbers of trained tokens. `aot_partner` and `bco_delta` (one number, or the same for every
-    pair) are constants of the step, None if no loss needs them.
+    - `chosen_logprobs`, `rejected_logprobs`: under the model, with gradient.
+    - `ref_chosen_logprobs`, `ref_rejected_logprobs`: under the reference, without gradient; None if no loss needs a
+      reference.
+    - `chosen_lengths`, `rejected_lengths`: trained token counts.
+    - `aot_partner`, `bco_delta`: step constants, None if no loss needs them. `bco_delta` may be a scalar for all pairs.
+
+    Example for one pair with responses of 3 and 5 trained tokens: `chosen_logprobs` is `[-4.2]`, the sum of 3 token
+    log-probs, and `chosen_lengths` is `[3.0]`.
     """
 
     chosen_logprobs: Tensor
@@ -53,11 +59,12 @@ class PairLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSettings:
-    """The tunable numbers of the losses; a row of the table names the ones it reads.
+    """Loss hyperparameters. Each table row lists the ones it reads.
 
-    `label_smoothing`: share of pairs whose labels are taken to be swapped, below 0.5. `simpo_gamma`: reward by which
-    the chosen response should lead. `discopop_tau`: temperature of the blend, at most 1, beyond which the loss grows
-    exponentially. `orpo_lambda`: weight of the odds ratio beside the NLL.
+    - `label_smoothing`: assumed fraction of pairs with swapped labels, below 0.5.
+    - `simpo_gamma`: target reward margin between chosen and rejected response.
+    - `discopop_tau`: blend temperature, at most 1; above 1 the loss grows exponentially.
+    - `orpo_lambda`: odds-ratio weight relative to the NLL.
     """
 
     beta: float = 0.1
@@ -80,10 +87,11 @@ PreferenceFunction = Callable[[PairLogprobs, PreferenceSettings], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """One loss on pairs.
+    """A pairwise loss.
 
-    `settings`: the fields of `PreferenceSettings` it reads, all others change nothing; `needs_reference`: whether the
-    reference's log-probs must be there; `step_constant`: the field of `PairLogprobs` that must be there besides.
+    - `settings`: names in `PreferenceSettings` that affect the loss.
+    - `needs_reference`: whether reference log-probs are required.
+    - `step_constant`: additional required field in `PairLogprobs`.
     """
 
     name: str
@@ -94,47 +102,48 @@ class PreferenceLoss:
 
 
 def log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
-    """Return (h_c, h_r), both `[B]`: log-probs of the responses less those under the reference."""
+    """Compute (h_c, h_r), both `[B]`: response log-probs minus reference log-probs."""
     assert pairs.ref_chosen_logprobs is not None, "this needs a reference"
     assert pairs.ref_rejected_logprobs is not None, "this needs a reference"
     return pairs.chosen_logprobs - pairs.ref_chosen_logprobs, pairs.rejected_logprobs - pairs.ref_rejected_logprobs
 
 
 def sigmoid_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-(1 - e) log s(beta d) - e log s(-beta d)`, e the label smoothing.
+    """Compute `-(1 - e) log s(beta d) - e log s(-beta d)`, with label smoothing e.
 
-    DPO where e is 0 (arXiv 2305.18290, eq. 7), else cDPO (ericmitchell.ai/cdpo.pdf, eq. 3).
+    DPO for e = 0 (arXiv 2305.18290, eq. 7), otherwise cDPO (ericmitchell.ai/cdpo.pdf, eq. 3).
     """
     return _smoothed(settings.beta * _difference(pairs), settings.label_smoothing)
 
 
 def ipo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `(h_c / |c| - h_r / |r| - 1 / (2 beta))^2`, arXiv 2310.12036, eq. 17, beta its tau.
+    """Compute `(h_c / |c| - h_r / |r| - 1 / (2 beta))^2`, arXiv 2310.12036, eq. 17, with beta as tau.
 
-    The paper writes sums; lengths are averaged out here as in TRL, whose source reports that the authors meant it so.
+    The paper uses sums. This code averages over length like TRL, which cites confirmation by the authors.
     """
     chosen_B, rejected_B = _averaged(pairs, *log_ratios(pairs))
     return (chosen_B - rejected_B - 0.5 / settings.beta).square()
 
 
 def hinge_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `max(0, 1 - beta d)`: the hinge of SLiC-HF (arXiv 2305.10425) on log-ratios, as in RSO (2309.06657)."""
+    """Compute `max(0, 1 - beta d)`: the SLiC-HF hinge (arXiv 2305.10425) on log-ratios, as in RSO (2309.06657)."""
     return torch.relu(1.0 - settings.beta * _difference(pairs))
 
 
 def robust_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `(-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e)`, e the label smoothing: rDPO, arXiv 2403.00409.
+    """Compute the rDPO loss (arXiv 2403.00409) with label smoothing e.
 
-    Its mean over pairs of which a share e is swapped is the DPO loss of the true labels. It may be negative.
+    `(-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e)`. If a fraction e of the pairs is swapped, the mean is the
+    DPO loss on the true labels. It may be negative.
     """
     scaled_B, e = settings.beta * _difference(pairs), settings.label_smoothing
     return (e * logsigmoid(-scaled_B) - (1.0 - e) * logsigmoid(scaled_B)) / (1.0 - 2.0 * e)
 
 
 def sppo_hard_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `(h_c - 1 / (2 beta))^2 + (h_r + 1 / (2 beta))^2`: SPPO, arXiv 2405.00675, eq. 4.7, with eta = 1 / beta.
+    """Compute `(h_c - 1 / (2 beta))^2 + (h_r + 1 / (2 beta))^2`: SPPO, arXiv 2405.00675, eq. 4.7, with eta = 1 / beta.
 
-    Hard: the chosen response wins with probability 1, while the paper asks a preference model.
+    Hard: the chosen response wins with probability 1, instead of a probability from a preference model.
     """
     chosen_B, rejected_B = log_ratios(pairs)
     target = 0.5 / settings.beta
@@ -142,17 +151,16 @@ def sppo_hard_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def nca_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-log s(beta h_c) - log s(-beta h_c) / 2 - log s(-beta h_r) / 2`: NCA for pairs, arXiv 2402.05369."""
+    """Compute `-log s(beta h_c) - log s(-beta h_c) / 2 - log s(-beta h_r) / 2`: NCA for pairs, arXiv 2402.05369."""
     chosen_B, rejected_B = _rewards(pairs, settings.beta)
     return -logsigmoid(chosen_B) - 0.5 * logsigmoid(-chosen_B) - 0.5 * logsigmoid(-rejected_B)
 
 
 def exo_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`, `q = s(beta d)`: EXO-pref for two, arXiv 2402.00856, eq.
-    16.
+    """Compute the EXO-pref loss for two responses (arXiv 2402.00856, eq. 16).
 
-    The KL divergence of the model's choice from labels smoothed by e. It is infinite without smoothing, so that 0
-    stands for 1e-3.
+    With `q = s(beta d)`: `q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`, the KL divergence of the model's choice from
+    labels smoothed by e. Without smoothing it is infinite, so e = 0 is replaced by 1e-3.
     """
     scaled_B, e = settings.beta * _difference(pairs), settings.label_smoothing or EXO_LABEL_SMOOTHING
     right_B = torch.sigmoid(scaled_B) * (logsigmoid(scaled_B) - math.log1p(-e))
@@ -160,28 +168,28 @@ def exo_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def apo_zero_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `1 - s(beta h_c) + s(beta h_r)`: APO-zero, arXiv 2408.06266, eq. 7.
+    """Compute `1 - s(beta h_c) + s(beta h_r)`: APO-zero, arXiv 2408.06266, eq. 7.
 
-    For chosen responses that are better than the model's own: raises the chosen one, lowers the rejected one.
+    Use it if chosen responses are better than model output: raises the chosen, lowers the rejected response.
     """
     chosen_B, rejected_B = _rewards(pairs, settings.beta)
     return torch.sigmoid(-chosen_B) + torch.sigmoid(rejected_B)
 
 
 def apo_down_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `s(beta h_c) + 1 - s(beta d)`: APO-down, arXiv 2408.06266, eq. 8.
+    """Compute `s(beta h_c) + 1 - s(beta d)`: APO-down, arXiv 2408.06266, eq. 8.
 
-    For chosen responses that are worse than the model's own: lowers both, the rejected one more.
+    Use it if chosen responses are worse than model output: lowers both, the rejected response more.
     """
     chosen_B, rejected_B = _rewards(pairs, settings.beta)
     return torch.sigmoid(chosen_B) + torch.sigmoid(rejected_B - chosen_B)
 
 
 def bco_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-log s(beta h_c - delta) - log s(-(beta h_r - delta))`: BCO on pairs, arXiv 2404.04656.
+    """Compute `-log s(beta h_c - delta) - log s(-(beta h_r - delta))`: BCO on pairs, arXiv 2404.04656.
 
-    `delta`, `pairs.bco_delta`, is the mean of the implicit rewards of chosen and rejected responses over all pairs of
-    the step; the paper and TRL keep a running mean, which would be a state of its own. No gradient flows through it.
+    `delta` (`pairs.bco_delta`) is the mean implicit reward over all chosen and rejected responses in the step, without
+    gradient. The paper and TRL keep a running mean, which would add state to checkpoints.
     """
     assert pairs.bco_delta is not None, "bco_pair needs the step's delta"
     delta = pairs.bco_delta.detach() if isinstance(pairs.bco_delta, Tensor) else pairs.bco_delta
@@ -190,12 +198,12 @@ def bco_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-(1 - e) log s(beta (u - v')) - e log s(-beta (u - v'))`: AOT on pairs, arXiv 2406.05882.
+    """Compute `-(1 - e) log s(beta (u - v')) - e log s(-beta (u - v'))`: AOT on pairs, arXiv 2406.05882.
 
-    `u = chosen - rejected` under the model. The paper sorts u and `v = ref_chosen - ref_rejected` over the pairs and
-    compares equal ranks, so that the distribution of u dominates that of v; `v'`, `pairs.aot_partner`, is v
-    at u's rank among all pairs of the step. v carries no gradient and ranks have none: this form has exactly the value
-    and the gradient of the sorted one, pair by pair.
+    `u = chosen - rejected` under the model and `v = ref_chosen - ref_rejected`. The paper sorts both over the pairs and
+    compares equal ranks, so that u stochastically dominates v. Here `v'` (`pairs.aot_partner`) is the v with the same
+    rank as u among all pairs in the step. v has no gradient and ranks are constant, so value and gradient equal the
+    sorted form exactly, pair by pair.
     """
     assert pairs.aot_partner is not None, "aot needs the partners from the whole step"
     margin_B = pairs.chosen_logprobs - pairs.rejected_logprobs - pairs.aot_partner
@@ -203,39 +211,37 @@ def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def discopop_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP, arXiv 2406.08414, eq. 5."""
+    """Compute `-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP, arXiv 2406.08414, eq. 5."""
     scaled_B, tau = settings.beta * _difference(pairs), settings.discopop_tau
     logistic_B = -torch.sigmoid(-scaled_B / tau) * logsigmoid(scaled_B)
-    # m exp(-x) in one exponential: where x is very negative, m is 0 and exp(-x) infinite.
+    # m exp(-x) as one exponential: for very negative x, m is 0 and exp(-x) is infinite.
     return logistic_B + torch.exp(logsigmoid(scaled_B / tau) - scaled_B)
 
 
 def sigmoid_norm_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-log s(beta (h_c / |c| - h_r / |r|))`, smoothed as `sigmoid`: length-normalised DPO, arXiv 2411.15124.
+    """Compute `-log s(beta (h_c / |c| - h_r / |r|))`, smoothed like `sigmoid`: length-normalized DPO, arXiv 2411.15124.
 
-    Log-ratios per token are small: Tulu 3 uses beta 5.
+    Per-token log-ratios are small, so beta is larger than in DPO: Tulu 3 uses 5.
     """
     chosen_B, rejected_B = _averaged(pairs, *log_ratios(pairs))
     return _smoothed(settings.beta * (chosen_B - rejected_B), settings.label_smoothing)
 
 
 def simpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-log s(beta (chosen / |c| - rejected / |r|) - gamma)`: SimPO, without a reference, arXiv 2405.14734, eq.
-    6.
+    """Compute `-log s(beta (chosen / |c| - rejected / |r|) - gamma)`: reference-free SimPO, arXiv 2405.14734, eq. 6.
 
-    Log-probs per token are small: the paper uses betas of 2 to 10, with gamma 0.1 to 0.8 of beta. TRL takes gamma /
-    beta off within beta's bracket, which is the same.
+    Per-token log-probs are small: the paper uses beta 2 to 10 and gamma 0.1 to 0.8 times beta. TRL subtracts gamma /
+    beta inside the beta bracket, which is equivalent.
     """
     chosen_B, rejected_B = _averaged(pairs, pairs.chosen_logprobs, pairs.rejected_logprobs)
     return -logsigmoid(settings.beta * (chosen_B - rejected_B) - settings.simpo_gamma)
 
 
 def orpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-a_c - lambda log s(log odds(a_c) - log odds(a_r))`: ORPO, without a reference, arXiv 2403.07691, eq. 6
-    and 7.
+    """Compute `-a_c - lambda log s(log odds(a_c) - log odds(a_r))`: reference-free ORPO, arXiv 2403.07691, eq. 6 and 7.
 
-    `a_c = chosen / |c|`, `a_r = rejected / |r|` and `odds(a) = exp(a) / (1 - exp(a))`. The NLL is averaged over each
-    response, then over pairs, as the odds are; TRL averages it over all tokens of the batch.
+    `a_c = chosen / |c|`, `a_r = rejected / |r|`, `odds(a) = exp(a) / (1 - exp(a))`. The NLL is averaged over each
+    response, then over pairs, like the odds; TRL averages it over all tokens in the batch.
     """
     chosen_B, rejected_B = _averaged(pairs, pairs.chosen_logprobs, pairs.rejected_logprobs)
     log_odds_ratio_B = chosen_B - rejected_B - (_log_complement(chosen_B) - _log_complement(rejected_B))
@@ -244,9 +250,10 @@ def orpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 @cache
 def preference_loss(name: str) -> PreferenceLoss:
-    """Return the loss of a name of the table, or of others' code. Raise ValueError for another name.
+    """Return the built-in or user-defined loss with this name. Raises ValueError for an unknown name.
 
-    A function of others reads all settings and gets the reference's log-probs; a `PreferenceLoss` states its needs.
+    A user-defined function reads all settings and receives reference log-probs; a `PreferenceLoss` declares its
+    requirements.
     """
     row = PAIR_LOSSES.get(name)
     if row is not None:
@@ -260,17 +267,17 @@ def preference_loss(name: str) -> PreferenceLoss:
 
 
 def preference_losses(names: Sequence[str]) -> list[PreferenceLoss]:
-    """Return the losses of these names, in order. Raise ValueError for an unknown name."""
+    """Return the losses with these names, in order. Raises ValueError for an unknown name."""
     return [preference_loss(name) for name in names]
 
 
 def _checked(name: str, function: PreferenceFunction) -> PreferenceFunction:
-    """Return a function of others that raises RunError for a result that is not one value for each pair."""
+    """Wrap a user-defined loss: raise RunError unless it returns one value per pair."""
 
     def loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
         found_B = function(pairs, settings)
         if not isinstance(found_B, Tensor) or found_B.shape != pairs.chosen_logprobs.shape:
-            raise RunError(f"--loss {name} has to return a tensor with one loss for each of the pairs")
+            raise RunError(f"--loss {name} must return a tensor with one loss per pair")
         return found_B
 
     return loss
@@ -279,7 +286,7 @@ def _checked(name: str, function: PreferenceFunction) -> PreferenceFunction:
 def mixed_loss(
     names: Sequence[str], weights: Sequence[float], pairs: PairLogprobs, settings: PreferenceSettings
 ) -> Tensor:
-    """Return `sum of weight * loss` per pair `[B]`, as in MPO (arXiv 2411.10442). The weights need not add up to 1."""
+    """Compute the weighted sum of losses per pair, `[B]`, as in MPO (arXiv 2411.10442). Weights need not sum to 1."""
     if len(names) != len(weights) or not names:
         raise ValueError(f"every preference loss needs one weight: there are {len(names)} and {len(weights)}")
     rows = preference_losses(names)
@@ -288,11 +295,10 @@ def mixed_loss(
 
 
 def aot_partners(pairs: PairLogprobs) -> Tensor:
-    """Return `[B]`, for each pair the `ref_chosen - ref_rejected` that it is compared with in `aot`, without
-    gradient.
-    """
+    """Return for each pair the `ref_chosen - ref_rejected` with the same rank, `[B]`, without gradient, for `aot`."""
     assert pairs.ref_chosen_logprobs is not None, "aot needs a reference"
     assert pairs.ref_rejected_logprobs is not None, "aot needs a reference"
+    # Stable, so equal margins get the same partners in every run.
     order_B = (pairs.chosen_logprobs - pairs.rejected_logprobs).detach().argsort(stable=True)
     sorted_B = (pairs.ref_chosen_logprobs - pairs.ref_rejected_logprobs).detach().sort().values
     partners_B = torch.empty_like(sorted_B)
@@ -301,10 +307,10 @@ def aot_partners(pairs: PairLogprobs) -> Tensor:
 
 
 def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tensor]:
-    """Return (chosen_B, rejected_B) without gradient: `beta (logprobs - ref)`, summed over tokens (arXiv 2305.18290,
-    eq. 5).
+    """Compute implicit rewards (chosen_B, rejected_B) without gradient.
 
-    Without a reference `beta logprobs / length`, the reward of SimPO (arXiv 2405.14734, eq. 4).
+    With a reference: `beta (logprobs - ref)`, summed over tokens (arXiv 2305.18290, eq. 5). Without one: `beta logprobs
+    / length`, the SimPO reward (arXiv 2405.14734, eq. 4).
     """
     if pairs.ref_chosen_logprobs is None:
         chosen_B, rejected_B = _averaged(pairs, pairs.chosen_logprobs, pairs.rejected_logprobs)
@@ -314,33 +320,36 @@ def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tenso
 
 
 def preference_metrics(pairs: PairLogprobs, *, beta: float, num_pairs: int) -> Metrics:
-    """Return the parts of the means over the step of the implicit rewards, their difference and the accuracy."""
+    """Compute partial step means of the implicit rewards, the margin and the accuracy."""
     chosen_B, rejected_B = implicit_rewards(pairs, beta=beta)
     return reward_metrics(chosen_B, rejected_B, num_pairs=num_pairs)
 
 
 def _rewards(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the implicit rewards with gradient."""
+    """Compute implicit rewards with gradient."""
     chosen_B, rejected_B = log_ratios(pairs)
     return beta * chosen_B, beta * rejected_B
 
 
 def _difference(pairs: PairLogprobs) -> Tensor:
-    """Return d. Each response's reference is subtracted first: equal magnitudes cancel, and few digits are lost."""
+    """Compute d.
+
+    The reference is subtracted per response first: the magnitudes are similar and cancel with less rounding.
+    """
     chosen_B, rejected_B = log_ratios(pairs)
     return chosen_B - rejected_B
 
 
 def _averaged(pairs: PairLogprobs, chosen_B: Tensor, rejected_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over tokens as means; a response without trained tokens has 0."""
+    """Convert sums over tokens to means; 0 for a response without trained tokens."""
     return chosen_B / pairs.chosen_lengths.clamp(min=1.0), rejected_B / pairs.rejected_lengths.clamp(min=1.0)
 
 
 def _smoothed(scaled_B: Tensor, label_smoothing: float) -> Tensor:
-    """Return `-(1 - e) log s(x) - e log s(-x)`."""
+    """Compute `-(1 - e) log s(x) - e log s(-x)`."""
     return -(1.0 - label_smoothing) * logsigmoid(scaled_B) - label_smoothing * logsigmoid(-scaled_B)
 
 
 def _log_complement(logprobs_B: Tensor) -> Tensor:
-    """Return `log(1 - exp(logprobs))`, finite and without gradient if the probability is 1 to the last digits."""
+    """Compute `log(1 - exp(logprobs))`. Near probability 1 it stays finite and has no gradient."""
     return torch.log(-torch.expm1(logprobs_B.clamp(max=MAX_ODDS_LOGPROB)))

@@ -1,4 +1,4 @@
-"""Loss and metrics of process reward models, which give each step of a solution the probability of being right."""
+"""Loss and metrics for process reward models, which estimate the probability that each solution step is correct."""
 
 import torch
 from torch import Tensor
@@ -12,18 +12,19 @@ ERRONEOUS, FOUND_ERROR, PASSED = "erroneous", "found_error", "passed"
 
 
 def step_loss(logits_K: Tensor, labels_K: Tensor) -> Tensor:
-    """Return the cross-entropy of each step in nats: `-y log s(x) - (1 - y) log(1 - s(x))`.
+    """Compute the cross-entropy per step in nats: `-y log s(x) - (1 - y) log(1 - s(x))`.
 
-    Labels are 1 for right, 0 for wrong, or a probability between (hard and soft estimation of arXiv 2312.08935).
+    Labels are 1 (correct), 0 (wrong) or a probability: hard and soft estimation in arXiv 2312.08935.
     """
     return binary_cross_entropy_with_logits(logits_K, labels_K, reduction="none")
 
 
 def step_metrics(logits_K: Tensor, labels_K: Tensor, cu: Tensor, totals: StepTotals) -> Metrics:
-    """Return parts of shares of the steps and of the solutions, `cu` [B + 1], from which `finish_step_metrics` goes on.
+    """Compute partial fractions of steps and solutions for `finish_step_metrics`; `cu` `[B+1]` bounds the solutions.
 
-    A step is called wrong below a probability of one half, and is wrong if its label is below one half.
+    A step is predicted wrong below probability 0.5, and is wrong if its label is below 0.5.
     """
+    # A logit of 0 is probability 0.5.
     called_K, wrong_K = logits_K.detach() < 0, labels_K < 0.5
     called_B, wrong_B = first_true(called_K, cu), first_true(wrong_K, cu)
     same_B, is_erroneous_B = called_B == wrong_B, wrong_B >= 0
@@ -39,13 +40,14 @@ def step_metrics(logits_K: Tensor, labels_K: Tensor, cu: Tensor, totals: StepTot
         FOUND_ERROR: same_B & is_erroneous_B,
         PASSED: same_B & ~is_erroneous_B,
     }
+    # F1 and the conditional accuracies are ratios, which do not add up over micro-batches. Reduce the counts instead.
     return {name: token_mean(values.float(), totals) for name, values in of_steps.items()} | {
         name: sequence_mean(values.float(), totals) for name, values in of_solutions.items()
     }
 
 
 def first_true(values_K: Tensor, cu: Tensor) -> Tensor:
-    """Return the place of the first true value of each segment among the segment's values, int64 [B]; -1 for none."""
+    """Return the index of the first true value within each segment, int64 `[B]`; -1 if there is none."""
     num_values = values_K.numel()
     places_K = torch.arange(num_values, device=values_K.device)
     none = torch.full((cu.numel() - 1,), num_values, device=values_K.device)
@@ -55,9 +57,9 @@ def first_true(values_K: Tensor, cu: Tensor) -> Tensor:
 
 
 def finish_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of a step with F1 of both classes and ProcessBench's figures (arXiv 2412.06559).
+    """Add F1 for both classes and the ProcessBench metrics (arXiv 2412.06559).
 
-    Figures without any step or solution that they are about are left out.
+    Metrics that cover no step or solution are omitted.
     """
     helpers = (CALLED_WRONG, FOUND_WRONG, FOUND_ERROR, PASSED)
     wrong, called, found = (metrics[name] for name in (WRONG, CALLED_WRONG, FOUND_WRONG))
@@ -67,7 +69,8 @@ def finish_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
         "error_accuracy": (metrics[FOUND_ERROR], metrics[ERRONEOUS]),
         "correct_accuracy": (metrics[PASSED], 1 - metrics[ERRONEOUS]),
     }
-    least = 1e-7  # float32 sums of shares
+    # The denominators are float32 sums and differences of fractions: an absent class may leave a rounding residue.
+    least = 1e-7
     finished = {name: part / whole for name, (part, whole) in shares.items() if whole > least}
     if {"error_accuracy", "correct_accuracy"} <= finished.keys():
         both = finished["error_accuracy"], finished["correct_accuracy"]

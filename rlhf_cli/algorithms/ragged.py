@@ -1,48 +1,51 @@
-"""Reductions and scans over segments of a flat tensor, vectorised.
+"""Vectorized reductions and scans over the segments of a flat tensor.
 
-`x_N` holds the tokens of all sequences end to end; `cu` (int64 `[B+1]`, from 0 to N) bounds the segments, which may
-be empty. There is no padded form. Everything is computed in float64 and comes back in the type that went in.
+`x_N` concatenates the tokens of all sequences, without padding. `cu` (int64 `[B+1]`, from 0 to N) marks the segment
+boundaries; segments may be empty. Computation is in float64; results have the input dtype.
+
+Example: three sequences of 2, 0 and 3 tokens give N = 5 and `cu = [0, 2, 2, 5]`.
 """
 
 import torch
 from torch import Tensor
 
-# Tokens per row of the scan. Shorter rows mean more levels, longer ones more arithmetic and, for short responses, more
-# padding. Of 8 to 128, 16 and 32 were the fastest for responses of 20 to 20,000 tokens.
+# Tokens per scan row. Shorter rows need more levels; longer rows need more arithmetic and, for short responses, more
+# padding. Among 8 to 128, 16 and 32 were the fastest for responses of 20 to 20,000 tokens.
 SCAN_ROW = 32
 
 
 def segment_lengths(cu: Tensor) -> Tensor:
-    """Return the tokens in each segment, int64 `[B]`."""
+    """Return the number of tokens per segment, int64 `[B]`."""
     return cu[1:] - cu[:-1]
 
 
 def segment_ids(cu: Tensor) -> Tensor:
-    """Return the number of the segment each token belongs to, int64 `[N]`."""
+    """Return the segment index of each token, int64 `[N]`."""
     lengths_B = segment_lengths(cu)
     return torch.repeat_interleave(torch.arange(len(lengths_B), device=cu.device), lengths_B)
 
 
 def last_index(cu: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (segments that have a token, position of the last token of each of them), both int64."""
+    """Return (indices of non-empty segments, position of the last token in each), both int64."""
     occupied = torch.nonzero(segment_lengths(cu)).squeeze(1)
     return occupied, cu[occupied + 1] - 1
 
 
 def segment_sum(x_N: Tensor, cu: Tensor) -> Tensor:
-    """Return the sum of each segment `[B]`; 0 for an empty one."""
+    """Sum each segment, `[B]`; 0 for an empty one."""
+    # segment_reduce adds in a fixed order. scatter_add uses atomics on a GPU, so repeated runs would differ.
     sums_B = torch.segment_reduce(x_N.double(), "sum", offsets=cu, initial=0.0)
     return sums_B.to(x_N.dtype)
 
 
 def segment_mean(x_N: Tensor, cu: Tensor) -> Tensor:
-    """Return the mean of each segment `[B]`; 0 for an empty one."""
+    """Average each segment, `[B]`; 0 for an empty one."""
     sums_B = segment_sum(x_N.double(), cu)
     return (sums_B / segment_lengths(cu).clamp(min=1)).to(x_N.dtype)
 
 
 def shift_left(x_N: Tensor, cu: Tensor, *, last_B: Tensor | None = None) -> Tensor:
-    """Return `x_{t+1}` at token t inside each segment; at the last token `last_B` of the segment, 0 without it."""
+    """Return `x_{t+1}` at token t within each segment; at the last token `last_B`, or 0 without it."""
     shifted_N = torch.roll(x_N, -1)
     occupied, ends = last_index(cu)
     shifted_N[ends] = 0 if last_B is None else last_B[occupied].to(x_N.dtype)
@@ -50,12 +53,12 @@ def shift_left(x_N: Tensor, cu: Tensor, *, last_B: Tensor | None = None) -> Tens
 
 
 def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
-    """Return `y_t = x_t + decay * y_{t+1}` inside each segment `[N]`, for 0 <= decay <= 1.
+    """Compute `y_t = x_t + decay * y_{t+1}` within each segment, `[N]`, for 0 <= decay <= 1.
 
-    Segments are cut into rows of SCAN_ROW tokens. Inside a row the scan is a product with the triangular matrix of
-    powers of `decay`; the carry from the next row is the same scan over the rows' first values, with
-    `decay ** SCAN_ROW`. So the work is N * SCAN_ROW multiplications in one matrix product and the depth is
-    log(longest segment) / log(SCAN_ROW), with no loop over tokens.
+    Segments are split into rows of SCAN_ROW tokens. Within a row, the scan is a matrix product with the triangular
+    matrix of powers of `decay`. The carry from the next row is the same scan over the first values of all rows, with
+    `decay ** SCAN_ROW`. This needs N * SCAN_ROW multiplications in one matrix product and log(longest segment) /
+    log(SCAN_ROW) levels, with no loop over tokens.
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay of a suffix scan must be between 0 and 1, not {decay}")
@@ -69,12 +72,13 @@ def _scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
     longest = int(lengths_B.max())
     width = min(SCAN_ROW, longest)
     cu_rows = torch.nn.functional.pad(torch.cumsum((lengths_B + width - 1) // width, 0), (1, 0))
-    # Token t of segment b sits at slot t - cu[b] of the rows that begin at cu_rows[b].
+    # Token t in segment b goes to slot t - cu[b] in the rows starting at cu_rows[b].
     slot_N = torch.arange(len(x_N), device=cu.device)
     slot_N += torch.repeat_interleave(cu_rows[:-1] * width - cu[:-1], lengths_B)
     rows = x_N.new_zeros(int(cu_rows[-1]) * width)
     rows[slot_N] = x_N
     within = rows.view(-1, width) @ _decay_matrix(width, decay, device=x_N.device)
+    # Rows of one segment are consecutive, so the recursion scans row heads with the same function.
     if longest > width:
         heads = _scan(within[:, 0], cu_rows, decay**width)
         within += _powers(width, decay, device=x_N.device) * shift_left(heads, cu_rows).unsqueeze(1)
@@ -89,6 +93,6 @@ def _decay_matrix(width: int, decay: float, *, device: torch.device) -> Tensor:
 
 
 def _powers(width: int, decay: float, *, device: torch.device) -> Tensor:
-    """Return `decay ** (width - t)` for token t of a row: its distance from the first token of the next row."""
+    """Return `decay ** (width - t)` for token t in a row: its distance to the first token of the next row."""
     distance = torch.arange(width, 0, -1, device=device, dtype=torch.float64)
     return torch.pow(torch.tensor(decay, dtype=torch.float64, device=device), distance)

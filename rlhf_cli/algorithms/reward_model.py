@@ -1,7 +1,7 @@
-"""Losses and metrics of a reward model trained on pairs of a chosen and a rejected response.
+"""Losses and metrics for reward models trained on pairs of a chosen and a rejected response.
 
-A loss is one value a pair; the loss of an optimizer step is its sum over all pairs of the step divided by their
-number. Left out on purpose: the interval of an accuracy (`wilson_interval` in answer_statistics.py).
+A loss returns one value per pair; the optimizer step loss is the sum over all pairs in the step divided by the number
+of pairs. For accuracy intervals, see `wilson_interval` in answer_statistics.py.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ RewardLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def sigmoid_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | None) -> Tensor:
-    """Return `-log s(chosen - rejected - margin)` per pair: Bradley-Terry.
+    """Compute the Bradley-Terry loss `-log s(chosen - rejected - margin)` per pair.
 
-    arXiv 2203.02155, eq. 1; the margin, by how much the chosen response is better, 2307.09288, eq. 2.
+    arXiv 2203.02155, eq. 1; the margin, by which the chosen response is better, is from 2307.09288, eq. 2.
     """
     difference_B = chosen_B - rejected_B
     return -logsigmoid(difference_B if margin_B is None else difference_B - margin_B)
 
 
 def logexp_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | None) -> Tensor:
-    """Return `log(1 + exp(rejected - chosen))` per pair, arXiv 2204.05862.
+    """Compute `log(1 + exp(rejected - chosen))` per pair, arXiv 2204.05862.
 
-    It is the same function as `sigmoid` without a margin, under the name OpenRLHF gives it; OpenRLHF drops a margin
-    here without a word. ValueError if there is one.
+    The same function as `sigmoid` without a margin, under OpenRLHF's name. OpenRLHF silently ignores a margin here;
+    this function raises ValueError.
     """
     if margin_B is not None:
-        raise ValueError("the reward loss logexp takes no margin; sigmoid is the same loss with one")
+        raise ValueError("the reward loss logexp does not support a margin; use sigmoid, the same loss with a margin")
     return -logsigmoid(chosen_B - rejected_B)
 
 
@@ -47,9 +47,9 @@ def pairwise_reward_loss(
     margin_B: Tensor | None = None,
     center_rewards_coefficient: float = 0.0,
 ) -> Tensor:
-    """Return the loss per pair: a row of `REWARD_LOSSES`, plus `center_rewards_coefficient * (chosen + rejected)^2`.
+    """Compute a loss from `REWARD_LOSSES` per pair, plus `center_rewards_coefficient * (chosen + rejected)^2`.
 
-    The second term holds the mean of the rewards at zero, which the first leaves open (arXiv 2312.09244, eq. 2).
+    The second term keeps the mean reward near zero, which the first leaves undetermined (arXiv 2312.09244, eq. 2).
     """
     if kind not in REWARD_LOSSES:
         raise ValueError(f"the reward loss must be one of {', '.join(REWARD_LOSSES)}, not {kind!r}")
@@ -60,20 +60,20 @@ def pairwise_reward_loss(
 
 
 def pair_mean(values_B: Tensor, num_pairs: int) -> Tensor:
-    """Part of the mean over the `num_pairs` pairs of the whole step. Zero, still with a graph, where B is 0."""
+    """Partial mean over the `num_pairs` pairs in the full step. With B = 0 it is zero, with a graph."""
     return values_B.sum() / max(num_pairs, 1)
 
 
 def pair_accuracy(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-    """Return 1 if the chosen reward is the higher one, 0 if it is the lower one, 0.5 if they are equal.
+    """Return 1 if the chosen reward is higher, 0 if it is lower, 0.5 for a tie.
 
-    A tie is worth what tossing a coin is worth: a constant reward scores 0.5, as does a policy that is its reference.
+    With ties at chance level, a constant reward scores 0.5, and so does a policy that equals its reference.
     """
     return 0.5 + 0.5 * (chosen_B - rejected_B).detach().sign().float()
 
 
 def reward_metrics(chosen_B: Tensor, rejected_B: Tensor, *, num_pairs: int) -> Metrics:
-    """Return the parts of the means over the step of both rewards, their difference and the accuracy."""
+    """Compute partial step means of both rewards, the margin and the accuracy."""
     chosen_B, rejected_B = chosen_B.detach(), rejected_B.detach()
     return {
         "chosen_reward": pair_mean(chosen_B, num_pairs),

@@ -1,8 +1,8 @@
-"""The table of online algorithms: one row each, and nothing elsewhere branches on a name.
+"""Table of online algorithms: one row per algorithm, and no other module branches on an algorithm name.
 
-A row names the needs of an algorithm (a critic, a group of responses, a greedy response to each prompt) and how its
-advantages are computed. Which row a command takes, and the defaults of settings, are the command's; the place of the KL
-divergence and the loss are settings.
+A row declares what an algorithm requires (a critic, a group of responses, a greedy response per prompt) and how it
+computes advantages. Each command selects a row and sets the defaults; the KL placement and the policy loss are separate
+settings.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,20 @@ from rlhf_cli.errors import RunError, UsageError
 
 @dataclass(frozen=True)
 class Experience:
-    """What advantages are computed from: all responses of one rollout, tokens end to end.
+    """Inputs for advantage estimation: all responses from a rollout, with tokens concatenated.
 
-    `rewards_N` shaped token rewards; `parts` weight and clipped values `[B]` of each reward, if they are compared
-    apart; `values_N` the critic's, None without one; `bootstrap_B` the value of the state each response ended in, None
-    where all count as finished; `cu` int64 `[B+1]` bounds of the responses; `groups_B` int64, which prompt each
-    response answers (groups may differ in size if samples failed); `trained_B` bool, which responses are trained
-    on; `greedy_B` the reward of the greedy response to the same prompt, None without one; `steps_N` the reward of each
-    step at its last token and NaN elsewhere, None without a process reward model; `scale` that of the scores without
-    the KL divergence, None for that of `rewards_N`.
+    - `rewards_N`: shaped token rewards.
+    - `parts`: (weight, clipped values `[B]`) for each reward, for estimators with `rewards_apart`.
+    - `values_N`: critic values; None without a critic.
+    - `bootstrap_B`: value of the final state of each truncated response, 0 for a finished one; None treats every
+      response as finished.
+    - `cu`: response boundaries, int64 `[B+1]`.
+    - `groups_B`: prompt index per response, int64. Group sizes may differ when samples fail.
+    - `trained_B`: bool, True for responses that are trained on.
+    - `greedy_B`: reward for the greedy response to the same prompt; None without greedy responses.
+    - `steps_N`: step reward at the last token of each step, NaN elsewhere; None without a process reward model.
+    - `step_weight`: multiplier for step advantages.
+    - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
     """
 
     rewards_N: Tensor
@@ -47,7 +52,7 @@ class Experience:
 
     @property
     def rewards_B(self) -> Tensor:
-        """The whole reward of each response."""
+        """Total reward per response."""
         return segment_sum(self.rewards_N, self.cu)
 
 
@@ -57,13 +62,15 @@ AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One online algorithm.
+    """An online algorithm.
 
-    `advantages`: None if its loss has none, as of a divergence; `min_group`: fewest responses per prompt; `whiten`:
-    whether advantages are normalised over all trained tokens of the rollout; `greedy`: whether each prompt gets a
-    greedy response that is scored and not trained on; `rewards_apart`: whether it compares each of several rewards and
-    never their sum; `steps`: whether rewards of steps are rewards of tokens or are compared within the group, None if
-    it takes none.
+    - `advantages`: the estimator; None for losses without advantages, such as a divergence.
+    - `min_group`: minimum number of responses per prompt.
+    - `whiten`: whether to whiten advantages over the trained tokens of the rollout.
+    - `greedy`: whether to generate and score a greedy response per prompt, which is not trained on.
+    - `rewards_apart`: whether the estimator normalizes each reward separately instead of their sum.
+    - `steps`: "tokens" adds step rewards to token rewards, "groups" normalizes them within the group; None if step
+      rewards are not supported.
     """
 
     name: str
@@ -77,12 +84,13 @@ class Algorithm:
 
 
 def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
-    """Return the algorithm of others' code; a function has the needs of the command's own row.
+    """Load an algorithm from user code. A plain function inherits the requirements of the command's row.
 
-    Raises UsageError if the code needs a critic and the command has none, or the reverse.
+    Raises UsageError if only one of the two has a critic.
     """
     found, name = load_target(code), without_folder(code)
     own = found if isinstance(found, Algorithm) else replace(row, advantages=found)
+    # The command has already parsed its critic settings, so a row cannot add or remove the critic here.
     if own.critic != row.critic:
         has = "trains a critic" if row.critic else "has no critic"
         raise UsageError(f"--advantage_estimator {code}: this command {has}, and critic is {own.critic} in the row")
@@ -90,7 +98,7 @@ def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
 
 
 def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
-    """Return a function of others that may leave the returns away, and whose results are checked by shape."""
+    """Wrap a user-defined estimator: allow it to omit the returns, and check result shapes."""
     function = algorithm.advantages
     assert function is not None, f"{name} has no advantages"
 
@@ -101,7 +109,7 @@ def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
         for what, values_N in {"advantages": advantages_N, "returns": returns_N}.items():
             is_needed = what == "advantages" or algorithm.critic
             if is_needed and (not isinstance(values_N, Tensor) or values_N.shape != shape):
-                raise RunError(f"--advantage_estimator {name} has to return {what} of shape {tuple(shape)}")
+                raise RunError(f"--advantage_estimator {name} must return {what} of shape {tuple(shape)}")
         return advantages_N, returns_N if algorithm.critic else None
 
     return advantages
@@ -110,14 +118,16 @@ def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
 def compute_advantages(
     algorithm: Algorithm, experience: Experience, *, settings: object
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (advantages_N as the policy loss takes them, 0 where nothing is trained; returns_N for the critic or
-    None).
+    """Compute (advantages_N for the policy loss, returns_N for the critic or None).
+
+    Advantages are 0 for responses that are not trained on.
     """
     assert algorithm.advantages is not None, f"{algorithm.name} has no advantages"
     advantages_N, returns_N = algorithm.advantages(experience, settings)
     if experience.steps_N is not None and algorithm.steps == "groups":
         compared_N = step_advantages(experience.steps_N, experience.cu, experience.groups_B)
         advantages_N = advantages_N + experience.step_weight * compared_N
+    # Whiten over trained tokens only: a dropped response, such as a truncated one, must not shift the mean.
     trained_N = experience.trained_B[segment_ids(experience.cu)]
     chosen = advantages_N[trained_N]
     final_N = torch.zeros_like(advantages_N)
@@ -146,6 +156,8 @@ def _centred(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 def _grpo(experience: Experience, settings: GroupPolicyConfig) -> tuple[Tensor, None]:
+    # Dr. GRPO (arXiv 2503.20783): dividing by the std overweights prompts that are almost always or almost never
+    # solved.
     if settings.advantage_std == "none":
         return _centred(experience, settings)
     advantages_B = group_normalised(experience.rewards_B, experience.groups_B, scale=experience.scale)
@@ -158,6 +170,7 @@ def _passk(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 def _gdpo(experience: Experience, _: object) -> tuple[Tensor, None]:
+    # Normalize each reward before adding: in a sum, the reward with the largest range would dominate.
     apart_B = [weight * group_normalised(part_B, experience.groups_B) for weight, part_B in experience.parts]
     return at_every_token(whiten(torch.stack(apart_B).sum(0)), experience.cu), None
 
@@ -171,6 +184,7 @@ def _remax(experience: Experience, _: object) -> tuple[Tensor, None]:
     return at_every_token(experience.rewards_B - experience.greedy_B, experience.cu), None
 
 
+# The run identity stores the row name: renaming a row makes existing checkpoints of that algorithm refuse to resume.
 ROWS = (
     Algorithm("ppo", _gae, critic=True, whiten=True, steps="tokens"),
     Algorithm("reinforce++", _returns, whiten=True, steps="tokens"),

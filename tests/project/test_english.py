@@ -23,7 +23,7 @@ LIMIT = 1.0
 EXCESS = {
     "rlhf_cli/*.py": 70,
     "rlhf_cli/agents": 90,
-    "rlhf_cli/algorithms": 70,
+    "rlhf_cli/algorithms": 15,
     "rlhf_cli/backends": 75,
     "rlhf_cli/commands": 55,
     "rlhf_cli/config": 80,

@@ -50,7 +50,7 @@ def test_logexp_is_its_formula_and_equals_sigmoid(chosen, rejected) -> None:
 
 
 def test_logexp_refuses_a_margin_instead_of_dropping_it() -> None:
-    with pytest.raises(ValueError, match="logexp takes no margin"):
+    with pytest.raises(ValueError, match="logexp does not support a margin"):
         loss_and_gradient(1.0, 0.0, margin=1.0, kind="logexp")
 
 

@@ -50,9 +50,9 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("row", "result", "reason"),
     [
-        ("rloo", "experience.rewards_B", r"own.py:f has to return advantages of shape \(6,\)"),
-        ("rloo", "3.0", "has to return advantages"),
-        ("ppo", "experience.rewards_N", "has to return returns"),
+        ("rloo", "experience.rewards_B", r"own.py:f must return advantages of shape \(6,\)"),
+        ("rloo", "3.0", "must return advantages"),
+        ("ppo", "experience.rewards_N", "must return returns"),
     ],
 )
 def test_a_result_of_another_form_is_refused(row, result, reason, tmp_path) -> None:

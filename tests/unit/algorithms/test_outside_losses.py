@@ -50,8 +50,8 @@ def test_the_page_s_policy_loss_trains_as_it_says(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        ("logprobs_K", "has to return two values"),
-        ("(logprobs_K.sum(), {})", r"has to return a loss of shape \(3,\)"),
+        ("logprobs_K", "must return two values"),
+        ("(logprobs_K.sum(), {})", r"must return a loss of shape \(3,\)"),
         ("(logprobs_K, {'ratio': logprobs_K})", "returns no metric 'clip_low'"),
     ],
 )
@@ -103,7 +103,7 @@ def test_the_page_s_loss_without_a_reference_reads_no_setting(tmp_path) -> None:
 
 def test_a_loss_on_pairs_of_another_form_is_refused(tmp_path) -> None:
     (tmp_path / "own.py").write_text("def f(pairs, settings): return 3.0\ndef g(pairs): return 3.0\n")
-    with pytest.raises(RunError, match="one loss for each of the pairs"):
+    with pytest.raises(RunError, match="one loss per pair"):
         mixed_loss([f"{tmp_path}/own.py:f"], [1.0], pairs_of(with_reference=True), PreferenceSettings())
     with pytest.raises(UsageError, match="g has to take 2 arguments: pairs, settings"):
         require_plugins(dpo_config(f"{tmp_path}/own.py:g"))
