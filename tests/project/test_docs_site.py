@@ -126,6 +126,6 @@ def test_the_search_of_a_page_that_is_opened_as_a_file_has_its_index_and_its_wor
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the site's own search")
 def test_the_search_finds_a_page_when_it_is_opened_as_a_file(site):
     program = REPOSITORY / "tests" / "helpers" / "search_as_file.js"
-    done = subprocess.run(["node", program, site, "quantised"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["node", program, site, "quantized"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip(), done.stderr
     assert all((site / place.partition("#")[0]).is_file() for place in done.stdout.split())
