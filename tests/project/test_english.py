@@ -36,7 +36,7 @@ EXCESS = {
     "rlhf_cli/trainers": 95,
     "benchmarks": 80,
     "tests": 90,
-    "pages": 40,
+    "pages": 10,
 }
 """Occurrences per 1,000 words beyond three times the field's rates (`field_words.excess`). Lower it with the prose."""
 
