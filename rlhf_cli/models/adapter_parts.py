@@ -1,4 +1,4 @@
-"""Parts of other tools' adapters that are refused, because neither training nor merging would compute them right."""
+"""Reject adapter features from other tools that training or merging would compute incorrectly."""
 
 import json
 from pathlib import Path
@@ -7,44 +7,45 @@ from typing import Any
 from rlhf_cli.errors import UsageError
 
 CHANGED_NAMES = {
-    "layer_replication": "layers of the model twice",
-    "target_parameters": "factors on whole parameters, as of experts",
-    "trainable_token_indices": "single rows of the embedding",
-    "alora_invocation_tokens": "tokens from which on it counts",
+    "layer_replication": "replicated layers",
+    "target_parameters": "factors on full parameters, such as experts",
+    "trainable_token_indices": "trainable embedding rows",
+    "alora_invocation_tokens": "invocation tokens",
     "use_qalora": "pooled inputs",
-    "use_bdlora": "factors of blocks",
+    "use_bdlora": "block-diagonal factors",
     "velora_config": "compressed activations",
     "monteclora_config": "sampled factors",
     "arrow_config": "a router over adapters",
     "kasa_config": "singular values",
-    "lora_bias": "biases of its own",
+    "lora_bias": "LoRA biases",
 }
-"""Settings of PEFT by which an adapter is more than two factors and a magnitude, with that part in words."""
+"""PEFT settings for features beyond two factors and a magnitude, with a description."""
 HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Values of `init_lora_weights` that leave the model under the adapter as it is."""
+"""Values of `init_lora_weights` that do not change the base model."""
 
 
 def require_known_parts(folder: Path, config: Any) -> None:
-    """Raise UsageError unless PEFT's configuration is of an adapter made of factors, magnitudes and whole layers."""
+    """Raise UsageError unless the adapter consists of factors, magnitudes and fully trained layers."""
     for name, part in CHANGED_NAMES.items():
         if getattr(config, name, None):
-            raise UsageError(f"adapter {folder} has {part} ({name}), which this program does not know")
+            raise UsageError(f"adapter {folder} uses {part} ({name}), which is not supported")
     if config.bias != "none":
-        raise UsageError(f"adapter {folder} trains biases of the model (bias {config.bias}), which are not known here")
+        raise UsageError(f"adapter {folder} trains model biases (bias {config.bias}), which is not supported")
+    # PiSSA, OLoRA and similar subtract the initial adapter from the base, so the stored base does not match.
     start = config.init_lora_weights
     if isinstance(start, str) and start.lower() not in HARMLESS_STARTS:
         raise UsageError(
-            f"adapter {folder} belongs to a model that was changed when its training began (init_lora_weights "
-            f"{start}): save it with PEFT's path_initial_model_for_weight_conversion"
+            f"adapter {folder} modified its base model at initialization (init_lora_weights {start}): save it with "
+            "PEFT's path_initial_model_for_weight_conversion"
         )
 
 
 def require_whole_precision(folder: Path, base: Path) -> None:
-    """Raise UsageError if the weights of the model under an adapter are quantised on disk, as Unsloth's are."""
+    """Raise UsageError if an adapter's base model is stored quantized, as Unsloth's are."""
     file = base / "config.json"
-    quantised = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
-    if quantised:
+    quantized = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
+    if quantized:
         raise UsageError(
-            f"adapter {folder}: the model under it, {base}, is quantised ({quantised.get('quant_method')}): "
-            "`rlhf merge --base` with its 16-bit original makes a model that can be used here"
+            f"adapter {folder}: its base model {base} is quantized ({quantized.get('quant_method')}): merge it into "
+            "the 16-bit original with `rlhf merge --base` first"
         )

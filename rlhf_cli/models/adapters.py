@@ -1,7 +1,7 @@
-"""Adapters (LoRA, by PEFT) on models that stay frozen under them: put on, switched off, saved and loaded.
+"""LoRA adapters (PEFT) on frozen models: inject, disable, save and load.
 
-The layers go into the Hugging Face model itself, so whatever takes that takes it with an adapter too. A `score` head is
-trained and saved whole. merging.py folds an adapter into its base.
+Layers are injected into the Hugging Face model, so all code that accepts the model works with an adapter. A `score`
+head is trained and saved in full. merging.py merges an adapter into its base.
 """
 
 import contextlib
@@ -36,22 +36,23 @@ from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerpr
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "adapter_base.json"
-"""Facts that are not in PEFT's own file: the fingerprint of the base."""
+"""Base fingerprint, which PEFT's config file lacks."""
 MODEL_FILE = "model_config.json"
-"""Configuration of base and adapter together; named config.json, it would make transformers see a whole model."""
+"""Configuration of base plus adapter. Under the name config.json, transformers would treat the folder as a full model.
+"""
 HEAD = "score"
 SCORES = "SEQ_CLS"
-"""PEFT's task type of adapters on a model with a head."""
+"""PEFT task type for adapters on a model with a score head."""
 PREFIX = "base_model.model."
-"""Before every name in PEFT's files: there the model sits in two wrappers."""
+"""Prefix of all names in PEFT files, where two wrappers surround the model."""
 MAGNITUDE = "lora_magnitude_vector"
-"""DoRA's lengths of rows, which PEFT's files name without `.weight`."""
+"""DoRA row magnitudes, which PEFT files store without the `.weight` suffix."""
 ACTIVE = "default"
-"""PEFT's name for the one adapter there is; a part of names in memory, not in files."""
+"""PEFT's name for the only adapter, part of in-memory names but not of names in files."""
 
 
 VARIANTS = ("use_rslora", "use_dora", "exclude_modules", "rank_pattern", "alpha_pattern")
-"""Settings of an adapter that most adapters do not have."""
+"""Optional adapter settings that most adapters leave at their defaults."""
 OF_NEW_ADAPTERS = (
     "lora_alpha",
     "use_rslora",
@@ -60,12 +61,12 @@ OF_NEW_ADAPTERS = (
     "exclude_modules",
     "lora_vision_tower",
 )
-"""Settings that an adapter on disk has of its own."""
+"""Settings that a stored adapter defines itself."""
 
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """An adapter to be trained: new, or one that is on disk."""
+    """An adapter to train, either new or loaded from disk."""
 
     base: str  # folder or Hub name
     fingerprint: str  # of the base
@@ -73,10 +74,10 @@ class AdapterPlan:
     weights: Path | None  # to start from
     in_4bit: bool
     seed: int
-    with_tower: bool = False  # a new adapter of a vision-language model is not on its language part alone
+    with_tower: bool = False  # also adapt the vision encoder and projector
 
     def identity(self) -> dict[str, object]:
-        """Return the settings that have to be equal for a checkpoint of it to be continued."""
+        """Return the settings that must match for a checkpoint to be resumed."""
         config = self.config
         return {
             "lora_rank": config.r,
@@ -89,7 +90,7 @@ class AdapterPlan:
         }
 
     def start_fingerprint(self) -> str:
-        """Return a hash of the base and, if there is one to start from, of the adapter on disk."""
+        """Hash the base and, if training starts from a stored adapter, its weights."""
         if self.weights is None:
             return self.fingerprint
         _require_weights(self.weights)
@@ -98,32 +99,35 @@ class AdapterPlan:
 
 
 def sorted_names(setting: Any) -> Any:
-    """Return names of layers in a fixed order; PEFT keeps them as a set, or has a pattern instead."""
+    """Return layer names in a fixed order. PEFT stores a set, or a string pattern."""
     return sorted(setting) if isinstance(setting, set | list) else setting
 
 
 def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> AdapterPlan | None:
-    """Return the model that the settings request: a new adapter, the one at `pretrain`, or None.
+    """Return the configured adapter: new, stored at `pretrain`, or None.
 
     Raises:
-        UsageError: the adapter at `pretrain` has another rank than requested, or its base has changed; settings
-            of an adapter are given and there is none.
+        UsageError: the adapter at `pretrain` has another rank than requested, its base has changed, or adapter
+            settings are set without an adapter.
     """
     folder = adapter_folder(model.pretrain)
     in_4bit = adapter.load_in_4bit
     if folder is None and adapter.lora_rank == 0:
         if in_4bit:
-            raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")
+            raise UsageError("load_in_4bit: 4-bit weights cannot be trained directly; set --lora_rank")
         if given := adapter.changed("lora_dropout", *OF_NEW_ADAPTERS):
-            raise UsageError(f"{given} is about an adapter: give --lora_rank")
+            raise UsageError(f"{given} requires an adapter: set --lora_rank")
         return None
     config = _new_config(adapter) if folder is None else _stored_config(folder, adapter)
     base = resolve_model_path(model.pretrain) if folder is None else base_of(folder, config)
     if Path(base).is_dir():
-        base = str(Path(base).resolve())  # a saved adapter is looked at from other places
+        # Absolute, because the saved adapter is later loaded from other working directories.
+        base = str(Path(base).resolve())
     config.base_model_name_or_path = base
     if folder is not None:
+        # Check before hashing: a fingerprint reads the weights, which takes longer.
         require_whole_precision(folder, folder_of(base))
+    # Not the path but the weights: the folder may have been overwritten since the adapter was trained.
     mark = fingerprint(folder_of(base))
     if folder is not None:
         require_same_base(folder, base, mark)
@@ -132,11 +136,11 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
 
 
 def require_language_model(model: ModelConfig, architecture: PretrainedConfig, plan: AdapterPlan | None) -> None:
-    """Raise UsageError if the model of the settings, or its adapter, gives scores."""
+    """Raise UsageError if the model or its adapter returns scores."""
     what = f"--pretrain {model.pretrain!r}"
     refuse_classifier(architecture, what)
     if plan is not None and plan.config.task_type == SCORES:
-        raise UsageError(f"{what} is the adapter of a reward model, which gives scores: give a language model")
+        raise UsageError(f"{what} is a reward model adapter, which returns scores: use a language model")
 
 
 def _new_config(adapter: LoraConfig) -> Any:
@@ -158,50 +162,51 @@ def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
     config = read_config(folder)
     if adapter.lora_rank not in (0, config.r):
         raise UsageError(
-            f"pretrain {str(folder)!r} is an adapter of rank {config.r}, not {adapter.lora_rank}: leave --lora_rank "
-            "away to train it further, or fold it into its base with `rlhf merge` to begin another"
+            f"pretrain {str(folder)!r} is an adapter of rank {config.r}, not {adapter.lora_rank}: omit --lora_rank to "
+            "continue training it, or merge it into its base with `rlhf merge` to start a new one"
         )
     if given := adapter.changed(*OF_NEW_ADAPTERS):
-        raise UsageError(f"pretrain {str(folder)!r} is an adapter that has its own {given}: leave --{given} away")
+        raise UsageError(f"pretrain {str(folder)!r} is an adapter that defines {given}: omit --{given}")
     if others := set(config.modules_to_save or ()) - {HEAD}:
         raise UsageError(
-            f"pretrain {str(folder)!r}: an adapter that trains whole layers ({', '.join(sorted(others))}) is not "
-            "trained further; `rlhf merge` makes a model of it, to begin another adapter on"
+            f"pretrain {str(folder)!r}: training cannot continue from an adapter with fully trained layers "
+            f"({', '.join(sorted(others))}); merge it with `rlhf merge` and start a new adapter"
         )
+    # PEFT would freeze an adapter in inference mode. The head is handled here, not by PEFT's modules_to_save wrapper.
     config.inference_mode, config.modules_to_save = False, None
     config.lora_dropout = adapter.lora_dropout
     return config
 
 
 def read_config(folder: Path) -> Any:
-    """Return PEFT's configuration of the adapter in a folder. Raise UsageError unless it is a LoRA."""
+    """Read an adapter's PEFT configuration. Raises UsageError unless it is LoRA."""
     import peft
 
     config = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, peft.LoraConfig):
-        raise UsageError(f"adapter {folder} is a {config.peft_type.value}: only LoRA is known here")
+        raise UsageError(f"adapter {folder} is of type {config.peft_type.value}: only LoRA is supported")
     require_known_parts(folder, config)
     return config
 
 
 def base_of(folder: Path, config: Any) -> str:
-    """Return the path or Hub name of the model under the adapter. UsageError if it is gone."""
+    """Return the path or Hub name of an adapter's base model. Raises UsageError if it cannot be found."""
     base = config.base_model_name_or_path
     if not base:
-        raise UsageError(f"adapter {folder} does not name its model (base_model_name_or_path)")
+        raise UsageError(f"adapter {folder} does not name its base model (base_model_name_or_path)")
     try:
         return resolve_model_path(base)
     except UsageError as error:
-        raise UsageError(f"adapter {folder}: the model it belongs to cannot be found: {error}") from error
+        raise UsageError(f"adapter {folder}: its base model cannot be found: {error}") from error
 
 
 def require_same_base(folder: Path, base: str, mark: str) -> None:
-    """Raise UsageError if the adapter in the folder was trained on weights with another fingerprint."""
+    """Raise UsageError if the adapter was trained on weights with another fingerprint."""
     file = folder / BASE_FILE
     if file.is_file() and (written := json.loads(file.read_text())["fingerprint"]) != mark:
         raise UsageError(
-            f"adapter {folder} belongs to another model: the weights at {base} are not those it was trained on "
-            f"(fingerprint {mark}, not {written})"
+            f"adapter {folder} was trained on a different base: the weights at {base} have fingerprint {mark}, not "
+            f"{written}"
         )
 
 
@@ -213,8 +218,9 @@ def load_with_adapter(
     device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
 ) -> PreTrainedModel:
-    """Return the model by `load` (`load_causal_lm`, `load_value_backbone`) as it is trained: under the adapter if one
-    is planned, else with the parts frozen that the settings name.
+    """Load the model for training: with the planned adapter, or else with the configured parts frozen.
+
+    `load` is `load_causal_lm` or `load_value_backbone`.
     """
     if plan is None:
         hf_model = load(model, device=device, partition=partition)
@@ -227,26 +233,31 @@ def load_with_adapter(
 
 
 def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
-    """Put the adapter on the model and freeze everything else but a `score` head.
+    """Inject the adapter and freeze everything except a `score` head.
 
-    A new adapter changes nothing yet: one of its two factors is zero. Its weights have the model's type; DeepSpeed
-    keeps float32 copies of trained weights.
+    A new adapter is a no-op at first, because one of the two factors is zero. Adapter weights have the model dtype;
+    DeepSpeed keeps float32 copies of trained weights.
     """
     from peft import inject_adapter_in_model
 
+    # Copy: injection changes the configuration, and a plan may be applied to more than one model.
     config = copy.deepcopy(plan.config)
     config.task_type = SCORES if _has_head(model) else "CAUSAL_LM"
     if takes_pictures(model.config) and plan.weights is None and not plan.with_tower:
         config.target_modules = language_targets(model, config.target_modules)
-    if plan.weights is None:  # the file of one on disk may name layers of other models
+    # A stored adapter may list layer names of other models as well.
+    if plan.weights is None:
         _require_layers(model, config)
     with torch.random.fork_rng():
-        torch.manual_seed(plan.seed)  # the same weights however the model was loaded
+        # Adapter weights must not depend on random numbers consumed while loading the model.
+        torch.manual_seed(plan.seed)
         try:
+            # Not get_peft_model: its wrapper class would change parameter names and hide the Hugging Face model.
             inject_adapter_in_model(config, model, adapter_name=ACTIVE)
         except ValueError as error:
             raise UsageError(f"{_naming_setting(config)}: {first_line(error)}") from error
     _require_linear_layers(model)
+    # PEFT expands "all-linear" to full module names. Short names also match in tools with other module prefixes.
     config.target_modules = _short_names(model)
     if _has_head(model):
         model.score.requires_grad_(True)
@@ -260,22 +271,23 @@ def _naming_setting(config: Any) -> str:
 
 
 def check_layer_names(plan: AdapterPlan, architecture: PretrainedConfig, *, trust_remote_code: bool) -> None:
-    """Raise UsageError if a new adapter names a layer that the model does not have, before any weight is read."""
+    """Raise UsageError, before loading weights, if a new adapter names a layer that does not exist."""
     if plan.weights is None and (isinstance(plan.config.target_modules, set) or plan.config.exclude_modules):
+        # Meta tensors: this builds modules without allocating weights.
         with torch.device("meta"):
             model = language_model_class(architecture).from_config(architecture, trust_remote_code=trust_remote_code)
         _require_layers(model, plan.config)
 
 
 def _require_layers(model: nn.Module, config: Any) -> None:
-    """Raise UsageError if a list of layers has a name that no layer has; PEFT may have a pattern instead."""
+    """Raise UsageError if a list of layers contains an unknown name. PEFT patterns (strings) are not checked."""
     names = [f".{name}" for name, _ in model.named_modules()]
     for setting in ("target_modules", "exclude_modules"):
         listed = getattr(config, setting)
         for wanted in sorted(listed) if isinstance(listed, list | set | tuple) else ():
             if not any(name.endswith(f".{wanted}") for name in names):
                 linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if type(part) is nn.Linear}
-                raise UsageError(f"{setting}: no layer has the name {wanted}; there are {', '.join(sorted(linear))}")
+                raise UsageError(f"{setting}: no layer is named {wanted}; available: {', '.join(sorted(linear))}")
 
 
 def _has_head(model: nn.Module) -> bool:
@@ -293,13 +305,13 @@ def _require_linear_layers(model: PreTrainedModel) -> None:
     for name, layer in _tuned(model).items():
         if any(layer is output for output in outputs) or not isinstance(layer.get_base_layer(), nn.Linear):
             raise UsageError(
-                f"target_modules: {name} cannot have an adapter, only linear layers below the head can: "
-                "name them, as in --target_modules q_proj,v_proj"
+                f"target_modules: {name} does not support adapters, only linear layers below the head do: "
+                "list them, as in --target_modules q_proj,v_proj"
             )
 
 
 def _short_names(model: nn.Module) -> list[str]:
-    """Return the last parts of the names of layers with an adapter, or whole names where other layers end alike."""
+    """Return the last name components of adapted layers, or full names if other layers end the same way."""
     tuned = _tuned(model)
     last = {name.rsplit(".", 1)[-1] for name in tuned}
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} | set(tuned)
@@ -314,14 +326,14 @@ def is_adapted(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the model, or any module around it, computes what its base does.
+    """Make the model, or any module that contains it, compute the base model's output within the block.
 
-    For use without gradients. PEFT's own switch also changes which parameters take gradients, whose hooks DeepSpeed
-    has set up by then.
+    For use without gradients.
     """
     layers = list(_tuned(model).values())
     assert layers, "there is no adapter to switch off"
     for layer in layers:
+        # PEFT's public switch also toggles requires_grad, but DeepSpeed registered its gradient hooks when it started.
         layer._disable_adapters = True
     try:
         yield
@@ -331,28 +343,28 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def scales(model: nn.Module) -> dict[str, float]:
-    """Return the scale of the product of the two factors, by the name of their layer."""
+    """Return the LoRA scale of each adapted layer, by layer name."""
     return {name: float(layer.scaling[ACTIVE]) for name, layer in _tuned(model).items()}
 
 
 def parameter_counts(model: nn.Module) -> str:
-    """Return for the terminal how many parameters there are and, if not all, how many are trained."""
+    """Format the parameter count and, with frozen parameters, the trainable count for the terminal."""
     trained = sum(math.prod(whole_shape(p)) for p in model.parameters() if p.requires_grad)
     total = num_parameters(model)
     counts = f"{total / 1e6:.1f}M parameters"
-    return counts if trained == total else f"{counts}, {trained / 1e6:.3g}M of them trained"
+    return counts if trained == total else f"{counts}, {trained / 1e6:.3g}M trainable"
 
 
 def file_name(name: str) -> str:
-    """Return the name in PEFT's files of a parameter of the model."""
+    """Convert a parameter name to its name in PEFT files."""
     in_file = PREFIX + name.replace(f".{ACTIVE}.", ".")
     return in_file.removesuffix(".weight") if in_file.endswith(f"{MAGNITUDE}.weight") else in_file
 
 
 def weights_read_by_others(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    """Return pairs (module, parameter of another module that it reads), for ZeRO-3 to gather in time.
+    """Return (module, parameter of another module that it reads), so ZeRO-3 can gather the parameter in time.
 
-    DoRA's module reads the weight of the layer under it, and the shape of the first factor.
+    DoRA's module reads the base layer weight, and the shape of the first factor.
     """
     pairs = []
     for layer in _tuned(model).values():
@@ -369,8 +381,9 @@ def save_adapter(
     *,
     state_dict: dict[str, torch.Tensor],
 ) -> None:
-    """Write the adapter, whose whole trained weights are given, as a folder that PEFT loads; whole or not at all."""
+    """Atomically write an adapter folder that PEFT can load. `state_dict` contains all trained weights in full."""
     with whole_folder(path) as written:
+        # safetensors requires contiguous tensors.
         weights = {file_name(name): weight.contiguous() for name, weight in state_dict.items()}
         save_file(weights, written / WEIGHTS_FILE, metadata={"format": "pt"})
         describe_adapter(model, written)
@@ -380,8 +393,9 @@ def save_adapter(
 
 
 def describe_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write PEFT's configuration of the adapter, and the fingerprint of its base."""
+    """Write PEFT's adapter configuration and the base fingerprint."""
     config = copy.deepcopy(model.peft_config[ACTIVE])
+    # As PEFT saves it: loading then returns a frozen adapter unless training is requested.
     config.inference_mode = True
     config.modules_to_save = [HEAD] if _has_head(model) else None
     config.save_pretrained(str(folder))
@@ -397,13 +411,15 @@ def _load_weights(model: PreTrainedModel, file: Path) -> None:
     _require_weights(file)
     weights = load_file(file)
     wanted = {file_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    # A policy adapter has no head, so a critic that starts from it gets a new one.
     missing = {name for name in wanted if name not in weights and not name.endswith(f"{HEAD}.weight")}
     problem = min(missing | (weights.keys() - wanted.keys()), default="")
     for name, parameter in wanted.items():
+        # Under ZeRO-3 the local tensor is empty; ds_shape is the full shape.
         if name in weights and weights[name].shape != getattr(parameter, "ds_shape", parameter.shape):
             problem = name
     if problem:
-        raise UsageError(f"adapter {file.parent} does not fit the model it names: look at {problem}")
+        raise UsageError(f"adapter {file.parent} does not match its base model: check {problem}")
     for name, parameter in wanted.items():
-        if name in weights:  # a head that the adapter does not have is new
+        if name in weights:
             fill(parameter, weights[name])

@@ -1,7 +1,7 @@
-"""Weights under the names of checkpoints.
+"""Convert between in-memory and checkpoint weight names.
 
-transformers joins the experts of a layer into one tensor and renames some modules when it loads a model. Files and
-rollout engines know the names and the layout from before. The one place that calls transformers' conversion.
+When transformers loads a model, it fuses the experts in a layer into one tensor and renames some modules. Files and
+rollout engines use the original names and layout. Only this module calls the transformers conversion.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,10 +16,10 @@ from rlhf_cli.models.weight_files import RenamedTensors, TensorSource
 def as_in_checkpoint(
     model: PreTrainedModel, named: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the model under the names and in the layout of its checkpoint, one after another.
+    """Yield model tensors with checkpoint names and layout, one at a time.
 
-    Tensors of models without joined weights are yielded as they come. Others may share memory with the tensor given,
-    which need not be valid any longer when the next one is taken.
+    Tensors without fused weights pass through unchanged. Results may share memory with the input, which may be reused
+    after the next one is requested.
     """
     for name, tensor in named:
         yield from revert_weight_conversion(model, {name: tensor}).items()
@@ -28,35 +28,38 @@ def as_in_checkpoint(
 def shapes_in_checkpoint(
     model: PreTrainedModel, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes in the checkpoint of one tensor of the model, without its data."""
+    """Return checkpoint names and shapes for one model tensor, without data."""
+    # The conversion accepts meta tensors, which have shapes but no memory.
     empty = torch.empty(shape, dtype=dtype, device="meta")
     return {stored: tuple(part.shape) for stored, part in as_in_checkpoint(model, [(name, empty)])}
 
 
 def copy_from_checkpoint(model: PreTrainedModel, own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
-    """Copy tensors of a checkpoint into the model's own tensors in place.
+    """Copy checkpoint tensors into model tensors in place.
 
-    If the conversion of a tensor copies its parts, the conversion of its positions gives the place of each number.
+    If the conversion copies data, converting an index tensor gives the position of each value.
     """
     for name, tensor in own.items():
         parts = dict(as_in_checkpoint(model, [(name, tensor)]))
+        # Converted parts that are views of the tensor can be written directly.
         if all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts.values()):
             for part_name, part in parts.items():
                 part.copy_(stored[part_name])
             continue
+        # The conversion may transpose or concatenate; only positions show where each value ends up.
         positions = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
         for part_name, places in as_in_checkpoint(model, [(name, positions)]):
             tensor.put_(places, stored[part_name].to(tensor.device, tensor.dtype))
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers that checkpoints have beside the parameters, such as the routers' biases of DeepSeek-V3."""
+    """Return buffers that checkpoints store in addition to parameters, such as DeepSeek-V3 router biases."""
     stored = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
 def in_memory_names(stored: TensorSource, model: PreTrainedModel) -> RenamedTensors:
-    """Return the tensors of a checkpoint under the names that they have in the model, which joins none of them."""
+    """Return checkpoint tensors under their in-memory names, for models without fused tensors."""
     own = {
         in_file: name
         for name, tensor in model.state_dict().items()
@@ -66,9 +69,9 @@ def in_memory_names(stored: TensorSource, model: PreTrainedModel) -> RenamedTens
 
 
 class CheckpointTensors:
-    """The tensors of a source, which have the model's own names, as its checkpoint has them.
+    """A source with in-memory names, presented with checkpoint names.
 
-    One tensor of the source is kept, because the experts that are joined in it are read one after another.
+    The last source tensor is cached, because its fused experts are read one after another.
     """
 
     def __init__(self, source: TensorSource, model: PreTrainedModel) -> None:

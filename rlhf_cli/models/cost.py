@@ -1,4 +1,4 @@
-"""The cost of a sequence in a model, by its length."""
+"""Compute cost by sequence length."""
 
 from transformers import (
     PretrainedConfig,
@@ -6,10 +6,10 @@ from transformers import (
 
 
 def quadratic_cost(config: PretrainedConfig) -> float:
-    """Return q such that a sequence of L tokens costs in proportion to L + q L^2 (multiplications of a forward pass).
+    """Return q such that the forward pass for L tokens costs in proportion to L + q L^2 multiply-adds.
 
-    A token takes one multiplication per weight of the projections, MLP and head, in a mixture only the chosen experts;
-    causal attention L^2 / 2 times 2 multiplications per layer and dimension of the query heads.
+    Per token: one multiply-add per weight in projections, MLP and head, with only active experts. Causal attention: L^2
+    / 2 times 2 multiply-adds per layer and query dimension.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
@@ -21,7 +21,7 @@ def quadratic_cost(config: PretrainedConfig) -> float:
 
 
 def active_width(text: PretrainedConfig) -> int:
-    """Return the width of the MLPs that a token runs through in a layer; of a mixture, in a layer with experts."""
+    """Return the MLP width per token and layer; for mixtures, the combined width of active experts."""
     dense: int = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None)
     if not num_active:

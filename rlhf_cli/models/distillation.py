@@ -1,7 +1,7 @@
-"""Divergences of a student from a teacher on each token, from hidden states and heads of both, in chunks of tokens.
+"""Per-token divergence between student and teacher, from hidden states and LM heads, in chunks of tokens.
 
-A `[tokens, vocabulary]` float32 tensor never exists as a whole, neither in forward nor in backward: the backward pass
-computes the logits of each chunk again, the teacher's too.
+A full `[tokens, vocabulary]` float32 tensor is never materialized: the backward pass recomputes each chunk of student
+and teacher logits.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,16 @@ from rlhf_cli.models.logit_chunks import (
 
 DIVERGENCE = "divergence"
 MEASURES = ("forward_kl", "reverse_kl", "teacher_entropy", "teacher_agreement")
-"""Measures of the whole distributions of a token, whatever the divergence that is trained on."""
+"""Metrics on the full token distributions, independent of the training divergence."""
 
 
 @dataclass(frozen=True)
 class DivergenceSettings:
-    """Which divergence: `beta` of `algorithms.divergence`, the temperature of both distributions, and how many of the
-    teacher's likeliest tokens are events of their own; None for all tokens.
+    """Divergence settings.
+
+    - `beta`: interpolation parameter of `algorithms.divergence`.
+    - `temperature`: softmax temperature for both distributions.
+    - `teacher_top_k`: keep only the teacher's top tokens and combine the rest into one event; None keeps all tokens.
     """
 
     beta: float = 0.0
@@ -47,7 +50,7 @@ class DivergenceSettings:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a call that have no gradient."""
+    """Arguments without gradient."""
 
     teacher: HeadWeights
     transform: LogitTransform
@@ -70,12 +73,13 @@ def token_divergences(
     *,
     chunk_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return `divergence`, float32 [K], and the MEASURES [K] of each token, which have no gradient.
+    """Compute `divergence`, float32 [K], and the MEASURES [K] for each token.
 
-    The divergence is differentiable with respect to the student's hidden states [K, D], weight and bias. The teacher's
-    hidden states [K, E] may have another width. If one head has more rows, these are of no token and left out of both
-    distributions. `chunk_size` is the number of rows whose products exist at once.
+    The divergence is differentiable with respect to the student's hidden states [K, D], weight and bias; the measures
+    are not. Teacher hidden states [K, E] may have a different width. If one head has more rows, the additional rows are
+    padding and excluded from both distributions. `chunk_size` is the number of rows per head product.
     """
+    # Model families pad the embedding matrix differently, for example Qwen2.5 0.5B and 7B.
     vocabulary = min(len(student.weight_VD), len(teacher.weight_VD))
     student, teacher = student.first_rows(vocabulary), teacher.first_rows(vocabulary)
     sizes = chunk_sizes(
@@ -85,6 +89,7 @@ def token_divergences(
         chunk_size=chunk_size,
     )
     call = _Call(teacher, student.transform, settings, sizes)
+    # Autograd only tracks tensors that are arguments; `call` holds the rest.
     divergence_K, *measures = _TokenDivergences.apply(hidden_KD, student.weight_VD, student.bias_V, teacher_KE, call)
     return {DIVERGENCE: divergence_K, **dict(zip(MEASURES, measures, strict=True))}
 
@@ -101,6 +106,7 @@ class _TokenDivergences(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         num_tokens, head = hidden_KD.shape[0], HeadWeights(weight_VD, bias_V)
         shape = (1 + len(MEASURES), num_tokens)
+        # One tensor for all results: each block writes once per metric, without a list of parts to concatenate.
         results_nK = torch.empty(shape, dtype=softmax_dtype(hidden_KD), device=hidden_KD.device)
         for chunk in call.sizes.chunks(num_tokens):
             products = head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
@@ -110,6 +116,7 @@ class _TokenDivergences(torch.autograd.Function):
                 results_nK[0, rows] = _divergence(student, teacher, call.settings)
                 results_nK[1:, rows] = _measures(student, teacher)
         divergence_K, *measures = results_nK.unbind(0)
+        # Otherwise autograd would expect gradients for the measures and allocate zeros for them.
         ctx.mark_non_differentiable(*measures)
         ctx.call = call
         ctx.save_for_backward(hidden_KD, weight_VD, bias_V, teacher_KE)
@@ -124,7 +131,7 @@ class _TokenDivergences(torch.autograd.Function):
         for chunk in call.sizes.chunks(hidden_KD.shape[0]):
             product, of_teacher = gradients.head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
             for rows, block in call.sizes.blocks(chunk):
-                # The block's logits are not needed again: their gradient takes their place.
+                # The gradient overwrites the product: the logits in this block are no longer needed.
                 logits, teacher = call.student_logits(product[block]), call.teacher_logprobs(of_teacher[block])
                 grad = _gradient(torch.log_softmax(logits, -1), teacher, call.settings).mul_(grad_K[rows, None])
                 product[block] = product_gradient(grad, logits, call.transform, call.settings.temperature)
@@ -140,7 +147,7 @@ def _divergence(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: Di
 
 
 def _gradient(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: DivergenceSettings) -> torch.Tensor:
-    """Return the gradient of the divergence with respect to the student's logits."""
+    """Compute the divergence gradient with respect to the student logits."""
     tokens_Bk = _top_tokens(teacher_BV, settings.teacher_top_k)
     if tokens_Bk is None:
         return divergence_gradient(student_BV, teacher_BV, settings.beta)
@@ -150,14 +157,14 @@ def _gradient(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: Dive
 
 
 def _top_tokens(teacher_BV: torch.Tensor, top_k: int | None) -> torch.Tensor | None:
-    """Return the teacher's likeliest tokens; None if all tokens are events of their own."""
+    """Return the teacher's top tokens, or None if all tokens are separate events."""
     if top_k is None or top_k >= teacher_BV.shape[-1]:
         return None
     return teacher_BV.topk(top_k, -1).indices
 
 
 def _measures(student_BV: torch.Tensor, teacher_BV: torch.Tensor) -> torch.Tensor:
-    """Return the MEASURES, float [4, B]; `teacher_agreement` is 1 where both have the same likeliest token."""
+    """Compute the MEASURES, float [4, B]; `teacher_agreement` is 1 if both have the same argmax token."""
     agreement_B = (student_BV.argmax(-1) == teacher_BV.argmax(-1)).to(student_BV.dtype)
     forward_B, reverse_B = kl_divergence(teacher_BV, student_BV), kl_divergence(student_BV, teacher_BV)
     return torch.stack([forward_B, reverse_B, entropy(teacher_BV), agreement_B])

@@ -1,4 +1,4 @@
-"""The number types of weights."""
+"""Weight dtypes."""
 
 import torch
 
@@ -7,11 +7,11 @@ from rlhf_cli.environment import fast_dtype
 from rlhf_cli.models.compat import has_bf16_products
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SLOW_BF16 = "this processor has no fast bf16 products: --param_dtype fp32 is many times faster here"
+SLOW_BF16 = "bf16 matmul is slow on this processor: use --param_dtype fp32, which is many times faster here"
 
 
 def dtype_note(config: ModelSource, *, on_gpu: bool) -> dict[str, str]:
-    """Return a line for the terminal, by its name: why the type was chosen, or that a given one is slow here."""
+    """Return a labeled terminal line: why the dtype was chosen, or that the requested dtype is slow here."""
     if "param_dtype" not in config.model_fields_set:
         return {"Type": f"{config.param_dtype}: {fast_dtype()[1]}"}
     is_slow = config.param_dtype == "bf16" and not on_gpu and not has_bf16_products()

@@ -1,6 +1,6 @@
-"""Models by a folder, a run of this program or a name on the Hub; no weights are read.
+"""Locate models by folder, run directory or Hub name, without reading weights.
 
-Imports no transformers at module level, so that a wrong path is named at once.
+Does not import transformers at module level, so that an invalid path is reported immediately.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ SETTINGS_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
 )
-"""Files of a model that are read before anything heavy is imported, to name a broken one at once."""
+"""Model files to validate before heavy imports, so that a broken one is reported immediately."""
 
 
 def resolve_model_path(pretrain: str) -> str:
-    """Return the folder with a model, or a Hub name.
+    """Return the model folder, or a Hub name.
 
-    A run directory of this program stands for the model it trained, a GGUF file for the folder it is converted to.
-    UsageError for a path that is no model, naming the missing file.
+    A run directory resolves to the model it trained, a GGUF file to its converted folder. Raises UsageError for a path
+    that is not a model, and names the missing file.
     """
     path = Path(pretrain).expanduser()
     if path.is_dir():
@@ -44,9 +44,8 @@ def resolve_model_path(pretrain: str) -> str:
     if (gguf := find_gguf(path)) is not None:
         return str(converted(gguf))
     if path.exists():
-        raise UsageError(
-            f"pretrain {pretrain!r} is a file: give the folder of a model, a file that ends in .gguf, or a Hub name"
-        )
+        raise UsageError(f"pretrain {pretrain!r} is a file: use a model folder, a .gguf file or a Hub name")
+    # Hub names have at most one slash; anything else must be a local path.
     if pretrain.startswith((".", "/", "~")) or pretrain.endswith("/") or pretrain.count("/") > 1:
         raise UsageError(f"pretrain {pretrain!r}: there is no such folder")
     if not _is_in_hub_cache(pretrain) and not _hub_has_an_address():
@@ -64,12 +63,11 @@ def _is_in_hub_cache(name: str) -> bool:
 
 
 def _hub_has_an_address() -> bool:
-    """Return whether it is worth asking the Hub: without a network its client tries again for a minute before it
-    reports that.
-    """
+    """Return whether the Hub is reachable in principle: without a network, its client retries for a minute."""
     from huggingface_hub.constants import ENDPOINT
 
     host = urlsplit(ENDPOINT).hostname
+    # Behind a proxy, the proxy resolves names.
     if getproxies():
         return True
     with contextlib.suppress(OSError):
@@ -78,23 +76,23 @@ def _hub_has_an_address() -> bool:
 
 
 def adapter_folder(pretrain: str) -> Path | None:
-    """Return the folder of the adapter that this path stands for, itself or as the result of a run; None for other
-    things.
-    """
+    """Return the adapter folder for a path (the folder itself or a run's model), or None."""
     path = Path(pretrain).expanduser()
     return next((folder for folder in (path, path / "model") if (folder / ADAPTER_FILE).is_file()), None)
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """Return the files of `main` if this is a repository's folder in the Hub's cache, models--owner--name."""
+    """Return the `main` snapshot if this is a Hub cache repository (models--owner--name)."""
     main = repository / "refs" / "main"
     snapshot = repository / "snapshots" / main.read_text().strip() if main.is_file() else None
     return snapshot if snapshot is not None and snapshot.is_dir() else None
 
 
 def _model_folder(path: Path) -> Path:
+    # First, because the checks below would report a missing config.json for an adapter.
     if adapter_folder(str(path)) is not None:
-        raise UsageError(f"{str(path)!r} is an adapter, not a whole model: `rlhf merge` folds it into its base")
+        raise UsageError(f"{str(path)!r} is an adapter, not a full model: merge it into its base with `rlhf merge`")
+    # Folders with both formats use safetensors, which need no conversion.
     if not _has_weights(path) and (gguf := find_gguf(path)) is not None:
         return converted(gguf)
     if not (path / "config.json").is_file():
@@ -105,7 +103,7 @@ def _model_folder(path: Path) -> Path:
                 f"pretrain {str(path)!r} is a run directory without a finished model/: finish that run first"
             )
         else:
-            raise UsageError(f"pretrain {str(path)!r} is no model: it has no config.json")
+            raise UsageError(f"pretrain {str(path)!r} is not a model: it has no config.json")
     if not _has_weights(path):
         raise UsageError(f"pretrain {str(path)!r} has a config.json but no weights (model.safetensors)")
     for name in SETTINGS_FILES:
@@ -114,15 +112,16 @@ def _model_folder(path: Path) -> Path:
 
 
 def _require_json(file: Path) -> None:
-    """Raise UsageError for a file that is there and is no JSON object, as a broken download leaves it."""
+    """Raise UsageError if an existing file is not a JSON object, for example after an interrupted download."""
     if not file.is_file():
         return
     try:
         read = json.loads(file.read_text())
-    except ValueError as error:  # also for bytes that are no UTF-8
-        raise UsageError(f"{file} is no JSON ({one_line(error)}): copy or download the model again") from error
+    # ValueError includes UnicodeDecodeError.
+    except ValueError as error:
+        raise UsageError(f"{file} is not valid JSON ({one_line(error)}): copy or download the model again") from error
     if not isinstance(read, dict):
-        raise UsageError(f"{file} is no JSON object: copy or download the model again")
+        raise UsageError(f"{file} is not a JSON object: copy or download the model again")
 
 
 def _has_weights(folder: Path) -> bool:
@@ -131,7 +130,7 @@ def _has_weights(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def naming_the_model(path: str, what: str) -> Iterator[None]:
-    """Turn transformers' errors about files and names into one sentence."""
+    """Convert transformers errors about files and names into one sentence."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -139,33 +138,34 @@ def naming_the_model(path: str, what: str) -> Iterator[None]:
             raise
         reason = one_line(error)
         if "trust_remote_code" in reason:
-            reason = "the model brings Python code of its own; read that code, then give --trust_remote_code"
+            reason = "the model contains Python code; review it, then set --trust_remote_code"
         elif not Path(path).is_dir():
-            reason = f"not a local folder, and the Hub gave none ({reason})"
+            reason = f"not a local folder, and not available from the Hub ({reason})"
         raise UsageError(f"pretrain {path!r}: {what} cannot be loaded: {reason}") from error
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model before its weights are loaded: its folder or Hub name, and its Hugging Face configuration."""
+    """A model before loading weights: folder or Hub name, and Hugging Face configuration."""
 
     path: str
     architecture: "PretrainedConfig"
 
     def fingerprint(self) -> str:
-        """Return a hash of the weights: it detects a folder that a later run has overwritten."""
+        """Hash the weights. The hash changes if a later run overwrites the folder."""
         from rlhf_cli.models.weight_files import fingerprint, folder_of
 
         return fingerprint(folder_of(self.path))
 
 
 def find_model(source: ModelSource) -> FoundModel:
-    """Return the model of the settings.
+    """Find the configured model.
 
     Raises:
-        UsageError: `pretrain` is no model, or its configuration cannot be read.
+        UsageError: `pretrain` is not a model, or its configuration cannot be read.
     """
     path = resolve_model_path(source.pretrain)
+    # Import after resolving the path: transformers takes seconds.
     from transformers import AutoConfig
 
     with naming_the_model(path, "the configuration"):

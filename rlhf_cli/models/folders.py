@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and a lock for processes that make the same one."""
+"""Atomic folder writes, and a lock for processes that create the same folder."""
 
 import contextlib
 import ctypes
@@ -11,15 +11,17 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Yield an empty folder beside `path` to fill, which becomes `path` when the block ends well."""
+    """Yield an empty temporary folder, which replaces `path` when the block succeeds."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory, because rename works only within a file system. The PID keeps processes apart.
     written = path.with_name(f".{path.name}.writing-{os.getpid()}")
     shutil.rmtree(written, ignore_errors=True)
     try:
         written.mkdir()
         yield written
         _open_to_readers(written)
+        # Sync contents before the rename: after a power failure, a renamed folder could otherwise contain empty files.
         _flush_folder(written)
         _put_in_place(written, path)
     finally:
@@ -28,9 +30,9 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process after the other make the file or folder at `path`, so that the next ones find it made.
+    """Let one process at a time create `path`, so that later ones find it complete.
 
-    If the file system knows no locks, all processes make the file at once, which is slower but as correct.
+    On file systems without locks, all processes create it at once, which is slower but still correct.
     """
     try:
         lock = path.with_suffix(".lock").open("w")
@@ -39,12 +41,13 @@ def one_at_a_time(path: Path) -> Iterator[None]:
         return
     with lock:
         with contextlib.suppress(OSError):
+            # NFS without a lock daemon raises OSError. Closing the file releases the lock, also if the process dies.
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _open_to_readers(folder: Path) -> None:
-    """Make files as readable as the folder: safetensors' own are their owner's alone, regardless of the umask."""
+    """Give files the folder's permissions: safetensors creates files readable only by the owner, ignoring the umask."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -65,20 +68,22 @@ def _flush(entry: Path) -> None:
 
 
 def _put_in_place(written: Path, path: Path) -> None:
-    """Rename `written` to `path`; a folder already there changes places with it, so one is there at any moment."""
+    """Rename `written` to `path`. An existing folder is exchanged atomically, so `path` exists at any moment."""
     if path.is_dir():
         _exchange(written, path)
     else:
         os.rename(written, path)
+    # A rename is durable only after the parent directory is synced.
     _flush(path.parent)
 
 
 def _exchange(first: Path, second: Path) -> None:
+    # AT_FDCWD from fcntl.h and RENAME_EXCHANGE from linux/fs.h. Python has no binding for renameat2.
     at_cwd, exchange = -100, 2
     libc = ctypes.CDLL(None, use_errno=True)
     renamed = libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
     if renamed != 0:
-        # Some network file systems have no exchange: two renames, with the older folder beside in between.
+        # Some network file systems lack RENAME_EXCHANGE: rename twice, with the old folder set aside in between.
         aside = second.with_name(f".{second.name}.old-{os.getpid()}")
         os.rename(second, aside)
         os.rename(first, second)

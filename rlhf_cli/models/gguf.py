@@ -1,8 +1,7 @@
-"""Models in GGUF files, converted once into Hugging Face folders.
+"""Convert GGUF files once into Hugging Face folders, which all commands and engines can read.
 
-All commands and engines then read the folder as they read any other. It is kept in the user's cache under a hash of the
-file, so a file that changes is converted again. Quantised weights become bf16, the type in which models are published;
-weights that are not quantised keep their type.
+The folder is cached under a hash of the file, so a changed file is converted again. Quantized weights become bf16, the
+usual dtype of published models; other weights keep their dtype.
 """
 
 import hashlib
@@ -21,26 +20,27 @@ from rlhf_cli.models.folders import one_at_a_time, whole_folder
 MAGIC = b"GGUF"
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 NOTE = "converted_from.txt"
-"""File of a converted folder: the sentence about it that every run prints."""
+"""File in a converted folder with the description that every run prints."""
 HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 16 << 20, 1 << 10, 4096
-"""Hashed parts of a file: its beginning, which holds metadata and names of tensors, and pieces all over it."""
+"""Hashed parts of a file: the start, with metadata and tensor names, and evenly spaced samples."""
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _described: set[Path] = set()
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path stands for, itself or the only one in a folder without other weights; else
-    None.
+    """Return the GGUF file for a path, or None.
+
+    It is the file itself, or the only one in a folder without other weights.
 
     Raises:
-        UsageError: the folder has several, or the file is missing or no whole GGUF file.
+        UsageError: the folder contains more than one, or the file is missing, incomplete or not GGUF.
     """
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1 and not SHARD.search(files[0].name):
             names = ", ".join(file.name for file in files)
-            raise UsageError(f"pretrain {str(path)!r} has several GGUF files: give the path of one of {names}")
+            raise UsageError(f"pretrain {str(path)!r} contains more than one GGUF file: use the path of one of {names}")
         path = files[0] if files else path
     if path.suffix != ".gguf" or path.is_dir():
         return None
@@ -48,23 +48,24 @@ def find_gguf(path: Path) -> Path | None:
         raise UsageError(f"pretrain {str(path)!r}: there is no such file")
     if SHARD.search(path.name):
         raise UsageError(
-            f"pretrain {str(path)!r} is one of several parts: join them with llama.cpp's `llama-gguf-split --merge`"
+            f"pretrain {str(path)!r} is a shard: merge the shards with llama.cpp's `llama-gguf-split --merge`"
         )
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise UsageError(f"pretrain {str(path)!r} is no GGUF file: it does not begin with GGUF")
+            raise UsageError(f"pretrain {str(path)!r} is not a GGUF file: it does not start with GGUF")
     return path
 
 
 def converted(file: Path) -> Path:
-    """Return the Hugging Face folder of the model in a GGUF file, and describe it on stderr, once a process.
+    """Return the Hugging Face folder for a GGUF file, and describe it on stderr once per process.
 
     Raises:
-        UsageError: the package gguf is missing, or transformers cannot read the model.
+        UsageError: the gguf package is missing, or transformers cannot read the model.
     """
     folder = user_cache("gguf") / _digest(file)
     if not folder.is_dir():
         _convert(file, folder)
+    # Only one rank prints: with torchrun or DeepSpeed, every process reaches this line.
     if folder not in _described and os.environ.get("RANK", "0") == "0":
         _described.add(folder)
         print(f"{file.name}: {(folder / NOTE).read_text(encoding='utf-8')}, in {folder}", file=sys.stderr)
@@ -72,7 +73,8 @@ def converted(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    converter = importlib.metadata.version("transformers")  # without its import, which takes seconds
+    # A new transformers release may convert differently. Importing it just for the version would take seconds.
+    converter = importlib.metadata.version("transformers")
     digest = hashlib.sha256(f"{converter} {file.stat().st_size}".encode())
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents:
         digest.update(contents[:HEAD_BYTES])
@@ -82,6 +84,7 @@ def _digest(file: Path) -> str:
 
 
 def _piece_starts(size: int) -> Iterator[int]:
+    # Small files are hashed in full.
     step = max(PIECE_BYTES, (size - HEAD_BYTES) // NUM_PIECES)
     yield from range(HEAD_BYTES, size, step)
 
@@ -96,11 +99,13 @@ def _convert(file: Path, folder: Path) -> None:
         ) from None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # All ranks convert at the same time. The first one does the work, the rest find the folder.
         with one_at_a_time(folder):
             if not folder.is_dir():
                 with whole_folder(folder) as written:
                     _write(file, written)
-    except Exception as error:  # a damaged file fails anywhere in two libraries
+    # A damaged file can raise almost anything in gguf or transformers.
+    except Exception as error:
         raise UsageError(f"pretrain {str(file)!r} cannot be converted to {folder}: {one_line(error)}") from error
 
 
@@ -110,7 +115,8 @@ def _write(file: Path, folder: Path) -> None:
     dtype, note = _type_of(file)
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=dtype, **_whole_weights())
-    model.hf_quantizer = None  # the weights are whole now, but transformers would refuse to save them
+    # The weights are dequantized, but transformers refuses to save a model that still has its quantizer.
+    model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
@@ -119,18 +125,18 @@ def _write(file: Path, folder: Path) -> None:
 
 
 def _type_of(file: Path) -> tuple[str, str]:
-    """Return the type of the whole weights, and the conversion in words."""
+    """Return the dtype for the converted weights, and a description."""
     from gguf import GGUFReader
 
     types = {tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors}
-    if quantised := sorted(types - set(PLAIN_TYPES)):
-        return "bfloat16", f"weights de-quantised from {', '.join(quantised)} to bf16"
+    if quantized := sorted(types - set(PLAIN_TYPES)):
+        return "bfloat16", f"weights dequantized from {', '.join(quantized)} to bf16"
     plain = next(name for name in ("BF16", "F16", "F32") if name in types)
-    return PLAIN_TYPES[plain], f"weights of type {plain} converted to a Hugging Face folder"
+    return PLAIN_TYPES[plain], f"{plain} weights converted to a Hugging Face folder"
 
 
 def _whole_weights() -> dict[str, object]:
-    """Return the argument of `from_pretrained` without which newer versions of transformers may keep weights packed."""
+    """Return the `from_pretrained` argument that dequantizes: newer transformers versions may keep weights packed."""
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)

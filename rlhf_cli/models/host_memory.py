@@ -1,22 +1,21 @@
-"""How the C library's allocator treats memory that tensors on a CPU give back."""
+"""Memory settings of the C library's allocator for CPU training."""
 
 import ctypes
 
+# Parameter numbers from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next tensor instead of returning it to the kernel; return False without
-    glibc.
+    """Make glibc reuse freed memory instead of returning it to the kernel. Returns False without glibc.
 
-    Tensors above 32 MiB are otherwise mapped anew each time and filled with zeroed pages: a sixth to a quarter of a
-    training step with packs of 16k tokens is then spent in the kernel. For processes that train on a CPU; the memory in
-    use stays at its peak until they end.
+    Tensors above 32 MiB are otherwise mapped and zero-filled each time, which costs a sixth to a quarter of a training
+    step with 16k-token packs. Use it in processes that train on a CPU; their memory stays at its peak until they exit.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
-    # A trim threshold of -1 is the largest size_t: the heap's top is never given back.
+    # A trim threshold of -1 is the largest size_t: the top of the heap is never returned.
     return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, -1))

@@ -1,6 +1,6 @@
-"""Hashes that distinguish tokenizers, chat templates and configurations, wherever their files are.
+"""Fingerprints for tokenizers, chat templates and configurations, independent of file location.
 
-Weights have theirs in weight_files.
+weight_files computes fingerprints for weights.
 """
 
 import hashlib
@@ -12,30 +12,32 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.models.weight_files import folder_of
 
 OF_A_CALL = ("truncation", "padding")
-"""Parts of a tokenizer's JSON that calls change."""
+"""Tokenizer JSON entries that calls modify."""
 OF_A_FILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Entries of a configuration that do not change the model's outputs in the type of the settings."""
+"""Configuration entries that do not affect outputs in the configured dtype."""
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all that decides which tokens a text has."""
+    """Hash everything that determines tokenization."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer in Python
+    # Slow tokenizers are plain Python and have no serialized backend.
+    if backend is None:
         model: object = sorted(tokenizer.get_vocab().items())
     else:
         model = {key: value for key, value in json.loads(backend.to_str()).items() if key not in OF_A_CALL}
+    # Include the class: the same files can be loaded by a slow and a fast tokenizer with different results.
     return _hash([type(tokenizer).__name__, model, dict(tokenizer.special_tokens_map)])
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the chat template, or of several by their names."""
+    """Hash the chat template, or a dict of named templates."""
     return _hash(tokenizer.chat_template)
 
 
 def configuration_fingerprint(path: str) -> str:
-    """Return a hash of the config.json in a folder or on the Hub.
+    """Hash the config.json in a folder or on the Hub.
 
-    The same weights compute other things with other rotary frequencies.
+    Equal weights compute different outputs with, for example, other RoPE frequencies.
     """
     written = json.loads((Path(folder_of(path)) / "config.json").read_bytes())
     return _hash({key: value for key, value in written.items() if key not in OF_A_FILE})

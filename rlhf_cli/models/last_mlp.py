@@ -1,6 +1,6 @@
-"""The last layer's MLP, computed only for the tokens that are read.
+"""Compute the last layer's MLP only for tokens that are read.
 
-After it no token looks at another one, so its outputs for prompts and other tokens that predict no target have no
+No token attends to another after this layer, so MLP outputs for prompts and other tokens without a target have no
 effect.
 """
 
@@ -13,8 +13,10 @@ from torch import nn
 
 
 class LastMLP:
-    """Hooks around the MLP of a decoder's last layer; without effect if a decoder has other names for its parts, or
-    its MLP takes more than the hidden states."""
+    """Hooks on the last layer's MLP.
+
+    They do nothing if the decoder uses other module names or its MLP takes more than hidden states.
+    """
 
     def __init__(self, decoder: nn.Module) -> None:
         self._rows_R: torch.Tensor | None = None
@@ -22,12 +24,13 @@ class LastMLP:
         layers = getattr(decoder, "layers", None)
         mlp = getattr(layers[-1], "mlp", None) if layers else None
         if mlp is not None:
+            # Hooks instead of a wrapper module: module names and state dict keys stay the same.
             mlp.register_forward_pre_hook(self._take)
             mlp.register_forward_hook(self._put_back)
 
     @contextmanager
     def only(self, rows_R: torch.Tensor) -> Iterator[None]:
-        """Forward passes in the block compute it for these positions [R], each given once; others get nothing added."""
+        """Restrict forward passes in the block to these positions [R], without duplicates; other positions get 0."""
         self._rows_R = rows_R
         try:
             yield
@@ -44,10 +47,12 @@ class LastMLP:
     def _put_back(self, mlp: nn.Module, args: tuple[object, ...], output: object) -> object:
         if self._rows_R is None or len(args) != 1:
             return output
-        if isinstance(output, tuple):  # of a mixture of experts, with what its router chose
+        # Mixture-of-experts MLPs also return router outputs.
+        if isinstance(output, tuple):
             return (self._spread(output[0], self._rows_R), *output[1:])
         return self._spread(output, self._rows_R)
 
     def _spread(self, output_1RD: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
         whole_1TD = output_1RD.new_zeros(1, self._num_tokens, output_1RD.shape[2])
+        # index_copy keeps the graph; rows without a token add 0 to the residual stream.
         return whole_1TD.index_copy(1, rows_R, output_1RD)

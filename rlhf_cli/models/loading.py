@@ -1,6 +1,6 @@
-"""The weights of models, read into the modules that are trained.
+"""Load model weights into modules for training.
 
-A model's computation on a pack is in `policy`, how it becomes a folder again in `saving`.
+`policy` runs models on packs, and `saving` writes them as folders.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ def load_causal_lm(
     partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """Return the causal language model in evaluation mode, attention and gradient checkpointing set.
+    """Load a causal language model in evaluation mode, with attention and gradient checkpointing configured.
 
-    Weights are read onto `device`, by default into host memory. With `partition`, a context of ZeRO-3, they are
-    partitioned over ranks while they are loaded; with `in_4bit` they are quantised on this process's GPU, for training
-    an adapter on them. UsageError for a model that gives scores.
+    Weights are loaded onto `device`, by default into host memory. `partition`, a ZeRO-3 context, partitions them over
+    ranks during loading. `in_4bit` quantizes them on this process's GPU, to train an adapter. Raises UsageError for a
+    model that returns scores.
     """
     found = find_model(config)
     refuse_classifier(found.architecture, f"pretrain {config.pretrain!r}")
@@ -58,12 +58,12 @@ def load_causal_lm(
 
 
 def language_model_class(architecture: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """Return the class of transformers that loads a language model of this configuration, with its tower if any."""
+    """Return the transformers class that loads a language model, including any vision encoder."""
     return AutoModelForImageTextToText if takes_pictures(architecture) else AutoModelForCausalLM
 
 
 def sequence_classifier_class(architecture: PretrainedConfig) -> Any:
-    """Return the class that loads a model of this configuration with a head for scores, with its tower if any."""
+    """Return the class that loads a model with a score head, including any vision encoder."""
     return scoring_class(architecture) if takes_pictures(architecture) else AutoModelForSequenceClassification
 
 
@@ -74,10 +74,9 @@ def load_value_backbone(
     partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """Return the model with a scalar head `score`; a head that the folder does not have starts near zero, always the
-    same.
+    """Load a model with a scalar `score` head. A head that the folder lacks gets a fixed initialization near zero.
 
-    Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
+    Head weights are normal with std 1 / (hidden size + 1), so normalized hidden states give values well below 1.
     """
     found = find_model(config)
     refuse_several_labels(found.architecture, f"pretrain {config.pretrain!r}")
@@ -98,9 +97,9 @@ def load_reward_model(
     device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
 ) -> PreTrainedModel:
-    """Return the model with the head `score` that its folder has. Raise UsageError if it has none.
+    """Load a model with its `score` head. Raises UsageError if the folder has no head.
 
-    The head has one number, or two numbers for the classes wrong and right.
+    The head has one output, or two for the classes wrong and right.
     """
     found = find_model(config)
     has_classes = is_token_classifier(found.architecture)
@@ -116,19 +115,21 @@ def load_reward_model(
 
 
 def in_run_type(architecture: PretrainedConfig) -> list[str]:
-    """Return the modules of a model in 4 bits that stay as they are: heads, and all that pictures pass through.
+    """Return modules that 4-bit models keep unquantized: heads, and all vision modules.
 
-    A tower is a small part of the memory, and an error in it is an error in every token of a picture.
+    A vision encoder needs little memory, and errors in it affect every image token.
     """
     return ["lm_head", "score", *names_of_parts(architecture)]
 
 
 def _quantised(config: ModelConfig, architecture: PretrainedConfig) -> dict[str, object]:
-    """Return the arguments of `from_pretrained` that quantise linear layers (NF4) on this process's GPU."""
+    """Return `from_pretrained` arguments that quantize linear layers (NF4) on this process's GPU."""
+    # The QLoRA settings (arXiv 2305.14314): NF4 with double quantization.
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
+        # Products in the dtype of the adapter: bitsandbytes defaults to float32.
         bnb_4bit_compute_dtype=DTYPES[config.param_dtype],
         llm_int8_skip_modules=in_run_type(architecture),
     )
@@ -136,7 +137,7 @@ def _quantised(config: ModelConfig, architecture: PretrainedConfig) -> dict[str,
 
 
 def placed_on(device: torch.device | None) -> dict[str, object]:
-    """Return what `from_pretrained` takes to read weights straight onto a GPU, without a copy in host memory."""
+    """Return `from_pretrained` arguments that load weights directly onto a GPU, without a copy in host memory."""
     return {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
 
 
@@ -162,67 +163,75 @@ def _load(
             dtype=DTYPES[config.param_dtype],
             attn_implementation=attention_of_parts(kernel, architecture),
             trust_remote_code=config.trust_remote_code,
+            # transformers only warns about missing weights and initializes them at random.
             output_loading_info=True,
             **(_quantised(config, architecture) if in_4bit else placed_on(None if partition else device)),
             **options,
         )
+    # Models without the attention interface ignore attn_implementation and would attend across sequences.
     if not model.is_backend_compatible():
-        raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
+        raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention kernel is fixed")
     if not config.trains_with_dropout:
         switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)
     if processing is not None:
         setattr(model, PROCESSING, processing)
         use_tower_kernel(model, kernel)
+    # After loading: Liger patches the forward methods of existing modules.
     if next(model.parameters()).is_cuda and needs_fused_kernels(config, architecture):
         fuse(model)
     if config.gradient_checkpointing:
+        # Reentrant checkpointing needs an input with a gradient, which a frozen base under an adapter lacks.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.activation_offload:
+            # Pinned memory lets copies to the host overlap with computation.
             keep = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
             keep_saved_tensors(model.get_decoder(), keep)
     if config.compile_model:
-        # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
+        # In place, so state dict names do not change. dynamic=True because pack lengths vary: avoid one graph per
+        # length.
         model.get_decoder().compile(dynamic=True)
     return model
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Make training steps compute the same as evaluation: no dropout, no dropped layers, no jitter.
+    """Disable dropout, layer drop and router jitter, so that training and evaluation compute the same.
 
-    The mode itself has to stay `train`, on which recomputed layers depend, and adapters have dropout of their own. The
-    configuration that is saved with the model keeps its values.
+    The model stays in train mode, which gradient checkpointing requires and adapters use for their dropout. The saved
+    configuration keeps its values.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name, value in list(vars(module).items()):  # F.dropout with p from an attribute, layerdrop, router_jitter
+        # Attributes passed to F.dropout, and layerdrop and router_jitter.
+        for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
 
 
 def picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:
-    """Return how the model cuts pictures, None for a text model."""
+    """Return the model's image processing, or None for a text model."""
     if not takes_pictures(found.architecture):
         return None
     return find_processing(found.path, found.architecture, trust_remote_code=config.trust_remote_code)
 
 
 def _define_classes(architecture: PretrainedConfig) -> None:
-    """Import the source of a model of transformers, so that its classes are there before ZeRO-3's context begins.
+    """Import the transformers module for a model, so that its classes exist before the ZeRO-3 context starts.
 
-    When the context ends, DeepSpeed gives each class that was defined within it the `__init__` from before its
-    decorators, which experts need: a second mixture of the same type could not run.
+    When the context ends, DeepSpeed resets `__init__` of every class defined within it to the undecorated version.
+    Expert layers need the decorated one: a second mixture of the same type would fail.
     """
     source = type(architecture).__module__.replace(".configuration_", ".modeling_")
-    with contextlib.suppress(ImportError):  # code that comes with a model has other names
+    # Custom model code has other module names.
+    with contextlib.suppress(ImportError):
         importlib.import_module(source)
 
 
 def keep_saved_tensors(decoder: nn.Module, keep: Callable[[], AbstractContextManager[object]]) -> None:
-    """Let the decoder run within the context `keep`, which takes the tensors that are saved for the backward pass.
+    """Run the decoder within the context `keep`, which stores tensors saved for the backward pass.
 
-    With gradient checkpointing they are the inputs of its layers; tensors within a layer are computed again.
+    With gradient checkpointing these are the layer inputs; tensors within layers are recomputed.
     """
     plain = decoder.forward
 
@@ -235,7 +244,8 @@ def keep_saved_tensors(decoder: nn.Module, keep: Callable[[], AbstractContextMan
 
 
 def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any], *, has_score_head: bool) -> None:
-    """Fill a scalar head that the folder need not have; any other weight that is missing is a UsageError."""
+    """Initialize a missing scalar head. Any other missing weight raises UsageError."""
+    # transformers reports tied copies as missing, although it ties them after loading.
     missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
     if "score.weight" in missing and not has_score_head:
         missing.remove("score.weight")
@@ -243,28 +253,30 @@ def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any],
     wrong = sorted(missing) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
         raise UsageError(
-            f"pretrain {path!r}: the weights do not fit its config.json: {len(wrong)} missing or of another "
-            f"shape, the first is {wrong[0]}"
+            f"pretrain {path!r}: weights do not match config.json: {len(wrong)} missing or with another shape, "
+            f"first {wrong[0]}"
         )
 
 
 def _value_head(hidden_size: int) -> torch.Tensor:
+    # A separate generator: the head must not depend on global RNG state, which differs between ranks.
     generator = torch.Generator().manual_seed(0)
     return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
 
 
 def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Set a parameter, or this rank's share of one that ZeRO-3 has partitioned."""
+    """Set a parameter, or this rank's shard of a parameter partitioned by ZeRO-3."""
     with torch.no_grad():
         if not hasattr(parameter, "ds_tensor"):
             parameter.copy_(values)
             return
         shard = parameter.ds_tensor
+        # ZeRO-3 splits the flattened tensor evenly over ranks and pads the last shard.
         start = torch.distributed.get_rank(parameter.ds_process_group) * shard.numel()
         own = values.flatten()[start : start + shard.numel()]
         shard[: own.numel()].copy_(own)
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Return the parameters of the whole model, each counted once, also where ranks have parts of them."""
+    """Count the parameters of the full model, each once, including partitioned ones."""
     return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())

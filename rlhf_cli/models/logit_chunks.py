@@ -1,7 +1,7 @@
-"""The head's product with hidden states, cut into chunks of tokens and blocks of a chunk.
+"""LM head product with hidden states, in chunks of tokens and blocks within a chunk.
 
-A `[tokens, vocabulary]` float32 tensor never exists as a whole. The functions of the logits are elsewhere:
-`logprobs.py`, `distillation.py`.
+A full `[tokens, vocabulary]` float32 tensor is never materialized. `logprobs.py` and `distillation.py` implement
+functions of the logits.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,20 @@ import torch
 import torch.nn.functional as F
 
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
-"""Product of one chunk with the head, in the operands' type. The weight's gradient is as large as the weight and is
-added to once per chunk: fewer rows than a few hundred, and that costs more than the products."""
+"""Head product size per chunk, in the operand dtype.
+
+Each chunk adds a full weight gradient. With fewer than a few hundred rows, these additions cost more than the products.
+"""
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 256 * 2**20}
-"""Float32 logits of the rows of a chunk that are worked on at once: on a CPU the size of a core's cache."""
+"""Size of one block's float32 logits. On a CPU a block should fit a core's cache."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """A model's operations on the head's output before the softmax.
+    """Model-specific operations on the head output before softmax.
 
-    `scale` multiplies (Cohere's `logit_scale`, one over Granite's `logits_scaling`), then `softcap` c maps z to
-    c tanh(z / c) (Gemma's `final_logit_softcapping`).
+    `scale` multiplies (Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`), then `softcap` c maps z to c
+    tanh(z / c) (Gemma's `final_logit_softcapping`).
     """
 
     scale: float = 1.0
@@ -31,18 +33,18 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weight of a head, its bias if it has one, and what the model does with its output."""
+    """LM head weight, optional bias and output transform."""
 
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None = None
     transform: LogitTransform = LogitTransform()
 
     def product(self, hidden_KD: torch.Tensor) -> torch.Tensor:
-        """Return the head's output [K, V] in the type of the operands."""
+        """Compute the head output [K, V] in the operand dtype."""
         return F.linear(hidden_KD, self.weight_VD, self.bias_V)
 
     def first_rows(self, count: int) -> "HeadWeights":
-        """Return the head of the first tokens of the vocabulary."""
+        """Return the head restricted to the first vocabulary rows."""
         if count == len(self.weight_VD):
             return self
         bias_V = None if self.bias_V is None else self.bias_V[:count]
@@ -51,27 +53,27 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """The rows whose products exist at once, and of these the rows whose float32 logits do."""
+    """Rows per head product, and rows per float32 block."""
 
     chunk: int
     block: int
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        """Yield the chunks of so many rows."""
+        """Yield chunks that cover `num_rows` rows."""
         yield from _slices(0, num_rows, self.chunk)
 
     def blocks(self, chunk: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the blocks of a chunk, as rows of the whole and as rows of the chunk."""
+        """Yield the blocks in a chunk, as (slice of all rows, slice of the chunk)."""
         for rows in _slices(chunk.start, chunk.stop, self.block):
             yield rows, slice(rows.start - chunk.start, rows.stop - chunk.start)
 
 
 def chunk_sizes(device: torch.device, *, row_bytes: int, block_row_bytes: int, chunk_size: int | None) -> ChunkSizes:
-    """Return the sizes that memory allows; `chunk_size` stands for the rows of a chunk if it is given.
+    """Choose chunk and block sizes from the memory limits; `chunk_size` overrides the rows per chunk.
 
     Args:
-        row_bytes: bytes of the products of one row.
-        block_row_bytes: bytes of its logits in float32.
+        row_bytes: product bytes per row.
+        block_row_bytes: float32 logit bytes per row.
     """
     place = "cpu" if device.type == "cpu" else "cuda"
     return ChunkSizes(
@@ -81,25 +83,26 @@ def chunk_sizes(device: torch.device, *, row_bytes: int, block_row_bytes: int, c
 
 
 class _Sum:
-    """Parts of a gradient added up: one part as it is, several in a wide type."""
+    """Gradient accumulator: a single part is kept as is, more parts are added in a wide dtype."""
 
     def __init__(self, wide: torch.dtype) -> None:
         self._wide = wide
         self._total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
-        """Take the part over."""
+        """Add a part, which the accumulator may overwrite."""
+        # With one chunk there is no rounding to avoid, and no wide copy of a large weight.
         self._total = part if self._total is None else self._total.to(self._wide).add_(part)
 
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the sum in the parameter's type; zeros without a part."""
+        """Return the sum in the parameter's dtype; zeros if nothing was added."""
         return torch.zeros_like(parameter) if self._total is None else self._total.to(parameter.dtype)
 
 
 class HeadGradients:
-    """The gradients of hidden states, weight and bias of a head, from the gradient of its output chunk by chunk.
+    """Gradients for hidden states, head weight and bias, accumulated over output gradients chunk by chunk.
 
-    `needed` says which of the three are asked for.
+    `needed` selects which of the three are computed.
     """
 
     def __init__(self, needed: tuple[bool, ...], hidden_KD: torch.Tensor, head: HeadWeights) -> None:
@@ -111,8 +114,9 @@ class HeadGradients:
         self._of_weight, self._of_bias = _Sum(wide), _Sum(wide)
 
     def add(self, chunk: slice, grad_product: torch.Tensor) -> None:
-        """Add the gradient of the head's output for a chunk of rows."""
+        """Add the output gradient for a chunk of rows."""
         if self._of_hidden_KD is not None:
+            # Write into the result: each chunk covers different rows, so no temporary is needed.
             torch.mm(grad_product, self.head.weight_VD, out=self._of_hidden_KD[chunk])
         if self._needs_weight:
             self._of_weight.add(grad_product.T @ self._hidden_KD[chunk])
@@ -120,7 +124,7 @@ class HeadGradients:
             self._of_bias.add(grad_product.sum(0, dtype=self._wide))
 
     def values(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the three gradients, None for those that nobody needs."""
+        """Return the three gradients, None for those not needed."""
         bias_V = self.head.bias_V
         return (
             self._of_hidden_KD,
@@ -130,12 +134,12 @@ class HeadGradients:
 
 
 def softmax_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the type of the logits: float32, or float64 for operands in it."""
+    """Return the logit dtype: float32, or float64 for float64 operands."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def logits_of(product: torch.Tensor, transform: LogitTransform, temperature: float) -> torch.Tensor:
-    """Return the head's output after transform and temperature; may be `product` itself."""
+    """Apply transform and temperature to the head output. May return `product` unchanged."""
     logits = product.to(softmax_dtype(product))
     scale, softcap = transform.scale, transform.softcap
     if softcap is not None:
@@ -147,7 +151,7 @@ def logits_of(product: torch.Tensor, transform: LogitTransform, temperature: flo
 def product_gradient(
     grad: torch.Tensor, logits: torch.Tensor, transform: LogitTransform, temperature: float
 ) -> torch.Tensor:
-    """Return the gradient of the head's output from the gradient of `logits_of`, which it overwrites."""
+    """Convert a `logits_of` gradient to a head output gradient. Overwrites `grad`."""
     scale, softcap = transform.scale, transform.softcap
     if softcap is not None:
         # z = (c / T) tanh(scale x / c), so dz/dx = (scale / T) (1 - (z T / c)^2).

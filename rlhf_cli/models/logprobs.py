@@ -1,7 +1,7 @@
-"""Token log-probabilities and entropies from hidden states and the head's weight, in chunks of tokens.
+"""Token log-probs and entropies from hidden states and the LM head weight, in chunks of tokens.
 
-A `[tokens, vocabulary]` float32 tensor never exists as a whole, neither in forward nor in backward: the backward pass
-computes the logits of each chunk again. Which tokens are projected is decided by the caller.
+A full `[tokens, vocabulary]` float32 tensor is never materialized: the backward pass recomputes each chunk of logits.
+The caller selects the tokens to project.
 """
 
 from dataclasses import dataclass
@@ -41,16 +41,15 @@ def token_logprobs(
     transform: LogitTransform | None = None,
     chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities of `targets_K` in nats, float32 [K], and the entropies [K] of the distributions if
-    asked for.
+    """Compute log-probs of `targets_K` in nats, float32 [K], and entropies [K] if requested.
 
-    The logits are `transform(hidden_KD @ weight_VD.T + bias_V) / temperature`; the product is in the type of the
-    operands, everything after it in float32 (float64 for float64 operands). Both results are differentiable with
-    respect to hidden states, weight and bias. `chunk_size` is the number of rows whose products exist at once; by
-    default they take 256 MiB on a CPU and 512 MiB on a GPU.
+    Logits are `transform(hidden_KD @ weight_VD.T + bias_V) / temperature`. The product is in the operand dtype, the
+    rest in float32 (float64 for float64 operands). Both results are differentiable with respect to hidden states,
+    weight and bias. `chunk_size` is the number of rows per head product; by default, a product has 256 MiB on a CPU and
+    512 MiB on a GPU.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature {temperature} is not positive: greedy decoding has no log-probabilities")
+        raise ValueError(f"temperature {temperature} is not positive: log-probs are undefined for greedy decoding")
     vocabulary = len(weight_VD)
     sizes = chunk_sizes(
         hidden_KD.device,
@@ -83,8 +82,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs_K[rows] = log_p.gather(-1, targets_K[rows, None]).squeeze(-1)
                 if settings.with_entropy:
                     entropy_K[rows] = (log_p.exp() * log_p).sum(-1).neg_()
-        ctx.set_materialize_grads(False)  # None for an entropy without weight, whose gradient costs a third more
+        # Pass None instead of zeros for an unused entropy: its gradient would cost a third more.
+        ctx.set_materialize_grads(False)
         ctx.settings = settings
+        # Not as attributes: save_for_backward applies saved-tensor hooks (activation offload) and detects in-place
+        # changes.
         ctx.save_for_backward(hidden_KD, weight_VD, bias_V, targets_K, entropy_K)
         return logprobs_K, entropy_K
 
@@ -103,7 +105,7 @@ class _TokenLogprobs(torch.autograd.Function):
             product = gradients.head.product(hidden_KD[chunk])
             for rows, block in settings.sizes.blocks(chunk):
                 entropies = (entropy_K[rows], grad_entropy_K[rows]) if grad_entropy_K is not None else None
-                # The block's logits are not needed again: their gradient takes their place.
+                # The gradient overwrites the product: the logits in this block are no longer needed.
                 product[block] = _grad_product(
                     product[block],
                     settings,
@@ -123,9 +125,9 @@ def _grad_product(
     grad_logprobs: torch.Tensor,
     entropies: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient with respect to the head's output, for logits z, p = softmax(z), H its entropy.
+    """Compute the gradient with respect to the head output, for logits z, p = softmax(z) and entropy H.
 
-    d logprob / dz_j = [j = target] - p_j and dH / dz_j = -p_j (log p_j + H). `entropies` are H and its gradient.
+    d logprob / dz_j = [j = target] - p_j and dH / dz_j = -p_j (log p_j + H). `entropies` contains H and its gradient.
     """
     logits = logits_of(product, settings.transform, settings.temperature)
     if entropies is None:

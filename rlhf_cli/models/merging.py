@@ -1,6 +1,6 @@
-"""An adapter folded into its base tensor by tensor, and whole models written shard by shard and read again.
+"""Merge an adapter into its base tensor by tensor, write models shard by shard, and verify them.
 
-Nothing here holds more than one shard of a model. runs/model_export.py finds models and adapters.
+At most one shard is in memory. runs/model_export.py locates models and adapters.
 """
 
 import json
@@ -20,17 +20,17 @@ FACTORS = (".lora_A", ".lora_B")
 LORA_A, LORA_B = (f"{kind}.weight" for kind in FACTORS)
 LENGTHS = f".{MAGNITUDE}"
 BASE_LAYER = ".base_layer."
-"""PEFT's name for a layer under an adapter, a part of names in memory."""
+"""PEFT's name for the wrapped layer, part of in-memory parameter names."""
 
 
 class FoldedAdapter:
-    """The base's tensors as the adapter changes them (`changed`), in float32; weights saved whole replace or join."""
+    """Base tensors with the adapter merged in float32; weights that the adapter stores in full replace base weights."""
 
     def __init__(self, base: TensorSource, weights: TensorSource, config: Any) -> None:
-        """`weights` are the adapter's, under the names of PEFT's files; `config` is PEFT's.
+        """Match adapter weights, named as in PEFT files, to base weights. `config` is a PEFT LoraConfig.
 
         Raises:
-            UsageError: the adapter does not fit the base, or has parts that are not LoRA's.
+            UsageError: the adapter does not match the base, or contains parts other than LoRA.
         """
         self._base, self._weights, self._config = base, weights, config
         adapter = {name.removeprefix(PREFIX): name for name in weights.names()}
@@ -48,7 +48,8 @@ class FoldedAdapter:
 
     def names(self) -> list[str]:
         known = self._base.names()
-        if f"{HEAD}.weight" in self._saved:  # a model with a scalar head has no other
+        # A reward model has a scalar head instead of the language-model head.
+        if f"{HEAD}.weight" in self._saved:
             known = [name for name in known if not name.startswith("lm_head.")]
         return known + [name for name in self._saved if name not in set(known)]
 
@@ -66,36 +67,40 @@ class FoldedAdapter:
             return weight
         a_RI, b_OR = (self._weights.read(factor) for factor in self._factors[name])
         lengths_O = self._weights.read(self._lengths[name]) if name in self._lengths else None
+        # The rank comes from the stored factor: with rank_pattern, layers have different ranks.
         scale = self._scale(name, rank=len(a_RI))
-        if self._turned:
+        # PEFT sets fan_in_fan_out for Conv1D layers such as GPT-2's, which store the transposed weight.
+        if self._transposed:
             return changed(weight.T, a_RI, b_OR, scale=scale, lengths_O=lengths_O).T
         return changed(weight, a_RI, b_OR, scale=scale, lengths_O=lengths_O)
 
     @property
-    def _turned(self) -> bool:
+    def _transposed(self) -> bool:
         return bool(self._config.fan_in_fan_out)
 
     def _scale(self, name: str, *, rank: int) -> float:
         from peft.utils.other import get_pattern_key
 
+        # Resolve alpha_pattern the way PEFT does: keys may be regular expressions that match a suffix of the layer
+        # name.
         layer, pattern = name.removesuffix(".weight"), self._config.alpha_pattern
         alpha = pattern.get(get_pattern_key(pattern.keys(), layer), self._config.lora_alpha)
         return float(alpha / (rank**0.5 if self._config.use_rslora else rank))
 
     def _require_fit(self) -> None:
-        strange = [name for name in self._saved if ".lora_" in name or ".base_layer." in name]
-        if strange:
-            raise UsageError(f"the adapter has more than LoRA's two factors ({strange[0]})")
+        unexpected = [name for name in self._saved if ".lora_" in name or ".base_layer." in name]
+        if unexpected:
+            raise UsageError(f"the adapter contains weights other than LoRA factors ({unexpected[0]})")
         if self._lengths.keys() != (self._factors.keys() if self._config.use_dora else set()):
-            raise UsageError("the adapter has magnitudes (DoRA) for other layers than factors, or lacks them")
+            raise UsageError("the adapter's DoRA magnitudes do not match the layers with LoRA factors")
         known = set(self._base.names())
         for name, (a, b) in self._factors.items():
             if not b or name not in known:
-                raise UsageError(f"the adapter does not fit the model under it, which has no {name}")
+                raise UsageError(f"the adapter does not match its base model, which has no {name}")
             change = (self._weights.shape(b)[0], self._weights.shape(a)[1])
-            self._require_shape(name, change[::-1] if self._turned else change)
+            self._require_shape(name, change[::-1] if self._transposed else change)
             if name in self._lengths and self._weights.shape(self._lengths[name]) != change[:1]:
-                raise UsageError(f"the adapter's magnitude of {name} has not one number a row")
+                raise UsageError(f"the adapter's DoRA magnitude for {name} needs one value per row")
         for name, whole in self._saved.items():
             if name in known:
                 self._require_shape(name, self._weights.shape(whole))
@@ -103,8 +108,8 @@ class FoldedAdapter:
     def _require_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if self._base.shape(name) != shape:
             raise UsageError(
-                f"the adapter does not fit the model under it: {name} has shape {self._base.shape(name)}, "
-                f"the adapter's part of it {shape}"
+                f"the adapter does not match its base model: {name} has shape {self._base.shape(name)}, "
+                f"but the adapter expects {shape}"
             )
 
 
@@ -116,11 +121,11 @@ def changed(
     scale: float,
     lengths_O: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return W + scale B A, in float32; with lengths, its rows have these lengths instead (DoRA, arXiv 2402.09353,
-    eq. 5).
+    """Compute W + scale B A in float32, optionally with DoRA (arXiv 2402.09353, eq. 5).
 
-    Lengths are compared in their own type, as training does: in bfloat16 a row of an untrained adapter would else get
-    another length than the base's, by the rounding of the magnitude.
+    With `lengths_O`, the DoRA magnitudes, rows are rescaled to these norms. Norms are compared in the dtype of the
+    magnitudes, as in training: in bfloat16, the rounded magnitude would otherwise rescale the rows of an untrained
+    adapter.
     """
     whole_OI = weight_OI.float() + scale * (b_OR.float() @ a_RI.float())
     if lengths_O is None:
@@ -130,10 +135,11 @@ def changed(
 
 
 def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return all parameters; the factors of an adapter come right before the weight that they change."""
+    """Return all parameters, with the adapter factors right before the weight that they modify."""
     named = dict(model.named_parameters())
     ordered = []
     for name, parameter in named.items():
+        # PEFT registers factors after the base weight, but `folded` needs them first: it streams one tensor at a time.
         if _is_factor(name):
             continue
         layer, _, rest = name.partition(BASE_LAYER)
@@ -145,21 +151,22 @@ def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def parameters_without_adapter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of the model under the adapter, by the names they have without one, in the same order."""
+    """Return the base model parameters in folding order, under the names they have without an adapter."""
     return [(name.replace(BASE_LAYER, "."), p) for name, p in in_folding_order(model) if not _is_factor(name)]
 
 
 def folded(
     named: Iterable[tuple[str, torch.Tensor]], scales: Mapping[str, float]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in folding order, named as in a model without an adapter: changed by it, rounded to W's type.
+    """Merge a stream of full tensors in folding order, named as in a model without an adapter.
 
-    The tensors given are not changed, and need not be valid any longer when the next one is asked for; without an
-    adapter they come back as they are. The numbers are the same as from `rlhf merge`.
+    Results are rounded to the dtype of W and equal the output of `rlhf merge`. Input tensors are not modified and may
+    be reused after the next one is requested. Without an adapter they pass through unchanged.
     """
     factors: list[torch.Tensor] = []
     for name, tensor in named:
         if _is_factor(name):
+            # Copy: ZeRO-3 releases gathered tensors when it gathers the next bucket.
             factors.append(tensor.clone())
             continue
         layer, _, rest = name.partition(BASE_LAYER)
@@ -176,8 +183,9 @@ def _is_factor(name: str) -> bool:
 
 
 def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:
-    """Return the names of each shard: in the source's order, as many as fit, at least one."""
+    """Split tensor names into shards: in source order, as many as fit into `max_bytes`, at least one each."""
     shards: list[list[str]] = []
+    # Pretend that the previous shard is full, so the first tensor opens a shard.
     size = max_bytes
     for name in source.names():
         num_bytes = torch.Size(source.shape(name)).numel() * written_type(source, name, dtype).itemsize
@@ -190,15 +198,13 @@ def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: i
 
 
 def written_type(source: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type in which a tensor is written: the one asked for, which is for floating-point numbers, or its
-    own.
-    """
+    """Return the output dtype of a tensor: the requested one for floating-point tensors, otherwise the source dtype."""
     own = source.dtype(name)
     return dtype if dtype is not None and own.is_floating_point else own
 
 
 def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> int:
-    """Write all tensors as safetensors files, with an index if there are several; the number of files."""
+    """Write all tensors as safetensors files, with an index for more than one file. Returns the number of files."""
     shards = plan_shards(source, dtype=dtype, max_bytes=max_bytes)
     weight_map: dict[str, str] = {}
     total = 0
@@ -209,7 +215,8 @@ def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | Non
         save_file(tensors, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
         weight_map |= dict.fromkeys(names, file)
-        del tensors  # before the tensors of the next shard are there
+        # Release this shard before reading the next one.
+        del tensors
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -218,14 +225,15 @@ def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | Non
 
 def _converted(source: TensorSource, names: list[str], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
+        # safetensors refuses to save non-contiguous tensors, such as transposed merge results.
         yield name, source.read(name).to(written_type(source, name, dtype)).contiguous()
 
 
 def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None) -> None:
-    """Raise RunError unless the files have every tensor of the source, in shape and type, and no other."""
+    """Raise RunError unless the files contain exactly the source tensors, with the same shapes and expected dtypes."""
     found = open_weights(folder)
     wrong = set(found.names()) ^ set(source.names())
     wrong |= {name for name in set(source.names()) - wrong if found.shape(name) != source.shape(name)}
     wrong |= {name for name in set(source.names()) - wrong if found.dtype(name) != written_type(source, name, dtype)}
     if wrong:
-        raise RunError(f"{len(wrong)} tensors were not written as they should be, the first is {min(wrong)}")
+        raise RunError(f"verification failed: {len(wrong)} written tensors differ from the source, first {min(wrong)}")

@@ -1,4 +1,7 @@
-"""What models read of a pack, which comes from another layer, and filler behind its tokens."""
+"""Pack fields that models read, and filler tokens after a pack.
+
+The pack records are defined in another layer, hence the protocols.
+"""
 
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -9,7 +12,7 @@ from rlhf_cli.models.vision.pictures import PackPictures
 
 
 class KeysLike(Protocol):
-    """Which keys the runs of a pack see where sequences share a beginning; a dataclass."""
+    """Keys visible to each run in a pack with shared prefixes; a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -22,7 +25,7 @@ class KeysLike(Protocol):
 
 
 class PackLike(Protocol):
-    """The fields of a pack that are read: T tokens of B sequences end to end, K of them targets; a dataclass."""
+    """Pack fields read by models: T tokens from B concatenated sequences, K of them targets; a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -49,21 +52,22 @@ class PackLike(Protocol):
 
 
 def with_filler(pack: PackLike, count: int) -> PackLike:
-    """Return the pack with `count` more tokens behind its own: a run that no other token sees and nobody reads."""
+    """Append `count` filler tokens: a run that no other token attends to and that is never read."""
     if not count:
         return pack
     num_tokens = pack.input_ids_T.numel()
-    nothing_F = pack.input_ids_T.new_zeros(count)
+    filler_F = pack.input_ids_T.new_zeros(count)
     keys = pack.keys and replace(
         pack.keys,
-        index_U=torch.cat([pack.keys.index_U, torch.arange(num_tokens, num_tokens + count, device=nothing_F.device)]),
+        index_U=torch.cat([pack.keys.index_U, torch.arange(num_tokens, num_tokens + count, device=filler_F.device)]),
         cu_seqlens=torch.cat([pack.keys.cu_seqlens, pack.keys.cu_seqlens[-1:] + count]),
         max_seqlen=max(pack.keys.max_seqlen, count),
     )
     return replace(
         pack,
-        input_ids_T=torch.cat([pack.input_ids_T, nothing_F]),
-        position_ids_T=torch.cat([pack.position_ids_T, nothing_F]),  # nobody looks at where filler stands
+        input_ids_T=torch.cat([pack.input_ids_T, filler_F]),
+        # Filler outputs are discarded, so any valid position works.
+        position_ids_T=torch.cat([pack.position_ids_T, filler_F]),
         cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens[-1:] + count]),
         max_seqlen=max(pack.max_seqlen, count),
         keys=keys,

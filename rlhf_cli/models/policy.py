@@ -1,7 +1,7 @@
-"""Models as the trainers use them: a flat pack goes in, one number per trained token comes out.
+"""Models as trainers use them: a flat pack in, one value per trained token out.
 
-State dict: the Hugging Face model is the attribute `model`, so every key is `model.` + the Hugging Face name.
-Losses are no business of this module, and neither is generation.
+The Hugging Face model is the attribute `model`, so state dict keys are `model.` plus the Hugging Face name. Losses and
+generation are in other modules.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Decoder:
-    """A model's decoder, run on packs: no module, so that names in the state dict stay as they are."""
+    """Runs a model's decoder on packs. Not a module, so state dict names do not change."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder = model.get_decoder()
@@ -38,50 +38,54 @@ class Decoder:
         self.routers = router_recorder(model.config)
 
     def __call__(self, part: Part, *, real: PackLike) -> torch.Tensor:
-        """Return hidden states [k, D] after the last norm, before any head, of the part's targets.
+        """Return hidden states [k, D] of the part's targets, after the final norm and before any head.
 
-        `real` is the pack before it was rounded up with filler.
+        `real` is the pack before filler was added.
         """
         pack = part.pack
         records_routers = self.routers is not None and self.routers.is_on
         with self._spared(part):
             output = self._decoder(
                 **self._inputs(part),
+                # A KV cache would keep the keys and values of all layers.
                 use_cache=False,
                 **part.runs.as_arguments(),
                 **self._masks(pack),
+                # transformers passes unknown arguments through all layers to the attention function.
                 **({"shards": part.shards} if part.shards else {}),
                 **({"output_router_logits": True} if records_routers else {}),
             )
         if self.routers is not None and records_routers:
             self.routers.add(output.router_logits, token_weights(real, num_tokens=pack.input_ids_T.numel()))
+        # Select rows before the head: prompts and filler would otherwise cost a vocabulary-sized product each.
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, part.rows_k)
 
     def _inputs(self, part: Part) -> dict[str, object]:
-        """Return tokens and positions, or what a vision-language model has in their place."""
+        """Return tokens and positions, or embeddings and positions for a vision-language model."""
         pack = part.pack
         if self._tower is not None:
             assert part.shards is None, "ranks do not share sequences of vision-language models"
             return self._tower.decoder_inputs(pack)
         if pack.pictures is not None:
-            raise UsageError("a text model cannot read pictures: give a vision-language model")
+            raise UsageError("a text model cannot read images: use a vision-language model")
         return {
             "input_ids": pack.input_ids_T[part.tokens][None],
             "position_ids": pack.position_ids_T[part.tokens][None],
         }
 
     def _masks(self, pack: PackLike) -> dict[str, object]:
-        """Return the masks of the pack if the decoder would make masks without its bounds."""
+        """Return pack masks for decoders that would build masks without sequence boundaries."""
         if self._text.model_type not in MASKED_HERE:
             return {}
         return {"attention_mask": packed_masks(pack.cu_seqlens, self._text, self._decoder.dtype)}
 
     def _spared(self, part: Part) -> AbstractContextManager[None]:
-        """Return the context that leaves out work on tokens that are not read.
+        """Return a context that skips work on tokens that are not read.
 
-        It leaves out nothing if layers are computed again in the backward pass, when the context has ended, or if the
-        last layer's router is recorded, which has to see all tokens.
+        It skips nothing in two cases:
+        - With gradient checkpointing, the backward pass recomputes layers after the context has ended.
+        - If the last layer's router is recorded, it must see all tokens.
         """
         computes_again = self._decoder.training and getattr(self._decoder, "is_gradient_checkpointing", False)
         records_routers = self.routers is not None and self.routers.is_on
@@ -89,8 +93,9 @@ class Decoder:
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """Return the transform of the head's output that models of this configuration apply."""
+    """Return the head output transform for this configuration."""
     text = config.get_text_config()
+    # Granite divides logits by logits_scaling, Cohere multiplies them by logit_scale.
     divisor = getattr(text, "logits_scaling", None)
     scale = getattr(text, "logit_scale", None)
     return LogitTransform(
@@ -100,27 +105,27 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 class TokenHead(nn.Module):
-    """Functions of hidden states and the head's weight, which stays in place.
+    """Applies functions to hidden states and the LM head weight, which stays in place.
 
-    A module of its own because ZeRO-3 gathers weights per module: the head's weight is used outside the head, so it has
-    to be registered as external parameter of this module (`external_parameters` of `LanguageModel`).
+    A separate module, because ZeRO-3 gathers weights per module. The head weight is used outside the head, so it must
+    be registered as an external parameter of this module (see `external_parameters` in `LanguageModel`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
-        # In a tuple, so that the weight does not appear under a second name in the state dict.
+            raise UsageError(f"{type(model).__name__} has no linear language-model head and cannot be a policy")
+        # In a tuple, so that nn.Module does not register the weight under a second state dict name.
         self._head = (head,)
         self._transform = logit_transform(model.config)
 
     def parameters_used(self) -> list[nn.Parameter]:
-        """Return the head's own parameters, in use during forward and backward of this module."""
+        """Return the head parameters that this module uses in forward and backward."""
         return list(self._head[0].parameters(recurse=False))
 
     def weights(self) -> HeadWeights:
-        """Return the head's weights as they are: whole, or empty if they are partitioned."""
+        """Return the head weights as they are: full, or empty if partitioned."""
         return HeadWeights(self._head[0].weight, self._head[0].bias, self._transform)
 
     def forward(self, hidden_KD: torch.Tensor, function: Callable[[torch.Tensor, HeadWeights], ResultT]) -> ResultT:
@@ -128,9 +133,9 @@ class TokenHead(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A causal language model in training, whose forward pass reads its head beside the decoder.
+    """A causal language model in training. Its forward pass uses decoder and head separately.
 
-    `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
+    `sequence_ranks` is the sequence-parallel group, None without sequence parallelism.
     """
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
@@ -142,24 +147,24 @@ class LanguageModel(nn.Module):
 
     @property
     def routers(self) -> RouterRecorder | None:
-        """The recorder of the routers, if the model has any with a load-balancing loss."""
+        """Router recorder, if the model has a load-balancing loss."""
         return self._decoder.routers
 
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """Return the pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
+        """Return (module, parameter) pairs for `deepspeed.zero.register_external_parameter`."""
         return [(self.head, parameter) for parameter in self.head.parameters_used()]
 
 
 class PolicyModel(LanguageModel):
-    """A language model that gives log-probabilities of the trained tokens of a pack."""
+    """A language model that returns log-probs for the trained tokens in a pack."""
 
     def forward(
         self, pack: PackLike, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities float32 [K] of the pack's targets, and entropies [K] if asked for.
+        """Return target log-probs, float32 [K], and entropies [K] if requested.
 
-        Only hidden states that predict a target are projected, and a few more if the pack is rounded up. Without
-        targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
+        Only hidden states that predict a target are projected, plus a few with filler. Without targets the results are
+        empty, and backward gives every parameter a zero gradient.
         """
         part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
 
@@ -181,36 +186,38 @@ class PolicyModel(LanguageModel):
 
 
 class ValueModel(nn.Module):
-    """A decoder with a scalar head that gives the value of the state before each trained token of a pack.
+    """A decoder with a scalar head: the value of the state before each trained token in a pack.
 
-    A head with the classes wrong and right gives the log-odds of right, whose sigmoid is the softmax's second number.
+    A two-class head (wrong, right) returns the log-odds of right, so that sigmoid equals the softmax probability.
 
-    `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
+    `sequence_ranks` is the sequence-parallel group, None without sequence parallelism.
     """
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
         super().__init__()
         self.sequence_ranks = sequence_ranks
         if not isinstance(getattr(model, "score", None), nn.Linear):
-            raise UsageError(f"{type(model).__name__} has no linear `score` head: it cannot be trained as a critic")
+            raise UsageError(f"{type(model).__name__} has no linear `score` head and cannot be trained as a critic")
         self.model = model
         self._decoder = Decoder(model)
 
     @property
     def routers(self) -> RouterRecorder | None:
-        """The recorder of the routers, if the model has any with a load-balancing loss."""
+        """Router recorder, if the model has a load-balancing loss."""
         return self._decoder.routers
 
     def forward(self, pack: PackLike) -> torch.Tensor:
-        """Return the values float32 [K]."""
+        """Return values, float32 [K]."""
         part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
+        # float32 from here on: ranks exchange values, and losses add up many of them.
         scores = self.model.score(self._decoder(part, real=pack)).float()
         values = scores.squeeze(-1) if scores.shape[-1] == 1 else scores[:, 1] - scores[:, 0]
         return part.whole(values)[: pack.targets_K.numel()]
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable matrices, and stacks of matrices (experts), of all layers but embeddings and heads."""
+    """Return trainable matrices and expert stacks of all layers except embeddings and heads."""
+    # Muon orthogonalizes hidden matrices only; embeddings and heads use AdamW (kellerjordan.github.io/posts/muon).
     outer: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -218,16 +225,19 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
         if isinstance(module, PreTrainedModel):
             heads = (module.get_output_embeddings(), getattr(module, "score", None))
             outer.update(p for head in heads if head is not None for p in head.parameters())
+    # transformers stores the experts of a layer as one 3-D parameter.
     return [p for p in model.parameters() if p.requires_grad and p.ndim in (2, 3) and p not in outer]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return the trainable parameters as two optimizer groups: matrices with `weight_decay`, vectors (norms, biases)
-    without.
+    """Split trainable parameters into two optimizer groups: matrices with `weight_decay`, vectors without.
+
+    Vectors are norms and biases.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Under ZeRO-3 the parameter itself is flat and empty; its own shape is in ds_shape.
+    # ZeRO-3 replaces parameters by empty flat tensors; ds_shape is the original shape.
     matrices = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    # An adapter has no vectors, and DeepSpeed does not support empty groups.
     return [group for group in groups if group["params"]]

@@ -1,4 +1,4 @@
-"""Weights in 4 bits (bitsandbytes) as the numbers that they stand for."""
+"""Dequantize 4-bit weights (bitsandbytes)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 from rlhf_cli.models.tensor_parallel import whole_shape
 
-Dequantise = Callable[[torch.Tensor, Any], torch.Tensor]
+Dequantize = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 def _by_bitsandbytes(packed: torch.Tensor, state: Any) -> torch.Tensor:
@@ -22,16 +22,17 @@ def dense(
     named: Iterable[tuple[str, torch.Tensor]],
     parameters: Mapping[str, nn.Parameter],
     *,
-    dequantise: Dequantise = _by_bitsandbytes,
+    dequantize: Dequantize = _by_bitsandbytes,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of these parameters, dequantised one at a time if they are in 4 bits."""
+    """Yield the parameters' tensors, dequantizing 4-bit ones one at a time."""
     for name, tensor in named:
         state = getattr(parameters[name], "quant_state", None)
-        yield name, tensor if state is None else dequantise(tensor, state)
+        yield name, tensor if state is None else dequantize(tensor, state)
 
 
 def dense_layout(parameter: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and type of the whole weight, wherever it is partitioned, split over ranks or packed in 4 bits."""
+    """Return shape and dtype of the full weight, even if it is partitioned, split over ranks or 4-bit."""
+    # bitsandbytes packs two values into one byte, so the stored shape is not the weight's shape.
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return tuple(state.shape), state.dtype

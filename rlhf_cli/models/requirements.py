@@ -1,4 +1,4 @@
-"""Whether a model can be trained or served here, by its configuration, before any weight is read."""
+"""Check from the configuration whether a model can be trained or served here, before loading weights."""
 
 import os
 
@@ -29,31 +29,36 @@ PACKED_TYPES = frozenset({
     "starcoder2", "vaultgemma", "youtu"
 })
 # fmt: on
-"""Types of transformers whose packs have the log-probabilities of each sequence alone: tests/unit/models/
-test_packed_types.py compares all of them. A type is added there and here."""
+"""transformers types with equal log-probs for packed and separate sequences.
+
+tests/unit/models/test_packed_types.py compares them; add new types in both places.
+"""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers that keep the sequences of a pack apart."""
+"""Layer types that keep packed sequences separate."""
 WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
-"""Scaled rotary positions whose number in the configuration is already the scaled one, to vLLM."""
+"""RoPE scaling types where the configured number of positions already includes the scaling, as in vLLM."""
 
 
 def check_trainable(architecture: PretrainedConfig) -> None:
-    """Raise UsageError for a model that cannot be trained by any process, found before any weight is read."""
+    """Raise UsageError, before loading weights, for a model that cannot be trained on packs."""
     others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
     kind = architecture.model_type
-    if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
+    # Recurrent, chunked and convolutional layers would mix the sequences in a pack.
+    if others:
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
+    # PACKED_TYPES covers only text models in transformers: neither custom model code nor vision-language types.
     is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
     if is_of_transformers and kind not in PACKED_TYPES:
         raise UsageError(
-            f"models of type {kind} cannot be trained on packs: nothing shows that their layers keep sequences apart; "
-            "docs/status.md lists the types that do"
+            f"models of type {kind} cannot be trained on packs: not tested to keep sequences separate; "
+            "docs/status.md lists the supported types"
         )
 
 
 def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:
-    """Return the positions of the model, and their key in its config.json; None if it names none, or they are not
-    to be heeded.
+    """Return the model's maximum positions and their config.json key, or None.
+
+    None if the configuration has no limit, or if vLLM is set to ignore it.
     """
     text = architecture.get_text_config()
     key = "model_max_length" if getattr(text, "model_max_length", None) else "max_position_embeddings"
@@ -63,31 +68,31 @@ def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:
 
 
 def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
-    """Raise UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
+    """Raise UsageError if sequences may exceed the model's positions, because vLLM would not start."""
     known = known_positions(architecture)
     if known is not None and max_len > known[0]:
         raise UsageError(
-            f"--max_len {max_len}: the model has {known[0]} positions ({known[1]} in its config.json), and vLLM takes "
-            "no longer sequences"
+            f"--max_len {max_len}: the model has {known[0]} positions ({known[1]} in config.json), which is the limit "
+            "in vLLM"
         )
 
 
 def check_row_positions(architecture: PretrainedConfig, longest: int, *, dataset: str) -> None:
-    """Raise UsageError if the longest row of a data set, in tokens, has more than the positions of the model."""
+    """Raise UsageError if the longest dataset row, in tokens, exceeds the model's positions."""
     known = known_positions(architecture)
     if known is not None and longest > known[0]:
         raise UsageError(
-            f"{dataset}: rows have up to {longest} tokens, and the model has {known[0]} positions ({known[1]} in its "
-            f"config.json): give --max_len {known[0]}"
+            f"{dataset}: rows have up to {longest} tokens, but the model has {known[0]} positions ({known[1]} in "
+            f"config.json): set --max_len {known[0]}"
         )
 
 
 def _stretch(text: PretrainedConfig) -> float:
-    """Return how many times the positions of the configuration vLLM takes, for rotary ones that are scaled by a
-    factor.
-    """
+    """Return the factor by which vLLM multiplies the configured positions for scaled RoPE."""
     rope = getattr(text, "rope_parameters", None) or {}
+    # rope_parameters is a single dict, or one dict per layer type.
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    # vLLM exempts Gemma 3 as well: its max_position_embeddings includes the scaling.
     if "gemma3" in text.model_type:
         return 1.0
     scaled = [kind for kind in kinds if kind.get("rope_type") not in WITHIN_POSITIONS]
@@ -95,18 +100,21 @@ def _stretch(text: PretrainedConfig) -> float:
 
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
-    """Raise UsageError, before any weight is read, if this process cannot load the model for training."""
+    """Raise UsageError, before loading weights, if this process cannot load the model for training."""
     check_trainable(architecture)
     no_gpu = not torch.cuda.is_available()
     faults = (
         (
             partitioned and config.compile_model,
-            "compile_model does not go with --zero_stage 3, which gathers weights between layers",
+            "compile_model cannot be combined with --zero_stage 3, which gathers weights between layers",
         ),
-        (partitioned and in_4bit, "load_in_4bit does not go with --zero_stage 3, which cannot partition 4-bit weights"),
+        (
+            partitioned and in_4bit,
+            "load_in_4bit cannot be combined with --zero_stage 3, which cannot partition 4-bit weights",
+        ),
         (
             in_4bit and no_gpu,
-            "load_in_4bit needs an NVIDIA GPU; without it the model is trained under its adapter as is",
+            "load_in_4bit needs an NVIDIA GPU; without it, the adapter is trained on unquantized weights",
         ),
         (in_4bit and not is_bitsandbytes_available(), "load_in_4bit: bitsandbytes is not installed (extra `quant`)"),
     )
@@ -128,7 +136,7 @@ def needs_fused_kernels(config: ModelConfig, architecture: PretrainedConfig) -> 
 
 
 def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str:
-    """Return the name of the attention kernel that a model of this architecture runs with on packs."""
+    """Return the attention kernel for this architecture on packs."""
     return resolve_attention(
         config.attn_implementation,
         device="cuda" if torch.cuda.is_available() else "cpu",

@@ -1,6 +1,6 @@
-"""Whether a model that reads the policy's token ids fits it, seen from configuration and tokenizer alone.
+"""Check from configuration and tokenizer whether a model can read the policy's token IDs.
 
-A reward model above all, of whose weights nothing is here: the ranks of its role load them.
+This covers reward models above all. The ranks of each role load the weights.
 """
 
 import math
@@ -22,12 +22,12 @@ from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 STEP_SEPARATOR = "step_separator"
-"""Entry of a process reward model's configuration: the text between the steps that it was trained on."""
+"""Config key of a process reward model: the text between steps in its training data."""
 
 
 @dataclass(frozen=True)
 class ScoreStatistics:
-    """Mean and spread of a reward model's scores on the data it was evaluated on."""
+    """Mean and std of reward-model scores on evaluation data."""
 
     mean: float
     std: float
@@ -35,10 +35,12 @@ class ScoreStatistics:
 
 @dataclass(frozen=True)
 class RewardModelPlan:
-    """A reward model that reads the policy's token ids, before its weights are loaded.
+    """A reward model that reads the policy's token IDs, before its weights are loaded.
 
-    `statistics` are there where its scores are to be normalised; `separator` if it scores steps, which this text ends.
-    `last_separator` are the separator's tokens if the model reads them behind the last step too, in place of the end.
+    - `statistics`: for score normalization, if enabled.
+    - `separator`: text that ends a step, if the model scores steps.
+    - `last_separator`: separator tokens to insert after the last step, in place of the end token, if the model expects
+      them.
     """
 
     source: ModelConfig
@@ -49,17 +51,17 @@ class RewardModelPlan:
 
     @property
     def quadratic_cost(self) -> float:
-        """The cost of a sequence's squared length beside its length (`quadratic_cost`)."""
+        """Relative cost of the squared sequence length (see `quadratic_cost`)."""
         return quadratic_cost(self.found.architecture)
 
 
 def find_reward_model(
     reward_pretrain: str, policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, normalize: bool
 ) -> RewardModelPlan:
-    """Return the reward model of the settings, loaded the way the policy is.
+    """Find the configured reward model, with the loading settings of the policy.
 
-    Raises UsageError if it is no model, has not one label, reads other token ids than the policy's tokenizer gives, or
-    lacks the statistics for `normalize`.
+    Raises UsageError if it is not a model, does not have exactly one label, has a different vocabulary than the policy,
+    or lacks the statistics for `normalize`.
     """
     found, own_tokenizer = read_reward_model(_loaded_like(policy, reward_pretrain), normalize=normalize)
     require_same_tokens(own_tokenizer, tokenizer, f"--reward_pretrain {reward_pretrain!r}")
@@ -69,9 +71,9 @@ def find_reward_model(
 def find_process_reward_model(
     prm_pretrain: str, policy: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> RewardModelPlan:
-    """Return the process reward model of the settings, loaded the way the policy is.
+    """Find the configured process reward model, with the loading settings of the policy.
 
-    Raises UsageError as `find_reward_model`, or if its configuration does not name the separator of steps.
+    Raises UsageError like `find_reward_model`, or if the configuration does not name the step separator.
     """
     setting = f"--prm_pretrain {prm_pretrain!r}"
     source = _loaded_like(policy, prm_pretrain)
@@ -81,21 +83,20 @@ def find_process_reward_model(
     if not isinstance(separator, str) or not separator:
         raise UsageError(f"{setting} {_why_no_separator(architecture)}")
     require_same_tokens(own_tokenizer, tokenizer, setting)
+    # A token classifier is trained to predict at the separator, so the last step needs one too.
     last = own_tokenizer.encode(separator, add_special_tokens=False) if is_token_classifier(architecture) else []
     return replace(found, separator=separator, last_separator=tuple(last))
 
 
 def _why_no_separator(config: PretrainedConfig) -> str:
     if is_token_classifier(config):
-        return (
-            f"does not name the text between its steps: add {STEP_SEPARATOR} to its config.json, "
-            '"\\n" if TRL trained it with its default'
-        )
-    return f"scores whole responses: its configuration has no {STEP_SEPARATOR}, which `rlhf prm` writes"
+        return f'does not name the text between steps: add {STEP_SEPARATOR} to config.json ("\\n" is the TRL default)'
+    return f"scores full responses: config.json has no {STEP_SEPARATOR}, which `rlhf prm` writes"
 
 
 def _loaded_like(policy: ModelConfig, pretrain: str) -> ModelConfig:
-    """Return the settings of another model that is loaded the way the policy is."""
+    """Copy the policy's loading settings for another model."""
+    # The model is frozen and reads token IDs: it needs no chat template and no activation checkpoints.
     changes = {"pretrain": pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     return policy.model_copy(update=changes)
 
@@ -103,10 +104,10 @@ def _loaded_like(policy: ModelConfig, pretrain: str) -> ModelConfig:
 def read_reward_model(
     source: ModelConfig, *, normalize: bool, flag: str = "--reward_pretrain", takes_classes: bool = False
 ) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
-    """Return a reward model and its tokenizer; messages name it by `flag`. `takes_classes` also takes heads with the
-    classes wrong and right.
+    """Find a reward model and its tokenizer.
 
-    Raises UsageError if it is no model, has not one label, or has no statistics and `normalize` asks for them.
+    `flag` appears in messages. `takes_classes` allows heads with two classes (wrong, right). Raises UsageError if it is
+    not a model, does not have exactly one label, or lacks the statistics for `normalize`.
     """
     try:
         found, tokenizer = find_model(source), load_tokenizer(source)
@@ -119,15 +120,15 @@ def read_reward_model(
 
 
 def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
-    """Return the configuration's entry on the model's scores. Raises UsageError if it cannot be used."""
+    """Return the score statistics stored in the configuration. Raises UsageError if they are missing or invalid."""
     mean, std = (getattr(config, f"reward_{what}", None) for what in ("mean", "std"))
     if mean is None or std is None:
         raise UsageError(
-            f"--normalize_reward: the configuration of {name!r} has no reward_mean and reward_std; `rlhf rm` writes "
-            "them where it has an --eval_dataset"
+            f"--normalize_reward: the config.json of {name!r} has no reward_mean and reward_std; `rlhf rm` writes "
+            "them if you pass --eval_dataset"
         )
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
-        raise UsageError(f"--normalize_reward: {name!r} has a reward_mean of {mean} and a reward_std of {std}")
+        raise UsageError(f"--normalize_reward: {name!r} has invalid statistics: reward_mean {mean}, reward_std {std}")
     return ScoreStatistics(float(mean), float(std))
 
 
@@ -143,10 +144,10 @@ def _require_one_label(config: PretrainedConfig, what: str) -> None:
 
 
 def find_reader(flag: str, source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> FoundModel:
-    """Return a language model that gets token ids of this tokenizer.
+    """Find a language model that reads token IDs from this tokenizer.
 
     Raises:
-        UsageError: the model of this flag cannot be found, is a classifier, or reads other token ids.
+        UsageError: the model cannot be found, is a classifier, or has a different vocabulary.
     """
     what = f"--{flag} {source.pretrain!r}"
     try:
@@ -159,9 +160,9 @@ def find_reader(flag: str, source: ModelConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str) -> None:
-    """Raise UsageError naming a model that reads other ids; the policy's go to it as they are.
+    """Raise UsageError if a model maps tokens to different IDs than the policy.
 
-    Tokens that only it has do no harm.
+    Policy token IDs are passed to it unchanged. Additional tokens in its vocabulary are allowed.
     """
     own_ids = own.get_vocab()
     others = sorted((number, token) for token, number in policy.get_vocab().items() if own_ids.get(token) != number)
@@ -169,6 +170,6 @@ def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenize
         number, token = others[0]
         there = f"{own_ids[token]} there" if token in own_ids else "not there"
         raise UsageError(
-            f"{what} has another vocabulary than the policy, whose token ids it would read: "
-            f"{len(others):,} of {len(policy):,} tokens differ, the first is {token!r}: {number} here, {there}"
+            f"{what} has a different vocabulary than the policy and would misread its token IDs: "
+            f"{len(others):,} of {len(policy):,} tokens differ, first {token!r}: {number} here, {there}"
         )

@@ -1,4 +1,4 @@
-"""Records of the routers in a mixture of experts, taken on packs when they are asked for."""
+"""Record mixture-of-experts router statistics during forward passes on packs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.packs import PackLike
 
 COEFFICIENT = "router_aux_loss_coef"
-"""Setting of the models whose routers are trained with a load-balancing loss."""
+"""Config key of models whose routers are trained with a load-balancing loss."""
 
 
 class RouterRecorder:
-    """Records the sums of routers in forward passes within `recorded`."""
+    """Collects router sums from forward passes within `recorded`."""
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
@@ -24,30 +24,31 @@ class RouterRecorder:
 
     @contextmanager
     def recorded(self) -> Iterator[list[RouterSums]]:
-        """Give the sums of each forward pass within the block."""
+        """Yield a list that receives the router sums of each forward pass in the block."""
         self.is_on, self._sums = True, []
         try:
             yield self._sums
         finally:
+            # A new list: the caller keeps the yielded one.
             self.is_on, self._sums = False, []
 
     def add(self, router_logits: tuple[torch.Tensor, ...], weights_T: torch.Tensor) -> None:
-        """Take in the logits `[T, E]` of all layers; a token counts as often as its weight."""
+        """Add the router logits `[T, E]` of all layers; each token counts with its weight."""
         self._sums.append(router_sums(router_logits, weights_T, top_k=self._top_k))
 
 
 def router_recorder(config: PretrainedConfig) -> RouterRecorder | None:
-    """Return a recorder for a model of this configuration; None if its routers have no load-balancing loss."""
+    """Return a recorder for this model, or None if its routers have no load-balancing loss."""
     text = config.get_text_config()
     return RouterRecorder(text.num_experts_per_tok) if _has_router_loss(text) else None
 
 
 def check_router_loss(coefficient: float, architecture: PretrainedConfig) -> None:
-    """Raise UsageError for a router loss of a model that has none, before any weight is read."""
+    """Raise UsageError for a router loss on a model without one, before loading weights."""
     if coefficient and not _has_router_loss(architecture.get_text_config()):
         raise UsageError(
-            f"--aux_loss_coef {coefficient:g}: models of type {architecture.model_type} have no router that a "
-            "load-balancing loss trains; leave it at 0"
+            f"--aux_loss_coef {coefficient:g}: models of type {architecture.model_type} have no router with a "
+            "load-balancing loss; leave it at 0"
         )
 
 
@@ -56,10 +57,10 @@ def _has_router_loss(text: PretrainedConfig) -> bool:
 
 
 def token_weights(pack: PackLike, *, num_tokens: int) -> torch.Tensor:
-    """Return in how many sequences of the pack each token stands, float32 `[num_tokens]`.
+    """Count the sequences in the pack that contain each token, float32 `[num_tokens]`.
 
-    A shared beginning counts once for each sequence that continues it, so that sharing does not change the loss. The
-    dummy token of an idle pack and filler tokens behind the pack count nothing.
+    A shared prefix counts once for each sequence that continues it, so prefix sharing does not change the loss. Dummy
+    tokens in idle packs and filler tokens have weight 0.
     """
     weights_T = torch.zeros(num_tokens, device=pack.input_ids_T.device)
     if pack.num_sequences == 0:
@@ -68,6 +69,6 @@ def token_weights(pack: PackLike, *, num_tokens: int) -> torch.Tensor:
     if pack.keys is None:
         weights_T[:size] = 1.0
         return weights_T
-    # A beginning is among the keys of its own run and of each run that continues it; other tokens are keys once.
+    # Prefix tokens are keys of their own run and of each run that continues it; other tokens are keys once.
     weights_T[:size] = (pack.keys.index_U.bincount(minlength=size) - 1).clamp(min=1).float()
     return weights_T

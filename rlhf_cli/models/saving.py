@@ -1,7 +1,4 @@
-"""Models and tokenizers as folders that transformers loads.
-
-`loading` reads them.
-"""
+"""Save models and tokenizers as folders that transformers loads. See `loading` for the reverse."""
 
 import copy
 import logging
@@ -19,15 +16,17 @@ from rlhf_cli.models.weight_files import folder_of
 
 logger = logging.getLogger(__name__)
 
+# Ignored by greedy search.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# Ignored by single-beam search.
 OF_BEAMS = ("early_stopping", "length_penalty")
+# Ignored without return_dict_in_generate.
 OF_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings of generation: without effect on greedy search, on a single beam, on output as tokens only; and those that
-every model keeps."""
+"""Token IDs that every model keeps."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a vision-language model from which transformers makes its processor, besides its tokenizer."""
+"""Files from which transformers builds a vision-language model's processor, other than tokenizer files."""
 
 
 def save_hf(
@@ -37,12 +36,13 @@ def save_hf(
     *,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write model, tokenizer, chat template and generation settings to `path`, whole or not at all.
+    """Atomically write model, tokenizer, chat template and generation settings to `path`.
 
-    `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. The old folder at
-    `path` stays until the new one is complete and on disk.
+    `state_dict` (Hugging Face names) replaces the model weights if they are partitioned. An existing folder at `path`
+    remains until the new one is complete and synced to disk.
     """
     with whole_folder(path) as written:
+        # Before save_pretrained: it changes the padding token in the model configuration.
         tokenizer = set_padding(model, tokenizer)
         make_generation_valid(model, tokenizer)
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
@@ -51,17 +51,16 @@ def save_hf(
 
 
 def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a Hugging Face folder's files besides weights: configuration, tokenizer, template, generation."""
+    """Write a Hugging Face folder without weights: configuration, tokenizer, chat template and generation settings."""
     tokenizer = set_padding(model, tokenizer)
     config_to_save(model).save_pretrained(folder)
     save_tokenizer(model, tokenizer, folder)
 
 
 def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
-    """Return the model's configuration as `save_pretrained` writes it, but without a quantisation of weights in
-    memory.
-    """
+    """Copy the model configuration the way `save_pretrained` writes it, without in-memory quantization."""
     config = copy.deepcopy(model.config)
+    # save_pretrained sets both when it writes; the in-memory configuration may lack them.
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
     if hasattr(config, "quantization_config"):
@@ -70,7 +69,7 @@ def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write tokenizer, template and generation settings, and what a vision-language model has for pictures."""
+    """Write tokenizer, chat template, generation settings and image processor files."""
     make_generation_valid(model, tokenizer)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -79,14 +78,14 @@ def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
 
 
 def save_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the files by which a vision-language model cuts pictures from the model that it started from."""
+    """Copy the image processor files from the model that training started from."""
     processing = getattr(model, PROCESSING, None)
     if processing is not None:
         copy_processor_files(folder_of(processing.source), folder)
 
 
 def copy_processor_files(source: Path, folder: Path) -> None:
-    """Copy the processor's files that the source has."""
+    """Copy the processor files that exist in the source."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -95,7 +94,7 @@ def copy_processor_files(source: Path, folder: Path) -> None:
 def _without_tied_copies(
     model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor] | None:
-    """Gathered weights no longer share memory, which is how transformers recognises tied ones: they are left out."""
+    """Drop tied copies: transformers recognizes tied weights by shared memory, which gathered weights do not have."""
     if state_dict is None:
         return None
     tied = model.all_tied_weights_keys  # name of the copy -> name of the weight
@@ -103,7 +102,7 @@ def _without_tied_copies(
 
 
 def end_at(model: object, end_ids: Sequence[int]) -> None:
-    """Let generation with the saved model end at these tokens too; models that give scores do not generate."""
+    """Add end tokens to the saved generation settings. Models that return scores have none."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     if generation is not None and end_ids:
         ends = _ends(generation)
@@ -111,13 +110,13 @@ def end_at(model: object, end_ids: Sequence[int]) -> None:
 
 
 def _ends(generation: GenerationConfig) -> list[int]:
-    """Return the tokens at which generation ends, none if there are none."""
+    """Return the end tokens as a list."""
     ends = generation.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Generation stops at the tokenizer's end of sequence, pads with something, and has no contradicting settings."""
+    """Set end and padding tokens from the tokenizer, and remove contradictory generation settings."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     if generation is None:
         return
@@ -126,6 +125,7 @@ def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         ends = [tokenizer.eos_token_id, *ends]
     if ends:
         generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    # Some published configurations contain -1.
     if generation.pad_token_id is None or generation.pad_token_id < 0:
         generation.pad_token_id = (
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -135,18 +135,20 @@ def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def _settled(generation: GenerationConfig) -> GenerationConfig:
-    """Return the settings without those that `generate` ignores: transformers would refuse to save them, and the
-    trained model would be lost at the end of a run.
+    """Drop settings that `generate` ignores.
+
+    transformers refuses to save them, which would lose the model at the end of a run.
     """
     if generation.do_sample is False:
         _unset(generation, SAMPLING)
     elif any(getattr(generation, name) is not None for name in SAMPLING):
-        generation.do_sample = True  # published models often have a temperature, and leave this away
+        # Published models often set a temperature but not do_sample.
+        generation.do_sample = True
     if generation.num_beams in (None, 1):
         _unset(generation, OF_BEAMS)
     if not generation.return_dict_in_generate:
         _unset(generation, OF_OUTPUT)
-    logger.warning("generation_config.json contradicts itself: its settings without effect are not saved")
+    logger.warning("generation_config.json is inconsistent: settings without effect are not saved")
     tokens = {name: getattr(generation, name) for name in TOKENS}
     return generation if _is_valid(generation) else GenerationConfig(**tokens)
 

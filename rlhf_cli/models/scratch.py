@@ -1,6 +1,6 @@
-"""Small untrained models with a tokenizer of their own, for trying things without downloading any.
+"""Small untrained models with new tokenizers, for experiments without downloads.
 
-The tokenizer is byte-level BPE by the rules of Qwen2: digits are kept apart, so numbers are read digit by digit.
+The tokenizer is byte-level BPE with Qwen2 rules: digits are split, so numbers are read digit by digit.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ CHATML = (
 )
 
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-"""The tokens that the processor of Idefics3 writes for a picture, and the end of a turn, which it asks for."""
+"""Tokens that the Idefics3 processor writes for an image, and the end-of-turn token that it requires."""
 CHATML_WITH_IMAGES = CHATML.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -44,7 +44,7 @@ CHATML_WITH_IMAGES = CHATML.replace(
 )
 
 CALL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""The marks around calls and results; they are no special tokens, because a call is text that a model writes."""
+"""Markers around tool calls and results. They are not special tokens, because the model generates calls as text."""
 CHATML_WITH_TOOLS = (
     "{% set has_system = messages[0]['role'] == 'system' %}"
     "{% if tools %}{{ '<|im_start|>system\n' + (messages[0]['content'] + '\n' if has_system else '') }}"
@@ -65,19 +65,21 @@ CHATML_WITH_TOOLS = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Calls and results in the notation of the Qwen family. A tool is listed as name(arguments): a small model cannot read
-a description."""
+"""Tool calls and results in Qwen notation.
+
+Tools are listed as name(arguments), because small models cannot read descriptions.
+"""
 
 
 def train_tokenizer(
     texts: Iterable[str], *, vocab_size: int, takes_images: bool = False, takes_tools: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded.
+    """Train a byte-level BPE tokenizer with a ChatML template; it can encode any text.
 
-    With `takes_images` it has the tokens of Idefics3 for pictures, and the template writes a placeholder for each. With
-    `takes_tools` the template lists tools and writes calls and their results, whose marks are tokens.
+    `takes_images` adds the Idefics3 image tokens, and the template writes a placeholder per image. With `takes_tools`,
+    the template lists tools and writes calls and results, and their markers are tokens.
     """
-    # transformers reads the tokenizer of a Qwen2 folder with Qwen2's own rules, so it is trained with them
+    # transformers loads the tokenizer of a Qwen2 model with Qwen2 rules, so train with the same rules.
     rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -85,7 +87,8 @@ def train_tokenizer(
         rules.pre_tokenizer,
         rules.decoder,
     )
-    words = ["system", "user", "assistant"]  # so that the words of the template are single tokens
+    # Words in the template should be single tokens.
+    words = ["system", "user", "assistant"]
     words += ["name", "arguments"] if takes_tools else []
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -94,6 +97,7 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_with_words(texts, words), trainer)
+    # After training, so these tokens do not change the learned merges.
     tokenizer.add_tokens(list(CALL_TOKENS) if takes_tools else [])
     template = CHATML_WITH_IMAGES if takes_images else CHATML_WITH_TOOLS if takes_tools else CHATML
     return PreTrainedTokenizerFast(
@@ -107,7 +111,7 @@ def train_tokenizer(
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yield every text in a row, also in lists of messages."""
+    """Yield every string in a row, including message lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -120,14 +124,16 @@ def texts_in(value: object) -> Iterator[str]:
 
 def _with_words(texts: Iterable[str], words: list[str]) -> Iterable[str]:
     yield from texts
+    # Repeat template words so that BPE merges them even if the texts do not contain them.
     yield from words * 100
 
 
 def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
-    """Return a Qwen2 causal language model with random weights from the seed, in bfloat16."""
+    """Return a randomly initialized Qwen2 causal language model in bfloat16."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,  # whole tiles for matrix kernels
+        # Multiples of 64 fill the tiles of matrix kernels.
+        vocab_size=-(-len(tokenizer) // 64) * 64,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -141,7 +147,7 @@ def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFa
 def new_vision_model(
     architecture: ArchitectureConfig, tower: VisionTowerConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> Idefics3ForConditionalGeneration:
-    """Return an Idefics3 model with random weights from the seed, in bfloat16."""
+    """Return a randomly initialized Idefics3 model in bfloat16."""
     torch.manual_seed(seed)
     text = {
         "model_type": "llama",
@@ -174,14 +180,14 @@ def new_vision_model(
 
 
 def new_processor(tower: VisionTowerConfig, tokenizer: PreTrainedTokenizerFast) -> Idefics3Processor:
-    """Return what turns pictures and text into the inputs of such a model; a picture is never cut into several."""
+    """Return the processor for such a model. Images are never split."""
     edge = {"longest_edge": tower.image_size}
     images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     return Idefics3Processor(images, tokenizer, tower.num_image_tokens, chat_template=tokenizer.chat_template)
 
 
 def save_new_model(model: PreTrainedModel, reader: PreTrainedTokenizerFast | Idefics3Processor, path: Path) -> None:
-    """Write a model and its tokenizer or processor as a Hugging Face folder, whole or not at all."""
+    """Atomically write a model and its tokenizer or processor as a Hugging Face folder."""
     with whole_folder(path) as written:
         model.save_pretrained(written)
         reader.save_pretrained(written)

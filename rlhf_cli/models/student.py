@@ -1,7 +1,7 @@
-"""A teacher that gives hidden states, and a student that gives its divergence from the teacher on each trained token.
+"""Distillation models: a teacher that returns hidden states, and a student that returns per-token divergences.
 
-Both read the same packs with the same ranks and the same type of weights, so both models have the same rows on each
-rank. The teacher's states are far smaller than its distributions, which its head gives anew.
+Both read the same packs with the same ranks and weight dtype, so each rank has the same rows in both models. Hidden
+states are far smaller than distributions, which the student recomputes with the teacher's head.
 """
 
 import torch
@@ -21,7 +21,7 @@ LOGPROBS = "logprobs"
 
 
 class HiddenStateModel(nn.Module):
-    """A frozen language model that gives the hidden states before its head."""
+    """A frozen language model that returns hidden states before its head."""
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class HiddenStateModel(nn.Module):
         self.head = TokenHead(model)
 
     def forward(self, pack: PackLike) -> torch.Tensor:
-        """Return the states [k, D] that predict this rank's targets, filler among them."""
+        """Return states [k, D] that predict this rank's targets, including filler."""
         return self._decoder(part_of(rounded(pack, self.model.dtype), self.sequence_ranks), real=pack)
 
 
 class StudentModel(LanguageModel):
-    """A language model that gives divergences from a teacher."""
+    """A language model that returns divergences from a teacher."""
 
     def forward(
         self,
@@ -47,14 +47,13 @@ class StudentModel(LanguageModel):
         settings: DivergenceSettings,
         with_logprobs: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Return what `token_divergences` does for the pack's K targets, and the targets' log-probabilities if asked
-        for.
+        """Return `token_divergences` for the pack's K targets, plus target log-probs if requested.
 
-        `teacher_kD` are the states that the teacher gives for this pack on this rank. Log-probabilities are of
-        temperature 1.
+        `teacher_kD` are the teacher's states for this pack on this rank. Log-probs use temperature 1.
         """
+        # Round like the teacher does, so that both return the same rows.
         part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
-        assert len(teacher_kD) == len(part.rows_k), "the teacher cuts packs in another way"
+        assert len(teacher_kD) == len(part.rows_k), "student and teacher split packs differently"
 
         def compute(hidden_kD: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
             found = token_divergences(hidden_kD, head, teacher_kD, teacher, settings)

@@ -1,4 +1,4 @@
-"""The teacher of a policy, found and held against the policy before any weight is read."""
+"""Find the teacher model and check it against the policy before loading weights."""
 
 from dataclasses import dataclass
 
@@ -13,27 +13,28 @@ from rlhf_cli.models.reward_model import find_reader
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """A frozen language model that reads the policy's token ids, before its weights are loaded."""
+    """A frozen language model that reads the policy's token IDs, before its weights are loaded."""
 
     source: ModelConfig
     found: FoundModel
 
     @property
     def attention(self) -> str:
-        """Name of the attention kernel it is going to run with."""
+        """Attention kernel for the teacher."""
         return packed_attention(self.source, self.found.architecture)
 
 
 def find_teacher(
     teacher_pretrain: str, policy: ModelConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> TeacherModel:
-    """Return the teacher of the settings, loaded the way the policy is.
+    """Find the configured teacher, with the loading settings of the policy.
 
     Args:
-        architecture: the policy's configuration.
-        tokenizer: the policy's tokenizer.
+        architecture: policy configuration.
+        tokenizer: policy tokenizer.
 
-    Raises UsageError if it is no whole language model, cannot read packs or reads other token ids than the policy.
+    Raises UsageError if it is not a complete language model, does not support packs or has a different vocabulary than
+    the policy.
     """
     changes = {"pretrain": teacher_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     source = policy.model_copy(update=changes)
@@ -47,10 +48,11 @@ def find_teacher(
 
 
 def _require_all_embeddings(teacher: PretrainedConfig, policy: PretrainedConfig, what: str) -> None:
-    """Raise UsageError if the policy could sample a token that the teacher has no embedding of."""
+    """Raise UsageError if the policy could sample a token without an embedding in the teacher."""
+    # Compare embedding rows, not vocabularies: the policy may sample padding rows beyond the tokenizer's vocabulary.
     own, sampled = (config.get_text_config().vocab_size for config in (teacher, policy))
     if own < sampled:
         raise UsageError(
-            f"{what} has {own:,} embeddings and the policy {sampled:,}: it could not read every token that the policy "
-            "may sample"
+            f"{what} has {own:,} embeddings and the policy {sampled:,}: it cannot read every token that the policy may "
+            "sample"
         )

@@ -1,7 +1,7 @@
-"""Layers that ranks split, by the plan of transformers: which they are, and which models and settings have none.
+"""Tensor parallelism: layers to split by transformers' plan, and checks for models and settings.
 
-DeepSpeed's AutoTP splits them (backends/training/tensor_ranks.py). Embeddings, norms and heads stay whole on each rank,
-for losses read the head's weight beside the decoder.
+DeepSpeed AutoTP splits the layers (backends/training/tensor_ranks.py). Embeddings, norms and heads are replicated,
+because losses read the head weight directly.
 """
 
 import re
@@ -14,30 +14,32 @@ from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
 
 SPLIT = {"colwise": "column", "rowwise": "row"}
-"""Styles of layers that are split, and DeepSpeed's words for them: by outputs, by inputs."""
+"""Split styles in transformers and in DeepSpeed: by output, by input."""
 SUMMED = "replicated_with_grad_allreduce"
-"""Style of norms of split heads: each rank has the gradient of its own heads alone."""
+"""Style of norms on split heads: each rank has the gradient for local heads only."""
 EMBEDDING = "embedding_rowwise"
-"""Style of tied embeddings, which stay whole here."""
+"""Style of tied embeddings, which are replicated here."""
 
 
 def split_layers(architecture: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return DeepSpeed's descriptions of the layers that are split. Raise UsageError if the model has others."""
+    """Return DeepSpeed's description of the layers to split. Raises UsageError for unsupported layers."""
     if architecture.get_text_config() is not architecture:
-        raise UsageError(f"--tensor_parallel_size: {architecture.model_type} has more than a decoder of text")
+        raise UsageError(f"--tensor_parallel_size: {architecture.model_type} is not a text-only decoder")
     plan: dict[str, str] = getattr(architecture, "base_model_tp_plan", None) or {}
     others = sorted(set(plan.values()) - {*SPLIT, SUMMED, EMBEDDING})
     if others:
         raise UsageError(
-            f"--tensor_parallel_size: {architecture.model_type} has layers that are split in other ways "
-            f"({', '.join(others)}): only dense layers by inputs or outputs are"
+            f"--tensor_parallel_size: {architecture.model_type} has layers with unsupported split styles "
+            f"({', '.join(others)}): only dense layers split by input or output are supported"
         )
     if not set(plan.values()) & set(SPLIT):
-        raise UsageError(f"--tensor_parallel_size: transformers does not plan how to split {architecture.model_type}")
+        raise UsageError(f"--tensor_parallel_size: transformers has no plan to split {architecture.model_type}")
+    # AutoTP skips layers without a description. Norms are listed as "skip" only to set grad_allreduce.
     return [_described(name, style) for name, style in plan.items() if style != EMBEDDING]
 
 
 def _described(name: str, style: str) -> dict[str, Any]:
+    # transformers writes layer numbers as *, DeepSpeed matches regular expressions.
     pattern = ".*" + name.replace(".", r"\.").replace("*", "[0-9]+") + r"\.weight$"
     return {"patterns": [pattern], "partition_type": SPLIT.get(style, "skip"), "grad_allreduce": style == SUMMED}
 
@@ -51,11 +53,11 @@ def check_tensor_parallel(
     adapted: bool,
     compile_model: bool,
 ) -> None:
-    """Raise UsageError if ranks cannot split the layers of this model as the settings request.
+    """Raise UsageError if the settings do not support tensor parallelism for this model.
 
     Args:
-        num_ranks: ranks of the model.
-        adapted: whether an adapter is trained instead of the model.
+        num_ranks: number of model ranks.
+        adapted: whether an adapter is trained.
     """
     size, name = settings.tensor_parallel_size, f"--tensor_parallel_size {settings.tensor_parallel_size}"
     if size == 1:
@@ -63,9 +65,9 @@ def check_tensor_parallel(
     if num_ranks % size:
         raise UsageError(f"{name} does not divide the {num_ranks} ranks of the model")
     if adapted:
-        raise UsageError(f"{name} splits whole layers, not adapters: drop --lora_rank")
+        raise UsageError(f"{name} splits full layers, not adapters: drop --lora_rank")
     if compile_model:
-        raise UsageError(f"compile_model does not go with {name}: ranks add up results in each layer")
+        raise UsageError(f"compile_model cannot be combined with {name}: ranks reduce results in each layer")
     _check_others(settings, optim, name)
     _check_complete(architecture, split_layers(architecture))
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -75,34 +77,33 @@ def check_tensor_parallel(
 
 
 def _check_others(settings: DeepSpeedConfig, optim: OptimConfig, name: str) -> None:
-    """Raise UsageError for other settings that split layers do not go with."""
+    """Raise UsageError for other settings that are incompatible with tensor parallelism."""
     if settings.sequence_parallel_size > 1:
-        raise UsageError(f"{name} splits layers, --sequence_parallel_size splits sequences: give one of them")
+        raise UsageError(f"{name} splits layers, --sequence_parallel_size splits sequences: set only one")
     if settings.zero_stage == 0:
-        raise UsageError(
-            f"{name}: at --zero_stage 0 DeepSpeed takes the gradient's norm of one rank alone; give 1, 2 or 3"
-        )
+        raise UsageError(f"{name}: at --zero_stage 0 DeepSpeed computes the gradient norm from one rank; set 1, 2 or 3")
     if optim.optim == "adamw_bf16" and settings.zero_stage < 3:
         raise UsageError(
-            f"{name}: --optim adamw_bf16 rounds at random, so that weights which each rank has whole would come apart; "
-            "give --zero_stage 3"
+            f"{name}: --optim adamw_bf16 rounds stochastically, so replicated weights would diverge between ranks; "
+            "set --zero_stage 3"
         )
     if optim.optim == "adamw_8bit" and settings.zero_stage < 3:
         raise UsageError(
-            f"{name}: --optim adamw_8bit scales blocks that hold parts of split layers beside weights that each rank "
-            "has whole, which would come apart; give --zero_stage 3"
+            f"{name}: --optim adamw_8bit quantizes blocks that mix split and replicated weights, which would diverge "
+            "between ranks; set --zero_stage 3"
         )
     if settings.zpg > 1:
-        raise UsageError(f"{name}: --zpg gathers weights from the ranks beside each other, which have different parts")
+        raise UsageError(f"{name}: --zpg gathers weights from adjacent ranks, which have different shards")
     if optim.optim == "muon":
-        raise UsageError(f"{name}: --optim muon needs whole matrices, of which each rank has a part")
+        raise UsageError(f"{name}: --optim muon needs full matrices, but each rank has a shard")
 
 
 def _check_complete(architecture: PretrainedConfig, layers: list[dict[str, Any]]) -> None:
-    """Raise UsageError if a part of the decoder's layers of which others are split has parameters without a plan.
+    """Raise UsageError if a module with split layers also contains parameters without a plan.
 
-    Norms over all heads are such: a rank has some of the heads alone.
+    Norms over all heads are an example: a rank has only some heads.
     """
+    # Build the decoder on the meta device to list parameters without allocating weights.
     with torch.device("meta"):
         decoder = AutoModel.from_config(architecture)
     patterns = [pattern for layer in layers for pattern in layer["patterns"]]
@@ -111,23 +112,24 @@ def _check_complete(architecture: PretrainedConfig, layers: list[dict[str, Any]]
     split_parts = {name.rpartition(".")[0] for name in planned}
     left_out = [name for name in names if name not in planned and name.rpartition(".")[0] in split_parts]
     if left_out:
-        raise UsageError(f"--tensor_parallel_size: transformers does not plan how to split {left_out[0]}")
+        raise UsageError(f"--tensor_parallel_size: transformers has no plan to split {left_out[0]}")
 
 
 def split_dimension(parameter: torch.Tensor) -> int | None:
-    """Return the dimension in which ranks have split a parameter; None if each rank has the whole."""
+    """Return the dimension along which ranks split a parameter, or None if it is replicated."""
     dimension: int | None = _record(parameter).get("partition_dim")
     return dimension
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, however ZeRO-3 has partitioned it and ranks have split it."""
+    """Return the full parameter shape, before ZeRO-3 partitioning and tensor parallelism."""
+    # AutoTP first: under both, ds_shape is only the shape of this rank's shard.
     if split_dimension(parameter) is not None:
         return tuple(_record(parameter)["logical_shape"])
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _record(parameter: torch.Tensor) -> dict[str, Any]:
-    """Return what AutoTP keeps with a parameter of a split layer (DS_AUTOTP_UC_META of DeepSpeed)."""
+    """Return AutoTP's record on a split parameter (DS_AUTOTP_UC_META in DeepSpeed)."""
     record: dict[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})
     return record

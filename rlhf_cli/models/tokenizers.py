@@ -1,4 +1,4 @@
-"""Tokenizers of models, with the chat template of the settings."""
+"""Load tokenizers, with the configured chat template."""
 
 import json
 from pathlib import Path
@@ -13,29 +13,31 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, naming_the_model, resolve_model_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""At least one is in a folder with a tokenizer; without any, transformers makes up an empty one."""
+"""Files that identify a tokenizer folder. Without any, transformers creates an empty tokenizer."""
 
 
 def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, with the chat template of the settings if there is one.
+    """Load the model's tokenizer, with the configured chat template if set.
 
-    No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
+    No padding token is added: training never pads, and a padding token equal to the end token would mask it.
     """
     return read_tokenizer(_tokenizer_path(config.pretrain), config)
 
 
 def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBase:
-    """Return the tokenizer as `load_tokenizer` does, from that folder or Hub name whatever model the settings name."""
+    """Load a tokenizer like `load_tokenizer`, from this folder or Hub name instead of the configured model."""
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with naming_the_model(path, "the tokenizer"):
-        # Where vLLM is installed, transformers would take Mistral's own tokenizer (tekken.json), which has no template.
+        # With mistral-common installed (a vLLM dependency), transformers would use tekken.json, which has no chat
+        # template.
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=config.trust_remote_code, mistral_format=False
         )
-    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes up an empty one
+    # Only added tokens: transformers created an empty tokenizer.
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         raise UsageError(
-            f"pretrain {path!r}: the tokenizer has no vocabulary: a file such as tokenizer.json is missing"
+            f"pretrain {path!r}: the tokenizer has no vocabulary; a file such as tokenizer.json is missing"
         )
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(Path(path))
@@ -45,7 +47,7 @@ def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBas
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the template that older vision-language models keep for their processor alone; None without one."""
+    """Return the chat template that older vision-language models store only for the processor, or None."""
     file = folder / "chat_template.json"
     if not file.is_file():
         return None
@@ -54,12 +56,12 @@ def _processor_template(folder: Path) -> str | None:
 
 
 def _tokenizer_path(pretrain: str) -> str:
-    """Return the tokenizer's place: with the model or adapter, or with the base of an adapter as PEFT alone saves
-    it."""
+    """Return the tokenizer location: the model or adapter folder, or the base model of a plain PEFT adapter."""
     adapter = adapter_folder(pretrain)
     if adapter is None:
         return resolve_model_path(pretrain)
     base = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    # Prefer the adapter's tokenizer: training may have changed its chat template or padding token.
     return str(adapter) if _has_tokenizer(adapter) or not base else resolve_model_path(base)
 
 

@@ -1,6 +1,6 @@
-"""Weights of a Hugging Face folder, read one tensor at a time, and a fingerprint that distinguishes models.
+"""Read weights from a Hugging Face folder one tensor at a time, and compute fingerprints of models.
 
-loading.py builds models from them, merging.py writes folders of them.
+loading.py builds models from these weights, merging.py writes them.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from rlhf_cli.errors import UsageError
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
-"""Files of a Hub repository besides its weights."""
+"""Files in a Hub repository other than weights."""
 NOT_READ = ["*/*", "consolidated*"]
-"""Files of a Hub repository that transformers does not read: other forms of the same weights, as large again."""
+"""Hub files that transformers does not read: other formats of the same weights, which would double the download."""
 WHOLE_BYTES = 64 << 10
-"""Tensors up to this size are fingerprinted whole: norms and biases always, since training may change little else."""
+"""Tensors up to this size are hashed in full: norms and biases may be the only weights that training changes."""
 PIECE_BYTES, NUM_PIECES = 1 << 10, 16
-"""Of larger tensors: a billion bytes of an embedding would take a second, and hundreds of experts minutes."""
+"""Sample size for larger tensors: hashing a 1 GB embedding in full takes a second, hundreds of experts take minutes."""
 
 
 class TensorSource(Protocol):
-    """Named tensors that are read when they are asked for."""
+    """Named tensors, read on demand."""
 
     def names(self) -> list[str]:
-        """Return all names, in the order in which they are best read."""
+        """Return all names, in the most efficient read order."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -40,14 +40,15 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, in memory of its own or of the file."""
+        """Return the full tensor, either a copy or a view of the file."""
         ...
 
 
 class SafetensorsFiles:
-    """Tensors of .safetensors files."""
+    """Tensors in .safetensors files."""
 
     def __init__(self, files: list[Path]) -> None:
+        # safe_open reads only the header; each get_tensor reads one tensor.
         self._files = [safe_open(file, framework="pt") for file in files]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (no mapping)
 
@@ -58,6 +59,7 @@ class SafetensorsFiles:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
+        # A slice exposes the dtype without reading data. TYPES lists the common dtypes; for the rest, read the tensor.
         stored = self._file_of[name].get_slice(name).get_dtype()
         return TYPES[stored] if stored in TYPES else self.read(name).dtype
 
@@ -66,12 +68,13 @@ class SafetensorsFiles:
 
 
 class TorchFiles:
-    """Tensors of pytorch_model.bin files, mapped into memory rather than read if the file allows it."""
+    """Tensors in pytorch_model.bin files, memory-mapped if the file format allows it."""
 
     def __init__(self, files: list[Path]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
-            can_be_mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 are none
+            # torch.load can only map zip archives; torch before 1.6 wrote another format.
+            can_be_mapped = zipfile.is_zipfile(file)
             self._tensors |= torch.load(file, map_location="cpu", mmap=can_be_mapped, weights_only=True)
 
     def names(self) -> list[str]:
@@ -88,7 +91,7 @@ class TorchFiles:
 
 
 class RenamedTensors:
-    """The tensors of a source under other names."""
+    """A source with renamed tensors."""
 
     def __init__(self, source: TensorSource, rename: Callable[[str], str]) -> None:
         self._source = source
@@ -108,7 +111,7 @@ class RenamedTensors:
 
 
 class ConvertedTensors:
-    """Some tensors of a source in another type."""
+    """A subset of a source, converted to another dtype."""
 
     def __init__(self, source: TensorSource, names: list[str], dtype: torch.dtype) -> None:
         self._source, self._names, self._dtype = source, names, dtype
@@ -127,7 +130,7 @@ class ConvertedTensors:
 
 
 class JoinedTensors:
-    """The tensors of two sources, which have no name in common."""
+    """Two sources with disjoint names, combined."""
 
     def __init__(self, first: TensorSource, second: TensorSource) -> None:
         self._names = [*first.names(), *second.names()]
@@ -147,7 +150,7 @@ class JoinedTensors:
 
 
 def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
-    """Return the weights of a model's folder. Raise UsageError if there are none or some files are missing."""
+    """Open the weights in a model folder. Raises UsageError if files are missing."""
     for single, reader in (("model.safetensors", SafetensorsFiles), ("pytorch_model.bin", TorchFiles)):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
@@ -155,21 +158,22 @@ def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
         if index.is_file():
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             if missing := [file.name for file in files if not file.is_file()]:
-                raise UsageError(f"{folder} lacks {len(missing)} of its files of weights, the first is {missing[0]}")
+                raise UsageError(f"{folder} lacks {len(missing)} weight files, first {missing[0]}")
             return reader(files)
     raise UsageError(f"{folder} has no weights (model.safetensors)")
 
 
 def folder_of(path: str) -> Path:
-    """Return the local folder of a resolved model path; a Hub name is fetched, or found in the cache."""
+    """Return the local folder for a resolved model path; a Hub model is downloaded or found in the cache."""
     if Path(path).is_dir():
         return Path(path)
+    # Most repositories have safetensors; download the torch files only without them.
     folder = _fetched(path, "*.safetensors", *BESIDE_WEIGHTS)
     return folder if list(folder.glob("*.safetensors")) else _fetched(path, "pytorch_model*", *BESIDE_WEIGHTS)
 
 
 def description_of(path: str) -> Path:
-    """Return the local folder of a resolved model path; of a Hub name all but the weights is fetched."""
+    """Return the local folder for a resolved model path. From the Hub, download everything except weights."""
     return Path(path) if Path(path).is_dir() else _fetched(path, *BESIDE_WEIGHTS)
 
 
@@ -177,29 +181,32 @@ def _fetched(name: str, *patterns: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=NOT_READ))
     except OSError as error:
-        raise UsageError(f"model {name!r}: not a local folder, and the Hub gave none ({error})") from error
+        raise UsageError(f"model {name!r}: not a local folder, and not available from the Hub ({error})") from error
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of the weights of a folder, which changes if they do; copies and other cuts of files are alike."""
+    """Hash the weights in a folder. Copies and different shard layouts have the same hash."""
     return fingerprint_of(open_weights(folder))
 
 
 def fingerprint_of(weights: TensorSource) -> str:
-    """Return a hash of names, types, shapes and bytes of tensors: all of small ones, pieces all over large ones."""
+    """Hash tensor names, dtypes, shapes and bytes: all bytes of small tensors, evenly spaced samples of large ones."""
     digest = hashlib.sha256()
+    # Sorted, so the shard layout does not matter. Checkpoints store this hash: do not change what it covers.
     for name in sorted(weights.names()):
         digest.update(f"{name} {weights.dtype(name)} {weights.shape(name)}".encode())
         for piece in _pieces(weights.read(name)):
             digest.update(piece)
+    # 128 bits exclude accidental collisions and keep run identities short.
     return digest.hexdigest()[:32]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yield bytes of the tensor; only the pages of the file that they are on are read."""
+    """Yield the bytes to hash. With memory-mapped files, only the sampled pages are read."""
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
     if raw.size <= WHOLE_BYTES:
         yield raw.tobytes()
         return
+    # Spread over the full tensor, including both ends: an adapter merge or sparse update may touch only some rows.
     for start in np.linspace(0, raw.size - PIECE_BYTES, NUM_PIECES, dtype=np.int64):
         yield raw[start : start + PIECE_BYTES].tobytes()

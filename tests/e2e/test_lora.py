@@ -72,7 +72,7 @@ def logits(model: AutoModelForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
 def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
     lora = ("--pretrain", place / "tiny", "--lora_rank", 8, "--lora_dropout", 0.1, "--save_steps", 8)
     said = sft("whole", *lora)
-    assert "K of them trained" in said or "M of them trained" in said
+    assert "M trainable" in said
     shown = losses(place / "whole")
     assert shown[-1] < shown[0] - 0.2
     adapter = place / "whole" / "model"

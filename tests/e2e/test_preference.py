@@ -234,8 +234,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(place):
     AutoTokenizer.from_pretrained(place.folder / "tiny").save_pretrained(three)
     data = f"--dataset {place.folder / 'pairs_train.jsonl'} --output {place.folder / 'refused'}"
     for words, fault in {
-        f"rm --pretrain {three}": f"--pretrain '{three}' has 3 labels, and a reward model has one",
-        f"dpo --pretrain {place.folder / 'tiny'} --compile_model --zero_stage 3": "compile_model does not go with",
+        f"rm --pretrain {three}": f"--pretrain '{three}' has 3 labels, but a reward model has one",
+        f"dpo --pretrain {place.folder / 'tiny'} --compile_model --zero_stage 3": "compile_model cannot be combined",
     }.items():
         output = run_rlhf(*words.split(), *data.split(), status=2)
         assert fault in " ".join(output.split())

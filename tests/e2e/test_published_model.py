@@ -97,7 +97,7 @@ def test_the_first_loss_is_that_of_plain_transformers_and_the_saved_folder_keeps
 ):
     flags = "--input_key question --output_key answer --param_dtype fp32 --train_batch_size 8 --max_epochs 1"
     output = run_rlhf("sft", "--pretrain", file, "--dataset", ROWS, *flags.split(), "--output", tmp_path / "sft")
-    assert f"{file.name}: weights de-quantised from Q4_1, Q8_0 to bf16" in output
+    assert f"{file.name}: weights dequantized from Q4_1, Q8_0 to bf16" in output
     expected, trained, tokens = loss_of_rows(*plain)
     assert (trained, tokens) == (820, 1519 - 8)  # sft keeps the line break behind the last turn
     (step,) = lines(tmp_path / "sft" / "metrics.jsonl")

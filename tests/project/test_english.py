@@ -29,7 +29,7 @@ EXCESS = {
     "rlhf_cli/config": 80,
     "rlhf_cli/data": 95,
     "rlhf_cli/foreign": 145,
-    "rlhf_cli/models": 90,
+    "rlhf_cli/models": 15,
     "rlhf_cli/rewards": 90,
     "rlhf_cli/runs": 85,
     "rlhf_cli/tracking": 70,

@@ -1,7 +1,7 @@
-"""The compiled form of attention on a CPU: built with the machine's C++ compiler on first use, and called by ctypes.
+"""Compiled CPU attention: built with the local C++ compiler on first use, and called through ctypes.
 
-The library is kept in the user's cache under a name that identifies source and flags. Processes that start together may
-each build it; the last one's file, moved into place as a whole, is as good as the first's.
+The library is cached per user under a hash of source and flags. Processes that start together may each build it; the
+last atomic rename wins, and all builds are equivalent.
 """
 
 import ctypes
@@ -22,16 +22,18 @@ import torch
 from rlhf_cli.environment import user_cache
 
 SOURCE = Path(__file__).with_name("varlen_cpu.cpp")
+# No -march=native: machines that share a home directory may have different processors. The cache key includes the
+# vector flags below.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC")
 VECTORS = {"AVX512": ("-mavx512f",), "AVX2": ("-mavx2", "-mfma")}
-"""Compiler flags by PyTorch's report on the processor; elsewhere the compiler's default."""
+"""Compiler flags by PyTorch's CPU capability; otherwise the compiler default."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 logger = logging.getLogger(__name__)
 
 
 class _Pack(ctypes.Structure):
-    """`Pack` of the source."""
+    """C struct `Pack` in the source: fields must have the same order and types."""
 
     _fields_ = (
         ("bounds", ctypes.c_void_p),
@@ -44,7 +46,7 @@ class _Pack(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Operands:
-    """What `varlen_attention` takes, in its order."""
+    """Arguments of `varlen_attention`, in order."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -55,31 +57,31 @@ class Operands:
     window: int
 
     def check(self) -> None:
-        """Raise ValueError for what would let a kernel read or write outside of the tensors."""
+        """Raise ValueError for arguments that would make the kernel access memory out of bounds."""
         if self.query.shape[1] % self.key.shape[1] or self.key.shape[:2] != self.value.shape[:2]:
-            raise ValueError("query heads are not a multiple of the heads of key and value")
+            raise ValueError("the number of query heads is not a multiple of the number of key and value heads")
         lengths, lengths_k = self.cu_seqlens.diff(), self.cu_seqlens_k.diff()
         if lengths.shape != lengths_k.shape or bool(((lengths < 0) | (lengths_k < lengths)).any()):
             raise ValueError("a sequence has fewer keys than queries")
         ends = self.cu_seqlens[0], self.cu_seqlens_k[0], self.cu_seqlens[-1], self.cu_seqlens_k[-1]
         if [int(end) for end in ends] != [0, 0, len(self.query), len(self.key)]:
-            raise ValueError("the bounds of the sequences do not fit the tensors")
+            raise ValueError("sequence bounds do not match the tensors")
 
 
 class VarlenKernel:
-    """The functions of a compiled library, for float32 and bfloat16; they compute in float32."""
+    """Functions in a compiled library for float32 and bfloat16, with float32 computation."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def forward(self, of: Operands) -> torch.Tensor:
-        """Return the output [T, heads, value size]."""
+        """Compute the output [T, heads, value size]."""
         output = of.query.new_empty(*of.query.shape[:2], of.value.shape[-1])
         self._call("forward", of, [of.query, of.key, of.value], [output])
         return output
 
     def backward(self, grad: torch.Tensor, of: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of query, key and value in their shapes and types."""
+        """Compute the gradients of query, key and value in their shapes and dtypes."""
         grads = of.query.new_empty(of.query.shape), of.key.new_empty(of.key.shape), of.value.new_empty(of.value.shape)
         self._call("backward", of, [grad, of.query, of.key, of.value], grads)
         return grads
@@ -87,8 +89,9 @@ class VarlenKernel:
     def _call(self, name: str, of: Operands, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         of.check()
         if any(tensor.dtype != of.query.dtype for tensor in inputs):
-            raise ValueError("the tensors are not of one type")
-        # Held by name until the call is over: their memory is passed as bare addresses.
+            raise ValueError("the tensors do not have the same dtype")
+        # Keep references until the call returns: the kernel only gets raw addresses, and contiguous() may create
+        # copies.
         held = [tensor.contiguous() for tensor in inputs]
         bounds, bounds_k = (tensor.int().contiguous() for tensor in (of.cu_seqlens, of.cu_seqlens_k))
         pack = _Pack(
@@ -106,30 +109,34 @@ class VarlenKernel:
 
 @functools.cache
 def varlen_kernel() -> VarlenKernel | None:
-    """Return the kernel for this machine, built if it has to be; None, with a warning that gives the reason, if it
-    cannot be.
+    """Return the kernel for this machine, building it if necessary.
+
+    Logs a warning and returns None if it cannot be built.
     """
     try:
+        # OSError also covers a missing compiler and a library that the loader rejects.
         return VarlenKernel(ctypes.CDLL(str(build())))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         lines = (getattr(error, "stderr", "").strip() or str(error)).splitlines()
         reason = next((line for line in lines if "error" in line), lines[-1])
-        logger.warning("attention on this CPU is not compiled, which makes it slower: %s", reason)
+        logger.warning("compiled CPU attention is not available, using slower PyTorch code: %s", reason)
         return None
 
 
 def build() -> Path:
-    """Return the library's file in the user's cache, compiled unless it is there.
+    """Return the cached library, compiling it if necessary.
 
-    Raises OSError without a compiler or if the cache cannot be written, RuntimeError without a home folder,
-    CalledProcessError if the compiler fails.
+    Raises OSError without a compiler or if the cache is not writable, RuntimeError without a home directory,
+    CalledProcessError if compilation fails.
     """
     flags = [*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    machine = [platform.machine(), *platform.libc_ver()]  # machines may share a home
+    # Machines with different libc or architecture may share a home directory.
+    machine = [platform.machine(), *platform.libc_ver()]
     key = hashlib.sha256(SOURCE.read_bytes() + " ".join(flags + machine).encode()).hexdigest()[:16]
     library = user_cache("kernels") / f"varlen-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
+        # In the same directory, so that the rename below is atomic and no process loads a half-written file.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / library.name
             compiler = shlex.split(os.environ.get("CXX") or "g++")

@@ -1,7 +1,7 @@
-"""The table of attention kernels for packed sequences, and the choice among them.
+"""Table of attention kernels for packed sequences, and kernel selection.
 
-Every kernel gets one flat row of tokens with `position_ids` and `cu_seq_lens_q`, so that tokens of different sequences
-never see each other. models/sequence_parallel/ spreads `varlen` over ranks.
+Every kernel gets one flat row of tokens with `position_ids` and `cu_seq_lens_q`, so that tokens never attend across
+sequences. models/sequence_parallel/ distributes `varlen` over ranks.
 """
 
 import inspect
@@ -19,37 +19,41 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 LARGE_OR_ODD = "heads above 256 or no multiple of 8"
 TWO_SIZES = "values of another size than keys"
 SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
-"""Types of models with attention sinks."""
+"""Model types with attention sinks."""
 BOUNDS = "within sequences whose masks transformers makes without positions"
 WITHOUT_BOUNDS = frozenset({"afmoe", "opt"})
-"""Types of models whose masks have no bounds of sequences: only kernels that get the bounds themselves keep them."""
+"""Model types that build masks without sequence boundaries.
+
+Only kernels that receive the boundaries keep their sequences separate.
+"""
 ANY_HEADS = frozenset({LARGE_OR_ODD, TWO_SIZES})
-"""Head sizes that the kernels for GPUs do not take."""
+"""Head sizes that GPU kernels do not support."""
 ALL_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One kernel: where it runs, on which types, what it offers beyond causal and sliding-window attention."""
+    """An attention kernel: devices, dtypes, and features beyond causal and sliding-window attention."""
 
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ALL_TYPES
     offers: frozenset[str] = frozenset()
-    """Of a model's needs: `softcap` of attention scores, attention `dropout`, attention `sinks`, head sizes."""
+    """Supported features: attention `softcap`, `dropout`, `sinks`, head sizes, sequence boundaries."""
     is_available: Callable[[], bool] = lambda: True
     missing: str = ""
-    """Advice if it is not available."""
+    """How to make it available."""
 
 
 def has_cuda_varlen() -> bool:
-    """Return whether PyTorch's variable-length kernel is here, with windows, and runs on this GPU."""
+    """Return whether PyTorch's variable-length kernel is available with sliding windows and runs on this GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
+    # Probe the signature, not the version: backports and nightly builds differ.
     return "window_size" in inspect.signature(varlen_attn).parameters
 
 
@@ -58,7 +62,7 @@ def _flash(version: int, is_available: Callable[[], bool], package: str) -> Atte
         name=f"flash_attention_{version}",
         devices=("cuda",),
         dtypes=HALF_TYPES,
-        # transformers pads the values of heads of two sizes for it
+        # transformers pads value heads if they are smaller than key heads.
         offers=frozenset({"softcap", TWO_SIZES, BOUNDS} | ({"dropout"} if version == 2 else set())),
         is_available=is_available,
         missing=f"install {package} and run on a GPU it supports",
@@ -81,21 +85,22 @@ BACKENDS = (
     AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=ANY_HEADS | {"dropout"}),
     AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=ANY_HEADS | {"softcap", "dropout", "sinks"}),
 )
-"""Fastest first: `auto` takes the first that is available and fits device, type and model.
+"""Fastest first: `auto` selects the first one that is available and supports device, dtype and model.
 
-`varlen` comes before FlashAttention 3 and 2: it runs FlashAttention 3 itself if that is installed, is as fast as 2, and
-is the only kernel that computes a shared prompt once.
+`varlen` precedes FlashAttention 3 and 2: it uses FlashAttention 3 internally if installed, is as fast as 2, and is the
+only kernel that computes a shared prompt once.
 """
 
 
 def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> frozenset[str]:
-    """Return the model's needs beyond causal and sliding-window attention; dropout if it is on in training."""
+    """Return the features a model requires beyond causal and sliding-window attention, including dropout if active."""
     text = config.get_text_config()
     needs = set()
     if getattr(text, "attn_logit_softcapping", None):
         needs.add("softcap")
+    # Names vary by model: attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
     if with_dropout and any(value for name, value in vars(text).items() if "drop" in name and "att" in name):
-        needs.add("dropout")  # attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
+        needs.add("dropout")
     if text.model_type in SINKS:
         needs.add("sinks")
     if text.model_type in WITHOUT_BOUNDS:
@@ -104,17 +109,17 @@ def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> 
 
 
 def attention_note(kernel: str, config: PretrainedConfig, *, on_gpu: bool) -> dict[str, str]:
-    """Return a line if a GPU has to run plain attention, whose cost grows with the square of a pack."""
+    """Return a note if a GPU must run eager attention, with quadratic cost in the pack length."""
     if kernel != "eager" or not on_gpu:
         return {}
     needs = attention_needs(config)
     packages = [row.missing for row in BACKENDS if "cuda" in row.devices and row.missing and needs <= row.offers]
-    cure = packages[-1] if packages else "no kernel here has it: lower --train_max_tokens_per_gpu"
-    return {"Attention": f"eager, as the model needs {' and '.join(sorted(needs))}: slow for long packs; {cure}"}
+    fix = packages[-1] if packages else "no other kernel supports it: lower --train_max_tokens_per_gpu"
+    return {"Attention": f"eager, because the model needs {' and '.join(sorted(needs))}: slow for long packs; {fix}"}
 
 
 def _head_needs(text: PretrainedConfig) -> frozenset[str]:
-    """Return the unusual properties of the sizes of the model's heads."""
+    """Return unusual head size properties."""
     heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     if size is None and heads:
@@ -132,21 +137,21 @@ def resolve_attention(
     needs: frozenset[str] = frozenset(),
     backends: tuple[AttentionBackend, ...] = BACKENDS,
 ) -> str:
-    """Return the name of the attention function for transformers; `auto` becomes the fastest kernel that fits.
+    """Return the attention function name for transformers; `auto` selects the fastest suitable kernel.
 
-    UsageError in one sentence if the kernel asked for is not installed or lacks a needed feature.
+    Raises UsageError if the requested kernel is not installed or lacks a required feature.
     """
     candidates = [backend for backend in backends if name in ("auto", backend.name)]
     if not candidates:
         names = ", ".join(dict.fromkeys(backend.name for backend in backends))
-        raise UsageError(f"attn_implementation {name!r} is unknown: give auto, {names}")
+        raise UsageError(f"attn_implementation {name!r} is unknown: use auto, {names}")
     reasons = []
     for backend in candidates:
         reason = _why_not(backend, device=device, dtype=dtype, needs=needs)
         if reason is None:
             return backend.name
         reasons.append((device in backend.devices, reason))
-    # Of two rows with one name, the one for this device has the reason that helps.
+    # With two rows of the same name, report the reason from the row for this device.
     raise UsageError(f"attn_implementation {name!r} cannot be used here: {max(reasons)[1]}, or use auto")
 
 
@@ -157,8 +162,8 @@ def _why_not(backend: AttentionBackend, *, device: str, dtype: torch.dtype, need
         return backend.missing
     if dtype not in backend.dtypes:
         types = " or ".join(str(dtype).removeprefix("torch.") for dtype in backend.dtypes)
-        return f"it takes {types}, not {str(dtype).removeprefix('torch.')}; set param_dtype"
+        return f"it supports {types}, not {str(dtype).removeprefix('torch.')}; set param_dtype"
     lacking = sorted(needs - backend.offers)
     if lacking:
-        return f"the model needs attention {' and '.join(lacking)}, which it does not offer"
+        return f"the model needs attention {' and '.join(lacking)}, which it does not support"
     return None

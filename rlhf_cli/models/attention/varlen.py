@@ -1,7 +1,7 @@
-"""The `varlen` attention function for transformers: attention inside each sequence of a flat pack, causal in decoders.
+"""The `varlen` attention function for transformers: attention within each packed sequence, causal in decoders.
 
-CUDA uses PyTorch's variable-length flash kernel, a CPU the operator of `varlen_cpu`. It serves training and scoring of
-packs only: no KV cache, no padding, no attention dropout, caps or sinks.
+On CUDA it uses PyTorch's variable-length flash kernel, on a CPU the operator in `varlen_cpu`. It supports training and
+scoring of packs, without KV cache, padding, attention dropout, soft caps or sinks.
 """
 
 import functools
@@ -17,11 +17,11 @@ from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 from rlhf_cli.models.sequence_parallel.attention import attend_shared
 
 VARLEN = "varlen"
-"""Name under which transformers knows the function."""
+"""Name registered with transformers."""
 TOWER_VARLEN = "flash_varlen"
-"""Its name in vision towers: Qwen-VL's pass bounds of pictures to functions with "flash" in their name alone."""
+"""Name in vision encoders: Qwen-VL passes image bounds only to attention functions with "flash" in their name."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
-"""What transformers may ask of an attention function and this one does not do."""
+"""Arguments that transformers may pass but this function does not support."""
 
 
 def varlen_attention_forward(
@@ -32,14 +32,18 @@ def varlen_attention_forward(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output [1, T, heads, head size] of query [1, heads, T, size], key and value [1, kv heads, T, size].
+    """Compute attention [1, T, heads, head size] from query [1, heads, T, size], key and value [1, kv heads, T, size].
 
-    Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
-    `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included),
-    `is_causal` (false in vision towers), and `key_index` [U] of a pack with shared beginnings: which tokens' keys the
-    sequences see, one after the other. With `shards`, which several ranks have of one pack, the tensors hold this
-    rank's tokens alone. The mask is ignored: the bounds replace it. Raises ValueError for arguments that the kernels do
-    not support, so that nothing is ignored silently.
+    `kwargs` are the arguments that transformers passes to every attention function:
+    - `cu_seq_lens_q` (int32 [B + 1]), `max_length_q`, and the same for keys
+    - `scaling`
+    - `sliding_window`: tokens visible to a position, including itself
+    - `is_causal`: false in vision encoders
+    - `key_index` [U]: for packs with shared prefixes, the concatenated key positions that the sequences attend to
+    - `shards`: for sequence parallelism; the tensors then contain only this rank's tokens
+
+    The mask is ignored, because the boundaries replace it. Raises ValueError for unsupported arguments, so that none is
+    silently ignored.
     """
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
@@ -54,7 +58,7 @@ def varlen_attention_forward(
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Return the attention output [1, T, heads, size]; arguments as of `varlen_attention_forward`."""
+    """Compute attention [1, T, heads, size]; arguments as in `varlen_attention_forward`."""
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if kwargs.get("key_index") is not None:
         key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
@@ -69,11 +73,11 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwarg
 
 
 class SelectTokens(torch.autograd.Function):
-    """`index_select` over tokens that adds up the gradients of a token in float32 and rounds once.
+    """`index_select` over tokens with float32 gradient accumulation and a single rounding.
 
-    On a CPU index_select does so itself. On CUDA it is expected to add in the type of the weights by atomic operations,
-    which has not been run: emulated in bfloat16, 16 responses to a prompt give three times the error of one rounding.
-    The order of the sums stays free on CUDA.
+    CPU index_select already does this. On CUDA it is expected to accumulate in the weight dtype with atomics (not
+    verified on a GPU): emulated in bfloat16, 16 responses per prompt triple the rounding error. The summation order on
+    CUDA remains nondeterministic.
     """
 
     @staticmethod
@@ -99,11 +103,11 @@ def attend_cuda(
     window: int,
     **kwargs: object,
 ) -> torch.Tensor:
-    """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`.
+    """Compute attention [T, heads, size] with `kernel`, which has the `torch.nn.attention.varlen` interface.
 
-    Like FlashAttention since 2.1 it aligns the last query with the last key if there are more keys.
+    Like FlashAttention since 2.1, it aligns the last query with the last key if there are more keys than queries.
     """
-    # Older releases find out alone that there are fewer KV heads, newer ones need the argument.
+    # Newer releases require enable_gqa for fewer KV heads; older ones detect it and reject the argument.
     grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa(kernel) else {}
     return kernel(
         query_THD,
@@ -114,7 +118,7 @@ def attend_cuda(
         kwargs["max_length_q"],
         kwargs["max_length_k"],
         scale=kwargs.get("scaling"),
-        # The kernel counts the keys to the left of the query, transformers the query too.
+        # The kernel counts keys to the left of the query; transformers includes the query itself.
         window_size=(-1, -1) if window == BOTH_WAYS else (window - 1 if window else -1, 0),
         **grouped,
     )
@@ -122,7 +126,7 @@ def attend_cuda(
 
 @functools.cache
 def takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
-    """Return whether the kernel has to know that there are fewer key heads; read once, not in each layer."""
+    """Return whether the kernel has the enable_gqa argument. Cached, because every layer calls it."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
@@ -133,15 +137,16 @@ def _cuda_kernel() -> Callable[..., torch.Tensor]:
     if wants_flash_attention_3(torch.cuda.get_device_capability(), find_spec("flash_attn_interface") is not None):
         from torch.nn.attention import activate_flash_attention_impl
 
+        # Switches PyTorch's flash kernels for the full process.
         activate_flash_attention_impl("FA3")
     return varlen_attn
 
 
 def wants_flash_attention_3(capability: tuple[int, int], is_installed: bool) -> bool:
-    """Return whether PyTorch's kernel runs FlashAttention 3 underneath: on Hopper alone, if flash-attn-3 is there."""
+    """Return whether to run FlashAttention 3 in PyTorch's kernel: on Hopper, if flash-attn-3 is installed."""
     return is_installed and capability[0] == 9
 
 
-# Not registered as a mask: transformers then builds none.
+# Not registered as a mask function, so transformers builds no mask.
 AttentionInterface.register(VARLEN, varlen_attention_forward)
 AttentionInterface.register(TOWER_VARLEN, varlen_attention_forward)

@@ -1,10 +1,9 @@
-"""Attention inside each sequence of a flat pack on a CPU, causal or not, forward and backward, as one operator.
+"""CPU attention within each packed sequence, causal or bidirectional, forward and backward, as one operator.
 
-PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. `kernel`
-compiles one that does not. The rest of this file serves machines without a compiler, and types other than float32 and
-bfloat16: matrix products over blocks of queries, the heads that share a key head together in one, and keys beyond the
-diagonal block never touched. Probabilities are computed again in the backward pass, so memory does not grow with the
-square of the length.
+PyTorch's CPU flash kernel spends most of the backward pass on padding for short sequences. `kernel` compiles one
+without this cost. The code here is the fallback without a compiler and for dtypes other than float32 and bfloat16. It
+uses matrix products over query blocks, batches the query heads that share a key head, and skips keys beyond the
+diagonal block. The backward pass recomputes probabilities, so memory is linear in the length.
 """
 
 import itertools
@@ -17,11 +16,12 @@ from rlhf_cli.models.attention.kernel import NAMES, Operands, VarlenKernel, varl
 from rlhf_cli.models.compat import softmax_backward
 
 BLOCK = 128
-"""Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
+"""Query rows per block: scores for 8 heads and a few hundred keys then fit a core's cache."""
 BOTH_WAYS = -1
-"""The `window` of positions that see their whole sequence."""
+"""`window` value for bidirectional attention."""
 
 
+# A custom operator is opaque to torch.compile, which would otherwise trace the Python loop and stop at ctypes.
 @torch.library.custom_op("rlhf_cli::varlen_attention", mutates_args=(), device_types="cpu")
 def varlen_attention(
     query: torch.Tensor,
@@ -32,11 +32,12 @@ def varlen_attention(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """Attention output [T, heads, value size] of query [T, heads, size], key and value [U, kv heads, size].
+    """Compute attention [T, heads, value size] from query [T, heads, size], key and value [U, kv heads, size].
 
-    `cu_seqlens` [S + 1] bounds the sequences' queries, `cu_seqlens_k` their keys, of which a sequence may have more:
-    those come before its own, and the last query sees the last key. `window` is the number of tokens a position sees,
-    itself included, 0 for all before it, or `BOTH_WAYS`. Scores and softmax are float32 (float64 for float64 operands).
+    `cu_seqlens` [S + 1] bounds the queries per sequence, `cu_seqlens_k` the keys. A sequence may have more keys than
+    queries; these come first, and the last query attends to the last key. `window` is the number of visible tokens
+    including the query, 0 for all preceding tokens, or `BOTH_WAYS`. Scores and softmax are float32 (float64 for float64
+    operands).
     """
     if kernel := _kernel(query):
         return kernel.forward(Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
@@ -75,13 +76,12 @@ def varlen_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value, in their shapes and types; key and value are added up in
-    float32.
-    """
+    """Compute the gradients of query, key and value in their shapes and dtypes; key and value accumulate in float32."""
     if kernel := _kernel(query):
         return kernel.backward(grad, Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
     num_groups, wide = key.shape[1], _wide(query.dtype)
     grad_query = query.new_empty(query.shape)
+    # Query blocks and the heads in a group add to the same keys, which would round repeatedly in bfloat16.
     grad_key, grad_value = key.new_zeros(key.shape, dtype=wide), value.new_zeros(value.shape, dtype=wide)
     query_GNTD, grad_query_GNTD = _grouped(query, num_groups), _grouped(grad_query, num_groups)
     grad_GNTD = _grouped(grad, num_groups)
@@ -114,6 +114,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     *tensors, ctx.scale, ctx.window = inputs
+    # The output is not saved: the backward pass recomputes probabilities from query and key.
     ctx.save_for_backward(*tensors)
 
 
@@ -134,19 +135,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _grouped(tensor_THD: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """View [groups, heads of a group, T, size] of [T, heads, size]."""
+    """View [T, heads, size] as [groups, heads per group, T, size]."""
     return tensor_THD.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
 
 
 def _rows(tensor_GNTD: torch.Tensor, queries: slice) -> torch.Tensor:
-    """Return [groups, heads of a group * rows, size]: the heads that share a key head become rows of one product."""
+    """Return [groups, heads per group * rows, size]: heads that share a key head become rows of one product."""
     return tensor_GNTD[:, :, queries].flatten(1, 2)
 
 
 def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, int]]:
-    """Return (queries, keys, offset) of all sequences: near-equal blocks of about BLOCK queries, all keys they see.
+    """Yield (queries, keys, offset) for all sequences, in similar-sized blocks of about BLOCK queries.
 
-    `offset` is the number of keys that come before the one of the first query.
+    `keys` are all visible keys. `offset` is the number of keys before the first query's key.
     """
     bounds, bounds_k = itertools.pairwise(cu_seqlens.tolist()), itertools.pairwise(cu_seqlens_k.tolist())
     for (start, end), (start_k, end_k) in zip(bounds, bounds_k, strict=True):
@@ -162,14 +163,15 @@ def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -
 
 
 class _Masks:
-    """Additive masks of the blocks of one call; full triangles are cut out of one."""
+    """Additive masks for the blocks in one call, sliced from a single triangle if possible."""
 
     def __init__(self, like: torch.Tensor, window: int) -> None:
+        # _blocks rounds the block count, so a block may have up to 1.5 BLOCK rows.
         self._triangle = torch.full((2 * BLOCK, 2 * BLOCK), -torch.inf, dtype=_wide(like.dtype)).triu_(1)
         self._window = window
 
     def of(self, rows: int, offset: int) -> torch.Tensor:
-        """Return a mask [rows, c] for the last c of `offset + rows` keys; every row sees the keys before those."""
+        """Return a mask [rows, c] for the last c of `offset + rows` keys; all rows see the earlier keys."""
         if self._window == BOTH_WAYS:
             return self._triangle.new_zeros(rows, 1)
         if not self._window or offset + rows <= self._window:
@@ -195,11 +197,12 @@ def _attend_backward(
     *,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key and value."""
+    """Compute the gradients of query, key and value."""
     wide = _wide(query_BRD.dtype)
     probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
     grad_probabilities = torch.bmm(grad_BRD.to(wide), value_BTD.to(wide).transpose(1, 2))
     grad_scores = softmax_backward(grad_probabilities, probabilities).mul_(scale)
+    # Products in the operand dtype, as in the forward pass: bf16 products are faster where the processor supports them.
     grad_scores = grad_scores.to(query_BRD.dtype)
     return (
         torch.bmm(grad_scores, key_BTD),
@@ -209,8 +212,9 @@ def _attend_backward(
 
 
 def _probabilities(query_BRD: torch.Tensor, key_BTD: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return the softmax of the masked scores [..., heads of a group * rows, keys], float32."""
+    """Compute the softmax of masked scores [..., heads per group * rows, keys], float32."""
     wide = _wide(query_BRD.dtype)
     scores = torch.bmm(query_BRD.to(wide) * scale, key_BTD.to(wide).transpose(1, 2))
+    # Only the diagonal block needs a mask; earlier keys are visible to all rows.
     scores.unflatten(1, (-1, mask.shape[0]))[..., -mask.shape[1] :] += mask
     return torch.softmax(scores, -1)

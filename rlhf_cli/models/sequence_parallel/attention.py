@@ -1,8 +1,8 @@
-"""Attention of tokens that ranks share: what ranks exchange around the kernel that a rank runs.
+"""Sequence-parallel attention: communication around each rank's attention kernel.
 
-`ulysses` (arXiv 2309.14509): a rank attends with all tokens in some of the heads. `gather` (arXiv 2407.21783, 3.3.2):
-a rank attends with its own queries to the keys of all tokens. `ring`: the same by a kernel of ring-flash-attn, which
-gathers the keys of some heads while it computes others.
+- `ulysses` (arXiv 2309.14509): each rank processes all tokens for a subset of heads.
+- `gather` (arXiv 2407.21783, 3.3.2): each rank processes its queries against all gathered keys.
+- `ring`: like gather, with a ring-flash-attn kernel that overlaps gathering keys for some heads with computing others.
 """
 
 import functools
@@ -29,17 +29,18 @@ def attend_shared(
     attend: Callable[..., torch.Tensor],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return the attention output [1, own tokens, heads, size] of own queries.
+    """Compute attention [1, local tokens, heads, size] for this rank's queries.
 
     Args:
-        attend: the kernel: query [1, heads, tokens, size], key and value [1, kv heads, tokens, size], `kwargs` ->
+        attend: the kernel, (query [1, heads, tokens, size], key and value [1, kv heads, tokens, size], `kwargs`) ->
             [1, tokens, heads, size].
-        kwargs: what transformers passes to every attention function, as `Part.runs` has it.
+        kwargs: arguments that transformers passes to every attention function, see `Part.runs`.
     """
     ranks = shards.ranks
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1HLD, value_1HLD))
     if ranks.mode == "ulysses":
         repeats = key_repeats(query.shape[1], key.shape[1], ranks.size)
+        # All-to-all splits heads evenly over ranks, so repeat key heads if their number is not a multiple of the ranks.
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         whole = (TokensForHeads.apply(tensor, ranks).transpose(0, 1)[None] for tensor in (query, key, value))
@@ -52,7 +53,7 @@ def attend_shared(
 
 
 def key_repeats(heads: int, kv_heads: int, size: int) -> int:
-    """Return how many times each key head is sent so that every rank has the keys of its query heads."""
+    """Return how often to repeat each key head so that every rank receives the keys for its query heads."""
     if kv_heads % size == 0:
         return 1
     return size // kv_heads if size % kv_heads == 0 else heads // kv_heads
@@ -71,11 +72,12 @@ def _attend_by_ring(
         kwargs["cu_seq_lens_k"],
         kwargs["max_length_q"],
         kwargs["max_length_k"],
-        heads_k_stride=1,  # gathers one head while it computes another: the least memory
+        # Gather one head while computing another: the smallest buffers.
+        heads_k_stride=1,
         local_k_slice=shards.keys,
         softmax_scale=kwargs.get("scaling"),
         causal=True,
-        # The kernel counts the keys to the left of the query, transformers the query too.
+        # The kernel counts keys to the left of the query; transformers includes the query itself.
         window_size=(window - 1, 0) if window else (-1, -1),
         group=shards.ranks.group,
     )
@@ -84,9 +86,10 @@ def _attend_by_ring(
 
 @functools.cache
 def _ring_kernel() -> Callable[..., Any]:
-    """Return the llama3 kernel, from its file alone: the package's own imports fail with transformers 5."""
+    """Load the llama3 kernel from its module only: importing the package fails with transformers 5."""
     spec = find_spec(RING_PACKAGE)
     assert spec is not None, "check_ring_kernel has found it"
+    # A stand-in package makes Python skip the real __init__, which imports the failing modules.
     package = ModuleType(RING_PACKAGE)
     package.__path__ = list(spec.submodule_search_locations or ())
     before = sys.modules.get(RING_PACKAGE)
@@ -102,7 +105,7 @@ def _ring_kernel() -> Callable[..., Any]:
 
 
 def check_ring_kernel() -> None:
-    """Raise UsageError if ring-flash-attn, or flash-attn under it, is not installed."""
+    """Raise UsageError if ring-flash-attn or its dependency flash-attn is not installed."""
     for package, extra in ((RING_PACKAGE, "ring"), ("flash_attn", "flash")):
         if find_spec(package) is None:
             name = package.replace("_", "-")

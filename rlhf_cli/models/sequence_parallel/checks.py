@@ -1,4 +1,4 @@
-"""Which models and settings let ranks share a sequence, and what these ranks exchange."""
+"""Check which models and settings support sequence parallelism, and choose the mode."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from rlhf_cli.models.sequence_parallel.shards import Mode
 from rlhf_cli.models.vision.families.table import takes_pictures
 
 POSITIONS_BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of rotary positions that depend on the longest position at hand, of which a rank sees only its own."""
+"""RoPE types that depend on the longest position in the input, of which each rank sees only a part."""
 
 
 def chosen_mode(architecture: PretrainedConfig, settings: DeepSpeedConfig) -> Mode:
-    """Return what the ranks exchange: tokens for heads, unless the settings or the number of heads say otherwise."""
+    """Return the sequence-parallel mode: ulysses by default, if the number of heads allows it."""
     if settings.ring_flash_attn:
         return "ring"
     if settings.sequence_parallel_mode != "auto":
@@ -26,7 +26,7 @@ def chosen_mode(architecture: PretrainedConfig, settings: DeepSpeedConfig) -> Mo
 
 
 def can_share_prompts(attention: str | None, settings: DeepSpeedConfig) -> bool:
-    """Return whether a pack may hold a prompt once for several responses: ring-flash-attn takes keys in order alone."""
+    """Return whether packs may share a prompt between responses; ring-flash-attn only supports keys in order."""
     by_ring = settings.ring_flash_attn and settings.sequence_parallel_size > 1
     return attention == VARLEN and not by_ring
 
@@ -39,43 +39,44 @@ def check_sequence_parallel(
     attention: str,
     name: str = "sequence_parallel_size",
 ) -> None:
-    """Raise UsageError if ranks cannot share a sequence of this model as the settings request.
+    """Raise UsageError if the settings do not support sequence parallelism for this model.
 
     Args:
-        num_ranks: ranks of the model.
-        name: the setting that says how many ranks share a sequence.
+        num_ranks: number of model ranks.
+        name: name of the setting, for messages.
     """
     size, mode = settings.sequence_parallel_size, chosen_mode(architecture, settings)
     if size == 1:
         return
     if takes_pictures(architecture):
-        raise UsageError(
-            f"--{name}: ranks do not share sequences of vision-language models ({architecture.model_type})"
-        )
+        raise UsageError(f"--{name} is not supported for vision-language models ({architecture.model_type})")
     if num_ranks % size:
         raise UsageError(f"--{name} {size} does not divide the {num_ranks} ranks of the model")
     if attention != VARLEN:
-        raise UsageError(f"--{name} goes with attn_implementation varlen, and this run takes {attention}")
+        raise UsageError(f"--{name} requires attn_implementation varlen, but this run uses {attention}")
     text = architecture.get_text_config()
     heads = text.num_attention_heads
     if mode == "ulysses" and heads % size:
         raise UsageError(
             f"--{name} {size} does not divide the model's {heads} attention heads: "
-            "--sequence_parallel_mode gather takes any number"
+            "--sequence_parallel_mode gather supports any number"
         )
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    # rope_parameters is a single dict, or one dict per layer type.
     kinds = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
     if found := sorted(kinds & POSITIONS_BY_LENGTH):
-        raise UsageError(f"--{name}: rotary positions of type {found[0]} need the whole sequence")
+        raise UsageError(f"--{name}: rotary positions of type {found[0]} depend on the full sequence")
     if mode == "ring":
         check_ring_kernel()
 
 
 def check_whole_packs(settings: DeepSpeedConfig, *, aux_loss_coef: float, compile_model: bool) -> None:
-    """Raise UsageError if ranks share sequences of which other settings need the whole on each rank."""
+    """Raise UsageError if sequence parallelism is combined with settings that need full packs on each rank."""
     if max(settings.sequence_sizes) == 1:
         return
     if aux_loss_coef:
-        raise UsageError("--aux_loss_coef needs all tokens of a pack on each rank: drop --sequence_parallel_size")
+        raise UsageError("--aux_loss_coef needs full packs on each rank: drop --sequence_parallel_size")
     if compile_model:
-        raise UsageError("compile_model does not go with --sequence_parallel_size: ranks exchange tokens in each layer")
+        raise UsageError(
+            "compile_model cannot be combined with --sequence_parallel_size: ranks exchange tokens in each layer"
+        )

@@ -1,9 +1,8 @@
-"""Sequence parallelism: the ranks of a group have the same pack, and each computes a run of its tokens.
+"""Sequence parallelism: all ranks in a group get the same pack, and each computes a contiguous run of tokens.
 
-In attention the ranks exchange tokens (attention.py). Each rank projects the hidden states of its own tokens. Then
-every rank gets the results of all tokens and computes the whole loss, so that no loss has to know about the group. Each
-rank's gradient is the share of its own tokens, so that the gradients of all ranks add up to the gradient of the whole
-pack.
+Ranks exchange tokens in attention (attention.py), and each projects the hidden states of its local tokens. Every rank
+then receives all results and computes the full loss, so losses need not know about the group. Each rank's gradient
+covers its local tokens, so the sum over ranks is the gradient of the full pack.
 """
 
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from rlhf_cli.models.sequence_parallel.shards import GatherResults, SequenceRank
 
 @dataclass(frozen=True)
 class Runs:
-    """The bounds of runs of queries and of the keys that they see; the last query of a run sees its last key.
+    """Boundaries of query runs and of the keys they attend to; the last query in a run attends to the last key.
 
-    `index_U` says which tokens' keys the runs see, one after the other; None for the tokens in their order.
+    `index_U` lists the concatenated key positions of all runs; None means tokens in order.
     """
 
     cu_queries: torch.Tensor
@@ -29,7 +28,7 @@ class Runs:
     index_U: torch.Tensor | None = None
 
     def as_arguments(self) -> dict[str, Any]:
-        """Return the runs by the names under which transformers passes them to attention functions."""
+        """Return the runs under the argument names that transformers passes to attention functions."""
         index = {} if self.index_U is None else {"key_index": self.index_U}
         return {
             "cu_seq_lens_q": self.cu_queries,
@@ -42,10 +41,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a pack that this rank computes; without shards the whole pack.
+    """This rank's part of a pack, or the full pack without shards.
 
-    `tokens` selects from the pack's tokens, `targets` from its K targets; `rows_k` are the positions of this rank's
-    targets, `read_r` the positions that are read, among its own tokens; `runs` are what attention has to know.
+    - `tokens`: slice of the pack's tokens.
+    - `targets`: selection from its K targets.
+    - `rows_k`, `read_r`: positions of local targets and of outputs that are read, relative to local tokens.
+    - `runs`: boundaries for attention.
+
+    Example for 8 tokens on 2 ranks: rank 1 has `tokens = slice(4, 8)`, and a target at token 6 has `rows_k = 2`.
     """
 
     pack: PackLike
@@ -57,20 +60,22 @@ class Part:
     shards: Shards | None = None
 
     def whole(self, values_k: torch.Tensor) -> torch.Tensor:
-        """Return [K] on every rank from each rank's values of its own targets, in the pack's order."""
+        """Gather local values [k] from all ranks into [K] in pack order, on every rank."""
         if self.shards is None:
             return values_k
         ranks, owner_K = self.shards.ranks, self.shards.owners(self.pack.rows_K)
         counts = torch.bincount(owner_K, minlength=ranks.size).tolist()
         by_rank_K = GatherResults.apply(values_k, counts, ranks)
+        # Values arrive in rank order. The argsort of an argsort is the inverse permutation, back to pack order.
         return by_rank_K[owner_K.argsort(stable=True).argsort()]
 
 
 def part_of(pack: PackLike, ranks: SequenceRanks | None) -> Part:
-    """Return this rank's part of a pack; filler gives every rank as many tokens, one at least."""
+    """Return this rank's part of a pack. Filler gives all ranks the same number of tokens, at least one."""
     if ranks is None:
         return Part(pack, slice(None), slice(None), pack.rows_K, pack.read_R, _runs(pack))
     num_tokens = pack.input_ids_T.numel()
+    # Even an empty pack needs a token per rank: each rank must join the collectives in every layer.
     pack = with_filler(pack, -num_tokens % ranks.size if num_tokens else ranks.size)
     shards = Shards(ranks, pack.input_ids_T.numel() // ranks.size)
     own, runs = shards.own, _runs(pack)
@@ -83,16 +88,16 @@ def part_of(pack: PackLike, ranks: SequenceRanks | None) -> Part:
 
 
 def _runs(pack: PackLike) -> Runs:
-    """Return the runs of a whole pack."""
+    """Return the runs of a full pack."""
     keys = pack.keys or pack
     index_U = pack.keys.index_U if pack.keys else None
     return Runs(pack.cu_seqlens, keys.cu_seqlens, pack.max_seqlen, keys.max_seqlen, index_U)
 
 
 def _own_runs(whole: Runs, own: slice) -> tuple[Runs, slice | None]:
-    """Return the runs of the queries `own`, and the tokens that have their keys; None for all tokens.
+    """Return the runs of local queries, and the slice of tokens with their keys; None for all tokens.
 
-    A run that begins before `own` has keys before it. A run that goes on behind `own` has its keys up to the last own
+    A run that starts before `own` includes earlier keys. A run that continues after `own` has keys up to the last local
     query.
     """
     starts, stops = _bounds(whole.cu_queries)
@@ -102,7 +107,8 @@ def _own_runs(whole: Runs, own: slice) -> tuple[Runs, slice | None]:
     key_starts, key_stops = key_starts[here], (key_stops - (stops - last))[here]
     cu_queries, cu_keys = _cumulated((last - first)[here]), _cumulated(key_stops - key_starts)
     max_queries, max_keys = (int(bounds.diff().max()) for bounds in (cu_queries, cu_keys))
-    if whole.index_U is None:  # runs lie end to end, and so do their keys
+    # Without shared prefixes, runs and their keys are contiguous.
+    if whole.index_U is None:
         return Runs(cu_queries, cu_keys, max_queries, max_keys), slice(int(key_starts[0]), own.stop)
     spans = zip(key_starts.tolist(), key_stops.tolist(), strict=True)
     index_U = torch.cat([whole.index_U[start:stop] for start, stop in spans])
@@ -114,5 +120,5 @@ def _bounds(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _cumulated(lengths: torch.Tensor) -> torch.Tensor:
-    """Return int32 bounds [B + 1] of runs of these lengths."""
+    """Return int32 boundaries [B + 1] for runs of these lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -1,4 +1,4 @@
-"""What each rank of a group has of a pack, and the exchanges between these ranks, with their gradients."""
+"""Pack shards, and differentiable exchanges between the ranks of a sequence-parallel group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ import torch
 import torch.distributed as dist
 
 Mode = Literal["ulysses", "gather", "ring"]
-"""What ranks exchange in attention; `ring` is `gather` by a kernel of ring-flash-attn."""
+"""Communication pattern in attention; `ring` is `gather` with a ring-flash-attn kernel."""
 
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """Ranks that compute each sequence together, and what they exchange in attention."""
+    """A group of ranks that process each sequence together, and their communication pattern."""
 
     group: dist.ProcessGroup
     mode: Mode
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's rank in the group."""
         return dist.get_rank(self.group)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A pack that is cut into as many equal runs of `length` tokens as there are ranks.
+    """A pack split into equal runs of `length` tokens, one per rank.
 
-    `keys` are, in modes gather and ring, the tokens of this rank's sequences up to its last token.
+    `keys` is set in modes gather and ring: the tokens of local sequences up to the last local token.
     """
 
     ranks: SequenceRanks
@@ -42,17 +42,17 @@ class Shards:
 
     @property
     def own(self) -> slice:
-        """The tokens of this rank."""
+        """This rank's tokens."""
         start = self.ranks.rank * self.length
         return slice(start, start + self.length)
 
     def owners(self, tokens_K: torch.Tensor) -> torch.Tensor:
-        """Return the rank that has each token, int64 [K]."""
+        """Return the rank that holds each token, int64 [K]."""
         return tokens_K.div(self.length, rounding_mode="floor")
 
 
 class TokensForHeads(torch.autograd.Function):
-    """[own tokens, H, D] to [all tokens, H / ranks, D]; the gradient goes the other way."""
+    """All-to-all from [local tokens, H, D] to [all tokens, H / ranks, D]; the backward pass is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, values_LHD: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
@@ -65,7 +65,7 @@ class TokensForHeads(torch.autograd.Function):
 
 
 class HeadsForTokens(torch.autograd.Function):
-    """[all tokens, H / ranks, D] to [own tokens, H, D]; the gradient goes the other way."""
+    """All-to-all from [all tokens, H / ranks, D] to [local tokens, H, D]; the backward pass is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, values_ThD: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
@@ -79,6 +79,7 @@ class HeadsForTokens(torch.autograd.Function):
 
 def _to_heads(values_LHD: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
     own, heads, size = values_LHD.shape
+    # all_to_all_single splits dimension 0, so the destination rank must come first.
     sent = values_LHD.reshape(own, ranks.size, heads // ranks.size, size).transpose(0, 1).contiguous()
     return _all_to_all(sent, ranks).view(ranks.size * own, heads // ranks.size, size)
 
@@ -97,7 +98,10 @@ def _all_to_all(sent: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """[own tokens, H, D] to [all tokens, H, D]; a token's gradient is the sum of all ranks' gradients, rounded once."""
+    """All-gather from [local tokens, H, D] to [all tokens, H, D].
+
+    The backward pass sums the gradient over ranks and rounds once.
+    """
 
     @staticmethod
     def forward(ctx: Any, values_LHD: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
@@ -111,14 +115,15 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient_THD: torch.Tensor) -> tuple[torch.Tensor, None]:
         ranks: SequenceRanks = ctx.ranks
         wide = torch.promote_types(gradient_THD.dtype, torch.float32)
+        # Not reduce_scatter: it would add in the gradient dtype, rounding once per rank.
         received = _all_to_all(gradient_THD.contiguous(), ranks)
         return received.unflatten(0, (ranks.size, -1)).sum(0, dtype=wide).to(gradient_THD.dtype), None
 
 
 class GatherResults(torch.autograd.Function):
-    """The values of all ranks, rank after rank, from each rank's own; `counts` says how many each rank has.
+    """Concatenate each rank's local values in rank order; `counts` is the number of values per rank.
 
-    The gradient keeps the own values alone, without a sum over ranks: every rank computes the same whole loss.
+    The backward pass keeps only the local slice and does not sum over ranks: every rank computes the same full loss.
     """
 
     @staticmethod
@@ -126,6 +131,7 @@ class GatherResults(torch.autograd.Function):
         start = sum(counts[: ranks.rank])
         ctx.own = slice(start, start + counts[ranks.rank])
         received_K = values_k.new_empty(sum(counts))
+        # Counts differ between ranks, which all_gather_into_tensor does not support.
         sent = values_k.repeat(ranks.size)
         sent_counts = [values_k.numel()] * ranks.size
         dist.all_to_all_single(received_K, sent, list(counts), sent_counts, group=ranks.group)

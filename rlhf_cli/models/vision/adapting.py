@@ -1,4 +1,4 @@
-"""Which linear layers of a vision-language model get an adapter."""
+"""Select the linear layers in a vision-language model that get an adapter."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ EVERYWHERE = "all-linear"
 
 
 def language_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> list[str]:
-    """Return the whole names of the linear layers of the language part that the setting names, but not the head.
+    """Return the full names of matching linear layers in the language model, except the head.
 
     Raises:
-        UsageError: it has no such layer.
+        UsageError: there is no such layer.
     """
     others = names_of_parts(model.config)
     head = model.get_output_embeddings()
@@ -28,7 +28,7 @@ def language_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> lis
     ]
     if not names:
         raise UsageError(
-            f"target_modules: the language part has no linear layer {', '.join(wanted)}; --lora_vision_tower also "
-            "looks in the vision tower"
+            f"target_modules: the language model has no linear layer {', '.join(wanted)}; --lora_vision_tower also "
+            "searches the vision encoder"
         )
     return names

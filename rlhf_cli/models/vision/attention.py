@@ -1,4 +1,4 @@
-"""The attention kernel of a vision tower, which sees pictures of all sizes end to end and no packs."""
+"""Attention kernels for vision encoders, which process concatenated images of any size instead of packs."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from rlhf_cli.models.compat import use_attention
 from rlhf_cli.models.vision.families.table import FAMILIES, takes_pictures
 
 FLASH = ("flash_attention_2", "flash_attention_3")
-"""Kernels that transformers calls with bounds of pictures itself."""
+"""Kernels to which transformers passes image boundaries."""
 
 
 def tower_kernel(kernel: str, model_type: str, *, has_varlen: Callable[[], bool] = has_cuda_varlen) -> str:
-    """Return the attention kernel of a model's tower, whose decoder runs `kernel`.
+    """Return the attention kernel for a model's encoder, given the decoder kernel.
 
-    Towers whose inputs are equal squares take SDPA: without bounds or masks PyTorch runs its flash kernel there.
-    FlashAttention 4 does not take the heads of all towers.
+    Encoders with equally sized square inputs use SDPA: without boundaries or masks, PyTorch selects its flash kernel.
+    FlashAttention 4 does not support the head sizes of all encoders.
     """
     if kernel in FLASH:
         return kernel
@@ -29,9 +29,9 @@ def tower_kernel(kernel: str, model_type: str, *, has_varlen: Callable[[], bool]
 
 
 def attention_of_parts(kernel: str, architecture: PretrainedConfig) -> str | dict[str, str]:
-    """Return the attention kernels of a model's parts as `from_pretrained` takes them; `kernel` is the decoder's.
+    """Return attention kernels per model part for `from_pretrained`; `kernel` is for the decoder.
 
-    It takes no name of ours for a tower: `use_tower_kernel` follows.
+    It does not accept custom names for an encoder: `use_tower_kernel` sets those after loading.
     """
     if not takes_pictures(architecture):
         return kernel
@@ -40,6 +40,6 @@ def attention_of_parts(kernel: str, architecture: PretrainedConfig) -> str | dic
 
 
 def use_tower_kernel(model: PreTrainedModel, kernel: str) -> None:
-    """Let the tower of a loaded model run the project's own kernel, if that goes with the decoder's `kernel`."""
+    """Switch a loaded model's encoder to the custom varlen kernel, if it is compatible with the decoder `kernel`."""
     if tower_kernel(kernel, model.config.model_type) == TOWER_VARLEN:
         use_attention(model.get_submodule(FAMILIES[model.config.model_type].tower).config, TOWER_VARLEN)

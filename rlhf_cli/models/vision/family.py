@@ -1,4 +1,4 @@
-"""What a family of vision-language models does with pictures: their size, their tokens, and the tower's inputs."""
+"""Interface of a vision-language model family: image sizes, image tokens and encoder inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PictureRun:
-    """The tokens that stand for one picture, in place of the one placeholder that the chat template writes.
+    """Tokens that replace the single image placeholder in a rendered chat template.
 
-    `grid` and `patches` as in `PlacedPicture`.
+    `grid` and `patches` are the same as in `PlacedPicture`.
     """
 
     token_ids: tuple[int, ...]
@@ -21,10 +21,11 @@ class PictureRun:
 
 
 class VisionFamily(Protocol):
-    """How models of one family take pictures. Made from a model's folder, without its weights.
+    """Image handling for a model family, created from a model folder without weights.
 
-    `image_token` is the id of the placeholder, once a picture in a rendered prompt; `placeholder` is its text. `mark`
-    is the text of a picture for prompts without a chat template: the placeholder with the tokens that frame it.
+    - `image_token`: placeholder ID, once per image in a rendered prompt.
+    - `placeholder`: placeholder text.
+    - `mark`: image text for prompts without a chat template, the placeholder with surrounding tokens.
     """
 
     image_token: int
@@ -32,16 +33,16 @@ class VisionFamily(Protocol):
     mark: str
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size in which trainer and engine get a picture: within the bounds of pixels, as the model cuts it.
+        """Return the image size for trainer and engine: within the pixel bounds, as the model resizes it.
 
-        Raise UsageError for a picture that the family does not take, such as a line of pixels.
+        Raises UsageError for an unsupported image, such as a line of pixels.
         """
         ...
 
     def run(self, height: int, width: int) -> PictureRun:
-        """Return the tokens of a picture of this final size."""
+        """Return the tokens for an image with this final size."""
         ...
 
     def tower_inputs(self, pictures: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Return the arguments of `get_image_features` for pictures in their final sizes, uint8 [height, width, 3]."""
+        """Return `get_image_features` arguments for images in their final sizes, uint8 [height, width, 3]."""
         ...

@@ -1,6 +1,6 @@
-"""Parts of a vision-language model that training leaves as they are.
+"""Frozen parts of vision-language models.
 
-Checkpoints leave them out too, and name the model that has them.
+Checkpoints omit them and name the model that contains them.
 """
 
 import json
@@ -17,25 +17,25 @@ from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 SETTINGS = ("freeze_vision_tower", "freeze_projector")
 ORIGIN_FILE = "frozen_parts.json"
-"""Names the model that a run with frozen parts began with, beside the run's own weights."""
+"""File stored with a run's weights that names the model with the frozen parts."""
 ORIGIN = "frozen_origin"
-"""Attribute of a loaded model with frozen parts that holds the contents of this file."""
+"""Attribute of a loaded model with frozen parts: the contents of this file."""
 
 
 def check_trained_parts(
     config: ModelConfig, adapter: LoraConfig, architecture: PretrainedConfig, *, is_adapted: bool
 ) -> None:
-    """Raise UsageError if the settings name a part that the model lacks, or freeze what an adapter leaves as it is."""
+    """Raise UsageError if the settings freeze or adapt a part the model lacks, or freeze parts under an adapter."""
     frozen = next((name for name in SETTINGS if getattr(config, name)), None)
     given = frozen or ("lora_vision_tower" if adapter.lora_vision_tower else None)
     if given and not takes_pictures(architecture):
-        raise UsageError(f"{given}: a model of type {architecture.model_type} has no vision tower that is trained here")
+        raise UsageError(f"{given}: models of type {architecture.model_type} have no trainable vision encoder")
     if frozen and is_adapted:
-        raise UsageError(f"{frozen}: an adapter leaves all weights of the model as they are; drop it")
+        raise UsageError(f"{frozen}: with an adapter, all model weights are frozen already; drop it")
 
 
 def freeze_parts(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Take the parts of the settings out of training; a text model, as of another role, has none."""
+    """Freeze the configured parts. Text models, such as other roles, have none."""
     if not any(getattr(config, name) for name in SETTINGS) or not takes_pictures(model.config):
         return
     tower, projectors = tower_parameters(model)
@@ -47,24 +47,25 @@ def freeze_parts(model: PreTrainedModel, config: ModelConfig) -> None:
 def _origin(config: ModelConfig) -> dict[str, str]:
     path = resolve_model_path(config.pretrain)
     mark = fingerprint(folder_of(path))
+    # Absolute, because checkpoints are read from other working directories.
     return {"model": str(Path(path).resolve()) if Path(path).is_dir() else path, "fingerprint": mark}
 
 
 def describe_frozen_parts(model: nn.Module, folder: Path) -> None:
-    """Write which model has the weights of the parts that training leaves as they are, if there are any."""
+    """Write the name of the model that contains the frozen parts, if there are any."""
     if (origin := getattr(model, ORIGIN, None)) is not None:
         (folder / ORIGIN_FILE).write_text(json.dumps(origin) + "\n")
 
 
 def origin_of(folder: Path, *, moved_to: str | None) -> Path | None:
-    """Return the folder of the model that has the frozen parts of a run, None if nothing of it was frozen.
+    """Return the folder of the model that contains a run's frozen parts, or None if nothing was frozen.
 
     Args:
-        folder: what `describe_frozen_parts` wrote to.
-        moved_to: the present place of the model, if it is another one than in training.
+        folder: the folder that `describe_frozen_parts` wrote to.
+        moved_to: current model path, if it has moved since training.
 
     Raises:
-        UsageError: the model is gone, or its weights are others now.
+        UsageError: the model cannot be found, or its weights have changed.
     """
     if not (folder / ORIGIN_FILE).is_file():
         return None
@@ -72,17 +73,17 @@ def origin_of(folder: Path, *, moved_to: str | None) -> Path | None:
     try:
         origin = folder_of(resolve_model_path(moved_to or written["model"]))
     except UsageError as error:
-        raise UsageError(f"{folder}: the model with the frozen parts cannot be found: {error}") from error
+        raise UsageError(f"{folder}: cannot find the model with the frozen parts: {error}") from error
     if (mark := fingerprint(origin)) != written["fingerprint"]:
         raise UsageError(
-            f"{folder}: the frozen parts are of another model: the weights at {origin} have fingerprint {mark}, not "
-            f"{written['fingerprint']}"
+            f"{folder}: the frozen parts come from a different model: the weights at {origin} have fingerprint {mark}, "
+            f"not {written['fingerprint']}"
         )
     return origin
 
 
 def tower_parameters(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters of the tower and of the projectors; a projector within the tower is none of its parts."""
+    """Return encoder and projector parameters. Projectors within the encoder count only as projectors."""
     parts = FAMILIES[model.config.model_type]
     projectors = [p for name in parts.projectors for p in model.get_submodule(name).parameters()]
     of_projectors = set(projectors)
@@ -91,5 +92,5 @@ def tower_parameters(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[n
 
 
 def frozen_parts_identity(config: ModelConfig) -> dict[str, object]:
-    """Return the settings that have to be equal for a checkpoint to be continued."""
+    """Return the settings that must match for a checkpoint to be resumed."""
     return {name: getattr(config, name) for name in SETTINGS}

@@ -1,6 +1,6 @@
-"""The first layer of a tower as a matrix product: convolutions whose windows lie side by side.
+"""Patch embedding as a matrix product, for convolutions with non-overlapping windows.
 
-PyTorch's convolutions take many times as long for it on a CPU, most of all in the backward pass.
+PyTorch convolutions are many times slower for this on a CPU, especially in the backward pass.
 """
 
 from functools import partial
@@ -10,14 +10,14 @@ from torch import nn
 
 
 def use_patch_products(tower: nn.Module) -> None:
-    """Let all layers of a tower that cut patches compute products; their weights and names stay."""
+    """Compute all patch embeddings in an encoder as matrix products. Weights and names do not change."""
     for layer in tower.modules():
         if isinstance(layer, (nn.Conv2d, nn.Conv3d)) and cuts_patches(layer):
             layer.forward = partial(patch_product, layer)
 
 
 def cuts_patches(layer: nn.Conv2d | nn.Conv3d) -> bool:
-    """Return whether each pixel of a picture is in at most one window of the layer, and nothing is added around it."""
+    """Return whether the layer's windows do not overlap and it adds no padding."""
     return (
         layer.kernel_size == layer.stride
         and layer.padding in ("valid", (0,) * len(layer.kernel_size))
@@ -27,7 +27,7 @@ def cuts_patches(layer: nn.Conv2d | nn.Conv3d) -> bool:
 
 
 def patch_product(layer: nn.Conv2d | nn.Conv3d, pixels: torch.Tensor) -> torch.Tensor:
-    """Return the layer's output [N, D, *grid] for pixels [N, C, *sizes]; those behind the last window are not read."""
+    """Compute the layer output [N, D, *grid] for pixels [N, C, *sizes]; pixels after the last window are ignored."""
     num_axes = len(layer.kernel_size)
     for axis, size in enumerate(layer.kernel_size, start=2):
         pixels = pixels.unfold(axis, size, size)

@@ -1,8 +1,7 @@
-"""Pictures on their way from data to vision towers and rollout engines.
+"""Image records, from data to vision encoders and rollout engines.
 
-A picture stands in a sequence as a run of tokens, of which some are placeholders: the features of the vision tower
-take their place. Which tokens these are comes from the prompt alone, so a placeholder that a model samples is a token
-like any other one.
+An image is a run of tokens in a sequence. Some are placeholders, which the vision encoder's features replace. Their
+positions come from the prompt only, so a placeholder ID that a model samples is an ordinary token.
 """
 
 from collections.abc import Callable
@@ -15,11 +14,13 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture in the size in which trainer and engine get it.
+    """An image in the size that trainer and engine receive.
 
-    `digest` is a hash of its contents and size: pictures with the same digest are equal. `read` returns the pixels,
-    uint8 [height, width, 3] in RGB. It travels with the picture, so it has what other machines need to read them. A
-    message has each object once, however many records refer to it.
+    - `digest`: hash of contents and size; images with the same digest are equal.
+    - `read`: returns the pixels, uint8 [height, width, 3] in RGB. It is pickled with the image, so it must work on
+      other machines.
+
+    A message contains each object once, even if more than one record refers to it.
     """
 
     digest: str
@@ -29,7 +30,7 @@ class Picture:
 
     @property
     def pixels(self) -> np.ndarray:
-        """The pixels, uint8 [height, width, 3] in RGB, read each time: no picture keeps them."""
+        """The pixels, uint8 [height, width, 3] in RGB. Read on every access, not cached."""
         pixels = self.read()
         assert pixels.shape == (self.height, self.width, 3), f"{pixels.shape} instead of {self.height, self.width, 3}"
         return pixels
@@ -42,18 +43,21 @@ class Picture:
 
 
 def picture_of_pixels(digest: str, pixels: np.ndarray) -> Picture:
-    """Return the picture with these pixels, uint8 [height, width, 3]."""
+    """Create an image from pixels, uint8 [height, width, 3]."""
     return Picture(digest, pixels.shape[0], pixels.shape[1], partial(np.asarray, pixels))
 
 
 @dataclass(frozen=True)
 class PlacedPicture:
-    """A picture in a sequence: the run of `length` tokens from `start` on stands for it.
+    """An image in a sequence, represented by `length` tokens from `start`.
 
-    The tokens of the run with the id `token` are placeholders; others, as Idefics3 has for rows and columns, are
-    embedded like text. `grid` are the rows and columns of the features where the model counts positions in three axes
-    (Qwen-VL's multimodal rotary embedding, arXiv 2409.12191, section 2.1); None where positions just count tokens.
-    `patches` are the inputs of the tower, which are several for one placeholder.
+    - `token`: placeholder ID. Other tokens in the run, such as Idefics3's row and column markers, are embedded like
+      text.
+    - `grid`: feature rows and columns for models with three-axis positions (Qwen-VL's multimodal RoPE, arXiv
+      2409.12191, section 2.1), otherwise None.
+    - `patches`: number of encoder input patches, of which each feature combines one or more.
+
+    Example: a Qwen-VL image of 4 x 6 features at token 10 has `start` 10, `length` 24 and `grid` (4, 6).
     """
 
     picture: Picture
@@ -65,16 +69,16 @@ class PlacedPicture:
 
     @property
     def stop(self) -> int:
-        """The position behind the run."""
+        """Position after the run."""
         return self.start + self.length
 
     def moved(self, by: int) -> "PlacedPicture":
-        """Return the picture that many tokens later."""
+        """Return the image shifted by this many tokens."""
         return replace(self, start=self.start + by)
 
 
 def unexpanded(token_ids: list[int], pictures: tuple[PlacedPicture, ...]) -> list[int]:
-    """Return the tokens with one placeholder for each run, as vLLM takes a prompt."""
+    """Return the tokens with one placeholder per run, the form in which vLLM expects a prompt."""
     shortened: list[int] = []
     place = 0
     for placed in pictures:
@@ -85,10 +89,11 @@ def unexpanded(token_ids: list[int], pictures: tuple[PlacedPicture, ...]) -> lis
 
 @dataclass(frozen=True)
 class PackPictures:
-    """The pictures of a pack of T tokens, each once, whose features end to end are F.
+    """Unique images in a pack of T tokens; their concatenated features have F rows.
 
-    Row `rows_P[i]` of the pack gets feature `features_P[i]`; a picture that stands in several sequences has more rows
-    than features. `rope_3T` are positions in time, rows and columns, for models that count in three axes, else None.
+    - `rows_P`, `features_P`: pack row `rows_P[i]` gets feature `features_P[i]`. An image in more than one sequence has
+      more rows than features.
+    - `rope_3T`: positions in time, rows and columns for models with three-axis positions, otherwise None.
     """
 
     pictures: tuple[Picture, ...]
@@ -97,7 +102,7 @@ class PackPictures:
     rope_3T: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> "PackPictures":
-        """Return the record with its tensors on another device; pixels stay where they are."""
+        """Move the tensors to another device; pixels are not moved."""
         return replace(
             self,
             rows_P=self.rows_P.to(device, non_blocking=True),
@@ -106,6 +111,6 @@ class PackPictures:
         )
 
     def with_filler(self, count: int) -> "PackPictures":
-        """Return the record for a pack with that many more tokens behind its own."""
+        """Return the record for a pack with `count` filler tokens at the end."""
         rope_3T = self.rope_3T
         return self if rope_3T is None else replace(self, rope_3T=torch.nn.functional.pad(rope_3T, (0, count)))

@@ -1,4 +1,4 @@
-"""Vision-language models with a head that gives a number instead of words, for which transformers has no class."""
+"""Vision-language models with a score head, for which transformers has no class."""
 
 import functools
 from typing import Any
@@ -14,10 +14,10 @@ from rlhf_cli.models.classifiers import CLASSIFIER
 
 
 def scoring_class(architecture: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of a family's models with a linear head `score` in place of the language-model head.
+    """Return a model class with a linear `score` head instead of the LM head.
 
-    Its name ends as those of transformers' classifiers, so a saved configuration shows what the model is. The weights
-    have the names of the language model's checkpoint, and `score.weight`.
+    The name has the suffix of transformers classifiers, so a saved configuration identifies the model type. Weights
+    have language model checkpoint names, plus `score.weight`.
     """
     return _with_score_head(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(architecture)])
 
@@ -32,13 +32,15 @@ def _with_score_head(base: Any) -> Any:
     name = base.__name__.removesuffix("ForConditionalGeneration") + CLASSIFIER
     members = {
         "__init__": __init__,
-        "__module__": base.__module__,  # transformers renames the weights of its own models alone
+        # transformers converts weight names only for classes in its own modules.
+        "__module__": base.__module__,
         "__doc__": "A vision-language model with a scalar head.",
         "_tied_weights_keys": {},
         "can_generate": classmethod(lambda cls: False),
         "get_output_embeddings": lambda self: None,
         "from_config": classmethod(lambda cls, config, **options: cls._from_config(config)),
     }
+    # Conversions may be registered by class name, which the new class does not inherit.
     if (renamed := get_checkpoint_conversion_mapping(base.__name__)) is not None:
         register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     return type(name, (base,), members)

@@ -1,6 +1,6 @@
-"""What a decoder reads of a pack in a vision-language model: embeddings with features of pictures, and positions.
+"""Decoder inputs for packs in vision-language models: embeddings with image features, and positions.
 
-Features stand at the rows that the pack names, never at tokens with the id of a placeholder: a model may sample one.
+Features go to the rows named in the pack, never to all tokens with the placeholder ID, because a model may sample one.
 """
 
 from collections import OrderedDict
@@ -18,56 +18,62 @@ from rlhf_cli.models.vision.patch_products import use_patch_products
 from rlhf_cli.models.vision.pictures import PackPictures, Picture, picture_of_pixels
 
 PROCESSING = "picture_processing"
-"""Attribute of a loaded model that says how it cuts pictures; no module, so no name in the state dict changes."""
+"""Attribute of a loaded model with its image processing. Not a module, so state dict names do not change."""
 KEPT_BYTES = 1 << 30
-"""Inputs of the tower that a process keeps: 220 pictures of 400,000 pixels in bf16, more than a rank's share of most
-iterations, so that log-probs and updates decode and cut a picture once."""
+"""Cache size for encoder inputs: 220 images of 400,000 pixels in bf16.
+
+This exceeds one rank's images in most iterations, so log-probs and updates decode and resize each image once.
+"""
 
 
 def tower_of(model: PreTrainedModel) -> "VisionTower | None":
-    """Return the tower of a model that was loaded with one, None for a text model."""
+    """Return the vision encoder of a loaded model, or None for a text model."""
     processing = getattr(model, PROCESSING, None)
     return None if processing is None else VisionTower(model, processing)
 
 
 def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the tower and the projectors of a vision-language model; a projector may be a part of the tower."""
+    """Return the encoder and projector modules; a projector may be part of the encoder."""
     return [model.get_submodule(name) for name in names_of_parts(model.config)]
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of pictures end to end: `embedded_FD` take the place of embeddings, and each of `deep_FD` is added to
-    the output of one of the first layers (DeepStack, arXiv 2406.04334).
+    """Concatenated image features.
+
+    `embedded_FD` replaces embeddings, and each `deep_FD` is added to an early layer output (DeepStack, arXiv
+    2406.04334).
     """
 
     embedded_FD: torch.Tensor
     deep_FD: tuple[torch.Tensor, ...] = ()
 
     def nothing(self) -> torch.Tensor:
-        """Return a zero that has a gradient of zero for all that the features come from."""
+        """Return a zero with zero gradients for all parameters that produced the features."""
+        # With a dummy image, every rank runs the same backward collectives although no loss uses the features.
         return sum((0.0 * part.float().mean() for part in self.deep_FD), start=0.0 * self.embedded_FD.float().mean())
 
 
 class VisionTower:
-    """The tower and the embedding of a model, run on packs: no module, so that names in the state dict stay."""
+    """A model's vision encoder and embedding, run on packs. Not a module, so state dict names do not change."""
 
     def __init__(self, model: PreTrainedModel, processing: PictureProcessing) -> None:
         self._body = model.base_model
         self._embed = model.get_input_embeddings()
         self._modules = tower_modules(model)
+        # Projectors have no convolutions.
         use_patch_products(self._modules[0])
         self._processing = processing
         self._inputs = RecentInputs(self._inputs_of, KEPT_BYTES)
         self._blank = picture_of_pixels("blank", processing.blank())
 
     def _inputs_of(self, picture: Picture) -> dict[str, torch.Tensor]:
-        """Return the tower's inputs for a picture, in the type of the weights, in which towers take them anyway."""
+        """Return the encoder inputs for an image in the weight dtype, to which encoders convert them anyway."""
         inputs, dtype = self._processing.inputs_of(picture.pixels), self._embed.weight.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
     def decoder_inputs(self, pack: PackLike) -> dict[str, object]:
-        """Return the arguments of the decoder for the tokens of a pack, besides its bounds."""
+        """Return decoder arguments for the tokens in a pack, except sequence boundaries."""
         pictures = pack.pictures
         features = self._features(pictures.pictures if pictures else (self._blank,)) if self._runs_for(pack) else None
         embedded_TD = self._embed(pack.input_ids_T)
@@ -78,19 +84,23 @@ class VisionTower:
             return {"inputs_embeds": (embedded_TD + features.nothing().to(embedded_TD.dtype))[None], **positions}
         require_all_features(features, pictures)
         own_PD = features.embedded_FD.index_select(0, pictures.features_P).to(embedded_TD.dtype)
+        # Rows by position, not by token ID: a sampled placeholder must stay an ordinary token.
         embedded_TD = embedded_TD.index_copy(0, pictures.rows_P, own_PD)
         return {"inputs_embeds": embedded_TD[None], **positions, **_deep_inputs(features, pictures, len(embedded_TD))}
 
     def _runs_for(self, pack: PackLike) -> bool:
-        """Return whether the tower runs: for pictures, and without any where its parameters need a gradient or are
-        partitioned over ranks, which have to gather them together.
+        """Return whether to run the encoder.
+
+        It runs for images. Without images it runs on a dummy image if its parameters need a gradient or are
+        partitioned, so all ranks join the collectives.
         """
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        # ZeRO-3 sets ds_id on the parameters it partitions.
         return pack.pictures is not None or trains or any(hasattr(parameter, "ds_id") for parameter in parameters)
 
     def _positions(self, pack: PackLike) -> torch.Tensor:
-        """Return positions [1, T], or [4, 1, T] for models with three axes: the first row bounds the sequences."""
+        """Return positions [1, T], or [4, 1, T] for three-axis models; the first row marks sequence boundaries."""
         plain_T = pack.position_ids_T
         if not self._processing.has_axes:
             return plain_T[None]
@@ -108,21 +118,22 @@ class VisionTower:
 
 
 def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [F, D] from one tensor a picture, or from one tensor of pictures with equally many features."""
+    """Return [F, D] from one tensor per image, or from one tensor for images with equal feature counts."""
     return features.flatten(0, -2) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
 def require_all_features(features: Features, pictures: PackPictures) -> None:
-    """Raise AssertionError unless the tower gives one feature for each placeholder of the pictures."""
+    """Raise AssertionError unless the encoder returned one feature per image placeholder."""
     expected, found = int(pictures.features_P.max()) + 1, features.embedded_FD.shape[0]
-    assert found == expected, f"pictures have {expected} placeholders and {found} features"
+    assert found == expected, f"images have {expected} placeholders and {found} features"
 
 
 def _deep_inputs(features: Features, pictures: PackPictures, num_tokens: int) -> dict[str, object]:
-    """Return the arguments by which a decoder adds features to the outputs of its first layers; none for most."""
+    """Return arguments that add features to early decoder layers; empty for most models."""
     if not features.deep_FD:
         return {}
-    order_P = pictures.rows_P.argsort()  # they are added at the tokens of a mask, from first to last
+    # The decoder adds them through a boolean mask, in token order.
+    order_P = pictures.rows_P.argsort()
     is_feature_T = torch.zeros(num_tokens, dtype=torch.bool, device=order_P.device)
     own = pictures.features_P[order_P]
     return {
@@ -133,7 +144,7 @@ def _deep_inputs(features: Features, pictures: PackPictures, num_tokens: int) ->
 
 @dataclass
 class RecentInputs:
-    """The tower's inputs of pictures, of which the last ones are kept, up to a number of bytes."""
+    """LRU cache for encoder inputs, limited in bytes."""
 
     make: Callable[[Picture], dict[str, torch.Tensor]]
     most_bytes: int
@@ -141,13 +152,14 @@ class RecentInputs:
     _num_bytes: int = 0
 
     def __getitem__(self, picture: Picture) -> dict[str, torch.Tensor]:
-        """Return the inputs of a picture; pictures with the same digest have the same."""
+        """Return the inputs for an image; images with the same digest share an entry."""
         if picture.digest in self._kept:
             self._kept.move_to_end(picture.digest)
             return self._kept[picture.digest]
         made = self.make(picture)
         self._kept[picture.digest] = made
         self._num_bytes += _num_bytes(made)
+        # Keep the newest entry even if it exceeds the limit alone: the caller uses it now.
         while self._num_bytes > self.most_bytes and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             self._num_bytes -= _num_bytes(dropped)

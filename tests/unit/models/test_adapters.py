@@ -143,7 +143,7 @@ def test_layers_are_excluded_by_name(tiny_model_dir):
 
 
 def test_an_excluded_layer_that_is_not_there_is_named(tiny_model_dir):
-    with pytest.raises(UsageError, match="exclude_modules: no layer has the name query_proj; there are down_proj, "):
+    with pytest.raises(UsageError, match="exclude_modules: no layer is named query_proj; available: down_proj, "):
         load(tiny_model_dir, exclude_modules=["query_proj"])
     with pytest.raises(UsageError, match=r"target_modules, exclude_modules: .*(excluded|targeted)"):
         load(tiny_model_dir, target_modules=["q_proj"], exclude_modules=["q_proj"])
@@ -151,12 +151,14 @@ def test_an_excluded_layer_that_is_not_there_is_named(tiny_model_dir):
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_heads_and_embeddings_get_no_adapter(tiny_model_dir, name):
-    with pytest.raises(UsageError, match=f"{name} cannot have an adapter"):
+    with pytest.raises(UsageError, match=f"{name} does not support adapters"):
         load(tiny_model_dir, target_modules=[name])
 
 
 def test_experts_get_no_adapter_and_the_refusal_names_what_to_give(tiny_moe_dir):
-    with pytest.raises(UsageError, match=r"mlp.experts cannot have an adapter.* as in --target_modules q_proj,v_proj"):
+    with pytest.raises(
+        UsageError, match=r"mlp.experts does not support adapters.* as in --target_modules q_proj,v_proj"
+    ):
         load(tiny_moe_dir)
     load(tiny_moe_dir, target_modules=["q_proj", "v_proj"])
 
@@ -170,9 +172,9 @@ def test_a_layer_that_does_not_exist_is_named_before_weights_are_read(tiny_model
     empty = shutil.copytree(tiny_model_dir, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     save_file({}, empty / "model.safetensors")
     given = LoraConfig(lora_rank=2, target_modules=["q_proj", "nonsense"])
-    with pytest.raises(UsageError, match="target_modules: no layer has the name nonsense; there are down_proj, "):
+    with pytest.raises(UsageError, match="target_modules: no layer is named nonsense; available: down_proj, "):
         trained_model(ModelConfig(pretrain=str(empty)), given, seed=0)
-    with pytest.raises(UsageError, match="target_modules: no layer has the name nonsense"):
+    with pytest.raises(UsageError, match="target_modules: no layer is named nonsense"):
         load(tiny_model_dir, target_modules=["q_proj", "nonsense"])
 
 
@@ -217,7 +219,7 @@ def trained_weights_with_grad(model):
 
 def test_the_terminal_is_told_how_much_is_trained(tiny_model_dir):
     model = load(tiny_model_dir, lora_rank=1, target_modules=["q_proj"])
-    assert parameter_counts(model) == "0.0M parameters, 0.000128M of them trained"  # 2 layers, 32 in, 32 out
+    assert parameter_counts(model) == "0.0M parameters, 0.000128M trainable"  # 2 layers, 32 in, 32 out
     assert parameter_counts(load_causal_lm(settings(tiny_model_dir))) == "0.0M parameters"
 
 
@@ -233,7 +235,7 @@ def test_the_terminal_is_told_how_much_is_trained(tiny_model_dir):
     ],
 )
 def test_settings_of_an_adapter_are_refused_where_there_is_none(tiny_model_dir, given):
-    with pytest.raises(UsageError, match=f"{next(iter(given))} is about an adapter: give --lora_rank"):
+    with pytest.raises(UsageError, match=f"{next(iter(given))} requires an adapter: set --lora_rank"):
         load(tiny_model_dir, lora_rank=0, **given)
 
 
@@ -242,7 +244,7 @@ def test_4_bits_are_refused_without_a_gpu_and_without_an_adapter(tiny_model_dir)
         pytest.skip("this machine has one")
     with pytest.raises(UsageError, match="load_in_4bit needs an NVIDIA GPU"):
         load(tiny_model_dir, load_in_4bit=True)
-    with pytest.raises(UsageError, match="give --lora_rank"):
+    with pytest.raises(UsageError, match="set --lora_rank"):
         load(tiny_model_dir, lora_rank=0, load_in_4bit=True)
 
 
@@ -383,7 +385,7 @@ def test_an_adapter_for_another_base_is_refused(tiny_model_dir, tmp_path):
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(other)}))
-    with pytest.raises(UsageError, match=r"belongs to another model: the weights at .*other are not those"):
+    with pytest.raises(UsageError, match=r"was trained on a different base: the weights at .*other have fingerprint"):
         load(folder, lora_rank=0)
 
 
@@ -427,11 +429,11 @@ def test_adapters_of_other_tools_compute_the_same_here_are_trained_further_and_s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modules_to_save": ["embed_tokens", "lm_head"]}, r"trains whole layers \(embed_tokens, lm_head\)"),
-        ({"init_lora_weights": "pissa"}, "was changed when its training began .init_lora_weights pissa"),
-        ({"bias": "all"}, "trains biases of the model .bias all"),
-        ({"lora_bias": True}, "has biases of its own .lora_bias"),
-        ({"trainable_token_indices": [3]}, "has single rows of the embedding .trainable_token_indices"),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, r"with fully trained layers \(embed_tokens, lm_head\)"),
+        ({"init_lora_weights": "pissa"}, "modified its base model at initialization .init_lora_weights pissa"),
+        ({"bias": "all"}, "trains model biases .bias all"),
+        ({"lora_bias": True}, "uses LoRA biases .lora_bias"),
+        ({"trainable_token_indices": [3]}, "uses trainable embedding rows .trainable_token_indices"),
     ],
 )
 def test_adapters_with_unknown_parts_are_refused_with_the_reason(tiny_model_dir, tmp_path, changes, message):
@@ -447,7 +449,10 @@ def test_an_adapter_on_a_quantised_model_names_the_way_to_a_whole_one(tiny_model
     foreign_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj"])
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
-    with pytest.raises(UsageError, match=r"bnb-4bit, is quantised \(bitsandbytes\): `rlhf merge --base`"):
+    with pytest.raises(
+        UsageError,
+        match=r"bnb-4bit is quantized \(bitsandbytes\): merge it into the 16-bit original with `rlhf merge --base`",
+    ):
         load(tmp_path / "adapter", lora_rank=0)
 
 
@@ -459,13 +464,13 @@ def test_an_adapter_of_peft_alone_is_loaded_and_one_of_other_shapes_refused(tiny
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     weights = {name: tensor[:, :-1] if "lora_A" in name else tensor for name, tensor in load_file(file).items()}
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
-    with pytest.raises(UsageError, match=r"does not fit the model it names: look at .*q_proj\.lora_A"):
+    with pytest.raises(UsageError, match=r"does not match its base model: check .*q_proj\.lora_A"):
         load(tmp_path / "adapter", lora_rank=0)
 
 
 def test_another_rank_than_the_adapters_is_refused(tiny_model_dir, tmp_path):
     folder = saved(load(tiny_model_dir, lora_rank=4), tiny_model_dir, tmp_path / "adapter")
-    with pytest.raises(UsageError, match="is an adapter of rank 4, not 8: leave --lora_rank away"):
+    with pytest.raises(UsageError, match="is an adapter of rank 4, not 8: omit --lora_rank"):
         load(folder, lora_rank=8)
 
 
@@ -473,13 +478,13 @@ def test_an_adapter_whose_base_is_gone_says_so(tiny_model_dir, tmp_path):
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
     folder = saved(load(base), base, tmp_path / "adapter")
     shutil.rmtree(base)
-    with pytest.raises(UsageError, match=r"the model it belongs to cannot be found: .*there is no such folder"):
+    with pytest.raises(UsageError, match=r"its base model cannot be found: .*there is no such folder"):
         load(folder, lora_rank=0)
 
 
 def test_commands_without_adapters_name_the_way_to_a_whole_model(tiny_model_dir, tmp_path):
     folder = saved(load(tiny_model_dir), tiny_model_dir, tmp_path / "adapter")
-    with pytest.raises(UsageError, match="is an adapter, not a whole model: `rlhf merge`"):
+    with pytest.raises(UsageError, match="is an adapter, not a full model: merge it"):
         resolve_model_path(str(folder))
 
 
@@ -539,9 +544,9 @@ def test_peft_loads_a_head_saved_with_its_adapter(tiny_model_dir, tmp_path):
 def test_the_adapter_of_a_reward_model_is_not_trained_as_a_language_model(tiny_model_dir, tmp_path):
     folder = saved(load(tiny_model_dir, kind=load_value_backbone), tiny_model_dir, tmp_path / "adapter")
     plan = plan_adapter(settings(folder), LoraConfig(), seed=1)
-    with pytest.raises(UsageError, match="is the adapter of a reward model, which gives scores"):
+    with pytest.raises(UsageError, match="is a reward model adapter, which returns scores"):
         require_language_model(settings(folder), find_model(settings(tiny_model_dir)).architecture, plan)
-    with pytest.raises(UsageError, match=r"does not fit the model it names: look at base_model\.model\.score\.weight"):
+    with pytest.raises(UsageError, match=r"does not match its base model: check base_model\.model\.score\.weight"):
         load(folder, lora_rank=0)
     for other in (None, plan_adapter(settings(tiny_model_dir), LoraConfig(lora_rank=4), seed=1)):
         require_language_model(settings(tiny_model_dir), find_model(settings(tiny_model_dir)).architecture, other)

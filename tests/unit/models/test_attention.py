@@ -227,7 +227,7 @@ def test_auto_takes_the_first_kernel_that_fits(device, dtype, needs, expected):
     [
         ("flash_attention_3", "cuda", torch.bfloat16, (), "install flash_attention_3"),
         ("flash_attention_2", "cpu", torch.bfloat16, (), "runs on cuda, not on cpu"),
-        ("flash_attention_2", "cuda", torch.float32, (), "takes bfloat16, not float32; set param_dtype"),
+        ("flash_attention_2", "cuda", torch.float32, (), "supports bfloat16, not float32; set param_dtype"),
         ("varlen", "cpu", torch.float32, ("softcap",), "needs attention softcap"),
         ("flesh", "cpu", torch.float32, (), "auto, flash_attention_3, flash_attention_2, varlen, sdpa, eager"),
     ],
@@ -288,7 +288,7 @@ def test_needs_are_read_from_the_configuration():
     ("shape", "cure"),
     [
         ({"attn_logit_softcapping": 50.0}, "needs softcap: slow for long packs; install flash-attn (extra `flash`)"),
-        ({"model_type": "gpt_oss"}, "needs sinks: slow for long packs; no kernel here has it"),
+        ({"model_type": "gpt_oss"}, "needs sinks: slow for long packs; no other kernel supports it"),
     ],
 )
 def test_plain_attention_on_a_gpu_is_noted_with_its_cure(shape, cure):

@@ -26,8 +26,8 @@ def test_a_kernel_for_mlps_is_left_out_if_the_activation_is_another_one():
     [
         ({"on_gpu": False}, LlamaConfig(), "needs an NVIDIA GPU"),
         ({"installed": False}, LlamaConfig(), "is not installed"),
-        ({"compiled": True}, LlamaConfig(), "does not go with compile_model"),
-        ({}, Qwen3NextConfig(), "none for models of type qwen3_next"),
+        ({"compiled": True}, LlamaConfig(), "cannot be combined with compile_model"),
+        ({}, Qwen3NextConfig(), "no kernels for models of type qwen3_next"),
     ],
 )
 def test_what_cannot_be_used_is_skipped_by_default_and_refused_if_asked_for(change, config, sentence):
@@ -62,7 +62,7 @@ def test_only_this_decoder_is_changed_and_no_loss(capsys):
     assert given.pop("model") is model.get_decoder()
     off = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     assert given == off | {"rope": True, "rms_norm": True, "swiglu": True}
-    assert capsys.readouterr().out == "Liger's kernels for rms_norm, rope, swiglu\n"
+    assert capsys.readouterr().out == "Liger kernels: rms_norm, rope, swiglu\n"
 
 
 def test_the_rotary_function_goes_by_the_device():
@@ -75,7 +75,7 @@ def test_a_gpu_without_fused_kernels_logs_why(capsys):
     assert not uses_fused_kernels(None, config, **{**CAN, "installed": False})
     assert (
         capsys.readouterr().out
-        == f"no fused kernels of Liger: liger-kernel {OLDEST} or newer is not installed (extra `liger`)\n"
+        == f"Liger kernels are off: use_liger_kernel: liger-kernel {OLDEST} or newer is not installed (extra `liger`)\n"
     )
     assert uses_fused_kernels(None, config, **CAN)
     assert not uses_fused_kernels(None, config, **{**CAN, "on_gpu": False})

@@ -102,7 +102,7 @@ def test_a_file_is_read_as_the_model_that_is_in_it(quantise, tiny_model_dir, cac
     assert (tokenizer.chat_template, tokenizer.eos_token) == (known.chat_template, known.eos_token)
     assert model.generation_config.eos_token_id == known.eos_token_id
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
-    done = "weights de-quantised from Q8_0 to bf16" if quantise else "weights of type F32 converted"
+    done = "weights dequantized from Q8_0 to bf16" if quantise else "F32 weights converted"
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tiny.gguf: ")]
     assert len(lines) == 1
     assert done in lines[0]
@@ -133,8 +133,12 @@ def test_weights_of_another_form_in_the_folder_come_first(tiny_model_dir, tmp_pa
 @pytest.mark.parametrize(
     ("files", "given", "message"),
     [
-        ({"a.gguf": b"GGUF", "b.gguf": b"GGUF"}, "", "has several GGUF files: give the path of one of a.gguf, b.gguf"),
-        ({"a.gguf": b"version https://git-lfs"}, "", "a.gguf' is no GGUF file: it does not begin with GGUF"),
+        (
+            {"a.gguf": b"GGUF", "b.gguf": b"GGUF"},
+            "",
+            "contains more than one GGUF file: use the path of one of a.gguf, b.gguf",
+        ),
+        ({"a.gguf": b"version https://git-lfs"}, "", "a.gguf' is not a GGUF file: it does not start with GGUF"),
         ({"m-00001-of-00002.gguf": b"GGUF", "m-00002-of-00002.gguf": b"GGUF"}, "", "llama-gguf-split --merge"),
         ({}, "a.gguf", "a.gguf': there is no such file"),
         ({"a.gguf": b"GGUF" + bytes(20)}, "a.gguf", "a.gguf' cannot be converted to "),

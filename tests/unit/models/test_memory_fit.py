@@ -87,7 +87,7 @@ def test_given_values_are_kept_and_a_lack_of_room_is_named():
     assert fit.max_tokens < 8192
     fit = fit_24(LARGE, max_tokens=30_000)
     assert (fit.recomputes, fit.max_tokens) == (True, 30_000)
-    assert "OF WHICH ABOUT 0 TOKENS FIT" in fit.reason
+    assert "BUT ONLY ABOUT 0 TOKENS FIT" in fit.reason
 
 
 def test_the_longest_sequence_has_room_in_any_case():

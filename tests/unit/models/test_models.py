@@ -249,7 +249,7 @@ def test_hub_name_that_the_hub_does_not_give_is_refused_in_one_sentence():
     done = subprocess.run([sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert "UsageError: pretrain 'no-such-org/no-such-model'" in last
-    assert "not a local folder, and the Hub gave none" in last
+    assert "not a local folder, and not available from the Hub" in last
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_folder_that_is_no_model_is_refused_with_what_is_missing(files, message,
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [('{"model_type": ', r"Expecting value: line 1 column 16"), ("[]", "no JSON object"), ("\xff", "utf-8")],
+    [('{"model_type": ', r"Expecting value: line 1 column 16"), ("[]", "not a JSON object"), ("\xff", "utf-8")],
 )
 def test_a_broken_settings_file_of_a_model_is_named(name, text, fault, tmp_path):
     for file in ("config.json", "model.safetensors", "tokenizer_config.json"):
         (tmp_path / file).write_text("{}")
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(
-        UsageError, match=f"^{tmp_path / name} is no JSON .*{fault}|{name} is {fault}.*download the model"
+        UsageError, match=f"^{tmp_path / name} is not valid JSON .*{fault}|{name} is {fault}.*download the model"
     ):
         resolve_model_path(str(tmp_path))
 
@@ -299,7 +299,7 @@ def test_weights_that_lack_a_tensor_are_refused(tiny_llama_dir, tmp_path):
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"1 missing or of another shape, the first is model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(UsageError, match=r"1 missing or with another shape, first model\.layers\.1\.mlp\.up_proj"):
         load_causal_lm(settings(folder))
 
 
@@ -364,7 +364,7 @@ def test_a_reward_model_is_no_language_model_though_its_weights_would_load(tiny_
     tokenizer = load_tokenizer(settings(tiny_model_dir))
     save_hf(load_value_backbone(settings(tiny_model_dir)), tokenizer, tmp_path)
     (tmp_path / "model.safetensors").write_text("never read")
-    with pytest.raises(UsageError, match="is Qwen2ForSequenceClassification, which gives scores: give a language"):
+    with pytest.raises(UsageError, match="is Qwen2ForSequenceClassification, which returns scores: use a language"):
         load_causal_lm(settings(tmp_path))
 
 
@@ -389,7 +389,7 @@ def test_code_of_a_model_is_named_by_the_flag_that_allows_it(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
     (tmp_path / "own.py").write_text("raise SystemExit('this code must not run')")
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UsageError, match=r"read that code, then give --trust_remote_code$"):
+    with pytest.raises(UsageError, match=r"review it, then set --trust_remote_code$"):
         find_model(settings(tmp_path))
 
 
@@ -409,7 +409,7 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(UsageError, match=r"the tokenizer has no vocabulary: a file such as tokenizer.json is missing"):
+    with pytest.raises(UsageError, match=r"the tokenizer has no vocabulary; a file such as tokenizer.json is missing"):
         load_tokenizer(settings(tmp_path))
 
 

@@ -39,7 +39,7 @@ def test_a_kernel_whose_masks_have_no_bounds_is_refused(kind, tmp_path):
 def test_every_other_type_is_refused_in_one_sentence(kind):
     assert kind in CONFIG_MAPPING_NAMES
     architecture = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
-    with pytest.raises(UsageError, match=f"models of type {kind} cannot be trained on packs: nothing shows"):
+    with pytest.raises(UsageError, match=f"models of type {kind} cannot be trained on packs: not tested"):
         check_trainable(architecture)
 
 

@@ -58,8 +58,8 @@ def test_ranks_exchange_tokens_for_heads_where_heads_divide(heads, given, mode) 
     ("config", "size", "num_ranks", "attention", "fault"),
     [
         (model(), 3, 4, "varlen", "--sequence_parallel_size 3 does not divide the 4 ranks of the model"),
-        (model(), 2, 2, "sdpa", "attn_implementation varlen, and this run takes sdpa"),
-        (model(rope_type="dynamic", factor=2.0), 2, 2, "varlen", "rotary positions of type dynamic need the whole"),
+        (model(), 2, 2, "sdpa", "attn_implementation varlen, but this run uses sdpa"),
+        (model(rope_type="dynamic", factor=2.0), 2, 2, "varlen", "rotary positions of type dynamic depend on the full"),
     ],
 )
 def test_ranks_that_cannot_share_a_sequence_are_refused(config, size, num_ranks, attention, fault) -> None:
@@ -68,13 +68,17 @@ def test_ranks_that_cannot_share_a_sequence_are_refused(config, size, num_ranks,
 
 
 def test_ranks_do_not_share_sequences_of_vision_language_models() -> None:
-    with pytest.raises(UsageError, match=r"--sequence_parallel_size: .* vision-language models \(qwen3_vl\)"):
+    with pytest.raises(
+        UsageError, match=r"--sequence_parallel_size is not supported for vision-language models \(qwen3_vl\)"
+    ):
         check_sequence_parallel(Qwen3VLConfig(), settings(2), num_ranks=2, attention="varlen")
 
 
 def test_heads_that_cannot_be_dealt_are_refused_with_the_mode_that_takes_them() -> None:
     given = settings(4, sequence_parallel_mode="ulysses")
-    with pytest.raises(UsageError, match=r"--ref_sequence_parallel_size 4 .* 6 attention heads: .* gather takes any"):
+    with pytest.raises(
+        UsageError, match=r"--ref_sequence_parallel_size 4 .* 6 attention heads: .* gather supports any"
+    ):
         check_sequence_parallel(model(6), given, num_ranks=4, attention="varlen", name="ref_sequence_parallel_size")
     check_sequence_parallel(model(6), settings(4), num_ranks=4, attention="varlen")
 
@@ -109,9 +113,9 @@ def test_modes_that_mean_nothing_are_refused(given, fault) -> None:
 
 
 def test_settings_that_need_whole_packs_are_refused() -> None:
-    with pytest.raises(UsageError, match="--aux_loss_coef needs all tokens"):
+    with pytest.raises(UsageError, match="--aux_loss_coef needs full packs"):
         check_whole_packs(settings(2), aux_loss_coef=0.1, compile_model=False)
-    with pytest.raises(UsageError, match="compile_model does not go with"):
+    with pytest.raises(UsageError, match="compile_model cannot be combined with"):
         check_whole_packs(settings(2), aux_loss_coef=0, compile_model=True)
     check_whole_packs(settings(1), aux_loss_coef=0.1, compile_model=True)
 

@@ -118,18 +118,18 @@ def test_a_response_that_ends_with_the_separator_gets_no_second_one(folder):
 
 def test_what_cannot_be_read_is_refused_with_the_reason(folder, tmp_path):
     with pytest.raises(
-        UsageError, match=r'does not name the text between its steps: add step_separator .*"\\n" if TRL'
+        UsageError, match=r'does not name the text between steps: add step_separator .*"\\n" is the TRL default'
     ):
         find_process_reward_model(save(tmp_path / "unnamed"), POLICY, TOKENIZER)
-    with pytest.raises(UsageError, match="is Qwen2ForTokenClassification with 3 numbers for a step"):
+    with pytest.raises(UsageError, match="is Qwen2ForTokenClassification with 3 logits per step"):
         find_process_reward_model(save(tmp_path / "three", num_labels=3), POLICY, TOKENIZER)
-    with pytest.raises(UsageError, match=r"--reward_pretrain .* is Qwen2ForTokenClassification with 2 numbers"):
+    with pytest.raises(UsageError, match=r"--reward_pretrain .* is Qwen2ForTokenClassification with 2 logits"):
         find_reward_model(folder, POLICY, TOKENIZER, normalize=False)
 
 
 def test_a_model_with_classes_is_no_language_model_though_tied_embeddings_would_load_as_one(tmp_path):
     tied = save(tmp_path / "tied", tie_word_embeddings=True)
-    with pytest.raises(UsageError, match="is Qwen2ForTokenClassification, which gives scores: give a language model"):
+    with pytest.raises(UsageError, match="is Qwen2ForTokenClassification, which returns scores: use a language model"):
         load_causal_lm(POLICY.model_copy(update={"pretrain": tied}))
 
 

@@ -58,7 +58,7 @@ def test_a_saved_reward_model_scores_the_same_and_is_no_language_model(
     sequences = vision_sequences(folders[kind])
     loaded = ValueModel(load_reward_model(settings(tmp_path / "judge")))
     torch.testing.assert_close(scores(loaded, sequences), scores(ValueModel(model), sequences), atol=0, rtol=0)
-    with pytest.raises(UsageError, match="which gives scores: give a language model"):
+    with pytest.raises(UsageError, match="which returns scores: use a language model"):
         load_causal_lm(settings(tmp_path / "judge"))
 
 

@@ -116,9 +116,11 @@ def test_frozen_parts_of_a_model_that_has_moved_or_changed(folders: dict[str, Pa
         run_merge(MergeGroup(model=str(run.checkpoint), output=str(tmp_path / name), base=base and str(base)))
         return weights_in(tmp_path / name)
 
-    with pytest.raises(UsageError, match="the model with the frozen parts cannot be found"):
+    with pytest.raises(UsageError, match="cannot find the model with the frozen parts"):
         merged("gone", None)
-    with pytest.raises(UsageError, match=r"the frozen parts are of another model: the weights at .*another have"):
+    with pytest.raises(
+        UsageError, match=r"the frozen parts come from a different model: the weights at .*another have"
+    ):
         merged("other", save_tiny_vision("llava", tmp_path / "another", seed=1))
     saved, found = weights_in(run.folder), merged("out", tmp_path / "moved")
     assert not [name for name in saved if not torch.equal(saved[name], found[name])]
@@ -179,7 +181,7 @@ def test_named_target_modules_are_looked_for_in_the_language_part(folders: dict[
     layers = [f"model.language_model.layers.{number}.self_attn.q_proj" for number in (0, 1)]
     assert adapted(target_modules=["q_proj"]) == set(layers)
     assert adapted(target_modules=["q_proj"], exclude_modules=["layers.0.self_attn.q_proj"]) == set(layers[1:])
-    with pytest.raises(UsageError, match="no linear layer fc1; --lora_vision_tower also looks in the vision tower"):
+    with pytest.raises(UsageError, match="no linear layer fc1; --lora_vision_tower also searches the vision encoder"):
         adapted(target_modules=["fc1"])
     assert all("vision_tower" in name for name in adapted(target_modules=["fc1"], lora_vision_tower=True))
 
@@ -209,18 +211,18 @@ def test_weights_in_4_bits_are_the_language_part_alone(folders: dict[str, Path],
 def test_parts_that_a_model_has_not_are_refused(folders: dict[str, Path], tiny_model_dir: str) -> None:
     text, vision = (AutoConfig.from_pretrained(path) for path in (tiny_model_dir, folders["llava"]))
     frozen = ModelConfig(pretrain="model", freeze_projector=True)
-    with pytest.raises(UsageError, match="freeze_projector: a model of type qwen2 has no vision tower"):
+    with pytest.raises(UsageError, match="freeze_projector: models of type qwen2 have no trainable vision encoder"):
         check_trained_parts(frozen, LoraConfig(), text, is_adapted=False)
-    with pytest.raises(UsageError, match="lora_vision_tower: a model of type qwen2 has no vision tower"):
+    with pytest.raises(UsageError, match="lora_vision_tower: models of type qwen2 have no trainable vision encoder"):
         check_trained_parts(
             ModelConfig(pretrain="model"), LoraConfig(lora_rank=2, lora_vision_tower=True), text, is_adapted=True
         )
-    with pytest.raises(UsageError, match="freeze_projector: an adapter leaves all weights"):
+    with pytest.raises(UsageError, match="freeze_projector: with an adapter, all model weights are frozen"):
         check_trained_parts(frozen, LoraConfig(lora_rank=2), vision, is_adapted=True)
     check_trained_parts(frozen, LoraConfig(), vision, is_adapted=False)
 
 
 def test_a_text_model_refuses_packs_with_pictures(folders: dict[str, Path], tiny_model_dir: str) -> None:
     policy = PolicyModel(load_causal_lm(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32")))
-    with pytest.raises(UsageError, match="a text model cannot read pictures"):
+    with pytest.raises(UsageError, match="a text model cannot read images"):
         policy(pack(vision_sequences(folders["llava"], [[(56, 56)]])))

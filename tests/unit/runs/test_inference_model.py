@@ -88,8 +88,8 @@ def test_what_cannot_answer_is_refused_before_anything_starts(tiny_model_dir, tm
     several = Trained(tmp_path / "several", tiny_model_dir)
     (several.checkpoint / "other" / "deepspeed").mkdir(parents=True)
     cases = {
-        scores.folder: "--pretrain .* gives scores",
-        damaged.folder: "does not fit the model under it",
+        scores.folder: "--pretrain .* returns scores",
+        damaged.folder: "does not match its base model",
         several.checkpoint: "--pretrain .* has several models: give one, .*/model or .*/other",
         tmp_path / "gone": "there is no such folder",
     }

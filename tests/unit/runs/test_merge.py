@@ -228,7 +228,7 @@ def test_an_adapter_on_a_quantised_model_is_merged_into_its_original(tiny_llama_
     foreign = foreign_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
-    with pytest.raises(UsageError, match="is quantised"):
+    with pytest.raises(UsageError, match="is quantized"):
         merge(tmp_path / "adapter", tmp_path / "out")
     merge(tmp_path / "adapter", tmp_path / "out", base=tiny_llama_dir)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -240,10 +240,13 @@ def test_what_is_not_lora_is_refused(tiny_llama_dir, tmp_path):
 
     for number, (config, message) in enumerate(
         (
-            (LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "biases of its own"),
-            (LoraConfig(r=2, target_modules=["embed_tokens"]), "more than LoRA's two factors"),
-            (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "was changed when its training"),
-            (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is known here"),
+            (LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "uses LoRA biases"),
+            (LoraConfig(r=2, target_modules=["embed_tokens"]), "weights other than LoRA factors"),
+            (
+                LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"),
+                "modified its base model at initialization",
+            ),
+            (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is supported"),
         )
     ):
         folder = tmp_path / str(number)
@@ -257,13 +260,13 @@ def test_what_is_not_lora_is_refused(tiny_llama_dir, tmp_path):
 
 def test_an_adapter_for_another_base_is_refused(tiny_model_dir, tiny_llama_dir, tmp_path):
     run = Trained(tmp_path, tiny_model_dir, lora_rank=4)
-    with pytest.raises(UsageError, match=r"belongs to another model: .* not those it was trained on"):
+    with pytest.raises(UsageError, match=r"was trained on a different base: .* have fingerprint"):
         merge(run.folder, tmp_path / "out", base=tiny_llama_dir)
     (run.folder / "adapter_base.json").unlink()  # as PEFT alone writes it
     weights = load_file(run.folder / "adapter_model.safetensors")
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
     save_file(weights | {name: weights[name][:-1].clone()}, run.folder / "adapter_model.safetensors")
-    with pytest.raises(UsageError, match=r"up_proj\.weight has shape \(48, 32\), the adapter's part of it \(47, 32\)"):
+    with pytest.raises(UsageError, match=r"up_proj\.weight has shape \(48, 32\), but the adapter expects \(47, 32\)"):
         merge(run.folder, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 
@@ -272,7 +275,7 @@ def test_a_base_that_has_moved_is_given(tiny_model_dir, tmp_path):
     base = shutil.copytree(tiny_model_dir, tmp_path / "base")
     run = Trained(tmp_path, base, lora_rank=4)
     moved = shutil.move(base, tmp_path / "moved")
-    with pytest.raises(UsageError, match="the model it belongs to cannot be found"):
+    with pytest.raises(UsageError, match="its base model cannot be found"):
         merge(run.folder, tmp_path / "out")
     merge(run.folder, tmp_path / "out", base=str(moved))
 
@@ -357,7 +360,7 @@ def test_what_was_written_otherwise_is_found(tmp_path):
     source = CountedTensors()
     write_shards(source, tmp_path, dtype=None, max_bytes=10**6)
     verify_shards(source, tmp_path, dtype=None)
-    with pytest.raises(RunError, match="10 tensors were not written as they should be"):
+    with pytest.raises(RunError, match="10 written tensors differ from the source"):
         verify_shards(source, tmp_path, dtype=torch.bfloat16)
 
 

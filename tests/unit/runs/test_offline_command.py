@@ -52,7 +52,7 @@ def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest)
     if longest <= 64:
         assert load_items(config.data, model, lambda **_: rows).data is rows
         return
-    with pytest.raises(UsageError, match=r"x: rows have up to 90 tokens, .* 64 positions .* give --max_len 64"):
+    with pytest.raises(UsageError, match=r"x: rows have up to 90 tokens, .* 64 positions .* set --max_len 64"):
         load_items(config.data, model, lambda **_: rows)
 
 

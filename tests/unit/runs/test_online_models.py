@@ -83,7 +83,7 @@ def test_a_run_from_an_adapter_reports_that_its_reference_is_the_bare_base(tiny_
 
 
 def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
-    with pytest.raises(UsageError, match="has 3 labels, and a reward model has one"):
+    with pytest.raises(UsageError, match="has 3 labels, but a reward model has one"):
         find("ppo", tiny_model_dir, critic_pretrain=str(save_reward_model(tmp_path / "labels", num_labels=3)))
     with pytest.raises(UsageError, match=r"^--critic_pretrain: pretrain '.*nowhere': there is no such folder"):
         find("ppo", tiny_model_dir, critic_pretrain=str(tmp_path / "nowhere"))
@@ -91,7 +91,7 @@ def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
     larger = make_tiny_tokenizer()
     larger.add_tokens(["<|extra|>"])
     larger.save_pretrained(policy)
-    with pytest.raises(UsageError, match=r"^--critic_pretrain '.*' has another vocabulary than the policy"):
+    with pytest.raises(UsageError, match=r"^--critic_pretrain '.*' has a different vocabulary than the policy"):
         find("ppo", str(policy), critic_pretrain=str(save_reward_model(tmp_path / "critic")))
 
 

@@ -106,7 +106,9 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_sentence(rows, tmp_path, ti
     ids = content["model"]["vocab"]
     ids["7"], ids["8"] = ids["8"], ids["7"]
     (other / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=r"^--teacher_pretrain '.*other' has another vocabulary .* 2 of 260 tokens"):
+    with pytest.raises(
+        UsageError, match=r"^--teacher_pretrain '.*other' has a different vocabulary .* 2 of 260 tokens"
+    ):
         task_of(rows, tiny_model_dir, str(other))
     few = with_rows(tiny_llama_dir, tmp_path / "few", len(make_tiny_tokenizer()) - 1)
     with pytest.raises(UsageError, match=r"^--teacher_pretrain '.*few' has 259 embeddings, fewer than the 260 tokens"):

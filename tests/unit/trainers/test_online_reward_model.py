@@ -49,18 +49,18 @@ def test_statistics_are_read_from_the_configuration_where_scores_are_normalised(
 
 def test_statistics_that_are_missing_or_useless_are_refused(tmp_path):
     folder = save_reward_model(tmp_path)
-    with pytest.raises(UsageError, match="has no reward_mean and reward_std; `rlhf rm` writes them where"):
+    with pytest.raises(UsageError, match="has no reward_mean and reward_std; `rlhf rm` writes them if you pass"):
         find(folder, normalize=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"reward_mean": 1.0, "reward_std": 0.0}))
-    with pytest.raises(UsageError, match=r"reward_mean of 1.0 and a reward_std of 0.0"):
+    with pytest.raises(UsageError, match=r"reward_mean 1\.0, reward_std 0\.0"):
         find(folder, normalize=True)
 
 
 def test_models_without_a_score_or_with_several_are_refused(tiny_model_dir, tmp_path):
     with pytest.raises(UsageError, match="is Qwen2ForCausalLM, not a sequence-classification model with one label"):
         find(Path(tiny_model_dir))
-    with pytest.raises(UsageError, match="has 3 labels, and a reward model has one"):
+    with pytest.raises(UsageError, match="has 3 labels, but a reward model has one"):
         find(save_reward_model(tmp_path, num_labels=3))
     with pytest.raises(UsageError, match=r"--reward_pretrain: pretrain '.*nowhere': there is no such folder"):
         find(tmp_path / "nowhere")
@@ -72,7 +72,7 @@ def test_a_vocabulary_with_other_ids_is_refused_and_a_larger_one_is_not(reward_d
     assert find(save_reward_model(tmp_path, tokenizer=larger)).source.pretrain == str(tmp_path)
     with pytest.raises(UsageError) as caught:
         find(reward_dir, tokenizer=larger)
-    assert str(caught.value).endswith("1 of 261 tokens differ, the first is '<|extra|>': 260 here, not there")
+    assert str(caught.value).endswith("1 of 261 tokens differ, first '<|extra|>': 260 here, not there")
 
 
 def test_the_tokenizer_of_a_saved_policy_is_that_of_its_reward_model(tiny_model_dir, reward_dir):
@@ -80,7 +80,7 @@ def test_the_tokenizer_of_a_saved_policy_is_that_of_its_reward_model(tiny_model_
 
 
 def test_a_folder_without_a_score_head_gets_no_random_one(tiny_model_dir):
-    with pytest.raises(UsageError, match=r"1 missing or of another shape, the first is score\.weight"):
+    with pytest.raises(UsageError, match=r"1 missing or with another shape, first score\.weight"):
         load_reward_model(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
 
 

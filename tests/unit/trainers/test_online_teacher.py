@@ -64,18 +64,18 @@ def test_a_teacher_of_another_vocabulary_is_refused_and_a_larger_one_is_not(tiny
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     (other / "tokenizer.json").write_text(json.dumps(written))
     with pytest.raises(
-        UsageError, match=r"^--teacher_pretrain '.*swapped' has another vocabulary than the policy.*2 of"
+        UsageError, match=r"^--teacher_pretrain '.*swapped' has a different vocabulary than the policy.*2 of"
     ):
         find(other, tiny_model_dir)
 
 
 def test_a_teacher_reads_every_token_that_the_policy_may_sample(tiny_model_dir, tmp_path):
-    with pytest.raises(UsageError, match="has 280 embeddings and the policy 300: it could not read every token"):
+    with pytest.raises(UsageError, match="has 280 embeddings and the policy 300: it cannot read every token"):
         find(save_teacher(tmp_path, vocab_size=280), tiny_model_dir)
 
 
 def test_what_is_no_whole_language_model_is_no_teacher(tiny_model_dir, tmp_path):
-    with pytest.raises(UsageError, match="which gives scores: give a language model"):
+    with pytest.raises(UsageError, match="which returns scores: use a language model"):
         find(save_reward_model(tmp_path / "judge"), tiny_model_dir)
     with pytest.raises(UsageError, match=r"^--teacher_pretrain: pretrain '.*nowhere': there is no such folder"):
         find(tmp_path / "nowhere", tiny_model_dir)

@@ -240,13 +240,13 @@ def test_a_reference_that_reads_other_tokens_is_refused(tiny_model_dir, tmp_path
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 259}))
     assert refused(folder).endswith("has 259 embeddings, fewer than the 260 tokens it would read")
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
-    assert refused(folder).endswith("is Qwen2ForSequenceClassification, which gives scores: give a language model")
+    assert refused(folder).endswith("is Qwen2ForSequenceClassification, which returns scores: use a language model")
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "another vocabulary than the policy, whose token ids it would read: 2 of 260 tokens" in refused(folder)
+    assert "a different vocabulary than the policy and would misread its token IDs: 2 of 260 tokens" in refused(folder)
 
 
 def test_data_that_differ_in_one_token_have_another_digest():

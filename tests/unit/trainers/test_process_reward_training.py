@@ -88,5 +88,5 @@ def test_a_model_with_two_numbers_for_a_step_is_refused(kind, tiny_model_dir, tm
     config.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(tiny_model_dir) / name, folder)
-    with pytest.raises(UsageError, match=f"is {kind} with 2 numbers for a step"):
+    with pytest.raises(UsageError, match=f"is {kind} with 2 logits per step"):
         prm_task(config_of(tmp_path, folder))

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM2: a picture is one square; if it is split, also rows and columns of squares, with marks."""
+"""Idefics3 and SmolVLM2: an image is one square tile, optionally also split into rows and columns of tiles."""
 
 import math
 
@@ -8,15 +8,16 @@ from transformers import PretrainedConfig
 from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
 
 FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
-"""Tokens before and behind each square; the mark of the picture as a whole."""
+"""Tokens around each tile; the marker for the full image."""
 LARGEST_SIDE = 4096
-"""Sides that the image processor does not exceed, whatever its configuration asks for."""
+"""Maximum side length in the image processor, independent of its configuration."""
 
 
 class Idefics3Processing(PictureProcessing):
-    """Pictures of Idefics3 and SmolVLM2, whose longest side becomes a length of the image processor."""
+    """Image handling for Idefics3 and SmolVLM2, which resize the longest side to a fixed length."""
 
-    sample_axis = 1  # behind a batch of one sample
+    # Dimension 0 is the batch, with one sample.
+    sample_axis = 1
     input_names = ("pixel_values", "pixel_attention_mask")
 
     def __init__(self, processor: ImageProcessor, architecture: PretrainedConfig) -> None:
@@ -31,13 +32,13 @@ class Idefics3Processing(PictureProcessing):
         return [[pixels]]
 
     def _own_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the longest side as the processor wants it; the other one in proportion, made even."""
+        """Return the processor's size: a fixed longest side, and the other side in proportion, rounded up to even."""
         shorter = int(self._longest * min(height, width) / max(height, width))
         shorter = max(shorter + shorter % 2, 2)
         return (shorter, self._longest) if width >= height else (self._longest, shorter)
 
     def marks(self, height: int, width: int, placeholder: str) -> str:
-        """Return the text as the model's processor writes it: squares row by row, then the whole picture."""
+        """Return the text that the model's processor writes: tiles row by row, then the full image."""
         features = placeholder * self._num_features
         whole = FRAME + WHOLE + features + FRAME
         rows, columns = self.squares(height, width)
@@ -50,9 +51,10 @@ class Idefics3Processing(PictureProcessing):
         return "".join(lines) + "\n" + whole
 
     def squares(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of squares that a picture of this final size is cut into; 0, 0 if it is not."""
+        """Return the rows and columns of tiles for an image with this final size; 0, 0 if it is not split."""
         if not self._processor.do_image_splitting:
             return 0, 0
+        # The same float operations as in the processor: another order could round to a different number of tiles.
         proportion = width / height
         if width >= height:
             columns = math.ceil(width / self._square)

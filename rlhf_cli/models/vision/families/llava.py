@@ -1,4 +1,4 @@
-"""LLaVA: every picture is one square, cut from its middle, and has the same number of features."""
+"""LLaVA: every image becomes one center-cropped square with a fixed number of features."""
 
 from transformers import PretrainedConfig
 
@@ -6,20 +6,21 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
 
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Features of these towers before the features of the patches."""
+"""Number of features that these encoders return before patch features."""
 
 
 class LlavaProcessing(PictureProcessing):
-    """Pictures of LLaVA: the shorter side as long as the square's, or both sides, as the image processor has it."""
+    """Image handling for LLaVA: the image processor resizes the shorter side, or both sides, to the square."""
 
     def __init__(self, processor: ImageProcessor, architecture: PretrainedConfig) -> None:
         super().__init__(processor, architecture)
         tower = architecture.vision_config
         if tower.model_type not in CLASS_TOKENS:
             raise UsageError(
-                f"models of type llava with a tower of type {tower.model_type} are not trained on pictures here: only "
-                f"with {' or '.join(CLASS_TOKENS)}"
+                f"models of type llava with a vision encoder of type {tower.model_type} are not supported: only "
+                f"{' or '.join(CLASS_TOKENS)}"
             )
+        # The "default" strategy drops the first feature, which is the class token in CLIP.
         dropped = 1 if architecture.vision_feature_select_strategy == "default" else 0
         self._num_features = (tower.image_size // tower.patch_size) ** 2 + CLASS_TOKENS[tower.model_type] - dropped
         self._size = processor.size

@@ -1,4 +1,4 @@
-"""How one model cuts pictures for its tower: by its folder's image processor, in NumPy or torchvision."""
+"""Image processing for one model, with the image processor from its folder, in NumPy or torchvision."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,22 +12,23 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import naming_the_model
 
 ImageProcessor: TypeAlias = Any
-"""An image processor of transformers, whose settings differ by family."""
+"""A transformers image processor. Settings differ by family."""
 MOST_STRETCHED = 200
-"""Largest proportion of a picture's sides, as Qwen-VL's image processor takes it."""
+"""Maximum aspect ratio, the limit in Qwen-VL's image processor."""
 WHITE = 255
 
 
 class PictureProcessing(ABC):
-    """Sizes, marks and tower inputs of pictures in one model; needs neither weights nor tokenizer.
+    """Image sizes, marker text and encoder inputs for one model; needs neither weights nor tokenizer.
 
-    `has_axes`: the model counts positions in time, rows and columns. `sample_axis` is the dimension of its tower's
-    inputs in which pictures follow each other; `patches_per_feature` is the number of patches that become one feature.
+    - `has_axes`: the model has three-axis positions (time, rows, columns).
+    - `sample_axis`: encoder input dimension along which images are concatenated.
+    - `patches_per_feature`: patches that are merged into one feature.
     """
 
     has_axes = False
     source = ""
-    """Folder or Hub name of the model."""
+    """Model folder or Hub name."""
     sample_axis = 0
     patches_per_feature = 1
     input_names: tuple[str, ...] = ("pixel_values",)
@@ -37,44 +38,45 @@ class PictureProcessing(ABC):
         self._architecture = architecture
 
     def __repr__(self) -> str:
-        """Return the class with both configurations."""
+        """Return the class name with both configurations."""
         return f"{type(self).__name__} {self._processor!r} {self._architecture!r}"
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size in which trainer and engine get a picture. UsageError for one of very unequal sides."""
+        """Return the image size for trainer and engine. Raises UsageError for extreme aspect ratios."""
         sizes = [(height, width)]
         if not _is_stretched(height, width):
-            sizes.append(self._own_size(height, width))  # rounding may stretch it a little more
+            # Rounding can increase the aspect ratio, so check the result as well.
+            sizes.append(self._own_size(height, width))
         if _is_stretched(*sizes[-1]):
             raise UsageError(
-                f"a picture of {width} x {height} pixels: one side is more than {MOST_STRETCHED} times the other"
+                f"an image of {width} x {height} pixels: one side is more than {MOST_STRETCHED} times the other"
             )
         return sizes[-1]
 
     @abstractmethod
     def _own_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of a picture after the processor's first resizing."""
+        """Return the image size after the processor's first resize."""
 
     @abstractmethod
     def marks(self, height: int, width: int, placeholder: str) -> str:
-        """Return the text that stands for a picture of this final size, with a placeholder for each feature."""
+        """Return the text for an image with this final size, with one placeholder per feature."""
 
     @property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens of a prompt before and behind a placeholder; none if `marks` has them."""
+        """Prompt tokens before and after a placeholder; empty if `marks` includes them."""
         return (), ()
 
     @property
     def pixel_bounds(self) -> tuple[int, int] | None:
-        """Return the least and most pixels of a picture if the model keeps a picture's size within bounds."""
+        """Minimum and maximum pixels, if the model preserves image sizes within bounds."""
         return None
 
     def grid(self, height: int, width: int) -> tuple[int, int] | None:
-        """Return the rows and columns of features where the model counts positions in three axes."""
+        """Return feature rows and columns for models with three-axis positions, otherwise None."""
         return None
 
     def inputs_of(self, pixels: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return the tower's inputs for one picture, uint8 [height, width, 3] in its final size."""
+        """Compute the encoder inputs for an image, uint8 [height, width, 3] in its final size."""
         made = self._processor(images=self._as_sample(pixels), return_tensors="pt", input_data_format="channels_last")
         return {name: made[name] for name in self.input_names}
 
@@ -82,11 +84,12 @@ class PictureProcessing(ABC):
         return [pixels]
 
     def joined(self, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the tower's inputs for several pictures from the inputs for each."""
+        """Concatenate the encoder inputs of more than one image."""
         return {name: torch.cat([one[name] for one in inputs], dim=self.sample_axis) for name in self.input_names}
 
     def blank(self) -> np.ndarray:
-        """Return a small picture for packs that have none. White, as Idefics3 leaves out pictures of zeros."""
+        """Return a small dummy image for packs without images."""
+        # White, because Idefics3 drops images that contain only zeros.
         return np.full((*self.final_size(1, 1), 3), WHITE, dtype=np.uint8)
 
 
@@ -95,16 +98,16 @@ def _is_stretched(height: int, width: int) -> bool:
 
 
 def load_image_processor(path: str, *, trust_remote_code: bool) -> ImageProcessor:
-    """Return the image processor of a folder or Hub name. Raise UsageError if there is none."""
+    """Load the image processor from a folder or the Hub. Raises UsageError if there is none."""
     with naming_the_model(path, "the image processor"):
         processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not processor.do_resize:
-        raise UsageError(f"pretrain {path!r}: its image processor does not resize pictures (do_resize false)")
+        raise UsageError(f"pretrain {path!r}: its image processor does not resize images (do_resize false)")
     return processor
 
 
 def refuse_bounds(model_type: str, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Raise UsageError if bounds of pixels are given for a model that has its own size for all pictures."""
+    """Raise UsageError if pixel bounds are set for a model with a fixed image size."""
     for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
         if value is not None:
-            raise UsageError(f"--{name}: models of type {model_type} take every picture in a size of their own")
+            raise UsageError(f"--{name}: models of type {model_type} use a fixed image size")

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures keep their size, within bounds of pixels, in steps of merged patches."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images keep their size within pixel bounds, in multiples of merged patches."""
 
 import math
 
@@ -8,11 +8,11 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
 
 MOST_ROUNDS = 16
-"""Resizings after which a size that is still changing counts as one that never ends to."""
+"""Resize iterations after which a size counts as not converging."""
 
 
 class QwenVLProcessing(PictureProcessing):
-    """Pictures of Qwen-VL; the settings narrow the image processor's own bounds of pixels."""
+    """Image handling for Qwen-VL. Settings narrow the image processor's pixel bounds."""
 
     has_axes = True
     input_names = ("pixel_values", "image_grid_thw")
@@ -33,20 +33,20 @@ class QwenVLProcessing(PictureProcessing):
         self._most = min(most, max_pixels or most)
         if self._least > self._most:
             raise UsageError(
-                f"--min_pixels, --max_pixels: no picture has between {self._least} and {self._most} pixels, the bounds "
-                f"of the settings within the bounds of the image processor, {least} and {most}"
+                f"--min_pixels, --max_pixels: no image has between {self._least} and {self._most} pixels, which are "
+                f"the settings combined with the image processor's bounds {least} and {most}"
             )
 
     def _own_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return a size that resizing leaves as it is, so that pictures of it are resized no more."""
+        """Return a fixed point of the resize function, so that the processor does not resize the image again."""
         size = (height, width)
         for _ in range(MOST_ROUNDS):
             before, size = size, resized(*size, step=self._step, least=self._least, most=self._most)
             if size == before:
                 return size
         raise UsageError(
-            f"a picture of {width} x {height} pixels: no multiples of {self._step} as its sides give between "
-            f"{self._least} and {self._most} pixels; lower --min_pixels or raise --max_pixels"
+            f"an image of {width} x {height} pixels: no sides in multiples of {self._step} have between {self._least} "
+            f"and {self._most} pixels; lower --min_pixels or raise --max_pixels"
         )
 
     @property
@@ -67,9 +67,9 @@ class QwenVLProcessing(PictureProcessing):
 
 
 def resized(height: int, width: int, *, step: int, least: int, most: int) -> tuple[int, int]:
-    """Return the sides as multiples of `step`, with the number of pixels in bounds, in about the same proportion.
+    """Return sides in multiples of `step`, with the pixel count within bounds and a similar aspect ratio.
 
-    As in the image processor of Qwen2-VL (arXiv 2409.12191, section 2.1).
+    The same as in the Qwen2-VL image processor (arXiv 2409.12191, section 2.1).
     """
     rows, columns = (max(round(side / step), 0) for side in (height, width))
     if rows * columns * step * step > most:

@@ -1,4 +1,4 @@
-"""The families of vision-language models that are trained on pictures, found by a model's configuration."""
+"""Supported vision-language model families, by model configuration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from rlhf_cli.models.vision.families.qwen_vl import QwenVLProcessing
 from rlhf_cli.models.vision.family import PictureRun, VisionFamily
 
 BOTH_WAYS = ("gemma3", "paligemma")
-"""Types whose image tokens attend to later image tokens, which packs do not allow."""
+"""Model types with bidirectional attention between image tokens, which packs do not support."""
 
 
 @dataclass(frozen=True)
 class FamilyParts:
-    """Where a family keeps its parts: names of modules in the model, as they are in memory.
+    """Module names of a family's parts, as in memory.
 
-    `has_bounds`: the tower gets pictures of all sizes end to end, and attends within bounds.
+    `has_bounds`: the encoder processes concatenated images of any size, with attention boundaries.
     """
 
     tower: str
@@ -46,16 +46,16 @@ FAMILIES = {
     "smolvlm": FamilyParts("model.vision_model", ("model.connector",)),
     "llava": FamilyParts("model.vision_tower", ("model.multi_modal_projector",)),
 }
-"""The families by the `model_type` of their configuration."""
+"""Families by the `model_type` in their configuration."""
 
 
 def takes_pictures(architecture: PretrainedConfig) -> bool:
-    """Return whether models of this configuration are loaded with their tower."""
+    """Return whether models with this configuration are loaded with a vision encoder."""
     return architecture.model_type in FAMILIES
 
 
 def names_of_parts(architecture: PretrainedConfig) -> tuple[str, ...]:
-    """Return the modules of the tower and the projectors, which may be within the tower; none of a text model."""
+    """Return the encoder and projector module names (projectors may be within the encoder); empty for text models."""
     if not takes_pictures(architecture):
         return ()
     parts = FAMILIES[architecture.model_type]
@@ -63,16 +63,16 @@ def names_of_parts(architecture: PretrainedConfig) -> tuple[str, ...]:
 
 
 def require_known_family(architecture: PretrainedConfig) -> None:
-    """Raise UsageError for a vision model of a family that is not trained on pictures here."""
+    """Raise UsageError for a vision-language model of an unsupported family."""
     kind = architecture.model_type
     if takes_pictures(architecture) or getattr(architecture, "vision_config", None) is None:
         return
     if kind in BOTH_WAYS:
         raise UsageError(
-            f"models of type {kind} are not trained on pictures here: their image tokens attend both ways, which the "
-            "attention of packs does not"
+            f"models of type {kind} are not supported with images: their image tokens attend both ways, which packed "
+            "attention does not support"
         )
-    raise UsageError(f"models of type {kind} are not trained on pictures here: the types are {', '.join(FAMILIES)}")
+    raise UsageError(f"models of type {kind} are not supported with images: use {', '.join(FAMILIES)}")
 
 
 def find_processing(
@@ -83,7 +83,7 @@ def find_processing(
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
 ) -> PictureProcessing:
-    """Return how a model of a known family cuts pictures. `path` is its folder or Hub name."""
+    """Return the image processing for a supported model. `path` is its folder or Hub name."""
     kind = architecture.model_type
     processor = load_image_processor(path, trust_remote_code=trust_remote_code)
     found: PictureProcessing
@@ -106,11 +106,11 @@ def find_family(
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
 ) -> VisionFamily | None:
-    """Return the family of the model in a folder or on the Hub, None for a text model.
+    """Return the family of a model in a folder or on the Hub, or None for a text model.
 
     Raises:
-        UsageError: it is a vision model of another family, its folder has no image processor, or the bounds of pixels
-            leave no size.
+        UsageError: the family is not supported, the folder has no image processor, or no size satisfies the pixel
+            bounds.
     """
     require_known_family(architecture)
     if not takes_pictures(architecture):
@@ -122,13 +122,14 @@ def find_family(
 
 
 def image_token_of(architecture: PretrainedConfig) -> int:
-    """Return the id of the token that stands for a feature."""
+    """Return the placeholder ID."""
     token: int | None = getattr(architecture, "image_token_id", None)
+    # LLaVA configurations use the older name image_token_index.
     return int(architecture.image_token_index if token is None else token)
 
 
 class TokenisedFamily:
-    """A model's way with pictures, together with its tokenizer."""
+    """Image processing for a model, combined with its tokenizer."""
 
     def __init__(self, processing: PictureProcessing, tokenizer: PreTrainedTokenizerBase, image_token: int) -> None:
         self.processing = processing
@@ -137,10 +138,12 @@ class TokenisedFamily:
         before, behind = processing.frame
         self.mark = "".join(map(str, tokenizer.convert_ids_to_tokens([*before, image_token, *behind])))
         self._tokenizer = tokenizer
+        # Datasets repeat a few image sizes, and tokenizing thousands of placeholders is slow. Per instance, not per
+        # class.
         self._run = lru_cache(maxsize=4096)(self._new_run)
 
     def __repr__(self) -> str:
-        """Return all that decides the sizes and tokens of pictures: kept data are keyed by it."""
+        """Return everything that determines image sizes and tokens; cached datasets use it as a key."""
         return f"{self.image_token} {self.processing!r}"
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
