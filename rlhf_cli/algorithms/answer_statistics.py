@@ -46,9 +46,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: 
     # Fractions: binomials over hundreds of samples exceed float64 precision, and ties need exact equality.
     total = Fraction(0)
     for answer, num_right in right.items():
-        others = [count for other, count in votes.items() if other != answer]
+        other_counts = [count for other, count in votes.items() if other != answer]
         won = sum(
-            (math.comb(votes[answer], m) * _shared(others, silent, m=m, left=k - m))
+            (math.comb(votes[answer], m) * _shared(other_counts, silent, m=m, left=k - m))
             for m in range(1, min(k, votes[answer]) + 1)
         )
         total += Fraction(num_right, votes[answer]) * won
@@ -81,14 +81,14 @@ STEP_AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
 """Reduce step probabilities to one response value (min, prod: arXiv 2305.20050)."""
 
 
-def _shared(others: Sequence[int], silent: int, *, m: int, left: int) -> Fraction:
+def _shared(other_counts: Sequence[int], silent: int, *, m: int, left: int) -> Fraction:
     """Count choices of `left` samples from other answers and non-votes with at most m votes for any other answer.
 
     Each choice is weighted by 1 / (1 + t) if t other answers also have m votes.
     """
     # Dynamic programming over answers: the number of (ties, size) states is polynomial, the number of choices is not.
     ways = {(0, size): math.comb(silent, size) for size in range(min(silent, left) + 1)}  # (t, samples chosen)
-    for count in others:
+    for count in other_counts:
         after: dict[tuple[int, int], int] = {}
         for (ties, size), number in ways.items():
             for chosen in range(min(count, m, left - size) + 1):
@@ -123,8 +123,8 @@ def share_interval(shares: Sequence[float]) -> tuple[float, float] | None:
     """Compute the 95% interval for a mean proportion, clamped to [0, 1]: Wilson if all are 0 or 1, else normal."""
     if all(share in (0.0, 1.0) for share in shares):
         return wilson_interval(sum(shares) / len(shares), len(shares))
-    found = mean_interval(shares)
-    return None if found is None else (max(0.0, found[0]), min(1.0, found[1]))
+    interval = mean_interval(shares)
+    return None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
 
 
 def _check_k(num_samples: int, k: int) -> None:

@@ -32,4 +32,5 @@ def next_entropy_state(
     if target is None or not math.isfinite(entropy):
         return state
     coef = state.coef + (delta if entropy < target else -delta)
+    # The weight is updated in every step, but the bonus is applied only below the target.
     return EntropyState(min(max(coef, 0.0), max_coef), applied=entropy <= target)

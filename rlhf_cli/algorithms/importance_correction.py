@@ -33,6 +33,7 @@ def correction_weights(
 
     Zero-weight tokens still count in the loss denominator.
     """
+    # Clamped to +-20 like the policy ratio, so that a token the engine considers impossible stays finite.
     log_weight_K = log_ratio(old_K.detach(), rollout_K)
     if kind == "off":
         return torch.ones_like(log_weight_K), torch.zeros_like(log_weight_K)

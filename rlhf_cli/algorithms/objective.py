@@ -152,21 +152,21 @@ def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, se
     """
     name = settings.policy_loss
     # The table names functions as strings, because config modules must import without torch.
-    found = load_target(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)(
+    result = load_target(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)(
         logprobs_K, anchor_K, columns, settings
     )
     # Only user code is checked: built-in losses have tests, and this runs for every micro-batch.
-    if name not in POLICY_LOSSES and (fault := _fault_of_token_loss(found, logprobs_K.shape)):
-        raise RunError(f"--policy_loss {name} {fault}")
-    loss_K, flags = found
+    if name not in POLICY_LOSSES and (problem := _token_loss_problem(result, logprobs_K.shape)):
+        raise RunError(f"--policy_loss {name} {problem}")
+    loss_K, flags = result
     return loss_K, flags
 
 
-def _fault_of_token_loss(found: Any, shape: torch.Size) -> str | None:
+def _token_loss_problem(result: Any, shape: torch.Size) -> str | None:
     """Return why a user-defined loss result is invalid, or None if it is valid."""
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         return "must return two values: the per-token loss and a dict of metrics"
-    loss_K, flags = found
+    loss_K, flags = result
     if not isinstance(loss_K, Tensor) or loss_K.shape != shape:
         return f"must return a loss of shape {tuple(shape)}, one value per token"
     missing = [key for key in TOKEN_METRICS if key not in flags]

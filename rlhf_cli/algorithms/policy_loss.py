@@ -61,6 +61,7 @@ def cispo(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, cispo_eps_
     """
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K)).detach()
     metrics = unclipped(ratio_K) | {"clip_high": (ratio_K > cispo_eps_high).float()}
+    # The ratio is detached, so the gradient flows only through the log-probs.
     return -ratio_K.clamp(max=cispo_eps_high) * advantages_K * logprobs_K, metrics
 
 

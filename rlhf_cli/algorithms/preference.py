@@ -248,6 +248,7 @@ def orpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     return -chosen_B - settings.orpo_lambda * logsigmoid(log_odds_ratio_B)
 
 
+# Cached: every micro-batch looks up its losses by name.
 @cache
 def preference_loss(name: str) -> PreferenceLoss:
     """Return the built-in or user-defined loss with this name. Raises ValueError for an unknown name.
@@ -260,10 +261,10 @@ def preference_loss(name: str) -> PreferenceLoss:
         return PreferenceLoss(name, load_target(row.function), row.settings, row.needs_reference, row.step_constant)
     if not is_target(name):
         raise ValueError(f"the preference loss must be one of {', '.join(PAIR_LOSSES)}, not {name!r}")
-    found = load_target(name)
-    if isinstance(found, PreferenceLoss):
-        return replace(found, name=name, function=_checked(name, found.function))
-    return PreferenceLoss(name, _checked(name, found), frozenset(field.name for field in fields(PreferenceSettings)))
+    loaded = load_target(name)
+    if isinstance(loaded, PreferenceLoss):
+        return replace(loaded, name=name, function=_checked(name, loaded.function))
+    return PreferenceLoss(name, _checked(name, loaded), frozenset(field.name for field in fields(PreferenceSettings)))
 
 
 def preference_losses(names: Sequence[str]) -> list[PreferenceLoss]:

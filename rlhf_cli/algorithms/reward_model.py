@@ -54,6 +54,7 @@ def pairwise_reward_loss(
     if kind not in REWARD_LOSSES:
         raise ValueError(f"the reward loss must be one of {', '.join(REWARD_LOSSES)}, not {kind!r}")
     loss_B = REWARD_LOSSES[kind](chosen_B, rejected_B, margin_B)
+    # Pairwise losses only see differences, so the mean reward can drift during training.
     if center_rewards_coefficient:
         loss_B = loss_B + center_rewards_coefficient * (chosen_B + rejected_B).square()
     return loss_B

@@ -46,6 +46,7 @@ def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef:
 
     `kl_N` is None without a reference model. The score of a response without trained tokens is dropped.
     """
+    # float64: returns add up thousands of small KL terms.
     rewards_N = torch.zeros(int(cu[-1]), dtype=torch.float64) if kl_N is None else -kl_coef * kl_N.double()
     occupied, ends = last_index(cu)
     # Indexed += ignores repeated indices; `ends` has one entry per response.

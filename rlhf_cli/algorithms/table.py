@@ -88,13 +88,15 @@ def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
 
     Raises UsageError if only one of the two has a critic.
     """
-    found, name = load_target(code), without_folder(code)
-    own = found if isinstance(found, Algorithm) else replace(row, advantages=found)
+    loaded, name = load_target(code), without_folder(code)
+    algorithm = loaded if isinstance(loaded, Algorithm) else replace(row, advantages=loaded)
     # The command has already parsed its critic settings, so a row cannot add or remove the critic here.
-    if own.critic != row.critic:
+    if algorithm.critic != row.critic:
         has = "trains a critic" if row.critic else "has no critic"
-        raise UsageError(f"--advantage_estimator {code}: this command {has}, and critic is {own.critic} in the row")
-    return replace(own, name=name, advantages=_checked(name, own))
+        raise UsageError(
+            f"--advantage_estimator {code}: this command {has}, and critic is {algorithm.critic} in the row"
+        )
+    return replace(algorithm, name=name, advantages=_checked(name, algorithm))
 
 
 def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
@@ -103,13 +105,13 @@ def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
     assert function is not None, f"{name} has no advantages"
 
     def advantages(experience: Experience, settings: object) -> tuple[Tensor, Tensor | None]:
-        found = function(experience, settings)
-        advantages_N, returns_N = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        result = function(experience, settings)
+        advantages_N, returns_N = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         shape = experience.rewards_N.shape
-        for what, values_N in {"advantages": advantages_N, "returns": returns_N}.items():
-            is_needed = what == "advantages" or algorithm.critic
+        for label, values_N in {"advantages": advantages_N, "returns": returns_N}.items():
+            is_needed = label == "advantages" or algorithm.critic
             if is_needed and (not isinstance(values_N, Tensor) or values_N.shape != shape):
-                raise RunError(f"--advantage_estimator {name} must return {what} of shape {tuple(shape)}")
+                raise RunError(f"--advantage_estimator {name} must return {label} of shape {tuple(shape)}")
         return advantages_N, returns_N if algorithm.critic else None
 
     return advantages

@@ -29,6 +29,7 @@ def require_known_parts(folder: Path, config: Any) -> None:
     for name, part in CHANGED_NAMES.items():
         if getattr(config, name, None):
             raise UsageError(f"adapter {folder} uses {part} ({name}), which is not supported")
+    # PEFT's bias setting changes biases of the base model, which merging and weight sync would miss.
     if config.bias != "none":
         raise UsageError(f"adapter {folder} trains model biases (bias {config.bias}), which is not supported")
     # PiSSA, OLoRA and similar subtract the initial adapter from the base, so the stored base does not match.

@@ -167,10 +167,10 @@ def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
         )
     if given := adapter.changed(*OF_NEW_ADAPTERS):
         raise UsageError(f"pretrain {str(folder)!r} is an adapter that defines {given}: omit --{given}")
-    if others := set(config.modules_to_save or ()) - {HEAD}:
+    if full_layers := set(config.modules_to_save or ()) - {HEAD}:
         raise UsageError(
             f"pretrain {str(folder)!r}: training cannot continue from an adapter with fully trained layers "
-            f"({', '.join(sorted(others))}); merge it with `rlhf merge` and start a new adapter"
+            f"({', '.join(sorted(full_layers))}); merge it with `rlhf merge` and start a new adapter"
         )
     # PEFT would freeze an adapter in inference mode. The head is handled here, not by PEFT's modules_to_save wrapper.
     config.inference_mode, config.modules_to_save = False, None

@@ -16,6 +16,7 @@ def quadratic_cost(config: PretrainedConfig) -> float:
     head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     query = text.num_attention_heads * head_size
     key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
+    # Query and output projections, key and value projections, and the three MLP matrices (gate, up, down).
     weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * active_width(text))
     return layers * query / (weights + hidden * text.vocab_size)
 

@@ -44,17 +44,15 @@ def is_installed() -> bool:
         return False
 
 
-def lack_of_fused_kernels(
-    architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool
-) -> str | None:
+def _why_not_fused(architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool) -> str | None:
     """Return why fused kernels cannot be used, as a sentence ending, or None if they can."""
-    faults = (
+    reasons = (
         (not on_gpu, " needs an NVIDIA GPU for its Triton kernels"),
         (not installed, f": liger-kernel {OLDEST} or newer is not installed (extra `liger`)"),
         (compiled, " cannot be combined with compile_model, which fuses the same operations"),
         (not fused_kernels(architecture), f": no kernels for models of type {architecture.model_type}"),
     )
-    return next((sentence for applies, sentence in faults if applies), None)
+    return next((sentence for applies, sentence in reasons if applies), None)
 
 
 def uses_fused_kernels(
@@ -65,12 +63,12 @@ def uses_fused_kernels(
     Raises:
         UsageError: they are requested but cannot be used.
     """
-    fault = lack_of_fused_kernels(architecture, on_gpu=on_gpu, compiled=compiled, installed=installed)
-    if wanted and fault is not None:
-        raise UsageError(f"use_liger_kernel{fault}")
-    if wanted is None and fault is not None and on_gpu:
-        print(f"Liger kernels are off: use_liger_kernel{fault}", flush=True)
-    return wanted is not False and fault is None
+    reason = _why_not_fused(architecture, on_gpu=on_gpu, compiled=compiled, installed=installed)
+    if wanted and reason is not None:
+        raise UsageError(f"use_liger_kernel{reason}")
+    if wanted is None and reason is not None and on_gpu:
+        print(f"Liger kernels are off: use_liger_kernel{reason}", flush=True)
+    return wanted is not False and reason is None
 
 
 def fuse(model: PreTrainedModel, *, apply: Callable[..., None] | None = None) -> None:
@@ -81,6 +79,7 @@ def fuse(model: PreTrainedModel, *, apply: Callable[..., None] | None = None) ->
     """
     apply = apply or _liger_function(model.config.model_type)
     chosen = fused_kernels(model.config)
+    # Liger's functions differ in arguments: those for experts have no swiglu.
     known = inspect.signature(apply).parameters
     switches = {name: name in chosen for name in ("rms_norm", "rope", "swiglu", "geglu") if name in known}
     # Pass the decoder: with the full model, Liger would also replace the forward pass that computes the loss.
@@ -98,8 +97,8 @@ def fuse(model: PreTrainedModel, *, apply: Callable[..., None] | None = None) ->
 def by_device(fused: Callable[..., object], plain: Callable[..., object]) -> Callable[..., object]:
     """Return a rotary function that calls `fused` on a GPU and `plain` elsewhere."""
 
-    def rotate(query: Any, *others: object, **options: object) -> object:
-        return (fused if query.is_cuda else plain)(query, *others, **options)
+    def rotate(query: Any, *args: object, **options: object) -> object:
+        return (fused if query.is_cuda else plain)(query, *args, **options)
 
     return rotate
 

@@ -121,6 +121,7 @@ class HeadGradients:
         if self._needs_weight:
             self._of_weight.add(grad_product.T @ self._hidden_KD[chunk])
         if self._needs_bias:
+            # A sum over thousands of rows would lose small terms in bfloat16.
             self._of_bias.add(grad_product.sum(0, dtype=self._wide))
 
     def values(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:

@@ -107,11 +107,12 @@ def fit_to_memory(
     wanted = max_tokens or DEFAULT_TOKENS
     enough = wanted if max_tokens else max(min(wanted, needed_tokens), FEW_TOKENS)
     if recomputes is None:
+        # Without checkpointing, too few tokens would fit to keep the GPU busy.
         recomputes = free // kept < enough
     room = int(free // (again if recomputes else kept))
     # Whole STEPs, but never less than the longest sequence: it cannot be split.
-    found = max_tokens or max(min(wanted, room // STEP * STEP), min(wanted, needed_tokens), STEP)
+    tokens = max_tokens or max(min(wanted, room // STEP * STEP), min(wanted, needed_tokens), STEP)
     memory = f"states {size / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB, activations {kept / 2**20:.1f} MiB per token"
     mode = f"gradient checkpointing on ({again / 2**20:.2f} MiB)" if recomputes else "gradient checkpointing off"
-    warning = "" if room >= found else f", BUT ONLY ABOUT {room:,} TOKENS FIT"
-    return Fit(recomputes, found, f"{memory}; {mode}, up to {found:,} tokens per micro-batch{warning}")
+    warning = "" if room >= tokens else f", BUT ONLY ABOUT {room:,} TOKENS FIT"
+    return Fit(recomputes, tokens, f"{memory}; {mode}, up to {tokens:,} tokens per micro-batch{warning}")

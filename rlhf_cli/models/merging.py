@@ -231,9 +231,9 @@ def _converted(source: TensorSource, names: list[str], dtype: torch.dtype | None
 
 def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None) -> None:
     """Raise RunError unless the files contain exactly the source tensors, with the same shapes and expected dtypes."""
-    found = open_weights(folder)
-    wrong = set(found.names()) ^ set(source.names())
-    wrong |= {name for name in set(source.names()) - wrong if found.shape(name) != source.shape(name)}
-    wrong |= {name for name in set(source.names()) - wrong if found.dtype(name) != written_type(source, name, dtype)}
+    saved = open_weights(folder)
+    wrong = set(saved.names()) ^ set(source.names())
+    wrong |= {name for name in set(source.names()) - wrong if saved.shape(name) != source.shape(name)}
+    wrong |= {name for name in set(source.names()) - wrong if saved.dtype(name) != written_type(source, name, dtype)}
     if wrong:
         raise RunError(f"verification failed: {len(wrong)} written tensors differ from the source, first {min(wrong)}")

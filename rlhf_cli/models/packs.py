@@ -57,6 +57,7 @@ def with_filler(pack: PackLike, count: int) -> PackLike:
         return pack
     num_tokens = pack.input_ids_T.numel()
     filler_F = pack.input_ids_T.new_zeros(count)
+    # In packs with shared prefixes, filler tokens attend to themselves only.
     keys = pack.keys and replace(
         pack.keys,
         index_U=torch.cat([pack.keys.index_U, torch.arange(num_tokens, num_tokens + count, device=filler_F.device)]),

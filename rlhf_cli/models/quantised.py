@@ -12,6 +12,7 @@ Dequantize = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 def _by_bitsandbytes(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    # bitsandbytes is optional (extra `quant`).
     from bitsandbytes.functional import dequantize_4bit
 
     dense: torch.Tensor = dequantize_4bit(packed, state)

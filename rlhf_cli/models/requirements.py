@@ -41,11 +41,11 @@ WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepse
 
 def check_trainable(architecture: PretrainedConfig) -> None:
     """Raise UsageError, before loading weights, for a model that cannot be trained on packs."""
-    others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
+    unsupported = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
     kind = architecture.model_type
     # Recurrent, chunked and convolutional layers would mix the sequences in a pack.
-    if others:
-        raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
+    if unsupported:
+        raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(unsupported)}")
     # PACKED_TYPES covers only text models in transformers: neither custom model code nor vision-language types.
     is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
     if is_of_transformers and kind not in PACKED_TYPES:
@@ -103,7 +103,7 @@ def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4b
     """Raise UsageError, before loading weights, if this process cannot load the model for training."""
     check_trainable(architecture)
     no_gpu = not torch.cuda.is_available()
-    faults = (
+    problems = (
         (
             partitioned and config.compile_model,
             "compile_model cannot be combined with --zero_stage 3, which gathers weights between layers",
@@ -118,9 +118,9 @@ def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4b
         ),
         (in_4bit and not is_bitsandbytes_available(), "load_in_4bit: bitsandbytes is not installed (extra `quant`)"),
     )
-    for applies, fault in faults:
+    for applies, problem in problems:
         if applies:
-            raise UsageError(fault)
+            raise UsageError(problem)
     needs_fused_kernels(config, architecture)
     packed_attention(config, architecture)
 

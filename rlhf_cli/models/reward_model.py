@@ -63,9 +63,9 @@ def find_reward_model(
     Raises UsageError if it is not a model, does not have exactly one label, has a different vocabulary than the policy,
     or lacks the statistics for `normalize`.
     """
-    found, own_tokenizer = read_reward_model(_loaded_like(policy, reward_pretrain), normalize=normalize)
+    plan, own_tokenizer = read_reward_model(_loaded_like(policy, reward_pretrain), normalize=normalize)
     require_same_tokens(own_tokenizer, tokenizer, f"--reward_pretrain {reward_pretrain!r}")
-    return found
+    return plan
 
 
 def find_process_reward_model(
@@ -77,15 +77,15 @@ def find_process_reward_model(
     """
     setting = f"--prm_pretrain {prm_pretrain!r}"
     source = _loaded_like(policy, prm_pretrain)
-    found, own_tokenizer = read_reward_model(source, normalize=False, flag="--prm_pretrain", takes_classes=True)
-    architecture = found.found.architecture
+    plan, own_tokenizer = read_reward_model(source, normalize=False, flag="--prm_pretrain", takes_classes=True)
+    architecture = plan.found.architecture
     separator = getattr(architecture, STEP_SEPARATOR, None)
     if not isinstance(separator, str) or not separator:
         raise UsageError(f"{setting} {_why_no_separator(architecture)}")
     require_same_tokens(own_tokenizer, tokenizer, setting)
     # A token classifier is trained to predict at the separator, so the last step needs one too.
     last = own_tokenizer.encode(separator, add_special_tokens=False) if is_token_classifier(architecture) else []
-    return replace(found, separator=separator, last_separator=tuple(last))
+    return replace(plan, separator=separator, last_separator=tuple(last))
 
 
 def _why_no_separator(config: PretrainedConfig) -> str:
@@ -127,6 +127,7 @@ def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
             f"--normalize_reward: the config.json of {name!r} has no reward_mean and reward_std; `rlhf rm` writes "
             "them if you pass --eval_dataset"
         )
+    # A reward model with constant scores has std 0, and standardizing would divide by it.
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise UsageError(f"--normalize_reward: {name!r} has invalid statistics: reward_mean {mean}, reward_std {std}")
     return ScoreStatistics(float(mean), float(std))
@@ -165,11 +166,11 @@ def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenize
     Policy token IDs are passed to it unchanged. Additional tokens in its vocabulary are allowed.
     """
     own_ids = own.get_vocab()
-    others = sorted((number, token) for token, number in policy.get_vocab().items() if own_ids.get(token) != number)
-    if others:
-        number, token = others[0]
+    mismatched = sorted((number, token) for token, number in policy.get_vocab().items() if own_ids.get(token) != number)
+    if mismatched:
+        number, token = mismatched[0]
         there = f"{own_ids[token]} there" if token in own_ids else "not there"
         raise UsageError(
             f"{what} has a different vocabulary than the policy and would misread its token IDs: "
-            f"{len(others):,} of {len(policy):,} tokens differ, first {token!r}: {number} here, {there}"
+            f"{len(mismatched):,} of {len(policy):,} tokens differ, first {token!r}: {number} here, {there}"
         )

@@ -93,6 +93,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN, *(IMAGE_TOKENS if takes_images else ())],
+        # All 256 bytes, so that any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

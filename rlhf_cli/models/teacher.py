@@ -40,6 +40,7 @@ def find_teacher(
     source = policy.model_copy(update=changes)
     found = find_reader("teacher_pretrain", source, tokenizer)
     try:
+        # The teacher is never trained, but it reads the same packs.
         check_trainable(found.architecture)
     except UsageError as error:
         raise UsageError(f"--teacher_pretrain: {error}") from error

@@ -26,11 +26,11 @@ def split_layers(architecture: PretrainedConfig) -> list[dict[str, Any]]:
     if architecture.get_text_config() is not architecture:
         raise UsageError(f"--tensor_parallel_size: {architecture.model_type} is not a text-only decoder")
     plan: dict[str, str] = getattr(architecture, "base_model_tp_plan", None) or {}
-    others = sorted(set(plan.values()) - {*SPLIT, SUMMED, EMBEDDING})
-    if others:
+    unsupported = sorted(set(plan.values()) - {*SPLIT, SUMMED, EMBEDDING})
+    if unsupported:
         raise UsageError(
             f"--tensor_parallel_size: {architecture.model_type} has layers with unsupported split styles "
-            f"({', '.join(others)}): only dense layers split by input or output are supported"
+            f"({', '.join(unsupported)}): only dense layers split by input or output are supported"
         )
     if not set(plan.values()) & set(SPLIT):
         raise UsageError(f"--tensor_parallel_size: transformers has no plan to split {architecture.model_type}")

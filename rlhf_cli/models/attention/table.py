@@ -47,6 +47,7 @@ class AttentionBackend:
 
 def has_cuda_varlen() -> bool:
     """Return whether PyTorch's variable-length kernel is available with sliding windows and runs on this GPU."""
+    # Flash kernels need Ampere (8.0) or newer.
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         return False
     try:

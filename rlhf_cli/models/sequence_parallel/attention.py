@@ -88,20 +88,20 @@ def _attend_by_ring(
 def _ring_kernel() -> Callable[..., Any]:
     """Load the llama3 kernel from its module only: importing the package fails with transformers 5."""
     spec = find_spec(RING_PACKAGE)
-    assert spec is not None, "check_ring_kernel has found it"
+    assert spec is not None, "check_ring_kernel verified the installation"
     # A stand-in package makes Python skip the real __init__, which imports the failing modules.
     package = ModuleType(RING_PACKAGE)
     package.__path__ = list(spec.submodule_search_locations or ())
     before = sys.modules.get(RING_PACKAGE)
     sys.modules[RING_PACKAGE] = package
     try:
-        found = importlib.import_module(f"{RING_PACKAGE}.llama3_flash_attn_varlen")
+        module = importlib.import_module(f"{RING_PACKAGE}.llama3_flash_attn_varlen")
     finally:
         if before is None:
             del sys.modules[RING_PACKAGE]
         else:
             sys.modules[RING_PACKAGE] = before
-    return found.llama3_flash_attn_varlen_func
+    return module.llama3_flash_attn_varlen_func
 
 
 def check_ring_kernel() -> None:

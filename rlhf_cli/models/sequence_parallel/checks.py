@@ -21,6 +21,7 @@ def chosen_mode(architecture: PretrainedConfig, settings: DeepSpeedConfig) -> Mo
         return "ring"
     if settings.sequence_parallel_mode != "auto":
         return settings.sequence_parallel_mode
+    # Ulysses moves each token once per direction, gather moves all keys to all ranks.
     divides = architecture.get_text_config().num_attention_heads % settings.sequence_parallel_size == 0
     return "ulysses" if divides else "gather"
 
@@ -64,8 +65,8 @@ def check_sequence_parallel(
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     # rope_parameters is a single dict, or one dict per layer type.
     kinds = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
-    if found := sorted(kinds & POSITIONS_BY_LENGTH):
-        raise UsageError(f"--{name}: rotary positions of type {found[0]} depend on the full sequence")
+    if unsupported := sorted(kinds & POSITIONS_BY_LENGTH):
+        raise UsageError(f"--{name}: rotary positions of type {unsupported[0]} depend on the full sequence")
     if mode == "ring":
         check_ring_kernel()
 

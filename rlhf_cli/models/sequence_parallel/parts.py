@@ -104,6 +104,7 @@ def _own_runs(whole: Runs, own: slice) -> tuple[Runs, slice | None]:
     key_starts, key_stops = _bounds(whole.cu_keys)
     first, last = starts.clamp(min=own.start), stops.clamp(max=own.stop)
     here = last > first
+    # Drop runs without local queries, and cut keys by the same number of tokens as the queries.
     key_starts, key_stops = key_starts[here], (key_stops - (stops - last))[here]
     cu_queries, cu_keys = _cumulated((last - first)[here]), _cumulated(key_stops - key_starts)
     max_queries, max_keys = (int(bounds.diff().max()) for bounds in (cu_queries, cu_keys))
@@ -121,4 +122,5 @@ def _bounds(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _cumulated(lengths: torch.Tensor) -> torch.Tensor:
     """Return int32 boundaries [B + 1] for runs of these lengths."""
+    # FlashAttention kernels require int32 boundaries.
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

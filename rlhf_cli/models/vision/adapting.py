@@ -17,13 +17,15 @@ def language_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> lis
     Raises:
         UsageError: there is no such layer.
     """
-    others = names_of_parts(model.config)
+    vision_parts = names_of_parts(model.config)
     head = model.get_output_embeddings()
     names = [
         name
         for name, module in model.named_modules()
+        # PEFT's "all-linear" also excludes the head.
         if isinstance(module, nn.Linear) and module is not head
-        if not any(name == other or name.startswith(f"{other}.") for other in others)
+        # Compare prefixes: the projector may be nested in the encoder.
+        if not any(name == part or name.startswith(f"{part}.") for part in vision_parts)
         if wanted == EVERYWHERE or any(f".{name}".endswith(f".{one}") for one in wanted)
     ]
     if not names:

@@ -36,6 +36,7 @@ def attention_of_parts(kernel: str, architecture: PretrainedConfig) -> str | dic
     if not takes_pictures(architecture):
         return kernel
     tower = tower_kernel(kernel, architecture.model_type)
+    # sdpa is a placeholder until use_tower_kernel runs.
     return {"": kernel, "text_config": kernel, "vision_config": "sdpa" if tower == TOWER_VARLEN else tower}
 
 

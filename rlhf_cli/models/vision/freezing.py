@@ -41,6 +41,7 @@ def freeze_parts(model: PreTrainedModel, config: ModelConfig) -> None:
     tower, projectors = tower_parameters(model)
     for parameter in [*(tower if config.freeze_vision_tower else []), *(projectors if config.freeze_projector else [])]:
         parameter.requires_grad_(False)
+    # Hash now, not at the first checkpoint: the folder may be overwritten during training.
     setattr(model, ORIGIN, _origin(config))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 
+# eq=False, because fields include the reader. The digest identifies an image.
 @dataclass(frozen=True, eq=False)
 class Picture:
     """An image in the size that trainer and engine receive.
@@ -44,6 +45,7 @@ class Picture:
 
 def picture_of_pixels(digest: str, pixels: np.ndarray) -> Picture:
     """Create an image from pixels, uint8 [height, width, 3]."""
+    # A partial can be pickled, unlike a lambda.
     return Picture(digest, pixels.shape[0], pixels.shape[1], partial(np.asarray, pixels))
 
 
@@ -105,6 +107,7 @@ class PackPictures:
         """Move the tensors to another device; pixels are not moved."""
         return replace(
             self,
+            # Asynchronous copies overlap with computation if the pack is in pinned memory.
             rows_P=self.rows_P.to(device, non_blocking=True),
             features_P=self.features_P.to(device, non_blocking=True),
             rope_3T=None if self.rope_3T is None else self.rope_3T.to(device, non_blocking=True),

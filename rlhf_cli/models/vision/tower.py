@@ -110,11 +110,11 @@ class VisionTower:
     def _features(self, pictures: Sequence[Picture]) -> Features:
         inputs = self._processing.joined([self._inputs[picture] for picture in pictures])
         device = self._embed.weight.device
-        found = self._body.get_image_features(
+        output = self._body.get_image_features(
             **{name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}, return_dict=True
         )
-        deep = getattr(found, "deepstack_features", None) or ()
-        return Features(_end_to_end(found.pooler_output), tuple(_end_to_end(part) for part in deep))
+        deep = getattr(output, "deepstack_features", None) or ()
+        return Features(_end_to_end(output.pooler_output), tuple(_end_to_end(part) for part in deep))
 
 
 def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -124,8 +124,8 @@ def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor
 
 def require_all_features(features: Features, pictures: PackPictures) -> None:
     """Raise AssertionError unless the encoder returned one feature per image placeholder."""
-    expected, found = int(pictures.features_P.max()) + 1, features.embedded_FD.shape[0]
-    assert found == expected, f"images have {expected} placeholders and {found} features"
+    expected, actual = int(pictures.features_P.max()) + 1, features.embedded_FD.shape[0]
+    assert actual == expected, f"images have {expected} placeholders and {actual} features"
 
 
 def _deep_inputs(features: Features, pictures: PackPictures, num_tokens: int) -> dict[str, object]:

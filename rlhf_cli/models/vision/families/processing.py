@@ -77,6 +77,7 @@ class PictureProcessing(ABC):
 
     def inputs_of(self, pixels: np.ndarray) -> dict[str, torch.Tensor]:
         """Compute the encoder inputs for an image, uint8 [height, width, 3] in its final size."""
+        # Pass the layout: transformers would guess it from the shape, and an image of height 3 is ambiguous.
         made = self._processor(images=self._as_sample(pixels), return_tensors="pt", input_data_format="channels_last")
         return {name: made[name] for name in self.input_names}
 

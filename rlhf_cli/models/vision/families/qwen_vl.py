@@ -27,6 +27,7 @@ class QwenVLProcessing(PictureProcessing):
     ) -> None:
         super().__init__(processor, architecture)
         least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+        # One feature merges merge_size x merge_size patches, so sides must be multiples of both.
         self._step = processor.patch_size * processor.merge_size
         self.patches_per_feature = processor.merge_size**2
         self._least = max(least, min_pixels or least)
@@ -71,11 +72,13 @@ def resized(height: int, width: int, *, step: int, least: int, most: int) -> tup
 
     The same as in the Qwen2-VL image processor (arXiv 2409.12191, section 2.1).
     """
+    # The same arithmetic as smart_resize in transformers, including round half to even. A zero is scaled up below.
     rows, columns = (max(round(side / step), 0) for side in (height, width))
     if rows * columns * step * step > most:
         shrink = math.sqrt(height * width / most)
         rows, columns = (max(1, math.floor(side / shrink / step)) for side in (height, width))
     elif rows * columns * step * step < least:
         stretch = math.sqrt(least / (height * width))
+        # Ceil, because rounding down could fall below the minimum again.
         rows, columns = (math.ceil(side * stretch / step) for side in (height, width))
     return rows * step, columns * step

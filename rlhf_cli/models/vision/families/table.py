@@ -86,15 +86,15 @@ def find_processing(
     """Return the image processing for a supported model. `path` is its folder or Hub name."""
     kind = architecture.model_type
     processor = load_image_processor(path, trust_remote_code=trust_remote_code)
-    found: PictureProcessing
+    processing: PictureProcessing
     if "qwen" in kind:
-        found = QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
+        processing = QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
     else:
         refuse_bounds(kind, min_pixels, max_pixels)
         make = LlavaProcessing if kind == "llava" else Idefics3Processing
-        found = make(processor, architecture)
-    found.source = path
-    return found
+        processing = make(processor, architecture)
+    processing.source = path
+    return processing
 
 
 def find_family(
