@@ -1,4 +1,4 @@
-"""Episodes of several turns and their environments; `run_python` is for users' files."""
+"""Multi-turn episodes and their environments. User environment files may import `run_python`."""
 
 from rlhf_cli.agents.run_python import run_python
 

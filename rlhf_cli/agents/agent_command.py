@@ -1,4 +1,4 @@
-"""The command of an agent program, checked before anything starts."""
+"""Parsing and startup checks for `--agent_command`."""
 
 import re
 import shlex
@@ -9,27 +9,29 @@ from rlhf_cli.errors import UsageError
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _ASSIGNMENT = re.compile(r"\w+=")
-_OPTION = re.compile(r"([cmWX])")  # the first letter of a word of options that takes an argument
-_WITHOUT_SCRIPT = "cm"  # which run something other than a file
+# Python options that consume an argument: `-c CODE`, `-m MODULE`, `-W FILTER`, `-X OPTION`.
+_OPTION = re.compile(r"([cmWX])")
+# With these two, Python runs no script file.
+_WITHOUT_SCRIPT = "cm"
 
 
 def command_words(command: str) -> list[str]:
-    """Return the words of a command.
+    """Split a command into arguments.
 
     Raises:
-        UsageError: there is no such program, or Python is to run a file that is not there.
+        UsageError: the executable, or the script that Python would run, does not exist.
     """
     words = shlex.split(command)
     if shutil.which(words[0]) is None:
-        raise UsageError(f"--agent_command {command}: there is no program {words[0]!r}")
+        raise UsageError(f"--agent_command {command}: program {words[0]!r} not found")
     script = _script(_without_variables(words))
     if script is not None and not Path(script).exists():
-        raise UsageError(f"--agent_command {command}: there is no file {script!r}")
+        raise UsageError(f"--agent_command {command}: file {script!r} not found")
     return words
 
 
 def _without_variables(words: list[str]) -> list[str]:
-    """Return the command behind `env A=1 B=2`; all words of another one."""
+    """Strip `env A=1 B=2` from a command."""
     if Path(words[0]).name != "env":
         return words
     place = next((place for place, word in enumerate(words[1:], 1) if not _ASSIGNMENT.match(word)), len(words))
@@ -37,21 +39,25 @@ def _without_variables(words: list[str]) -> list[str]:
 
 
 def _script(words: list[str]) -> str | None:
-    """Return the file that Python runs, None if another program is called, whose arguments nobody knows here."""
+    """Return the script that Python runs, or None for other programs."""
+    # The check must never reject a valid command, so any unclear case returns None.
     if not words or not _PYTHON.fullmatch(Path(words[0]).name):
         return None
     left = iter(words[1:])
     for word in left:
         if not word.startswith("-"):
             return word
+        # A lone dash: Python reads code from stdin.
         if word == "-":
-            return None  # the standard input
+            return None
+        # Long options differ between interpreters: PyPy's --jit consumes an argument.
         if word.startswith("--"):
-            return None  # of another Python, as PyPy's --jit, which takes an argument
+            return None
         if (option := _OPTION.search(word)) is None:
             continue
         if option[1] in _WITHOUT_SCRIPT:
             return None
-        if option.end() == len(word):  # else the argument is in the same word
+        # `-W error` consumes the next argument, `-Werror` does not.
+        if option.end() == len(word):
             next(left, None)
     return None

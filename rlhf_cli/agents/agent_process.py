@@ -1,4 +1,4 @@
-"""One process of an agent program: started with its row, watched, and killed with its children."""
+"""Agent processes: started with a row on stdin, supervised, and killed together with their children."""
 
 import contextlib
 import json
@@ -21,17 +21,18 @@ _PACKAGE_ROOT = Path(__file__).parents[2]
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from rlhf_cli.agents.agent_start import main; del sys.path[0]; "
 _START += "main(int(sys.argv[2]), sys.argv[3:])"
 
+# An allowlist: API keys and tokens in the driver's environment must not reach the agent.
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR", "USER")
-"""Variables of the run that a program gets: no keys are among them."""
-_TAIL_BYTES = 1 << 16  # of a stream, in which its last line is looked for
+# Read only the end of stdout and stderr: an agent may log gigabytes.
+_TAIL_BYTES = 1 << 16
 _TRACE_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnd:
-    """How a program ended: with a reward, None if it printed none, or with a failure.
+    """Agent process outcome: a reward (None if it printed none) or a failure.
 
-    `failure` completes a sentence about the program; `trace` is the end of its error stream then.
+    `failure` completes a sentence about the agent program. `trace` holds the last stderr lines of a failed one.
     """
 
     reward: float | None = None
@@ -40,13 +41,14 @@ class ProgramEnd:
 
 
 class AgentProcess:
-    """A running program. Its streams are files, so that nobody has to read them while it runs."""
+    """A running agent process."""
 
     def __init__(
         self, words: list[str], row: Mapping[str, object], variables: Mapping[str, str], lifeline: int
     ) -> None:
-        """Start it; `lifeline` is the reading end of a pipe whose writing end this process alone holds."""
+        """Start the process. `lifeline` is the read end of a pipe whose write end only the driver holds."""
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        # Files instead of pipes: a full pipe would block the agent, since the output is read only after the exit.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -60,25 +62,26 @@ class AgentProcess:
                     stderr=self._errors,
                     env={**inherited, **variables},
                     pass_fds=(lifeline,),
-                    start_new_session=True,  # a process group of its own, so that its children are killed with it
+                    # A separate process group, so that killing it also kills the agent's children.
+                    start_new_session=True,
                 )
         except BaseException:
             self._close()
             raise
 
     def wait(self) -> None:
-        """Wait until the process has ended. It is not reaped, so its number stays taken."""
+        """Block until the process exits, without reaping it."""
+        # WNOWAIT keeps the zombie, so the pid cannot be reused before `close` kills the process group.
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
     def kill(self) -> None:
-        """End the process and its children at once; no harm if they have ended."""
+        """Kill the process group. No-op if it has exited."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> ProgramEnd:
-        """Kill what is left of the process group and return how the program ended by itself; to be called after
-        `wait`.
-        """
+        """Kill remaining children, release all resources and return the outcome. Call it after `wait`."""
+        # Read the exit status before the kill, which would hide it.
         end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self.kill()
         self._process.wait()
@@ -86,7 +89,7 @@ class AgentProcess:
             if end is None or (end.si_code, end.si_status) == (os.CLD_EXITED, 0):
                 return reward_of(_last_lines(_tail(self._output), 1))
             lines = _last_lines(_tail(self._errors), _TRACE_LINES)
-            last = f"; its last line: {lines[-1].strip()[:LONGEST_REASON]}" if lines else ""
+            last = f"; last stderr line: {lines[-1].strip()[:LONGEST_REASON]}" if lines else ""
             return ProgramEnd(failure=f"{describe_end(end.si_code, end.si_status)}{last}", trace="\n".join(lines))
         finally:
             self._close()
@@ -97,20 +100,21 @@ class AgentProcess:
 
 
 def reward_of(lines: list[str]) -> ProgramEnd:
-    """Return the reward in the last line of a program's output: a JSON object with the number `reward`."""
+    """Parse the reward from the last output line: a JSON object with a numeric `reward`."""
     try:
-        found = json.loads(lines[-1]) if lines else None
+        parsed = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or "reward" not in found:
+        parsed = None
+    if not isinstance(parsed, dict) or "reward" not in parsed:
         return ProgramEnd()
-    given = found["reward"]
+    given = parsed["reward"]
     try:
         reward = float(given) if isinstance(given, int | float) else math.nan
-    except OverflowError:  # an integer of hundreds of digits
+    # float() overflows on integers with hundreds of digits.
+    except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        return ProgramEnd(failure=f"printed a reward that is no number: {json.dumps(given)[:LONGEST_REASON]}")
+        return ProgramEnd(failure=f"printed an invalid reward: {json.dumps(given)[:LONGEST_REASON]}")
     return ProgramEnd(reward)
 
 
@@ -120,5 +124,6 @@ def _tail(stream: IO[bytes]) -> str:
 
 
 def _last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines that are not blank. Other ends of lines than these may stand in a JSON text."""
+    """Return the last non-blank lines."""
+    # Not str.splitlines: it also splits at U+2028 and similar characters, which JSON strings may contain.
     return [line for line in re.split(r"[\r\n]", text) if line.strip()][-count:]

@@ -1,7 +1,6 @@
-"""The agent programs of a run: one process an episode, whose requests and ends the driver collects.
+"""Agent processes for a run, one per episode. The driver collects their requests and outcomes.
 
-Runs an event loop in a thread of its own, with the endpoint in it, so that programs work while the driver does
-something else.
+The endpoint and the supervision run in an event loop on a background thread, so agents continue while the driver works.
 """
 
 import asyncio
@@ -27,19 +26,20 @@ from rlhf_cli.event_loop import LoopThread
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_NAME = 80  # of a program's setting in a warning
+# The agent chooses this name: bound it in the log.
+_LONGEST_NAME = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process of an episode runs from now on."""
+    """The process for an episode has started."""
 
     episode: int
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A program waits for turns; the answer goes to the ticket."""
+    """An agent requests turns. Pass the ticket to `AgentPrograms.answer`."""
 
     episode: int
     ticket: int
@@ -48,7 +48,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of an episode is gone."""
+    """The process for an episode has exited."""
 
     episode: int
     end: ProgramEnd
@@ -59,33 +59,38 @@ Event = Started | Asked | Ended
 
 @dataclass(eq=False)
 class _Program(Caller):
-    """A program as its event loop sees it."""
+    """An agent, seen from the event loop."""
 
     limit: TimeLimit = field(kw_only=True)
     open: dict[int, "asyncio.Future[Completion]"] = field(default_factory=dict)
-    """The answers that it waits for, by ticket."""
+    """Pending responses by ticket."""
 
 
 class AgentPrograms:
-    """Programs of a command; a context manager that leaves no process behind.
+    """Runs agent processes; a context manager that leaves no process behind.
 
-    A program may take `timeout` seconds from its start to its first request, and from an answer to the next request or
-    its end, while no other request of it waits; at most `num_workers` processes run at a time.
+    The timeout runs from the start to the first request, and from each response to the next request or to the
+    exit. It is suspended while a request is pending. At most `num_workers` processes run at a time.
     """
 
     def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
-        """Check the command. Raise UsageError if there is no such program, or not the file that Python is to run."""
+        """Check the command. Raises UsageError if the executable or the Python script does not exist."""
         self._words, self._command = command_words(command), command
         self._timeout, self._num_workers = timeout, num_workers
-        self._noticed: set[str] = set()  # settings that were reported
+        # Ignored settings are logged once per run, not once per request.
+        self._noticed: set[str] = set()
 
     def __enter__(self) -> Self:
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._tickets = itertools.count()
+        # The event loop keeps only weak references to tasks, so hold them here.
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._programs: dict[int, _Program] = {}  # by ticket that is open
+        # By open ticket.
+        self._programs: dict[int, _Program] = {}
+        # Carries no data: if the driver dies, the kernel closes the write end and kills the agents.
         self._lifeline, self._held = os.pipe()
         self._slots = asyncio.Semaphore(self._num_workers)
+        # Each running agent blocks one thread in `wait`.
         self._watchers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="agents")
         self._thread = LoopThread("agents")
         self._loop = self._thread.loop
@@ -99,7 +104,7 @@ class AgentPrograms:
         self.close()
 
     def close(self) -> None:
-        """End all programs and the endpoint."""
+        """Kill all agents and stop the endpoint."""
         if self._thread.has_ended:
             return
         self._thread.end(self._end_all)
@@ -109,35 +114,35 @@ class AgentPrograms:
 
     @property
     def description(self) -> EnvironmentDescription:
-        """The facts that prompts need: a program has its tools for itself."""
+        """Description for prompt rendering. The run sees no tools: agents declare tools in their requests."""
         return EnvironmentDescription((), f"agent program {self._command!r}", is_program=True)
 
     def start(self, episode: int, row: Mapping[str, object]) -> None:
-        """Start the program of an episode, as soon as there is room for it, with its row on the standard input."""
+        """Start the agent for an episode with the row on stdin, as soon as a slot is free."""
         self._thread.call_soon(self._begin, episode, row)
 
     def end(self, episode: int) -> None:
-        """Kill the program of that episode, whatever it does."""
+        """Kill the agent for an episode."""
         self._thread.call_soon(self._drop, episode)
 
     def answer(self, ticket: int, answer: Completion | Refused) -> None:
-        """Answer a request; no harm if its program is gone."""
+        """Answer a request. No-op if the agent has exited."""
         self._thread.call_soon(self._deliver, ticket, answer)
 
     def collect(self, timeout: float | None = None) -> list[Event]:
-        """Return the events since the last call. Wait for one, at most `timeout` seconds.
+        """Return events since the last call. Waits up to `timeout` seconds for the first one.
 
-        Raises whatever broke the event loop's work.
+        Raises any exception from the event loop thread.
         """
-        found: list[Event] = []
+        events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             event = self._events.get(timeout != 0, timeout)
             while True:
                 if isinstance(event, BaseException):
                     raise event
-                found.append(event)
+                events.append(event)
                 event = self._events.get(block=False)
-        return found
+        return events
 
     async def _end_all(self) -> None:
         for episode in [*self._tasks]:
@@ -151,7 +156,8 @@ class AgentPrograms:
 
     def _drop(self, episode: int) -> None:
         task = self._tasks.get(episode)
-        if task is not None and not task.cancelling():  # a second interruption would break off the end of its process
+        # A second cancellation would interrupt the cleanup in `_play` and leak the process.
+        if task is not None and not task.cancelling():
             task.cancel()
 
     def _forget(self, episode: int, task: "asyncio.Task[None]") -> None:
@@ -160,13 +166,14 @@ class AgentPrograms:
             self._events.put(defect)
 
     async def _play(self, episode: int, row: Mapping[str, object]) -> None:
-        """Run the program of one episode to its end."""
+        """Run one episode's agent until it exits, times out or is dropped."""
         async with self._slots:
             program = _Program(episode, limit=TimeLimit(self._timeout, now=self._loop.time()))
             variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": program.key, "OPENAI_MODEL": MODEL}
             try:
                 process = AgentProcess(self._words, row, variables, self._lifeline)
-            except OSError as error:  # no more processes, files or memory
+            # The machine is out of processes, file descriptors or memory: fail this episode, not the run.
+            except OSError as error:
                 self._events.put(Ended(episode, ProgramEnd(failure=f"could not be started: {error.strerror}")))
                 return
             self._endpoint.admit(program)
@@ -175,16 +182,20 @@ class AgentPrograms:
             try:
                 is_late = not await self._has_ended(program, ended)
             finally:
+                # Order matters: reject new requests first, then kill, and free the pid (`close`) only when the watcher
+                # thread has seen the exit.
                 self._endpoint.dismiss(program)
                 process.kill()
-                await asyncio.shield(ended)  # a killed process ends at once
+                # Shielded from cancellation. The wait is short, since the process was killed.
+                await asyncio.shield(ended)
                 end = process.close()
                 self._refuse_all(program)
-            late = ProgramEnd(failure=f"neither asked nor ended within {self._timeout:g} s", trace=end.trace)
+            late = ProgramEnd(failure=f"sent no request and did not exit within {self._timeout:g} s", trace=end.trace)
             self._events.put(Ended(episode, late if is_late else end))
 
     async def _has_ended(self, program: _Program, ended: "asyncio.Future[None]") -> bool:
-        """Wait for the end of a program; return False if it takes too long without a request."""
+        """Wait until an agent exits. Returns False on timeout."""
+        # Requests move the deadline, so look at it again after each wait.
         while (remaining := program.limit.remaining(self._loop.time())) > 0:
             done, _ = await asyncio.wait({ended}, timeout=remaining)
             if done:
@@ -192,13 +203,13 @@ class AgentPrograms:
         return ended.done()
 
     async def _answer(self, caller: Caller, request: ChatRequest) -> Completion:
-        """Pass a program's request to the driver and wait for its answer."""
+        """Pass an agent's request to the driver and wait for the response."""
         assert isinstance(caller, _Program)
         for name in request.ignored:
             if name not in self._noticed:
                 self._noticed.add(name)
                 written = ascii(name)[1:-1][:_LONGEST_NAME]
-                logger.warning("the agent program sets %s; turns are sampled by the settings of the run", written)
+                logger.warning("the agent program sets %s, which is ignored: turns use the run's settings", written)
         ticket = next(self._tickets)
         answer: asyncio.Future[Completion] = self._loop.create_future()
         caller.open[ticket] = answer
@@ -213,8 +224,9 @@ class AgentPrograms:
             return
         future = program.open.pop(ticket)
         program.limit.answer(self._loop.time(), is_refused=isinstance(answer, Refused))
+        # Cancelled: the client has disconnected.
         if future.done():
-            return  # the connection is gone
+            return
         if isinstance(answer, Completion):
             future.set_result(answer)
         else:

@@ -1,15 +1,16 @@
-"""A calculator as the tool of a model. An episode ends when the model answers without a call."""
+"""Calculator tool for the quickstart. An episode ends when the model replies without a tool call."""
 
 import re
 
+# Bounded digits and no eval: the model writes this text.
 TERMS = re.compile(r"\d{1,12}(\+\d{1,12})*")
 
 
 class Environment:
-    """One episode, which has nothing to remember: the reward is the verifier's, from the last answer."""
+    """A stateless episode. The verifier computes the reward from the last answer."""
 
     def reset(self) -> None:
-        """Begin an episode. Arguments would be columns of the prompt's row."""
+        """Begin an episode. Parameters would receive columns from the prompt's row."""
 
     def calculate(self, terms: str) -> str:
         """Add whole numbers.

@@ -1,4 +1,4 @@
-"""Records of chat completions between the endpoint of agent programs and the engines that answer."""
+"""Chat completion records passed between the agent endpoint and the rollout engines."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,12 +8,14 @@ from rlhf_cli.data.formats.conversations import Message, Tool, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request of a program: `n` turns to sample after the messages.
+    """A request for `n` sampled turns after the messages.
 
-    `max_tokens` bounds each turn, None without a bound of the program's; it ends at the first of the texts `stop` too.
-    `identity` is the same for requests that ask for the same. `is_first_try` is true if the client wrote that it has
-    not sent the request before; other requests may be repetitions. `logprobs` is true if it asks for the tokens of the
-    turns. `ignored` names its settings of sampling.
+    - `max_tokens`: limit per turn; None uses the run's limit.
+    - `stop`: a turn also ends at the first of these strings.
+    - `identity`: hash that is equal for identical requests, to detect retries.
+    - `is_first_try`: the client marked this as a first attempt. If False, the request may be a retry.
+    - `logprobs`: return sampled tokens with log-probs.
+    - `ignored`: sampling parameters that the request sets and the run ignores.
     """
 
     messages: tuple[Message, ...]
@@ -29,9 +31,9 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled turn of `num_tokens` tokens for the program.
+    """One sampled turn with `num_tokens` tokens.
 
-    `tokens` are the text and the log-prob, in nats, of each sampled token, if the request asked for them.
+    `tokens` holds the text and log-prob (nats) of each sampled token, if the request set `logprobs`.
     """
 
     content: str
@@ -43,19 +45,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to a request; `prompt_tokens` counts the tokens before the turns."""
+    """Response to a request. `prompt_tokens` counts tokens before the sampled turns."""
 
     choices: tuple[Choice, ...]
     prompt_tokens: int
 
     @property
     def completion_tokens(self) -> int:
-        """The sampled tokens of all choices."""
+        """Sampled tokens in all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
 
 class Refused(Exception):
-    """A request is not answered. The message is a sentence for the program's log; the rest is OpenAI's."""
+    """A rejected request. The message is written for the agent's log; other fields follow OpenAI's error format."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Chat completions and errors in OpenAI's form, made of records."""
+"""OpenAI chat completion responses and errors, built from records."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,15 @@ from rlhf_cli.agents.chat_records import Choice, Completion, Refused
 from rlhf_cli.data.formats.conversations import ToolCall
 
 MODEL = "policy"
-"""The name of the model in the endpoint's list; a request may have any other."""
+"""Model name listed by the endpoint. Requests may use any name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a program wants its answer.
+    """Response options from a request.
 
-    `created` is in seconds since 1970. `num_top` counts alternatives to each token: only the sampled one is known.
+    `created` is a Unix timestamp in seconds. `num_top` is the requested `top_logprobs`; only the sampled token can be
+    listed.
     """
 
     number: int
@@ -28,27 +29,28 @@ class Form:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, number: int, created: int) -> "Form":
-        """Return the form that a request's body asks for. Raise Refused for a fault."""
+        """Read the options from a request body. Raises Refused if one is invalid."""
         options, num_top = body.get("stream_options") or {}, body.get("top_logprobs") or 0
         if not isinstance(options, dict):
-            raise Refused("stream_options is no JSON object", param="stream_options")
+            raise Refused("stream_options must be a JSON object", param="stream_options")
         if not isinstance(num_top, int):
-            raise Refused("top_logprobs is no number", param="top_logprobs")
+            raise Refused("top_logprobs must be a number", param="top_logprobs")
         is_wanted, include_usage = bool(body.get("logprobs")), bool(options.get("include_usage"))
         return cls(number, created, str(body.get("model") or MODEL), is_wanted, num_top, include_usage)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """Return the body of an answer."""
+        """Build the response body."""
         choices = [
             {"index": index, "message": _message(one), **self._end(one)} for index, one in enumerate(completion.choices)
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": _usage(completion)}
 
     def chunks(self, completion: Completion) -> Iterator[str]:
-        """Yield the events of a streamed answer: for each choice its message, then its end."""
+        """Yield the server-sent events for a streamed response: a message and a finish reason for each choice."""
         for index, choice in enumerate(completion.choices):
             message = _message(choice)
             for place, call in enumerate(message.get("tool_calls", ())):
+                # Required in streamed deltas only: clients assemble tool calls by index.
                 call["index"] = place
             yield self._event([{"index": index, "delta": message, "logprobs": None, "finish_reason": None}])
             yield self._event([{"index": index, "delta": {}, **self._end(choice)}])
@@ -75,6 +77,7 @@ class Form:
 def _message(choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
     if choice.calls:
+        # OpenAI sends null, not "", if a turn consists of tool calls only.
         message["content"] = choice.content or None
         message["tool_calls"] = [_call(call) for call in choice.calls]
     return message
@@ -86,17 +89,17 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _usage(completion: Completion) -> dict[str, int]:
-    asked, sampled = completion.prompt_tokens, completion.completion_tokens
-    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+    prompt, sampled = completion.prompt_tokens, completion.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
-    """Return the body of an error."""
+    """Build an error body."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
 def model_list() -> dict[str, Any]:
-    """Return the body of the list of models."""
+    """Build the body for the model list."""
     model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf-cli"}
     return {"object": "list", "data": [model]}

@@ -1,6 +1,6 @@
-"""The HTTP server that agent programs speak to: chat completions in OpenAI's form, on the loopback interface alone.
+"""OpenAI-compatible HTTP server for agents, on the loopback interface only.
 
-A program is known by the key of its episode. Requests go to the owner of the server (agent_programs.py).
+Each episode has an API key that identifies the agent. Requests are passed to the owner (agent_programs.py).
 """
 
 import contextlib
@@ -19,26 +19,29 @@ from rlhf_cli.agents.chat_requests import chat_request
 from rlhf_cli.agents.chat_responses import Form, error_body, model_list
 
 HOST = "127.0.0.1"
-_MOST_BYTES = 64 << 20  # of a request's body
-_RETRIES = "x-stainless-retry-count"  # a header of OpenAI's clients
+# aiohttp defaults to 1 MiB, less than a long conversation with tool results.
+_MOST_BYTES = 64 << 20
+# OpenAI clients count attempts in this header. A first attempt has "0" and is never a retry.
+_RETRIES = "x-stainless-retry-count"
 _USE = "use chat completions, POST /v1/chat/completions"
-_CLOSE_SECONDS = 1.0  # for answers on their way when the server ends
+# Grace period for responses in flight at shutdown; the agents are gone by then.
+_CLOSE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
 class Caller:
-    """A program that may ask, by its key."""
+    """An agent with access to the endpoint, identified by API key."""
 
     episode: int
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
 
 
 Answer = Callable[[Caller, ChatRequest], Awaitable[Completion]]
-"""Returns the answer to a program's request, or raises Refused."""
+"""Returns the completion for an agent's request, or raises Refused."""
 
 
 class Endpoint:
-    """Serves programs while they are admitted; for one event loop."""
+    """Serves admitted agents. Use it in one event loop."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -46,7 +49,7 @@ class Endpoint:
         self._count = itertools.count()
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
+        """Listen on a free loopback port."""
         app = web.Application(client_max_size=_MOST_BYTES, middlewares=[_with_errors])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
@@ -57,25 +60,26 @@ class Endpoint:
         self.url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
 
     async def close(self) -> None:
-        """End the server and all connections."""
+        """Stop the server and close all connections."""
         await self._runner.cleanup()
 
     def admit(self, caller: Caller) -> None:
-        """Answer requests with its key from now on."""
+        """Accept requests with this agent's key."""
         self._callers.add(caller)
 
     def dismiss(self, caller: Caller) -> None:
-        """Refuse its key from now on."""
+        """Reject requests with this agent's key."""
         self._callers.discard(caller)
 
     def _caller_of(self, request: web.Request) -> Caller:
-        """Return the program with the request's key, in a time that does not depend on it. Raise Refused."""
+        """Return the agent that owns the request's key. Raises Refused if there is none."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode() if scheme.lower() == "bearer" else b""
+        # compare_digest over all callers takes the same time for any key, so timing reveals no key.
         found = [caller for caller in self._callers if hmac.compare_digest(caller.key.encode(), given)]
         if not found:
             raise Refused(
-                "the key is of no running episode: it has ended, or OPENAI_API_KEY is not used",
+                "this API key belongs to no running episode: the episode has ended, or OPENAI_API_KEY is not used",
                 status=401,
                 code="invalid_api_key",
             )
@@ -87,13 +91,14 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         caller, body = self._caller_of(request), await _body(request)
-        asked = chat_request(body, is_first_try=request.headers.get(_RETRIES) == "0")
+        chat = chat_request(body, is_first_try=request.headers.get(_RETRIES) == "0")
         form = Form.of(body, number=next(self._count), created=int(time.time()))
-        completion = await self._answer(caller, asked)
+        completion = await self._answer(caller, chat)
         if not body.get("stream"):
             return web.json_response(form.whole(completion))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        with contextlib.suppress(ConnectionError):  # the program has ended, or does not wait for the answer
+        # The agent has exited or disconnected. The turn is recorded anyway.
+        with contextlib.suppress(ConnectionError):
             await response.prepare(request)
             for chunk in form.chunks(completion):
                 await response.write(chunk.encode())
@@ -104,20 +109,20 @@ async def _body(request: web.Request) -> Any:
     try:
         return await request.json()
     except (ValueError, RecursionError):
-        raise Refused("the body is no JSON") from None
+        raise Refused("the request body is not valid JSON") from None
 
 
 @web.middleware
 async def _with_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer with OpenAI's form of an error."""
+    """Convert errors to OpenAI's error format."""
     try:
         return await handler(request)
     except Refused as refused:
-        found = refused
+        refusal = refused
     except web.HTTPNotFound:
-        found = Refused(f"{request.method} {request.path} is unknown: {_USE}", status=404)
+        refusal = Refused(f"{request.method} {request.path} is not available: {_USE}", status=404)
     except web.HTTPException as error:
-        found = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
-    return web.json_response(error_body(found), status=found.status)
+        refusal = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
+    return web.json_response(error_body(refusal), status=refusal.status)

@@ -1,6 +1,6 @@
-"""The class of a user's environment file: how it is found, its tools, and the columns that its `reset` takes.
+"""Inspection of a user's environment class: lookup, tools and the columns that `reset` accepts.
 
-The file itself is imported only in the processes of environments (fork_server.py), never in the driver.
+The file is imported only in environment processes (fork_server.py), never in the driver.
 """
 
 import ast
@@ -22,21 +22,21 @@ _OPENRLHF_AGENT = re.compile(r"^class\s+Agent(?:Instance|Executor)\b", re.MULTIL
 _OWN_CLASS = re.compile(rf"^class\s+{OWN_NAME}\b", re.MULTILINE)
 
 NOT_TOOLS = ("reset", "step", "close", "get_reward", "render")
-"""Public methods that a model cannot call."""
+"""Public methods that are never tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResetColumns:
-    """The columns of a row that `reset` takes: names with and without a default, or all of them (`**row`)."""
+    """Row columns that `reset` accepts: required and optional parameter names, or all columns (`**row`)."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     takes_all: bool
 
     def missing(self, columns: Collection[str]) -> str | None:
-        """Return the end of a sentence about the first column that is needed and not there, else None.
+        """Describe the first missing required column, as the end of a sentence. Returns None if none is missing.
 
-        `seed` is always there: a row without it gets the episode's own.
+        `seed` is never missing: a row without it gets the episode seed.
         """
         lacking = [name for name in self.required if name not in columns and name != "seed"]
         if not lacking:
@@ -44,17 +44,18 @@ class ResetColumns:
         return f"needs the column {lacking[0]!r} in reset; the row has {', '.join(columns) or 'no column'}"
 
     def arguments(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
-        """Return the arguments of `reset`."""
+        """Build the keyword arguments for `reset`."""
         named = {*self.required, *self.optional}
         given = {name: value for name, value in row.items() if self.takes_all or name in named}
         return {"seed": seed} | given if "seed" in named else given
 
 
 class ClassFacts(TypedDict):
-    """The facts about a class that the driver gets. `about` describes how the model reaches it.
+    """What the driver learns about a class.
 
-    With `has_close` an object is closed at the end of its episode, not just killed; with `owns_reward` its
-    `get_reward` computes the reward then.
+    - `about`: how the model interacts with it, for the startup log.
+    - `has_close`: close the object at the end of the episode instead of only killing the process.
+    - `owns_reward`: `get_reward` computes the reward at the end of the episode.
     """
 
     name: str
@@ -67,7 +68,7 @@ class ClassFacts(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentClass:
-    """A user's class. Without tools it reads the text of turns by `step`."""
+    """A user's environment class. A class without tools reads the text of each turn in `step`."""
 
     type: type
     tools: tuple[str, ...]
@@ -83,8 +84,8 @@ class EnvironmentClass:
         if self.tools:
             return f"tools {', '.join(self.tools)}"
         others = [name for name in _tools(self.type) if name in vars(self.type)]
-        beside = f", so {', '.join(others)} cannot be called" if others else ""
-        return f"step reads the text of each turn{beside}"
+        ignored = f", so {', '.join(others)} cannot be called" if others else ""
+        return f"step reads the text of each turn{ignored}"
 
     @property
     def has_close(self) -> bool:
@@ -97,94 +98,99 @@ class EnvironmentClass:
 
     @property
     def gives_reward(self) -> bool:
-        """Whether an episode without the attribute `reward` has the reward 0.
+        """Whether an episode that never sets the attribute `reward` has reward 0 instead of no reward.
 
-        A class that sets the attribute in a tool gives 0 if the model does not call that tool; a class whose code never
-        names it, and which has no other way, gives none.
+        True if any code path could set a reward: then the model's actions led to 0. A class that never mentions
+        `reward`, and has no other way to compute one, gives no reward.
         """
         return self.owns_reward or self.has_step or self.names_reward
 
 
 def load_class(path: Path, name: str | None) -> EnvironmentClass:
-    """Return the environment of a file: the class of that name, or `Environment`, or the only class that can be one.
+    """Load the environment class from a file: the named class, else `Environment`, else the only candidate.
 
     Raises:
-        BadResult: there is no such class; the message ends the sentence "calculator.py ...".
-        Exception: whatever the file raises while it is imported.
+        BadResult: there is no such class. The message completes "calculator.py ...".
+        Exception: any exception raised during import.
     """
+    # Detected by text: importing an OpenRLHF agent may fail because openrlhf is not installed.
     text = path.read_text(encoding="utf-8", errors="replace")
     if _OPENRLHF_AGENT.search(text) and not _OWN_CLASS.search(text):
         raise BadResult(
-            "is an agent of OpenRLHF: write it as class Environment with reset(self, **row), which gets the columns of "
-            "the row, and step(self, text), which returns the feedback without marks of a template, the reward and "
+            "is an OpenRLHF agent: rewrite it as class Environment with reset(self, **row), which receives the row's "
+            "columns, and step(self, text), which returns the feedback without template tokens, the reward and "
             "whether the episode is done (docs/coming-from.md has an example)"
         )
     module = import_file(path, "environment_file")
     return described(_named(module, name) if name or hasattr(module, OWN_NAME) else _only(module))
 
 
-def described(found: type) -> EnvironmentClass:
-    """Return the form of a class. Raises BadResult if it has none."""
-    if (needed := _first_needed(found)) is not None:
-        raise BadResult(f"has {found.__name__}.__init__, which needs {needed!r}: an object is made without arguments")
-    reset = getattr(found, "reset", None)
+def described(cls: type) -> EnvironmentClass:
+    """Inspect a class. Raises BadResult if it is not a valid environment."""
+    if (needed := _first_needed(cls)) is not None:
+        raise BadResult(f"has {cls.__name__}.__init__, which requires {needed!r}: it is called without arguments")
+    reset = getattr(cls, "reset", None)
     if not callable(reset):
-        raise BadResult(f"has class {found.__name__} without a method reset")
-    has_step = callable(getattr(found, "step", None))
-    if has_step and not _takes_text(found):
-        raise BadResult(f"has {found.__name__}.step, which has to take the text of a turn: step(self, text)")
-    tools = () if has_step else _tools(found)
+        raise BadResult(f"has class {cls.__name__} without a method reset")
+    has_step = callable(getattr(cls, "step", None))
+    if has_step and not _takes_text(cls):
+        raise BadResult(f"has {cls.__name__}.step, which must accept the text of a turn: step(self, text)")
+    tools = () if has_step else _tools(cls)
     if not has_step and not tools:
-        raise BadResult(f"has class {found.__name__} without tools: give it public methods, or step(text)")
-    return EnvironmentClass(found, tools, _columns(reset), _names_reward(found))
+        raise BadResult(f"has class {cls.__name__} without tools: add public methods, or step(text)")
+    return EnvironmentClass(cls, tools, _columns(reset), _names_reward(cls))
 
 
-def _first_needed(found: type) -> str | None:
-    """Return the first argument that a class cannot be made without, None if it needs no argument."""
+def _first_needed(cls: type) -> str | None:
+    """Return the first required constructor argument, or None."""
     try:
-        inspect.signature(found).bind()
+        inspect.signature(cls).bind()
     except TypeError as error:
+        # inspect's message is "missing a required argument: 'size'".
         return str(error).rpartition(": ")[2].strip("'")
+    # Some classes written in C have no signature.
     except ValueError:
-        return None  # some classes in C have no signature
+        return None
     return None
 
 
-def _takes_text(found: type) -> bool:
-    step = inspect.getattr_static(found, "step")
+def _takes_text(cls: type) -> bool:
+    step = inspect.getattr_static(cls, "step")
     given = ("text",) if isinstance(step, staticmethod | classmethod) else ("self", "text")
     try:
-        inspect.signature(getattr(found, "step")).bind(*given)  # noqa: B009 - of any class
+        # getattr with a constant: mypy rejects `cls.step` on `type`.
+        inspect.signature(getattr(cls, "step")).bind(*given)  # noqa: B009
     except TypeError:
         return False
+    # Some methods written in C have no signature.
     except ValueError:
-        return True  # some methods in C have no signature
+        return True
     return True
 
 
 def _named(module: object, name: str | None) -> type:
-    found = getattr(module, name or OWN_NAME, None)
-    if found is None:
+    cls = getattr(module, name or OWN_NAME, None)
+    if cls is None:
         listed = ", ".join(one.__name__ for one in _own_classes(module)) or "none"
         raise BadResult(f"has no class {name}; classes: {listed}")
-    if not inspect.isclass(found):
+    if not inspect.isclass(cls):
         raise BadResult(f"has {name or OWN_NAME}, but it is not a class")
-    return found
+    return cls
 
 
 def _only(module: object) -> type:
-    """Return the only class with `reset` and with `step` or tools."""
+    """Return the only class that has `reset`, and `step` or tools."""
     found = [one for one in _own_classes(module) if hasattr(one, "reset") and (hasattr(one, "step") or _tools(one))]
     if not found:
-        raise BadResult(f"has no class {OWN_NAME}, nor another one with reset and public methods")
+        raise BadResult(f"has no class {OWN_NAME}, and no other class with reset and public methods")
     if len(found) > 1:
         listed = ", ".join(one.__name__ for one in found)
-        raise BadResult(f"has several classes with reset: {listed}; name one as FILE.py:{found[0].__name__}")
+        raise BadResult(f"has more than one class with reset: {listed}; pass FILE.py:{found[0].__name__}")
     return found[0]
 
 
 def _own_classes(module: object) -> list[type]:
-    """Return the classes that the file itself defines."""
+    """Return public classes defined in the file, without imported ones."""
     name = getattr(module, "__name__", None)
     return [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == name and _is_public(one)]
 
@@ -193,15 +199,16 @@ def _is_public(one: type) -> bool:
     return not one.__name__.startswith("_") and not inspect.isabstract(one)
 
 
-def _tools(found: type) -> tuple[str, ...]:
-    """Return the names of the tools, which `inspect` sorts."""
-    members = inspect.getmembers(found, inspect.isfunction)
+def _tools(cls: type) -> tuple[str, ...]:
+    """Return the tool names, sorted by `inspect`."""
+    members = inspect.getmembers(cls, inspect.isfunction)
     return tuple(name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS)
 
 
-def _names_reward(found: type) -> bool:
-    """Return whether `reward` is named in the code of a class or of its bases, or in their files outside of classes."""
-    bases = [one for one in found.__mro__ if one is not object]
+def _names_reward(cls: type) -> bool:
+    """Return whether the source mentions `reward`: in the class, base classes, or their modules."""
+    # Other classes in these modules do not count: a file may define several environments.
+    bases = [one for one in cls.__mro__ if one is not object]
     names = {one.__name__ for one in bases}
     return any(
         _is_reward(node)
@@ -213,7 +220,7 @@ def _names_reward(found: type) -> bool:
 
 
 def _parts(one: type) -> list[ast.stmt]:
-    """Return the statements of the file of a class; [] if there is none, as for classes in C."""
+    """Parse the source file of a class. Returns [] without a source, for example for classes written in C."""
     try:
         return ast.parse(Path(inspect.getfile(one)).read_text(encoding="utf-8", errors="replace")).body
     except (OSError, SyntaxError, TypeError, ValueError):
@@ -225,12 +232,14 @@ def _is_reward(node: ast.AST) -> bool:
         case ast.Attribute(attr="reward") | ast.Name(id="reward") | ast.keyword(arg="reward"):
             return True
         case ast.Constant(value=value):
-            return bool(value == "reward")  # in setattr or in a dict
+            # As in setattr(self, "reward", 1.0) or vars(self).update({"reward": 1.0}).
+            return bool(value == "reward")
     return False
 
 
 def _columns(reset: Callable[..., object]) -> ResetColumns:
-    parameters = list(inspect.signature(reset).parameters.values())[1:]  # without self
+    # [1:] skips self.
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
     kinds = inspect.Parameter
     named = [one for one in parameters if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
     return ResetColumns(
@@ -240,26 +249,27 @@ def _columns(reset: Callable[..., object]) -> ResetColumns:
     )
 
 
-def tool_schemas(found: EnvironmentClass) -> list[dict[str, object]]:
-    """Return the JSON schemas of the tools, from their signatures and docstrings, as transformers makes them.
+def tool_schemas(environment: EnvironmentClass) -> list[dict[str, object]]:
+    """Build JSON schemas for the tools from signatures and docstrings, with transformers.
 
     Raises:
-        BadResult: a method lacks a docstring, the description of an argument, or a type hint.
+        BadResult: a method has no docstring, or an argument has no description or type hint.
     """
-    if not found.tools:
+    if not environment.tools:
         return []
     from transformers.utils import chat_template_utils
 
-    if "torch" not in sys.modules:  # then no type hint is a tensor, and the import would take a second of CPU
+    # Without torch loaded, no type hint can be a tensor. Importing torch only for this check costs a CPU second.
+    if "torch" not in sys.modules:
         chat_template_utils.is_torch_available = lambda: False  # type: ignore[attr-defined]
     schemas = []
-    for name in found.tools:
+    for name in environment.tools:
         try:
-            schemas.append(chat_template_utils.get_json_schema(getattr(found.type, name)))
+            schemas.append(chat_template_utils.get_json_schema(getattr(environment.type, name)))
         except Exception as error:
             raise BadResult(
-                f"has {found.type.__name__}.{name}, which cannot be a tool: {one_line(error).rstrip('.!')}. "
-                "A tool has a docstring, type hints, and under `Args:` a line for each argument; a method that is no "
-                "tool begins with _"
+                f"has {environment.type.__name__}.{name}, which cannot be a tool: {one_line(error).rstrip('.!')}. "
+                "A tool requires a docstring, type hints, and one line per argument under `Args:`; prefix other "
+                "methods with _"
             ) from error
     return schemas

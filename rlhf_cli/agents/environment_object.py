@@ -1,7 +1,7 @@
-"""The environment of one episode: an object of the user's class, which answers actions. Runs in the episode's process.
+"""An episode's environment: an instance of the user's class, in the episode process.
 
-An error of a tool is an observation, so that the model can learn from it. An error of `reset`, `step` or `get_reward`,
-and a broken sandbox, are failures of the environment.
+An exception in a tool becomes an observation, so that the model can learn from it. An exception in `reset`, `step` or
+`get_reward`, and a broken sandbox, fail the environment.
 """
 
 import inspect
@@ -24,34 +24,38 @@ from rlhf_cli.rewards.workers.worker import describe_error, own_trace
 
 ENDED = "Error: the episode has ended."
 _IN_MEMORY = re.compile(r" at 0x[0-9a-fA-F]+")
-_LONGEST_NAME = 100  # characters of a tool's name that the model made up
+# The model makes up these names: bound them in observations.
+_LONGEST_NAME = 100
 
 if TYPE_CHECKING:
     import asyncio
 
 
 class EnvironmentObject:
-    """The object of one episode; `Reset` makes it."""
+    """The environment for one episode. `Reset` creates the user's object."""
 
     def __init__(self, found: EnvironmentClass) -> None:
         self._found = found
         self._object: Any = None
-        self._runner: asyncio.Runner | None = None  # imported when a method has to be awaited
-        self._reward = 0.0  # of the episode up to now
+        # Created for the first async method.
+        self._runner: asyncio.Runner | None = None
+        # Cumulative reward so far.
+        self._reward = 0.0
         self._has_reward = found.gives_reward
         self._is_over = False
 
     def answer(self, action: Action) -> Reply:
-        """Return the reply to an action. No error of the user's code is raised."""
+        """Answer an action. Exceptions in user code become failures."""
         try:
             return self._answer(action)
         except BadResult as error:
             return Reply(failure=str(error))
-        except BaseException as error:  # sys.exit() in an environment is a failure of this environment as well
+        # BaseException: sys.exit() in user code must fail the environment, not end the process silently.
+        except BaseException as error:
             return Reply(failure=describe_error(error), trace=own_trace(error))
 
     def close(self) -> None:
-        """Call the object's `close`, if it has one. Its errors are printed: nobody waits for them."""
+        """Call the object's `close` method, if any. Exceptions are only printed: the episode is over."""
         if self._object is None or not self._found.has_close:
             return
         try:
@@ -77,8 +81,9 @@ class EnvironmentObject:
         _seed_generators(action.seed)
         self._object = self._found.type()
         result = self._resolve(self._object.reset(**self._found.columns.arguments(action.row, action.seed)))
+        # Gymnasium's reset returns (observation, info).
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-            result = result[0]  # Gymnasium's (observation, info)
+            result = result[0]
         return Reply(() if result is None else (as_text(result, "reset"),), reward=self._gain())
 
     def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
@@ -98,6 +103,7 @@ class EnvironmentObject:
             return f"Error: {call.name}: {one_line(error)}. Arguments: {', '.join(signature.parameters) or 'none'}"
         try:
             result = self._resolve(method(**call.arguments))
+        # The sandbox is broken, not the model's code: fail the episode instead of blaming the model.
         except SandboxError:
             raise
         except BaseException as error:
@@ -113,7 +119,7 @@ class EnvironmentObject:
         return replace(found, reward=reward)
 
     def _is_done(self) -> bool:
-        """Return the attribute `done`; a method of that name is a tool."""
+        """Return the attribute `done`. A method named `done` is a tool."""
         done = getattr(self._object, "done", False)
         return not callable(done) and bool(done)
 
@@ -122,7 +128,7 @@ class EnvironmentObject:
         return Reply(observations, reward=reward, is_done=True, lacks_reward=not self._has_reward)
 
     def _end(self) -> float:
-        """End the episode and return the rest of the reward."""
+        """End the episode once and return the remaining reward."""
         if self._is_over:
             return 0.0
         self._is_over = True
@@ -131,7 +137,7 @@ class EnvironmentObject:
         return self._gain()
 
     def _gain(self) -> float:
-        """Return the change of the attribute `reward`; 0 if the reward comes from `get_reward` or `step`."""
+        """Return the change in the attribute `reward`, or 0 if `get_reward` or `step` computes the reward."""
         value = getattr(self._object, "reward", None)
         if self._found.owns_reward or self._found.has_step or value is None or callable(value):
             return 0.0
@@ -143,11 +149,13 @@ class EnvironmentObject:
         return gain
 
     def _resolve(self, result: object) -> object:
-        """Return a result, awaited if it has to be. One event loop serves the object, so its connections stay valid."""
+        """Await a result if necessary."""
         if not inspect.isawaitable(result):
             return result
-        import asyncio  # 40 ms that plain methods do not need
+        # Imported late: asyncio takes 40 ms per episode process, which synchronous environments do not need.
+        import asyncio
 
+        # One event loop for the whole episode: connections that the user opens in it stay valid.
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(_awaited(result))
 
@@ -157,15 +165,15 @@ async def _awaited(result: Awaitable[object]) -> object:
 
 
 def unknown_tool(name: str, tools: Collection[str]) -> str:
-    """Return the observation after a call of a tool that does not exist."""
+    """Build the observation for a call to an unknown tool."""
     return f"Error: there is no tool {name[:_LONGEST_NAME]!r}. Tools: {', '.join(tools) or 'none'}"
 
 
 def as_text(result: object, method: str = "") -> str:
-    """Return a result of a method as the text of an observation: "" for None, JSON for an object that JSON can have.
+    """Convert a method's return value to observation text: "" for None, JSON if possible, else `str`.
 
     Raises:
-        BadResult: the object has no text but its place in memory, which differs from run to run.
+        BadResult: the text contains a memory address, which differs between runs.
     """
     if result is None:
         return ""
@@ -175,15 +183,16 @@ def as_text(result: object, method: str = "") -> str:
         except (TypeError, ValueError, RecursionError):
             kind, result = type(result).__name__, str(result)
             if _IN_MEMORY.search(result):
-                raise BadResult(f"returned {kind} from {method}, which has no text: {result[:80]}") from None
-    return str(result).encode(errors="replace").decode()  # a lone surrogate cannot be tokenised
+                raise BadResult(f"returned {kind} from {method}, which has no stable text: {result[:80]}") from None
+    # Tokenizers cannot encode lone surrogates.
+    return str(result).encode(errors="replace").decode()
 
 
 def step_result(result: object) -> Reply:
-    """Return the reply of any form that `step` may return. An end of Gymnasium that is none of the task is a limit.
+    """Parse any return value that `step` may have. Gymnasium's `truncated` marks the episode as truncated.
 
     Raises:
-        BadResult: it has no such form.
+        BadResult: the value has an unknown form.
     """
     match result:
         case {"observation": observation, **others}:
@@ -198,15 +207,17 @@ def step_result(result: object) -> Reply:
 
 def _stepped(observation: object, reward: object, done: object, truncated: object = False) -> Reply:
     gain = 0.0 if reward is None else number(reward, "reward of step")
-    is_cut = bool(truncated) and not done
-    return Reply((as_text(observation, "step"),), reward=gain, is_done=bool(done) or is_cut, is_truncated=is_cut)
+    is_truncated = bool(truncated) and not done
+    is_done = bool(done) or is_truncated
+    return Reply((as_text(observation, "step"),), reward=gain, is_done=is_done, is_truncated=is_truncated)
 
 
 def number(value: object, origin: str) -> float:
-    """Return a finite number, also one of NumPy or a tensor. Raises BadResult, which names its origin."""
+    """Convert to a finite float; accepts NumPy scalars and tensors. Raises BadResult, which names the origin."""
     try:
         found = float(value) if isinstance(value, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or a tensor of several numbers
+    # Arrays and tensors with more than one element raise, with different exceptions per library.
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         found = math.nan
     if not math.isfinite(found):
         raise BadResult(f"has the {origin} {str(value)[:40]!r}, which is not a finite number")
@@ -214,8 +225,10 @@ def number(value: object, origin: str) -> float:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the global generators, which all episodes would otherwise inherit alike or get from the machine."""
+    """Seed the global random generators."""
+    # Forked processes inherit the generator state, so all episodes would draw the same numbers.
     random.seed(seed)
+    # Only libraries that the environment has imported. Seed ranges differ.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if "torch" in sys.modules:

@@ -1,7 +1,7 @@
-"""The processes of all episodes as one thread of the driver sees them: begun, given actions, heard, found late, killed.
+"""All episode processes, seen from one driver thread: start, send actions, collect replies, enforce timeouts, kill.
 
-Nothing here waits for an environment: sockets do not block, and data that they do not take yet is kept. The processes
-are children of the fork server (fork_server.py), which reports their ends.
+Nothing here blocks on an environment: sockets are non-blocking, and unsent data is buffered. The processes are children
+of the fork server (fork_server.py), which reports their exits.
 """
 
 import contextlib
@@ -21,28 +21,29 @@ from rlhf_cli.errors import ProcessDied
 from rlhf_cli.rewards.workers.child import ChildProcess, describe_end
 
 _RECEIVE_SIZE = 1 << 20
-_END_SECONDS = 10.0  # for the server to end after its processes
+# For the fork server to exit, after the episode processes.
+_END_SECONDS = 10.0
 
 
 @dataclass(eq=False)
 class _Process:
-    """The process of one episode, known by its number. `channel` is None before it begins and after its end."""
+    """A numbered episode process. `channel` is None before the start and after the exit."""
 
     number: int
     channel: socket.socket | None = None
     outgoing: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
     place: str = ""
-    """The methods that the current action calls, for messages."""
+    """Methods that the current action calls, for messages."""
     deadline: float = 0.0
-    """Of the current action."""
+    """Deadline of the current action, in `time.monotonic` seconds."""
     end: str | None = None
-    """Why it no longer answers, as the end of a sentence."""
+    """Why the process no longer replies, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An action for a process as a line; `place` names the methods that it calls."""
+    """An encoded action for a process. `place` names the methods that it calls."""
 
     number: int
     line: bytes
@@ -50,19 +51,20 @@ class Order:
 
 
 class EpisodeProcesses:
-    """Gives orders to processes, at most `num_workers` at a time, and collects replies; for one thread.
+    """Sends orders to processes, at most `num_workers` at a time, and collects replies. Use it from one thread.
 
-    The first order of a number begins its process. The clock of an order starts when the process gets it.
+    The first order for a number starts a process. A timeout starts when the process receives the order.
     """
 
     def __init__(
         self, server: ChildProcess, bell: socket.socket, *, timeout: float, close_seconds: float, num_workers: int
     ) -> None:
-        """Begin to listen; `close_seconds` is the limit for closing an object, 0 if objects are not closed."""
+        """Start listening. `close_seconds` is the timeout for `close` methods, 0 if the class has none."""
         self._server, self._timeout, self._num_workers = server, timeout, num_workers
         self._close_seconds = close_seconds
         self._processes: dict[int, _Process] = {}
         self._waiting: deque[Order] = deque()
+        # Processes with an order in progress.
         self._running: set[_Process] = set()
         self._replies: list[tuple[int, Reply]] = []
         self._to_server: deque[tuple[bytes, socket.socket | None]] = deque()
@@ -70,36 +72,40 @@ class EpisodeProcesses:
         self._selector = selectors.DefaultSelector()
         server.socket.setblocking(False)
         self._listen(server.socket, lambda: self._attend_server())
+        # The bell wakes `select` for new orders. One recv may drain more than one ring: the bytes carry no data.
         self._listen(bell, lambda: bell.recv(4096))
 
     def close(self) -> None:
-        """End all processes and wait for the server, which waits until they have ended."""
+        """End all processes, then wait for the fork server, which waits for them."""
         for number in list(self._processes):
             self.drop(number)
         self._server.socket.settimeout(_END_SECONDS)
         self._flush_server()
-        for _, theirs in self._to_server:  # the server is gone
+        # Whatever is still queued could not be sent, because the server has exited.
+        for _, theirs in self._to_server:
             if theirs is not None:
                 theirs.close()
         self._selector.close()
         self._server.finish(self._close_seconds + _END_SECONDS)
 
     def put(self, order: Order) -> None:
-        """Take an order, which may have to wait for other ones."""
+        """Queue an order."""
         self._processes.setdefault(order.number, _Process(order.number))
         self._waiting.append(order)
 
     def drop(self, number: int) -> None:
-        """End a process and forget it and its orders. An idle one may close its object first."""
+        """End a process and discard its orders. An idle process may close the user's object first."""
         process = self._processes.pop(number, None)
         if process is not None:
             is_idle = process not in self._running
+            # A busy process cannot read the end of its stream, so waiting for the `close` method is useless.
             self._running.discard(process)
             self._end(process, seconds=self._close_seconds if is_idle else 0.0)
 
     def work(self) -> list[tuple[int, Reply]]:
-        """Hand out orders, wait until something happens or the bell rings, and return the new replies by number."""
+        """Send queued orders, wait for an event or the bell, and return new replies by process number."""
         self._hand_out()
+        # A handler may end other processes whose events are already in this list; each handler checks for that.
         for key, _ in self._selector.select(self._patience()):
             key.data()
         for process in [one for one in self._running if one.deadline <= time.monotonic()]:
@@ -118,11 +124,13 @@ class EpisodeProcesses:
         while self._waiting and len(self._running) < self._num_workers:
             order = self._waiting.popleft()
             process = self._processes.get(order.number)
-            if process is not None:  # it may have been dropped since
+            # Dropped since it was queued.
+            if process is not None:
                 self._give(process, order)
 
     def _give(self, process: _Process, order: Order) -> None:
         process.place, process.deadline = order.place, time.monotonic() + self._timeout
+        # Before starting the process: forking and startup count against the timeout of the first action.
         self._running.add(process)
         if process.end is None and process.channel is None:
             self._begin(process)
@@ -133,7 +141,7 @@ class EpisodeProcesses:
         self._flush(process)
 
     def _begin(self, process: _Process) -> None:
-        """Have the server fork."""
+        """Ask the server to fork a process."""
         try:
             process.channel, theirs = _socket_pair()
         except OSError as error:
@@ -144,8 +152,9 @@ class EpisodeProcesses:
         self._ask(["start", process.number], theirs)
 
     def _attend(self, process: _Process) -> None:
-        """Send the rest of an order, and take a reply."""
-        if process.channel is None:  # it was killed while its event waited
+        """Send remaining order bytes and receive a reply."""
+        # Closed by an earlier handler in the same `select` result.
+        if process.channel is None:
             return
         if process.outgoing:
             self._flush(process)
@@ -153,15 +162,16 @@ class EpisodeProcesses:
 
     def _flush(self, process: _Process) -> None:
         assert process.channel is not None
-        with contextlib.suppress(OSError):  # a process that has ended is reported by the server
+        # A broken connection is no failure yet: the server reports why the process exited.
+        with contextlib.suppress(OSError):
             while process.outgoing:
                 del process.outgoing[: process.channel.send(process.outgoing)]
         self._listen(process.channel, lambda: self._attend(process), writes=bool(process.outgoing))
 
     def _receive(self, process: _Process) -> bool:
-        """Take the reply if it is there; return whether there may be more data.
+        """Receive data and record a complete reply. Returns whether more data may follow.
 
-        After the end of the stream the server's report follows, or the deadline.
+        At the end of the stream, the failure is left to the server's report or to the deadline.
         """
         assert process.channel is not None
         try:
@@ -172,8 +182,10 @@ class EpisodeProcesses:
             data = b""
         process.received += data
         if not data:
+            # A closed stream is always readable, so `select` would spin.
             self._ignore(process.channel)
             process.outgoing.clear()
+        # A process has one order at a time and replies in one line, so a trailing newline completes the reply.
         elif data.endswith(b"\n") and process in self._running:
             self._running.remove(process)
             self._replies.append((process.number, read_reply(bytes(process.received))))
@@ -181,14 +193,14 @@ class EpisodeProcesses:
         return bool(data)
 
     def _fail(self, process: _Process, failure: Reply) -> None:
-        """Reply to the current order with a failure; no order is answered from here on."""
+        """Fail the current order and all later ones."""
         self._running.discard(process)
         self._replies.append((process.number, failure))
         process.end = failure.failure
         self._end(process, seconds=0.0)
 
     def _end(self, process: _Process, *, seconds: float) -> None:
-        """End the stream, at which the process closes its object, and have it killed after so many seconds."""
+        """Close the stream, so that the process closes the user's object, and have it killed after `seconds`."""
         if process.channel is not None:
             self._forget(process)
             self._ask(["end", process.number, seconds])
@@ -204,9 +216,11 @@ class EpisodeProcesses:
         self._flush_server()
 
     def _flush_server(self) -> None:
-        """Send the requests that the server takes. A message this small is taken as a whole or not at all."""
+        """Send as many requests as the server accepts now."""
         channel = self._server.socket
-        with contextlib.suppress(OSError):  # it is full, or its end is noticed by reading
+        # EAGAIN if the socket is full; if the server has exited, reading reports it. The kernel queues a message this
+        # small completely or not at all, so a line is never split.
+        with contextlib.suppress(OSError):
             while self._to_server:
                 line, theirs = self._to_server[0]
                 if theirs is None:
@@ -218,7 +232,7 @@ class EpisodeProcesses:
         self._listen(channel, self._attend_server, writes=bool(self._to_server))
 
     def _attend_server(self) -> None:
-        """Send the server's requests, and take its reports of processes that have ended by themselves."""
+        """Send queued requests and read the server's reports about exited processes."""
         if self._to_server:
             self._flush_server()
         try:
@@ -228,15 +242,17 @@ class EpisodeProcesses:
         except OSError:
             data = b""
         if not data:
-            raise ProcessDied(f"the process that environments are forked from {self._server.last_words()}")
+            raise ProcessDied(f"the environment fork server {self._server.last_words()}")
         *lines, self._from_server = (self._from_server + data).split(b"\n")
         for line in lines:
             number, *how = json.loads(line)
             if number in self._processes:
+                # Two values are the code and status from waitid; one is a reason.
                 self._note_end(self._processes[number], describe_end(*how) if len(how) == 2 else how[0])
 
     def _note_end(self, process: _Process, end: str) -> None:
-        """Take the last reply of a process that has ended; without one its order fails."""
+        """Record an exit: take the last reply, or fail the current order."""
+        # The report may arrive before the reply, which travels through another socket.
         if process.channel is not None:
             while self._receive(process):
                 pass
@@ -254,13 +270,13 @@ class EpisodeProcesses:
             self._selector.modify(channel, events, attend)
 
     def _ignore(self, channel: socket.socket) -> None:
-        """Listen to a socket no longer, if it is listened to."""
+        """Stop listening to a socket, if registered."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(channel)
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a pair of sockets; raise the limit of open files to its maximum when it is reached."""
+    """Create a socket pair. Raises the soft limit for open files to the hard limit when it is reached."""
     try:
         return socket.socketpair()
     except OSError as error:
@@ -273,4 +289,4 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 def _too_many_files() -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"needs an open file, and this process may have no more than {limit} (ulimit -n)"
+    return f"needs a file descriptor, but this process is limited to {limit} (ulimit -n)"

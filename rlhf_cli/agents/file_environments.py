@@ -1,7 +1,7 @@
-"""The environments of a run that are objects of a class in a user's file, each in a process of its own.
+"""Environments defined by a class in a user's file, one process per episode.
 
-The file is never imported into the driver. A thread exchanges actions and replies with the processes, so `send` returns
-at once and environments work while the caller does something else.
+The file is never imported into the driver. A thread exchanges actions and replies with the processes, so `send` does
+not block and environments run while the caller does other work.
 """
 
 import contextlib
@@ -29,33 +29,35 @@ logger = logging.getLogger(__name__)
 
 _SERVER = "rlhf_cli.agents.fork_server"
 
-# Libraries of an environment get one thread: a pool of threads that a library starts while the file is loaded does not
-# live on in the forked processes. Hashes of text repeat, so that the order of sets does.
+# One thread per library: worker threads that a library starts on import do not survive the fork. A fixed hash seed
+# makes set iteration order reproducible.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 class FileEnvironments:
-    """Environments of `source`, FILE.py or FILE.py:CLASS; a context manager that leaves no process behind.
+    """Environments from `source`, FILE.py or FILE.py:CLASS; a context manager that leaves no process behind.
 
-    An action may take `timeout` seconds; at most `num_workers` are worked on at a time, and the clock of the others
-    starts when their turn comes. A process that hangs or dies costs its own episode alone.
+    An action has a timeout of `timeout` seconds. At most `num_workers` actions run at a time; the timeout of a queued
+    action starts when it runs. A process that hangs or dies fails only its own episode.
     """
 
     def __init__(self, source: str, *, timeout: float, num_workers: int) -> None:
         self._source, self._timeout, self._num_workers = source, timeout, num_workers
-        self._orders: deque[Order | int] = deque()  # not yet seen by the thread; a number alone is to be dropped
+        # Not yet seen by the thread. deque.append and popleft are atomic, so no lock is needed. A bare number means
+        # "drop this process".
+        self._orders: deque[Order | int] = deque()
         self._mailbox = Mailbox()
         self._is_closed = False
 
     def __enter__(self) -> Self:
-        """Load the file.
+        """Load the file in the fork server.
 
         Raises:
-            UsageError: the file has no class that can be an environment.
+            UsageError: the file does not exist, fails to load, or has no valid environment class.
         """
         path, _ = file_and_name(self._source)
         if path.is_dir():
-            raise UsageError(f"--environment {self._source} is a folder: name the file in it, as {path / 'FILE.py'}")
+            raise UsageError(f"--environment {self._source} is a folder: pass a file in it, {path / 'FILE.py'}")
         if not path.is_file():
             raise UsageError(f"--environment {self._source}: there is no such file")
         self._server = ChildProcess(_SERVER, _ENVIRONMENT)
@@ -68,6 +70,7 @@ class FileEnvironments:
         self._close_seconds = self._timeout if facts["has_close"] else 0.0
         about = f"{facts['name']} of {path.name}: {facts['about']}"
         self._description = EnvironmentDescription(tuple(facts["tools"]), about, facts["owns_reward"])
+        # Writing a byte to the button wakes the thread from `select`.
         self._bell, self._button = socket.socketpair()
         self._button.setblocking(False)
         self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)
@@ -80,7 +83,7 @@ class FileEnvironments:
         self.close()
 
     def close(self) -> None:
-        """End all processes; environments with a method `close` get as much time for it as for an action."""
+        """End all processes. Each `close` method has the same timeout as an action."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -95,13 +98,14 @@ class FileEnvironments:
         return self._description
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise UsageError if `reset` needs a column that is not among these columns of a row."""
+        """Raise UsageError if `reset` requires a column that is missing from `columns`."""
         problem = self._columns.missing(columns)
         if problem is not None:
             raise UsageError(f"--environment {self._source}: {self._class_name} {problem}")
 
     def send(self, episode: int, action: Action) -> None:
-        """Give the environment of that episode an action; `Reset` begins its process."""
+        """Send an action to an episode's environment. `Reset` starts the process."""
+        # Encode first: a row that is not JSON must fail before the episode is registered.
         line = action_line(action)
         if isinstance(action, Reset):
             self._drop(episode)
@@ -109,19 +113,19 @@ class FileEnvironments:
         self._ring()
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        """Return the replies since the last call, each with its episode. Wait for one, at most `timeout` seconds.
+        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one.
 
-        Returns at once if no action is on its way.
+        Returns immediately if no action is pending.
 
         Raises:
-            ProcessDied: the process that loaded the file has ended.
+            ProcessDied: the fork server has exited.
         """
         return self._mailbox.collect(timeout)
 
     def end(self, episode: int) -> None:
-        """End the process of that episode; its reply, if it owes one, never comes.
+        """End an episode's process and discard the pending reply.
 
-        A method `close` is called, unless the environment is at work on an action.
+        The `close` method is called unless an action is in progress.
         """
         self._drop(episode)
         self._ring()
@@ -132,18 +136,19 @@ class FileEnvironments:
             self._orders.append(number)
 
     def _load(self) -> ClassFacts:
-        """Return the description that the server sends when it has loaded the file."""
+        """Have the fork server load the file, and return the facts about the class."""
         channel, deadline = self._server.socket, time.monotonic() + LOAD_LIMIT
         channel.sendall(json.dumps([self._source]).encode() + b"\n")
         received = b""
         while not received.endswith(b"\n"):
+            # settimeout(0) would mean non-blocking, hence the minimum.
             channel.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 data = channel.recv(1 << 16)
             except TimeoutError:
-                raise UsageError(f"--environment {self._source} was not loaded within {LOAD_LIMIT:g} s") from None
+                raise UsageError(f"--environment {self._source} did not load within {LOAD_LIMIT:g} s") from None
             if not data:
-                raise UsageError(f"--environment {self._source} {self._server.last_words()} while it was loaded")
+                raise UsageError(f"--environment {self._source} {self._server.last_words()} while it was loading")
             received += data
         answer = json.loads(received)
         if "value" not in answer:
@@ -154,7 +159,8 @@ class FileEnvironments:
         return facts | {"columns": ResetColumns(**answer["value"]["columns"])}
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # it is ringing already, or closed
+        # The buffer is full, so the bell is already ringing; or the run is closing.
+        with contextlib.suppress(BlockingIOError, OSError):
             self._button.send(b"\0")
 
     def _serve(self) -> None:
@@ -174,7 +180,8 @@ class FileEnvironments:
                     else:
                         processes.drop(order)
                 self._mailbox.deliver(processes.work())
-        except BaseException as defect:  # passed to the owner, who waits in another thread
+        # The next `send` or `collect` raises it in the owner's thread.
+        except BaseException as defect:
             self._mailbox.break_down(defect)
         finally:
             processes.close()

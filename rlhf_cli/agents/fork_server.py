@@ -1,14 +1,17 @@
-"""The process that loads a user's environment file once and forks a child for each episode.
+"""The process that loads a user's environment file once and forks a child per episode.
 
-The children share the memory of all that the file loads, and start in a few milliseconds. The server has one thread:
-a fork copies only the thread that calls it. It alone kills and reaps its children, so it never signals a process
-number that another process has got since. Limits of time are the driver's business (episode_processes.py).
+Children share the memory of everything the file loads, and start within milliseconds. The server is single-threaded,
+because a fork copies only the calling thread. Only the server kills and reaps its children, so it never signals a
+reused process ID. The driver enforces timeouts (episode_processes.py).
 
-Protocol: JSON, one value a line. In: `[source]`, then `["start", number]` with the child's socket beside it, and
-`["end", number, seconds]`: the child is killed if it has not ended by itself within so many seconds. Out:
-`{"value": facts}` or `{"reason": ..., "trace": ...}`, then `[number, how, code]` when a child has ended by itself, with
-the code and the status of `os.waitid`, or `[number, reason]` if it could not start. A child reads actions from its
-socket and answers them (wire.py); at the end of the stream it closes its object.
+Protocol: JSON lines.
+
+- In: `[source]`, then `["start", number]` with the child's socket attached, and `["end", number, seconds]`, which kills
+  the child if it has not exited within that time.
+- Out: `{"value": facts}` or `{"reason": ..., "trace": ...}`. Later, for each child that exits by itself, `[number, how,
+  code]` with code and status from `os.waitid`, or `[number, reason]` if it could not start.
+
+A child reads actions from a socket and replies (wire.py). At the end of the stream it closes the user's object.
 """
 
 import contextlib
@@ -32,12 +35,15 @@ from rlhf_cli.rewards.workers.user_module import file_and_name
 from rlhf_cli.rewards.workers.worker import die_with_lifeline, failure_of, own_file
 
 _RECEIVE_SIZE = 1 << 16
-_MAX_SOCKETS = 64  # that one message can bring
-_LOOK_MS = 1_000  # between looks at whether the driver is there, for systems without a signal of the lifeline
+# File descriptors accepted per message; the kernel allows up to 253.
+_MAX_SOCKETS = 64
+# Interval for checking that the driver is alive, on systems without the lifeline signal.
+_LOOK_MS = 1_000
 
 
 def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
-    """Serve until the driver is gone, given the descriptors of socket and lifeline and the driver's process id."""
+    """Serve until the driver is gone. Takes the descriptors of socket and lifeline, and the driver's process ID."""
+    # pass_fds made them inheritable; programs started by user code must not hold them open.
     for descriptor in (channel_fd, lifeline_fd):
         os.set_inheritable(descriptor, False)
     die_with_lifeline(lifeline_fd)
@@ -52,7 +58,8 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
         return
     _send(channel, {"value": facts})
     gc.collect()
-    gc.freeze()  # a collection in a child would write to, and so copy, the shared memory
+    # A garbage collection in a child would write to object headers, which copies the shared memory pages.
+    gc.freeze()
     _Server(channel, requests, lifeline_fd, parent, found).serve()
 
 
@@ -60,28 +67,30 @@ def _refuse_threads() -> None:
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         raise BadResult(
-            f"starts the thread {others[0]!r} while it is loaded; start it in reset, since each episode has a forked "
-            "process of its own, without that thread"
+            f"starts the thread {others[0]!r} during import; start it in reset, because each episode runs in a "
+            "separate forked process, without that thread"
         )
 
 
 def _facts(found: EnvironmentClass) -> dict[str, object]:
-    """Return the class's facts. A child makes the schemas, so that the server does not keep their libraries."""
+    """Describe the class for the driver."""
     return {
         "name": found.type.__name__,
         "about": found.about,
         "has_close": found.has_close,
         "owns_reward": found.owns_reward,
+        # From a child, so that the server does not keep transformers loaded.
         "tools": _schemas(found),
         "columns": asdict(found.columns),
     }
 
 
 def _schemas(found: EnvironmentClass) -> object:
-    """Return the schemas of the tools, from a forked child. Raises BadResult if it failed."""
+    """Build the tool schemas in a forked child. Raises BadResult if that fails."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        # os._exit skips atexit handlers and buffered output, which belong to the parent.
         try:
             with os.fdopen(writer, "wb") as stream:
                 stream.write(_schemas_or_failure(found))
@@ -91,7 +100,7 @@ def _schemas(found: EnvironmentClass) -> object:
     with os.fdopen(reader, "rb") as stream:
         text = stream.read()
     os.waitpid(child, 0)
-    answer = json.loads(text) if text else {"reason": "ended the process that describes its tools"}
+    answer = json.loads(text) if text else {"reason": "exited while its tools were described"}
     if "value" not in answer:
         raise BadResult(answer["reason"])
     return answer["value"]
@@ -105,15 +114,16 @@ def _schemas_or_failure(found: EnvironmentClass) -> bytes:
 
 
 class _Requests:
-    """The lines of the driver, and the sockets that came with them."""
+    """Lines from the driver, and the sockets attached to them."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._received = b""
-        self.sockets: deque[int] = deque()  # in the order of the lines that take them
+        # In the order of the "start" lines.
+        self.sockets: deque[int] = deque()
 
     def receive(self) -> list[Any] | None:
-        """Return the lines that have arrived; wait for data; None if the driver is gone."""
+        """Wait for data and return complete lines, or None if the driver is gone."""
         data, sockets, _, _ = socket.recv_fds(self._channel, _RECEIVE_SIZE, _MAX_SOCKETS)
         for descriptor in sockets:
             os.set_inheritable(descriptor, False)
@@ -124,31 +134,36 @@ class _Requests:
         return [json.loads(line) for line in lines]
 
     def first(self) -> str:
-        """Wait for the first line and return its source."""
+        """Wait for the first line and return the source in it."""
         while not (lines := self.receive()):
+            # The driver is gone.
             if lines is None:
-                os._exit(0)  # the driver is gone
+                os._exit(0)
         ((source,),) = lines
         return str(source)
 
 
 class _Server:
-    """Forks, kills and reaps."""
+    """Forks, kills and reaps the children."""
 
     def __init__(
         self, channel: socket.socket, requests: _Requests, lifeline: int, parent: int, found: EnvironmentClass
     ) -> None:
         self._channel, self._requests, self._lifeline, self._parent = channel, requests, lifeline, parent
         self._found = found
-        self._pids: dict[int, int] = {}  # of the children by their number
-        self._numbers: dict[int, int] = {}  # the inverse
-        self._ending: dict[int, float] = {}  # when children are to be killed that the driver has forgotten
+        # Living children that the driver knows, by number and by pid.
+        self._pids: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        # Children that the driver has dropped: pid to the time at which to kill them.
+        self._ending: dict[int, float] = {}
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
 
     def serve(self) -> None:
-        """Do as the driver asks until it has no more requests, then kill all children but those that close."""
+        """Serve requests until the driver closes the connection, then wait for children that are closing."""
+        # poll() restarts after a signal (PEP 475), so SIGCHLD must also write to a descriptor that poll watches. That
+        # requires a Python signal handler, even an empty one.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         waiting = select.poll()
@@ -177,7 +192,7 @@ class _Server:
         return max(1.0, min([_LOOK_MS, *left]))
 
     def _obey(self) -> bool:
-        """Do as the lines ask; return False if there are no more."""
+        """Handle requests. Returns False if the driver has closed the connection."""
         lines = self._requests.receive()
         for word, number, *seconds in lines or []:
             if word == "start":
@@ -187,7 +202,7 @@ class _Server:
         return lines is not None
 
     def _end(self, number: int, seconds: float) -> None:
-        """Let a child end by itself within so many seconds; it is not reported."""
+        """Give a child `seconds` to exit, without a report."""
         pid = self._pids.pop(number, None)
         if pid is not None:
             del self._numbers[pid]
@@ -197,43 +212,49 @@ class _Server:
         channel = socket.socket(fileno=self._requests.sockets.popleft())
         try:
             pid = os.fork()
-        except OSError as error:  # no more processes or memory
+        # The machine is out of processes or memory.
+        except OSError as error:
             channel.close()
             _send(self._channel, [number, f"could not be started: {error.strerror}"])
             return
         if pid == 0:
             self._be_child(channel)
         channel.close()
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child has done it, or has ended
+        # Parent and child both set the group: whoever comes second may fail, and a kill must find it in any case.
+        with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         self._pids[number], self._numbers[pid] = pid, number
 
     def _be_child(self, channel: socket.socket) -> None:
-        """Answer the actions of one episode in the forked process, and never return."""
+        """Answer the actions for one episode in the forked process. Never returns."""
         try:
+            # Inherited from the server: a signal here must not wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.setpgid(0, 0)  # a group of its own, so that its children are killed with it
+            # A separate process group, so that killing it also kills programs that the environment starts.
+            os.setpgid(0, 0)
             die_with_lifeline(own_file(self._lifeline))
             for descriptor in (self._lifeline, self._wake, self._waker):
                 os.close(descriptor)
             self._channel.close()
             _answer_actions(channel, EnvironmentObject(self._found))
+        # The driver is gone.
         except OSError:
-            pass  # the driver is gone
+            pass
         finally:
             os._exit(0)
 
     def _reap(self) -> None:
-        """Report the children that have ended by themselves, and kill what they have left."""
+        """Report children that exited by themselves, and kill the programs they left behind."""
         while True:
             try:
+                # WNOWAIT: until waitpid below, the pid cannot be reused, so killpg cannot hit another process.
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
             if ended is None:
                 return
-            _kill(ended.si_pid)  # its number is its own until it is reaped
+            _kill(ended.si_pid)
             os.waitpid(ended.si_pid, 0)
             self._ending.pop(ended.si_pid, None)
             number = self._numbers.pop(ended.si_pid, None)
@@ -243,7 +264,7 @@ class _Server:
 
 
 def _kill(*leaders: int) -> None:
-    """Kill process groups; their leaders are reaped when their end is noticed."""
+    """Kill process groups. `_Server` reaps the leaders after SIGCHLD."""
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)

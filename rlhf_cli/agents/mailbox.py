@@ -1,6 +1,6 @@
-"""The replies of environments on their way from the thread that gets them to the caller, who waits for them.
+"""Replies from environments, passed from the thread that receives them to the caller who waits for them.
 
-An episode that begins anew, or is dropped, has another number from then on: replies to the earlier one are not seen.
+An episode that restarts or is dropped gets a new number, so late replies to the previous one are discarded.
 """
 
 import itertools
@@ -11,21 +11,23 @@ from rlhf_cli.agents.records import Action, Reply, Reset
 
 
 class Mailbox:
-    """Numbers the environments of episodes, and keeps the replies that were not collected yet."""
+    """Numbers the environments and stores uncollected replies. Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards everything below
-        self._numbers: dict[int, int] = {}  # by episode
-        self._episodes: dict[int, int] = {}  # the inverse
+        # Guards all fields below.
+        self._changed = threading.Condition()
+        # By episode, and the inverse.
+        self._numbers: dict[int, int] = {}
+        self._episodes: dict[int, int] = {}
         self._unanswered: set[int] = set()
         self._replies: list[tuple[int, Reply]] = []
         self._defect: BaseException | None = None
         self._count = itertools.count()
 
     def ask(self, episode: int, action: Action) -> int:
-        """Expect the reply to an action of an episode; return the number of its environment, a new one after `Reset`.
+        """Register a pending action. Returns the environment's number, which is new after `Reset`.
 
-        Raises what `break_down` got.
+        Raises the exception passed to `break_down`.
         """
         with self._changed:
             self._raise_defect()
@@ -39,18 +41,19 @@ class Mailbox:
             return number
 
     def drop(self, episode: int) -> int | None:
-        """Forget an episode and its reply; return its number, None if it has none."""
+        """Forget an episode and any pending reply. Returns the environment's number, or None."""
         with self._changed:
             number = self._numbers.pop(episode, None)
             if number is not None:
                 del self._episodes[number]
                 self._unanswered.discard(number)
                 self._replies = [one for one in self._replies if one[0] != number]
-                self._changed.notify_all()  # nothing may be left to wait for
+                # A waiting `collect` must return if this was the last pending action.
+                self._changed.notify_all()
             return number
 
     def deliver(self, replies: Iterable[tuple[int, Reply]]) -> None:
-        """Take replies, each with its number; replies that nobody expects are lost."""
+        """Store replies by environment number. Unexpected replies are discarded."""
         with self._changed:
             expected = [(number, reply) for number, reply in replies if number in self._unanswered]
             self._unanswered.difference_update(number for number, _ in expected)
@@ -58,15 +61,15 @@ class Mailbox:
             self._changed.notify_all()
 
     def break_down(self, defect: BaseException) -> None:
-        """Raise an error for whoever waits, or asks from now on: no more replies come."""
+        """Raise an exception in current and future callers, because no more replies will come."""
         with self._changed:
             self._defect = defect
             self._changed.notify_all()
 
     def collect(self, timeout: float | None) -> list[tuple[int, Reply]]:
-        """Return the replies since the last call, each with its episode. Wait for one, at most `timeout` seconds.
+        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one.
 
-        Returns at once if no action is on its way. Raises what `break_down` got.
+        Returns immediately if no action is pending. Raises the exception passed to `break_down`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._defect or self._replies or not self._unanswered, timeout)

@@ -1,8 +1,6 @@
-"""Environments that are the tools of an MCP server: one process of the server an episode, by its standard streams, or
-one session with a server that runs already, by HTTP.
+"""Environments backed by MCP server tools: a stdio server process per episode, or an HTTP session.
 
-The package `mcp` (2.x) is optional, and imported when a server is started. A server knows nothing of rows, and gives no
-reward.
+The `mcp` package (2.x) is optional and imported when a server is started. A server does not see rows and has no reward.
 """
 
 import contextlib
@@ -26,23 +24,24 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.client import Transport
 
-_TAIL_BYTES = 4096  # of a server's error stream, in which its last line is looked for
+# The end of a server's stderr, searched for the last line.
+_TAIL_BYTES = 4096
 
 
 class McpServer:
-    """An MCP server as a command line, which each session starts anew and ends; or as a URL (streamable HTTP).
+    """An MCP server: a command that each session starts and ends, or a URL (streamable HTTP).
 
-    `url` is None for a command, and `words` are empty for a URL.
+    `url` is None for a command; `words` is empty for a URL.
     """
 
     def __init__(self, command: str) -> None:
         """Check the command.
 
         Raises:
-            UsageError: the package is not installed, there is no such program, or no header can carry the server's key.
+            UsageError: `mcp` is not installed, the executable does not exist, or the API key is not valid in a header.
         """
         if importlib.util.find_spec("mcp") is None:
-            raise UsageError("--environment mcp: needs the package mcp: pip install 'rlhf-cli[mcp]'")
+            raise UsageError("--environment mcp: requires the mcp package: pip install 'rlhf-cli[mcp]'")
         self.tools: list[str] = []
         self.words: list[str] = []
         self.url = command if is_url(command) else None
@@ -56,18 +55,16 @@ class McpServer:
         except ValueError as error:
             raise UsageError(f"--environment mcp:{command}: {error}") from None
         if not self.words:
-            raise UsageError(
-                '--environment mcp: has no command behind it: give one like "mcp:python server.py", or a URL'
-            )
+            raise UsageError('--environment mcp: has no command: use "mcp:python server.py", for example, or a URL')
         if shutil.which(self.words[0]) is None:
-            raise UsageError(f"--environment mcp:{command}: there is no program {self.words[0]!r}")
+            raise UsageError(f"--environment mcp:{command}: program {self.words[0]!r} not found")
 
     async def describe(self) -> EnvironmentDescription:
-        """Start the server once and return its tools.
+        """Start the server once and list the tools.
 
         Raises:
-            SessionFailed: it does not start, or has no tools.
-            BadResult: it lists tools that cannot be read.
+            SessionFailed: the server does not start, or has no tools.
+            BadResult: it lists an invalid tool.
         """
         session = self.session()
         try:
@@ -80,15 +77,15 @@ class McpServer:
         return EnvironmentDescription(schemas, f"MCP server with tools {', '.join(self.tools)}", has_rewards=False)
 
     def session(self) -> "McpSession":
-        """Return a session that is not open yet."""
+        """Create a session that is not open yet."""
         return McpSession(self)
 
     async def check_sessions(self, count: int) -> None:
-        """Pass: a session has a process of its own, or the protocol shows no limit of sessions."""
+        """Do nothing: each command session has a separate process, and MCP does not announce a session limit."""
 
 
 class McpSession:
-    """One episode: a process of the server and the connection to it, or a session by HTTP."""
+    """One episode: a server process with a connection, or an HTTP session."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -97,7 +94,7 @@ class McpSession:
         self._stack.enter_context(self._errors)
 
     async def answer(self, action: Reset | Calls | Text) -> Reply:
-        """Return the reply to an action: `Reset` opens the session, calls are made one after the other."""
+        """Answer an action. `Reset` opens the session; calls run one after another."""
         match action:
             case Reset():
                 self._client = await self._opened()
@@ -105,10 +102,10 @@ class McpSession:
             case Calls(calls):
                 return Reply(tuple([await self._call(call) for call in calls]))
             case Text():
-                raise SessionFailed("has tools, and does not read texts")
+                raise SessionFailed("has tools and does not read text")
 
     async def listed_tools(self) -> list[dict[str, Any]]:
-        """Open the session and return its tools, of all pages."""
+        """Open the session and list the tools, from all pages."""
         client = await self._opened()
         tools, cursor = [], None
         while True:
@@ -119,8 +116,9 @@ class McpSession:
                 return tools
 
     async def close(self) -> None:
-        """End the session. A process ends by the end of its input, and after a grace by signals to its group."""
-        with contextlib.suppress(Exception):  # a connection that broke cannot be closed in good order
+        """End the session. `mcp` closes the process's stdin, then signals the process group after a grace period."""
+        # Closing a broken connection raises the error that broke it, which was reported before.
+        with contextlib.suppress(Exception):
             await self._stack.aclose()
 
     async def _opened(self) -> "Client":
@@ -129,8 +127,8 @@ class McpSession:
         try:
             return await self._stack.enter_async_context(Client(await self._transport()))
         except Exception as error:
-            began = "could not be started" if self._server.url is None else "cannot be reached"
-            raise SessionFailed(f"{began}: {self._last_words(error)}") from error
+            prefix = "could not be started" if self._server.url is None else "cannot be reached"
+            raise SessionFailed(f"{prefix}: {self._last_words(error)}") from error
 
     async def _transport(self) -> "Transport":
         if self._server.url is None:
@@ -144,7 +142,7 @@ class McpSession:
         return streamable_http_client(self._server.url, http_client=http)
 
     async def _call(self, call: ToolCall) -> str:
-        """Return the result of a call, or the error for the model."""
+        """Call a tool. Returns the result, or an error message for the model."""
         if call.name not in self._server.tools:
             return unknown_tool(call.name, self._server.tools)
         from mcp import MCPError
@@ -156,15 +154,17 @@ class McpSession:
             if error.code == CONNECTION_CLOSED:
                 raise SessionFailed(f"ended in {call.name}: {self._last_words(error)}") from None
             return error_text(error.message)
-        except (RuntimeError, ValueError) as error:  # the package checks results, against the tool's schema too
-            raise SessionFailed(f"broke the protocol in {call.name}: {one_line(error)}") from None
+        # `mcp` validates results, including against the tool's output schema, and raises these.
+        except (RuntimeError, ValueError) as error:
+            raise SessionFailed(f"violated the protocol in {call.name}: {one_line(error)}") from None
         return result_text(result.model_dump(mode="json", by_alias=True, exclude_none=True))
 
     def _last_words(self, error: BaseException) -> str:
-        """Return an error, and the last line that the server wrote to its error stream."""
-        while isinstance(error, BaseExceptionGroup):  # of the tasks that connect to the process
+        """Format an error together with the server's last stderr line."""
+        # `mcp` connects in a task group, which wraps the error.
+        while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         self._errors.seek(max(0, self._errors.seek(0, 2) - _TAIL_BYTES))
         lines = self._errors.read().split("\n")
         written = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"{one_line(error)}{'; its last line: ' if written else ''}{written[:LONGEST_REASON]}"
+        return f"{one_line(error)}{'; last stderr line: ' if written else ''}{written[:LONGEST_REASON]}"

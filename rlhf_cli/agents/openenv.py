@@ -1,8 +1,8 @@
-"""Environments at an OpenEnv server, by its WebSocket protocol (read in openenv 0.10.0, which is not a dependency).
+"""Environments at an OpenEnv server, over WebSocket (openenv 0.10.0, which is not a dependency).
 
-A session is a connection to /ws: `{"type": "reset" | "step", "data": ...}`, answered by one message, `{"type":
+A session is a connection to /ws. Each request `{"type": "reset" | "step", "data": ...}` has one response: `{"type":
 "observation", "data": {"observation", "reward", "done"}}` or `{"type": "error", "data": {"message", "code"}}`. The
-schema of actions at /schema decides how turns become actions: calls of tools, or one field of text.
+action schema at /schema decides how turns become actions: as tool calls, or as one text field.
 """
 
 import asyncio
@@ -27,18 +27,19 @@ from rlhf_cli.rewards.remote.call import MAX_ANSWER_BYTES, CallFailed, connectio
 from rlhf_cli.rewards.workers.process import LOAD_LIMIT
 
 CLOSING_SECONDS = 5.0
-"""Time in which a server ends the sessions that were closed, before it counts as full."""
+"""Seconds for the server to release sessions that have just been closed, before it counts as full."""
 
-_MAX_OPENING = 32  # connections of the check at the start that open at the same time
-_OWN_FIELDS = ("metadata", "done", "reward")  # of every action or observation
+# The startup check opens thousands of sessions; more at a time would overflow the server's listen backlog.
+_MAX_OPENING = 32
+# OpenEnv's base classes add these to every action or observation.
+_OWN_FIELDS = ("metadata", "done", "reward")
 _CALL_FIELDS = {"type", "tool_name", "arguments"}
 
 
 class OpenEnvServer:
-    """An OpenEnv server at a URL: ws, wss, http or https, with or without /ws at its end.
+    """An OpenEnv server at a ws, wss, http or https URL, with or without /ws at the end.
 
-    A session has to open within `timeout` seconds. A key in the environment goes with every request, see
-    `server_headers`.
+    A session must open within `timeout` seconds. Every request carries the API key, if set (`server_headers`).
     """
 
     def __init__(self, url: str, *, timeout: float) -> None:
@@ -50,15 +51,15 @@ class OpenEnvServer:
         self.socket_url = urlunsplit((f"ws{secure}", parts.netloc, f"{path}/ws", parts.query, ""))
         self._schema_url = urlunsplit((f"http{secure}", parts.netloc, f"{path}/schema", parts.query, ""))
         self.field: str | None = None
-        """The field of an action that has the text of a turn; None if the server has tools."""
+        """Action field that receives the text of a turn, or None if the server has tools."""
         self.tools: list[str] = []
 
     async def describe(self) -> EnvironmentDescription:
-        """Return the tools of the server, none for a server of text.
+        """Return the server's tools; a text server has none.
 
         Raises:
-            SessionFailed: it does not answer, is no such server, or takes actions that a model cannot write.
-            BadResult: it lists tools that cannot be read.
+            SessionFailed: the server is unreachable, is no OpenEnv server, or needs actions that no model can write.
+            BadResult: it lists an invalid tool.
         """
         self.field = text_field(await self._action_schema())
         if self.field is not None:
@@ -68,25 +69,28 @@ class OpenEnvServer:
         return EnvironmentDescription(schemas, f"OpenEnv server with tools {', '.join(self.tools)}")
 
     def session(self) -> "OpenEnvSession":
-        """Return a session that is not open yet."""
+        """Create a session that is not open yet."""
         return OpenEnvSession(self)
 
     def http_session(self) -> aiohttp.ClientSession:
-        """Return a session of HTTP that shows the key."""
+        """Create an HTTP session that sends the API key."""
         return aiohttp.ClientSession(headers=self._headers)
 
     async def check_sessions(self, count: int) -> None:
-        """Open so many sessions at a time and close them, as far as the server does it in time.
+        """Open `count` concurrent sessions and close them, to check the server's limit.
+
+        The check gives up, without an error, if the server opens sessions too slowly.
 
         Raises:
-            SessionFailed: the server refuses one.
+            SessionFailed: the server rejects a session.
         """
         slots, num_open = asyncio.Semaphore(_MAX_OPENING), 0
 
         async def open_one(connection: Connection) -> None:
             nonlocal num_open
             async with slots:
-                with contextlib.suppress(SessionFailed):  # any answer shows that there is a session
+                # An error response is fine here: it comes from an open session.
+                with contextlib.suppress(SessionFailed):
                     await connection.begin("state", None, seconds=CLOSING_SECONDS)
             num_open += 1
 
@@ -96,7 +100,8 @@ class OpenEnvServer:
             try:
                 await asyncio.wait_for(asyncio.gather(*tasks), LOAD_LIMIT)
             except TimeoutError:
-                return  # sessions that open slowly are bounded by the time of each episode
+                # Slow is not full: each episode has a timeout for opening a session.
+                return
             except NotNow as refusal:
                 needed = f"a batch has {count:,} episodes at the same time"
                 raise SessionFailed(f"has room for {num_open:,} sessions, and {needed}: {refusal}") from None
@@ -119,12 +124,13 @@ class OpenEnvServer:
         if response.status in NEEDS_KEY:
             raise SessionFailed(f"answered with status {response.status} at /schema: {KEY_ADVICE}")
         if response.status != 200:
-            raise SessionFailed(f"answered with status {response.status} at /schema: it is no OpenEnv server")
+            raise SessionFailed(f"answered with status {response.status} at /schema: it is not an OpenEnv server")
+        # Any other JSON comes from a different kind of server.
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             schema = json.loads(content)["action"]
             if isinstance(schema.get("properties", {}), dict):
                 return dict(schema)
-        raise SessionFailed("has no schema of actions at /schema: it is no OpenEnv server")
+        raise SessionFailed("has no action schema at /schema: it is not an OpenEnv server")
 
     async def _listed_tools(self) -> Sequence[Mapping[str, Any]]:
         async with self.http_session() as http:
@@ -141,19 +147,20 @@ class OpenEnvServer:
                 return [tool if isinstance(tool, dict) else {} for tool in tools]
             case {"observation": {"metadata": {"error": message}}}:
                 raise SessionFailed(f"does not list its tools: {as_text(message)[:LONGEST_REASON]}")
-        raise SessionFailed("has neither tools nor a field of text in its actions")
+        raise SessionFailed("has neither tools nor a text field in its actions")
 
 
 def text_field(schema: Mapping[str, Any]) -> str | None:
-    """Return the field of an action that has the text of a turn, None if actions are calls of tools.
+    """Return the action field that receives the text of a turn, or None if actions are tool calls.
 
-    That field is the only one which is needed, or the only one of text if none is needed.
+    It is the only required field or, if no field is required, the only text field.
 
     Raises:
-        SessionFailed: a text cannot be such an action.
+        SessionFailed: text cannot form such an action.
     """
     fields = {name: one for name, one in schema.get("properties", {}).items() if name not in _OWN_FIELDS}
-    if _CALL_FIELDS.issuperset(fields):  # OpenEnv's action for tools, or its general one, which has no fields
+    # OpenEnv's CallToolAction, or the generic Action, which declares no fields.
+    if _CALL_FIELDS.issuperset(fields):
         return None
     texts = [name for name, one in fields.items() if isinstance(one, dict) and one.get("type") == "string"]
     needed = [name for name in schema.get("required", ()) if name in fields]
@@ -161,8 +168,8 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
     if len(possible) == 1 and len(needed) <= 1:
         return str(possible[0])
     raise SessionFailed(
-        f"takes actions with the fields {', '.join(fields)}: a turn can be an action with one field of text, or a "
-        "call of a tool (CallToolAction)"
+        f"takes actions with the fields {', '.join(fields)}: supported are actions with one text field, and tool calls "
+        "(CallToolAction)"
     )
 
 
@@ -173,10 +180,11 @@ class OpenEnvSession:
         self._server = server
         self._http: aiohttp.ClientSession | None = None
         self._connection: Connection | None = None
-        self._has_reward = False  # whether an answer had a number as its reward
+        # Whether any step had a numeric reward: null is no reward, not 0.
+        self._has_reward = False
 
     async def answer(self, action: Reset | Calls | Text) -> Reply:
-        """Return the reply to an action."""
+        """Answer an action."""
         match action:
             case Reset():
                 return await self._reset({"seed": action.seed} | dict(action.row))
@@ -187,24 +195,25 @@ class OpenEnvSession:
                 return await self._step({self._server.field: text})
 
     async def close(self) -> None:
-        """Close the connection, at which the server drops the environment."""
+        """Close the connection, which makes the server drop the environment."""
         if self._connection is not None:
             await self._connection.close()
         if self._http is not None:
             await self._http.close()
 
     async def _reset(self, arguments: Mapping[str, Any]) -> Reply:
-        """Open the session as soon as the server has room for one; a server that begins again is found again."""
+        """Open the session, with retries while the server is full or restarting, and reset the environment."""
         self._http, seconds = self._server.http_session(), self._server.timeout
         self._connection = Connection(self._http, self._server.socket_url)
         try:
             reply = self._reply(await self._connection.begin("reset", arguments, seconds=seconds))
         except NotNow as error:
             raise SessionFailed(f"{error}; tried for {seconds:g} s") from None
+        # An empty observation must not become an empty message after the prompt.
         return replace(reply, observations=tuple(filter(None, reply.observations)))
 
     async def _step(self, action: Mapping[str, Any]) -> Reply:
-        """Return the reply to a step; an action that the server does not take is an error for the model."""
+        """Send an action. If the server rejects it, the model receives the error."""
         assert self._connection is not None
         try:
             return self._reply(await self._connection.ask("step", action))
@@ -212,7 +221,7 @@ class OpenEnvSession:
             return Reply((error_text(str(error)),))
 
     async def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
-        """Make calls one after the other until the episode is done."""
+        """Run calls one after another until the episode is done."""
         replies: list[Reply] = []
         for call in calls:
             if replies and replies[-1].is_done:
@@ -231,10 +240,10 @@ class OpenEnvSession:
         )
 
     def _reply(self, data: Mapping[str, Any]) -> Reply:
-        """Return the reply with one observation. Raises BadResult if the reward is no number.
+        """Convert a response to a reply with one observation. Raises BadResult if the reward is not a number.
 
-        A reward of null is none yet: servers give one at the end of an episode only, or after each step. An episode
-        that the server ends without any lacks its reward; one that ends before, at a limit, has gained nothing.
+        Servers may send rewards after each step or only at the end; null means none so far. If the server ends an
+        episode without any reward, the reply lacks one. An earlier end, at a limit, leaves the reward so far.
         """
         reward = data.get("reward")
         gain = 0.0 if reward is None else number(reward, "reward of step")
@@ -249,9 +258,9 @@ class OpenEnvSession:
 
 
 def observation_text(observation: object) -> str:
-    """Return the text of an observation: a tool's result, its only field if that is text, else its fields as JSON.
+    """Convert an observation to text: a tool result, the only field if it is text, or the fields as JSON.
 
-    Fields that are null, and `metadata`, are left out.
+    Null fields and `metadata` are dropped.
     """
     match observation:
         case {"tool_name": _, "error": {"message": message}}:

@@ -1,4 +1,4 @@
-"""One WebSocket connection to an OpenEnv server: a message, its answer, and the kinds of failure."""
+"""A WebSocket connection to an OpenEnv server: requests, responses and failure types."""
 
 import asyncio
 import contextlib
@@ -15,35 +15,37 @@ from rlhf_cli.errors import LONGEST_REASON
 from rlhf_cli.rewards.remote.call import BUSY, NO_SERVER_BEHIND, connection_failure
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Largest message that is read: a broken server must not fill the memory."""
+"""Maximum message size. It protects the driver's memory from a broken server."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
-"""Seconds before a session is asked for again; doubled each time."""
-CLOSE_SECONDS = 2.0  # for a server to agree to the end of a connection
+"""Seconds between attempts to open a session; doubled after each attempt."""
+# For the server to confirm the end of a connection.
+CLOSE_SECONDS = 2.0
 
-_QUOTED = 200  # characters of a message that is not understood
+# Quoted characters of invalid messages.
+_QUOTED = 200
 
 
 class NotNow(Exception):
-    """The server has no session now, and may have one later; the message completes a sentence about it."""
+    """The server has no free session now but may have one later. The message completes a sentence about it."""
 
 
 class Refused(SessionFailed):
-    """The server does not take an action; the session goes on. The message has the reason alone."""
+    """The server rejected an action; the session continues. The message holds only the reason."""
 
 
 class Connection:
-    """A connection, which is one session."""
+    """A connection, which equals one session."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http, self._url = http, url
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def begin(self, kind: str, data: Mapping[str, Any] | None, *, seconds: float) -> dict[str, Any]:
-        """Connect and ask, again and again for so many seconds: a server has room again, or begins again.
+        """Connect and send a request, with retries for `seconds` while the server is full or restarting.
 
         Raises:
-            NotNow: the server had no session all the time.
-            SessionFailed: another answer than the one that was asked for.
+            NotNow: the server had no session until the deadline.
+            SessionFailed: the response is an error or invalid.
         """
         deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
         while True:
@@ -51,6 +53,7 @@ class Connection:
                 await self.open()
                 return await self.ask(kind, data)
             except NotNow:
+                # A full server refuses on an open connection, so close it before the next attempt.
                 await self.close()
                 if time.monotonic() + pause >= deadline:
                     raise
@@ -58,8 +61,9 @@ class Connection:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def open(self) -> None:
-        """Connect. Raises NotNow if the server cannot be reached, SessionFailed if it takes no WebSocket."""
+        """Connect. Raises NotNow if the server is unreachable, SessionFailed if it does not accept WebSockets."""
         self._received: asyncio.Queue[str | SessionFailed] = asyncio.Queue()
+        # aiohttp's defaults are 4 MiB and 10 s. Waiting 10 s per unresponsive server would delay the end of a run.
         try:
             self._socket = await self._http.ws_connect(
                 self._url, max_msg_size=MAX_MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
@@ -73,12 +77,13 @@ class Connection:
         self._reader = asyncio.create_task(self._read(self._socket))
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Send a message, with data if it has some, and return the `data` of its answer.
+        """Send a request and return the `data` in the response.
 
         Raises NotNow, Refused or SessionFailed.
         """
         assert self._socket is not None
-        with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # the reason of its end is read
+        # If the connection is gone, `_read` has queued the reason, which the next line receives.
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):
             await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         received = await self._received.get()
         if isinstance(received, SessionFailed):
@@ -89,42 +94,44 @@ class Connection:
                     return found
                 case {"type": "error", "data": dict() as found}:
                     raise _failure(found)
-        raise SessionFailed(f"sent a message that is no observation: {received[:_QUOTED]}")
+        raise SessionFailed(f"sent a message that is not an observation: {received[:_QUOTED]}")
 
     async def close(self) -> None:
-        """End the connection, if there is one."""
+        """Close the connection, if open."""
         if self._socket is not None:
             await self._socket.close()
             self._reader.cancel()
             self._socket = None
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Read at all times: aiohttp answers pings only while it reads, and servers end connections without answers."""
+        """Receive messages until the connection closes, then queue the reason."""
+        # aiohttp replies to pings only inside receive(). Without a pending receive() between turns, the server would
+        # drop the connection as dead.
         message = await socket.receive()
         while message.type is aiohttp.WSMsgType.TEXT:
             self._received.put_nowait(message.data)
             message = await socket.receive()
         if message.type is aiohttp.WSMsgType.BINARY:
-            reason = "sent a message that is no text"
+            reason = "sent a binary message"
         elif message.type is aiohttp.WSMsgType.ERROR:
-            reason = f"broke the connection off ({message.data})"
+            reason = f"dropped the connection ({message.data})"
         else:
             reason = f"closed the connection (code {socket.close_code})"
         self._received.put_nowait(SessionFailed(reason))
 
 
 def _failure(data: Mapping[str, Any]) -> Exception:
-    """Return the error for a message of the type `error`."""
+    """Convert an `error` message to an exception."""
     code, message = data.get("code"), " ".join(str(data.get("message")).split())[:LONGEST_REASON]
     if code == "CAPACITY_REACHED":
-        return NotNow(f"has no session to spare: {message} (raise its max_concurrent_envs)")
+        return NotNow(f"has no free session: {message} (raise its max_concurrent_envs)")
     if code == "VALIDATION_ERROR":
         return Refused(_faults(data.get("errors")) or message)
     return SessionFailed(f"answered with {code}: {message}")
 
 
 def _faults(errors: object) -> str:
-    """Return pydantic's errors in one line."""
+    """Format pydantic validation errors in one line."""
     if not isinstance(errors, list):
         return ""
     found = [error for error in errors if isinstance(error, dict)]

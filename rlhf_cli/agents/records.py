@@ -1,4 +1,4 @@
-"""Records between an episode and its environment: actions, replies, and the interface of all environments."""
+"""Actions, replies and the interface shared by all environments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rlhf_cli.data.formats.conversations import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Begins an episode. `row` has the columns of the prompt's row; `seed` is the episode's own."""
+    """Begin an episode. `row` holds the columns from the prompt's row."""
 
     row: Mapping[str, Any]
     seed: int
@@ -17,28 +17,28 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of one turn, which are made one after the other."""
+    """Tool calls in one turn, to run one after another."""
 
     calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The text of one turn, for an environment without tools."""
+    """Text of one turn, for an environment without tools."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Ends an episode whose last turn asks nothing of the environment; the reply has the rest of the reward."""
+    """End an episode after a turn without an action. The reply holds the remaining reward."""
 
 
 Action = Reset | Calls | Text | Finish
 
 
 def method_names(action: Action) -> str:
-    """Return the methods of an environment that an action calls, for messages."""
+    """Return the environment methods that an action calls, for messages."""
     match action:
         case Reset():
             return "reset"
@@ -52,14 +52,18 @@ def method_names(action: Action) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The environment's answer to an action.
+    """Response to an action.
 
-    `observations` are the results of `Calls` in their order, the observation after `Text` or `Reset` if there is one,
-    nothing after `Finish`. `reward` is the part of the episode's reward that this action added. After `is_done` the
-    episode has ended, at a limit of the environment if it `is_truncated`. `failure` completes a sentence about an
-    environment that broke, ran out of time (`is_late`) or ended its process: it answers no further action. `trace` is
-    the traceback of an error in the user's code that broke it. The last reply of an episode `lacks_reward` if the
-    environment has had none at all, which is not a reward of 0.
+    - `observations`: one per call for `Calls`, at most one for `Text` and `Reset`, none for `Finish`.
+    - `reward`: the part of the episode reward that this action added.
+    - `is_done`: the episode has ended. `is_truncated`: it ended at a limit in the environment.
+    - `failure`: completes a sentence about an environment that raised, timed out (`is_late`) or exited. It accepts no
+      further action.
+    - `trace`: traceback of the user's code, if it raised.
+    - `lacks_reward`: in the last reply of an episode, the environment never had a reward, which differs from 0.
+
+    Example: a model submits a correct answer with a tool call, and the tool sets `done` and `reward`. The reply is
+    `Reply(("done",), reward=1.0, is_done=True)`.
     """
 
     observations: tuple[str, ...] = ()
@@ -73,18 +77,20 @@ class Reply:
 
 
 def late_reply(seconds: float, methods: str) -> Reply:
-    """Return the reply in the place of one that did not come within so many seconds."""
+    """Build the reply for an action that timed out."""
     return Reply(failure=f"ran out of time ({seconds:g} s) in {methods}", is_late=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentDescription:
-    """The facts about an environment that rendering needs.
+    """What prompt rendering needs to know about an environment.
 
-    `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {...}}. An environment without tools
-    reads the text of turns. `about` is a line for the start of a run. With `rewards_at_end` nothing is known of the
-    reward before the episode ends, as with `get_reward`. An agent program (`is_program`) has its
-    tools for itself. Without `has_rewards` its kind never gives one.
+    - `tools`: JSON schemas in OpenAI format, {"type": "function", "function": {...}}. An environment without tools
+      reads the text of turns.
+    - `about`: a line for the startup log.
+    - `rewards_at_end`: no reward is known before the episode ends, as with `get_reward`.
+    - `is_program`: an agent program, which declares tools in the requests.
+    - `has_rewards`: False for kinds of environments that never have a reward.
     """
 
     tools: tuple[dict[str, Any], ...]
@@ -95,17 +101,17 @@ class EnvironmentDescription:
 
 
 class Environments(Protocol):
-    """All environments of a run: one object an episode, each with at most one action on its way."""
+    """All environments in a run: one per episode, each with at most one pending action."""
 
     @property
     def description(self) -> EnvironmentDescription: ...
 
     def send(self, episode: int, action: Action) -> None:
-        """Give the environment of that episode an action; `Reset` makes the object first."""
+        """Send an action to an episode's environment. `Reset` creates it."""
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        """Return the replies since the last call, each with its episode. Wait for one, at most `timeout` seconds."""
+        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one."""
         ...
 
     def end(self, episode: int) -> None:
-        """Drop the environment of that episode, whatever it does."""
+        """Drop an episode's environment, even during an action."""

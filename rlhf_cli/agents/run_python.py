@@ -1,21 +1,21 @@
-"""Python programs of a model as a tool, in the sandbox of code rewards."""
+"""Python execution as a tool, in the sandbox that code rewards use."""
 
 from rlhf_cli.rewards.sandbox.run import Limits, ProgramOutcome, run_program
 
 MAX_OUTPUT = 4_000
-"""Characters of a program's output that a model gets."""
+"""Characters of output that the model receives."""
 
 
 def run_python(program: str, timeout: float = 5.0, memory_mb: int = 512) -> str:
-    """Run a Python program in the sandbox and return its output, and its error if it does not end well.
+    """Run Python code in the sandbox. Returns the output, followed by an error message on failure.
 
     Args:
-        program: the source.
-        timeout: seconds that it may take.
-        memory_mb: megabytes of memory that it may take.
+        program: Python source code.
+        timeout: time limit in seconds.
+        memory_mb: memory limit in MB.
 
     Raises:
-        SandboxError: this machine cannot run it, which fails the episode.
+        SandboxError: this machine cannot run the sandbox. The episode fails.
     """
     limits = Limits(seconds=timeout, memory_bytes=memory_mb << 20)
     outcome = run_program(program, limits=limits)

@@ -1,6 +1,6 @@
-"""The environments of a run that are sessions with a server of others: one session an episode.
+"""Environments that are sessions at an external server, one session per episode.
 
-Runs an event loop in a thread of its own, so `send` returns at once. The server's protocol is in the `Provider`:
+Runs an event loop in a background thread, so `send` does not block. The `Provider` implements the server's protocol:
 openenv.py or mcp_server.py.
 """
 
@@ -26,45 +26,46 @@ from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.process import LOAD_LIMIT
 
-_END_SECONDS = 30.0  # for all sessions to close at the end of the run
+# For all sessions to close at the end of the run.
+_END_SECONDS = 30.0
 
 
 class SessionFailed(Exception):
-    """A session cannot go on; the message completes a sentence about the environment."""
+    """A session cannot continue. The message completes a sentence about the environment."""
 
 
 class Session(Protocol):
-    """One episode at a server. All methods are called by the same task."""
+    """One episode at a server. A single task calls all methods."""
 
     async def answer(self, action: Reset | Calls | Text) -> Reply:
-        """Return the reply to an action; `Reset` comes first and opens the session.
+        """Answer an action. `Reset` comes first and opens the session.
 
-        Raises SessionFailed or BadResult if there is none.
+        Raises SessionFailed or BadResult on failure.
         """
         ...
 
     async def close(self) -> None:
-        """End the session, whatever state it is in."""
+        """End the session in any state."""
 
 
 class Provider(Protocol):
-    """A kind of server."""
+    """A type of server."""
 
     async def describe(self) -> EnvironmentDescription:
-        """Return the tools of the server. Raises SessionFailed if it is not understood."""
+        """Return the server's tools. Raises SessionFailed if the server does not follow the protocol."""
         ...
 
     def session(self) -> Session:
-        """Return a session that is not open yet; its owner bounds the time of its actions."""
+        """Create a session that is not open yet. The caller enforces timeouts."""
         ...
 
     async def check_sessions(self, count: int) -> None:
-        """Raise SessionFailed if the server does not take so many sessions at the same time."""
+        """Raise SessionFailed if the server does not accept `count` concurrent sessions."""
 
 
 @dataclass(eq=False)
 class _Episode:
-    """The actions of one episode for its task."""
+    """Action queue and state for one episode."""
 
     actions: "asyncio.Queue[Action]" = field(default_factory=asyncio.Queue)
     is_closing: bool = False
@@ -72,10 +73,10 @@ class _Episode:
 
 
 class SessionEnvironments:
-    """Environments of `source`, a server; a context manager that leaves no session open.
+    """Environments at the server `source`; a context manager that leaves no session open.
 
-    An action may take `timeout` seconds; at most `num_workers` are worked on at a time, and the clock of the others
-    starts when their turn comes. A session that hangs or breaks costs its own episode alone.
+    An action has a timeout of `timeout` seconds. At most `num_workers` actions run at a time; the timeout of a queued
+    action starts when it runs. A session that hangs or breaks fails only its own episode.
     """
 
     def __init__(self, source: str, provider: Provider, *, timeout: float, num_workers: int) -> None:
@@ -83,14 +84,15 @@ class SessionEnvironments:
         self._num_workers = num_workers
 
     def __enter__(self) -> Self:
-        """Ask the server for its tools.
+        """Request the tools from the server.
 
         Raises:
-            UsageError: the server does not answer, or is not understood.
+            UsageError: the server is unreachable or does not follow the protocol.
         """
         self._mailbox = Mailbox()
         self._slots = asyncio.Semaphore(self._num_workers)
         self._episodes: dict[int, _Episode] = {}
+        # The event loop keeps only weak references to tasks, so hold them here.
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._thread = LoopThread("environments")
         try:
@@ -110,7 +112,7 @@ class SessionEnvironments:
         self.close()
 
     def close(self) -> None:
-        """End all sessions."""
+        """Close all sessions."""
         self._thread.end(self._end_all)
 
     @property
@@ -118,28 +120,28 @@ class SessionEnvironments:
         return self._description
 
     def check_sessions(self, count: int) -> None:
-        """Raise UsageError if the server does not take so many episodes at the same time."""
+        """Raise UsageError if the server does not accept `count` concurrent episodes."""
         try:
             asyncio.run(self._provider.check_sessions(count))
         except SessionFailed as error:
             raise UsageError(f"--environment {self._source} {error}") from None
 
     def send(self, episode: int, action: Action) -> None:
-        """Give the environment of that episode an action; `Reset` opens its session."""
+        """Send an action to an episode's environment. `Reset` opens the session."""
         if isinstance(action, Reset):
             self.end(episode)
         number = self._mailbox.ask(episode, action)
         self._thread.call_soon(self._hand_over, number, action)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        """Return the replies since the last call, each with its episode. Wait for one, at most `timeout` seconds.
+        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one.
 
-        Returns at once if no action is on its way.
+        Returns immediately if no action is pending.
         """
         return self._mailbox.collect(timeout)
 
     def end(self, episode: int) -> None:
-        """Close the session of that episode; its reply, if it owes one, never comes."""
+        """Close an episode's session and discard the pending reply."""
         number = self._mailbox.drop(episode)
         if number is not None:
             self._thread.call_soon(self._drop, number)
@@ -152,9 +154,10 @@ class SessionEnvironments:
             await asyncio.wait(others, timeout=_END_SECONDS)
 
     def _drop(self, number: int) -> None:
-        """Have a session closed. A session that is closing is left alone: an interruption would break that off."""
+        """Close a session."""
         episode = self._episodes.pop(number)
         episode.is_dropped = True
+        # Never cancel a task inside session.close(): that would leave the server's process or connection open.
         if number in self._tasks and not episode.is_closing:
             self._tasks[number].cancel()
 
@@ -171,7 +174,9 @@ class SessionEnvironments:
             self._mailbox.break_down(defect)
 
     async def _play(self, number: int, episode: _Episode) -> None:
-        """Answer the actions of one episode; after a failure with the same failure."""
+        """Answer the actions of one episode. After a failure, answer each with that failure."""
+        # `mcp` uses anyio cancel scopes, which must be entered and left in the same task. So one task opens, uses and
+        # closes the session.
         session = self._provider.session()
         try:
             reply = await self._failure(number, session, episode)
@@ -184,10 +189,7 @@ class SessionEnvironments:
             self._mailbox.deliver([(number, reply)])
 
     async def _failure(self, number: int, session: Session, episode: _Episode) -> Reply:
-        """Answer actions up to the first failure, and return it.
-
-        The package `mcp` cancels the task that uses a connection when the connection breaks, also between actions.
-        """
+        """Answer actions until the first failure and return it."""
         action = None
         try:
             while True:
@@ -197,15 +199,18 @@ class SessionEnvironments:
                 if reply.failure is not None:
                     return reply
                 action = None
+        # When a connection breaks, `mcp` cancels the task that uses it, even between actions. Only a drop is a
+        # cancellation to pass on.
         except asyncio.CancelledError:
             if episode.is_dropped:
                 raise
-            reply = Reply(failure="broke the connection off")
+            reply = Reply(failure="dropped the connection")
             if action is not None:
                 self._mailbox.deliver([(number, reply)])
             return reply
 
     async def _reply(self, session: Session, action: Action) -> Reply:
+        # Servers have no end-of-episode method, so this needs no slot.
         if isinstance(action, Finish):
             return Reply(is_done=True)
         async with self._slots:

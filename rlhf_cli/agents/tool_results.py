@@ -1,6 +1,6 @@
-"""Tools and their results as the Model Context Protocol writes them, for the model: schemas and texts.
+"""Conversion of Model Context Protocol tools and results to schemas and text for the model.
 
-OpenEnv's servers use the same forms.
+OpenEnv servers use the same formats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,8 @@ from rlhf_cli.rewards.records import BadResult
 
 
 def function_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool in OpenAI's form. Raises BadResult if it has no name or no parameters."""
+    """Convert a tool to an OpenAI schema. Raises BadResult if name or parameters are missing."""
+    # MCP uses camel case; OpenEnv serializes the same models in snake case.
     parameters = tool.get("inputSchema", tool.get("input_schema"))
     name = tool.get("name")
     if not isinstance(name, str) or not name or not isinstance(parameters, dict):
@@ -21,7 +22,7 @@ def function_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def result_text(result: object) -> str:
-    """Return the text of a tool's result: of its content if it has some, of an error as such."""
+    """Convert a tool result to text: the content, else the structured content. Errors are marked."""
     if not isinstance(result, dict) or not isinstance(result.get("content"), list):
         return as_text(result)
     text = "\n".join(map(_block_text, result["content"]))
@@ -32,17 +33,17 @@ def result_text(result: object) -> str:
 
 
 def error_text(message: str) -> str:
-    """Return the observation of an error."""
+    """Mark text as an error."""
     return message if message.startswith("Error") else f"Error: {message}"
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of schemas in OpenAI's form."""
+    """Return the tool names in OpenAI schemas."""
     return [tool["function"]["name"] for tool in tools]
 
 
 def _block_text(block: object) -> str:
-    """Return the text of one part of a result; a mark for pictures and sound."""
+    """Convert a content block to text; images and audio become a placeholder such as `[image]`."""
     match block:
         case {"type": "text", "text": text}:
             return as_text(text)

@@ -1,4 +1,4 @@
-"""Actions and replies as JSON, which travels between the driver and an episode's process, one value a line."""
+"""JSON encoding for actions and replies between the driver and an episode process, one value per line."""
 
 import json
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from rlhf_cli.data.formats.conversations import ToolCall
 
 
 def action_line(action: Action) -> bytes:
-    """Return an action as a line of JSON. Raises TypeError if a column of the row is no JSON."""
+    """Encode an action. Raises TypeError if a row column is not JSON-serializable."""
     match action:
         case Reset(row, seed):
             value: list[object] = ["reset", dict(row), seed]
@@ -22,12 +22,13 @@ def action_line(action: Action) -> bytes:
 
 
 def read_action(line: bytes) -> Action:
-    """Return the action of a line."""
+    """Decode an action."""
     kind, *values = json.loads(line)
     match kind:
         case "reset":
             return Reset(*values)
         case "calls":
+            # Call IDs are not transferred: observations are matched to calls by order.
             return Calls(tuple(ToolCall(name, arguments) for name, arguments in values[0]))
         case "text":
             return Text(*values)
@@ -36,11 +37,12 @@ def read_action(line: bytes) -> Action:
 
 
 def reply_line(reply: Reply) -> bytes:
-    """Return a reply as a line of JSON."""
+    """Encode a reply."""
     return json.dumps(asdict(reply)).encode() + b"\n"
 
 
 def read_reply(line: bytes) -> Reply:
-    """Return the reply of a line."""
+    """Decode a reply."""
     values = json.loads(line)
+    # JSON has no tuples.
     return Reply(**values | {"observations": tuple(values["observations"])})

@@ -22,7 +22,7 @@ LIMIT = 1.0
 """Occurrences of each construct in 1,000 words."""
 EXCESS = {
     "rlhf_cli/*.py": 70,
-    "rlhf_cli/agents": 90,
+    "rlhf_cli/agents": 15,
     "rlhf_cli/algorithms": 15,
     "rlhf_cli/backends": 75,
     "rlhf_cli/commands": 55,

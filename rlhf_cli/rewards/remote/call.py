@@ -137,7 +137,7 @@ def connection_failure(error: aiohttp.ClientError) -> CallFailed:
         cause = getattr(error, "os_error", error)  # a wrong certificate has none
         reason = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
         return CallFailed("unreachable", reason, counts=False)
-    return CallFailed("crashed", f"broke the connection off ({type(error).__name__})")
+    return CallFailed("crashed", f"dropped the connection ({type(error).__name__})")
 
 
 def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:

@@ -94,11 +94,11 @@ def test_a_program_gets_few_variables_of_the_run_and_no_key_of_another(tmp_path,
         ("print('done')", ProgramEnd()),
         ("print(json.dumps({'reward': True}))", ProgramEnd(1.0)),
         ("print(json.dumps({'reward': 0.5})); print('  ')", ProgramEnd(0.5)),
-        ("print(json.dumps({'reward': 'good'}))", ProgramEnd(failure='printed a reward that is no number: "good"')),
-        ("print(json.dumps({'reward': float('nan')}))", ProgramEnd(failure="printed a reward that is no number: NaN")),
+        ("print(json.dumps({'reward': 'good'}))", ProgramEnd(failure='printed an invalid reward: "good"')),
+        ("print(json.dumps({'reward': float('nan')}))", ProgramEnd(failure="printed an invalid reward: NaN")),
         (
             "print(json.dumps({'reward': 10**400}))",
-            ProgramEnd(failure=f"printed a reward that is no number: {10**400}"[: 36 + LONGEST_REASON]),
+            ProgramEnd(failure=f"printed an invalid reward: {10**400}"[: 27 + LONGEST_REASON]),
         ),
         (
             "print(json.dumps({'note': '\\u2028', 'reward': 0.5}, ensure_ascii=False).encode().decode())",
@@ -114,7 +114,7 @@ def test_the_last_line_of_output_has_the_reward(tmp_path, text, end):
 
 def test_a_program_that_fails_is_described_by_its_last_line(tmp_path):
     end = end_of(program(tmp_path, "print(json.dumps({'reward': 1.0}), flush=True); raise ValueError('a mood')"))
-    assert end.failure == "ended its process with exit code 1; its last line: ValueError: a mood"
+    assert end.failure == "ended its process with exit code 1; last stderr line: ValueError: a mood"
     assert end.trace.startswith("Traceback")
     killed = end_of(program(tmp_path, "os.kill(os.getpid(), 9)"))
     assert killed.failure == "was killed by SIGKILL (out of memory?)"
@@ -132,7 +132,7 @@ def test_a_program_has_its_time_between_answers_and_is_killed_with_its_children_
         asked = next_event(programs)
         assert programs.collect(2.7) == []
         programs.answer(asked.ticket, ANSWER)
-        assert next_event(programs).end.failure == "neither asked nor ended within 2.5 s"
+        assert next_event(programs).end.failure == "sent no request and did not exit within 2.5 s"
     wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
 
 
@@ -146,7 +146,7 @@ def test_settings_of_sampling_are_reported_once_and_programs_can_be_started_agai
                 programs.answer(next_event(programs).ticket, ANSWER)
             assert next_event(programs) == Ended(0, ProgramEnd(1.0))
     assert [record.message for record in caplog.records if "temperature" in record.message] == [
-        "the agent program sets temperature; turns are sampled by the settings of the run"
+        "the agent program sets temperature, which is ignored: turns use the run's settings"
     ]
 
 
@@ -220,7 +220,7 @@ def test_a_driver_that_is_killed_leaves_no_program_behind(tmp_path):
 
 
 def test_a_command_without_a_program_is_refused():
-    with pytest.raises(UsageError, match="--agent_command no_such_program --x: there is no program 'no_such_program'"):
+    with pytest.raises(UsageError, match="--agent_command no_such_program --x: program 'no_such_program' not found"):
         AgentPrograms("no_such_program --x", timeout=1, num_workers=1)
 
 
@@ -231,7 +231,7 @@ def test_a_command_without_a_program_is_refused():
 def test_a_command_without_its_python_file_is_refused(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    with pytest.raises(UsageError, match=r"^--agent_command .*: there is no file 'no(\.py)?'$"):
+    with pytest.raises(UsageError, match=r"^--agent_command .*: file 'no(\.py)?' not found$"):
         AgentPrograms(command, timeout=1, num_workers=1)
     for name in ("no", "no.py"):
         (tmp_path / name).touch()

@@ -166,29 +166,29 @@ def test_fields_that_would_change_the_turn_are_noticed_and_harmless_ones_are_not
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "the body is no JSON"),
-        (b"[]", "the body is no JSON object"),
-        (b"{}", "messages is no list with a message in it"),
-        (b'{"messages": [{"role": "user"}]}', "messages[0] from user has no content"),
-        (b'{"messages": [{"role": "bot", "content": ""}]}', "messages[0] has no role among system, developer"),
-        (b'{"messages": [{"role": "tool", "content": ""}]}', "messages[0] from tool has no tool_call_id"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has content that is not text"),
-        (b'{"messages": ["x"]}', "messages[0] has no role"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "n is no number from 1 to 128: 0"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "5"}', "max_tokens is no number from 1"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop is no text"),
+        (b"{", "the request body is not valid JSON"),
+        (b"[]", "the request body must be a JSON object"),
+        (b"{}", "messages must be a list with at least one message"),
+        (b'{"messages": [{"role": "user"}]}', "messages[0] with role user has no content"),
+        (b'{"messages": [{"role": "bot", "content": ""}]}', "messages[0] must have one of the roles system, developer"),
+        (b'{"messages": [{"role": "tool", "content": ""}]}', "messages[0] with role tool has no tool_call_id"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has content other than text"),
+        (b'{"messages": ["x"]}', "messages[0] must have one of the roles"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "n must be an integer from 1 to 128: 0"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "5"}', "max_tokens must be an integer of at"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop must be a string"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', 'tool_choice "required"'),
         (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}', "response_"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools[0] is no function with a name"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\ud800"}', "stop has half a character"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools[0] must be a function with a name"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\ud800"}', "stop contains a lone surrogate"),
         (
             b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
             b'{"name": "f", "parameters": {"properties": {"a": {"description": "\\ud800"}}}}}]}',
-            "tools has half a character",
+            "tools contains a lone surrogate",
         ),
-        (b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}', "from assistant"),
+        (b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}', "role assistant"),
         *(
-            (b'{"messages": [{"role": "user", "content": "x"}], ' + field + b"}", "is not supported: leave it out")
+            (b'{"messages": [{"role": "user", "content": "x"}], ' + field + b"}", "is not supported: omit it")
             for field in (
                 b'"continue_final_message": true',
                 b'"add_generation_prompt": false',
@@ -201,7 +201,7 @@ def test_fields_that_would_change_the_turn_are_noticed_and_harmless_ones_are_not
         (
             b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}, '
             b'{"role": "user", "content": "x"}]}',
-            "messages[0] calls f with arguments that are no JSON object",
+            "messages[0] calls f, but its arguments are not a JSON object",
         ),
     ],
 )
@@ -252,6 +252,6 @@ def test_no_other_interface_is_served(served):
 
 def test_the_only_model_is_listed_and_other_paths_are_unknown(served):
     assert [model.id for model in served.client.models.list()] == ["policy"]
-    with pytest.raises(openai.NotFoundError, match="POST /v1/responses is unknown: use chat completions"):
+    with pytest.raises(openai.NotFoundError, match="POST /v1/responses is not available: use chat completions"):
         served.client.responses.create(model="x", input="x")
     assert served.post(b"{}", path="/v1/embeddings")[0] == 404

@@ -132,7 +132,7 @@ def test_a_result_without_text_fails_the_environment() -> None:
             return {"found": [self]}
 
     failure = call(begun(Source), "get").failure or ""
-    assert failure.startswith("returned dict from get, which has no text: {'found': [<")
+    assert failure.startswith("returned dict from get, which has no stable text: {'found': [<")
 
 
 class Vault:
@@ -416,7 +416,7 @@ def test_a_class_without_a_form_is_refused() -> None:
     class NoReset:
         def tool(self): ...
 
-    with pytest.raises(BadResult, match=r"has class Nothing without tools: give it public methods, or step\(text\)"):
+    with pytest.raises(BadResult, match=r"has class Nothing without tools: add public methods, or step\(text\)"):
         described(Nothing)
     with pytest.raises(BadResult, match="has class NoReset without a method reset"):
         described(NoReset)
@@ -433,9 +433,9 @@ def test_a_class_without_a_form_is_refused() -> None:
 
         def step(self): ...
 
-    with pytest.raises(BadResult, match=r"has Sized\.__init__, which needs 'size': an object is made without"):
+    with pytest.raises(BadResult, match=r"has Sized\.__init__, which requires 'size': it is called without"):
         described(Sized)
-    with pytest.raises(BadResult, match=r"has Deaf\.step, which has to take the text of a turn: step\(self, text\)"):
+    with pytest.raises(BadResult, match=r"has Deaf\.step, which must accept the text of a turn: step\(self, text\)"):
         described(Deaf)
 
 
@@ -475,7 +475,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 def test_an_agent_of_openrlhf_is_refused_with_the_form_to_write_instead(tmp_path: Path) -> None:
     path = tmp_path / "agent_func.py"
     path.write_text(AGENT)
-    with pytest.raises(BadResult, match=r"is an agent of OpenRLHF: write it as class Environment with reset\(self, "):
+    with pytest.raises(BadResult, match=r"is an OpenRLHF agent: rewrite it as class Environment with reset\(self, "):
         load_class(path, None)
     (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "coming-from.md").read_text(), flags=re.DOTALL)
     path.write_text(example)
@@ -495,7 +495,7 @@ def test_a_tool_without_documentation_is_refused_by_its_name(problem: str) -> No
     Bad.tool.__doc__ = {"no docstring": None, "no hint": "Do.\n\nArgs:\n    x: it", "no line": "Do."}[problem]
     if problem == "no hint":
         Bad.tool.__annotations__.clear()
-    with pytest.raises(BadResult, match=r"has Bad\.tool, which cannot be a tool: .* A tool has a docstring"):
+    with pytest.raises(BadResult, match=r"has Bad\.tool, which cannot be a tool: .* A tool requires a docstring"):
         tool_schemas(described(Bad))
 
 

@@ -310,7 +310,7 @@ print(20 < failures[0][0] < 60, {failure for _, failure in failures})
 
 def test_the_limit_of_open_files_is_raised_and_then_named(moods: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FEW_FILES, str(moods)], capture_output=True, text=True, cwd=ROOT)
-    sentence = "needs an open file, and this process may have no more than 60 (ulimit -n)"
+    sentence = "needs a file descriptor, but this process is limited to 60 (ulimit -n)"
     assert done.stdout == f"True {{{sentence!r}}}\n", done.stderr
 
 
@@ -350,7 +350,7 @@ def test_the_end_of_the_server_ends_the_run_and_all_environments(moods: Path) ->
         environments.send(0, Text("hang"))
         server, child = sorted(process_tree(os.getpid()), key=lambda process: process.ppid() != os.getpid())
         server.kill()
-        with pytest.raises(ProcessDied, match="the process that environments are forked from was killed by SIGKILL"):
+        with pytest.raises(ProcessDied, match="the environment fork server was killed by SIGKILL"):
             environments.collect()
     wait_until(lambda: not is_alive(child.pid))
 
@@ -365,15 +365,15 @@ GAME = "class {name}:\n    def reset(self): ...\n    def step(self, text): retur
     [
         ("class Environment", "is not valid Python: line 1: expected ':'"),
         ("import nowhere", "raised ModuleNotFoundError: No module named 'nowhere' (bad.py, line 1)"),
-        ("x = 1", "has no class Environment, nor another one with reset and public methods"),
+        ("x = 1", "has no class Environment, and no other class with reset and public methods"),
         ("Environment = print", "has Environment, but it is not a class"),
-        (GAME.format(name="A") + GAME.format(name="B"), "has several classes with reset: A, B; name one as FILE.py:A"),
+        (GAME.format(name="A") + GAME.format(name="B"), "has more than one class with reset: A, B; pass FILE.py:A"),
         (
             TOOL,
             "has Tool.use, which cannot be a tool: Cannot generate JSON schema for use because",
         ),
-        ("import os; os._exit(5)", "ended its process with exit code 5 while it was loaded"),
-        (THREAD + GAME.format(name="A"), "starts the thread 'beat' while it is loaded; start it in reset"),
+        ("import os; os._exit(5)", "ended its process with exit code 5 while it was loading"),
+        (THREAD + GAME.format(name="A"), "starts the thread 'beat' during import; start it in reset"),
     ],
     ids=["syntax", "import", "no class", "function", "two classes", "no docstring", "exit", "thread"],
 )
@@ -388,7 +388,7 @@ def test_a_file_that_is_no_environment_is_refused(tmp_path: Path, source: str, s
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no\.py: there is no such file"), opened(tmp_path / "no.py"):
         pass
-    with pytest.raises(UsageError, match=rf"{tmp_path} is a folder: name the file in it, as {tmp_path}/FILE\.py$"):
+    with pytest.raises(UsageError, match=rf"{tmp_path} is a folder: pass a file in it, {tmp_path}/FILE\.py$"):
         opened(tmp_path).__enter__()
 
 

@@ -96,7 +96,7 @@ def test_each_episode_has_a_server_of_its_own_which_dies_with_it(tmp_path: Path)
         assert "text" in wrong.observations[2]
 
         ended = call(environments, 1, ToolCall("fail", {"how": "exit"}))
-        assert ended.failure == "ended in fail: Connection closed; its last line: this is the end"
+        assert ended.failure == "ended in fail: Connection closed; last stderr line: this is the end"
         assert call(environments, 1, note("d")) == ended
         os.kill(pids[2], signal.SIGKILL)
         assert (call(environments, 2, note("e")).failure or "").startswith("ended in note: Connection closed")
@@ -148,7 +148,7 @@ def test_servers_that_do_not_work_are_refused_at_the_start(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"none.py has no tools$"), opened(f"{command}/none.py"):
         pass
     with (
-        pytest.raises(UsageError, match=r"broken.py could not be started: .*; its last line: no key was given$"),
+        pytest.raises(UsageError, match=r"broken.py could not be started: .*; last stderr line: no key was given$"),
         opened(f"{command}/broken.py"),
     ):
         pass
@@ -157,9 +157,9 @@ def test_servers_that_do_not_work_are_refused_at_the_start(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("nowhere-to-be-found server.py", "there is no program 'nowhere-to-be-found'"),
-        ("", 'has no command behind it: give one like "mcp:python server.py", or a URL'),
-        (" ", 'has no command behind it: give one like "mcp:python server.py", or a URL'),
+        ("nowhere-to-be-found server.py", "program 'nowhere-to-be-found' not found"),
+        ("", 'has no command: use "mcp:python server.py", for example, or a URL'),
+        (" ", 'has no command: use "mcp:python server.py", for example, or a URL'),
         ("python 'server.py", "No closing quotation"),
     ],
 )
@@ -200,8 +200,8 @@ def test_a_server_by_http_has_a_session_an_episode_and_is_found_again_when_it_is
             replies |= dict(environments.collect(60))
         assert set(replies.values()) == {Reply()}
         assert call(environments, 0, note("a")).observations == ("a",)
-        assert call(environments, 1, ToolCall("fail", {"how": "exit"})).failure == "broke the connection off"
-        assert call(environments, 0, note("b")).failure == "broke the connection off"
+        assert call(environments, 1, ToolCall("fail", {"how": "exit"})).failure == "dropped the connection"
+        assert call(environments, 0, note("b")).failure == "dropped the connection"
         environments.end(2)
         environments.send(2, Reset({}, 2))
         ((_, reply),) = environments.collect(60)

@@ -90,8 +90,8 @@ def test_a_session_gets_the_row_the_seed_and_the_turns_and_gives_rewards() -> No
     [
         ("raise", "answered with EXECUTION_ERROR: a mood"),
         ("die", "closed the connection (code 1006)"),
-        ("junk", "sent a message that is no observation: no JSON"),
-        ("large", "broke the connection off"),
+        ("junk", "sent a message that is not an observation: no JSON"),
+        ("large", "dropped the connection"),
         ("nan", "has the reward of step 'nan', which is not a finite number"),
     ],
 )
@@ -167,7 +167,7 @@ def test_an_episode_without_a_session_fails_at_its_limit() -> None:
     with OpenEnvLike(Moods, max_sessions=1) as server, opened(server, timeout=0.5) as environments:
         ask(environments, 0, Reset({}, 0))
         assert ask(environments, 1, Reset({}, 1)).failure == (
-            "has no session to spare: Server at capacity: 1/1 sessions active (raise its max_concurrent_envs); "
+            "has no free session: Server at capacity: 1/1 sessions active (raise its max_concurrent_envs); "
             "tried for 0.5 s"
         )
 
@@ -184,7 +184,7 @@ def test_a_server_with_fewer_sessions_than_a_batch_has_episodes_is_refused_at_th
             environments.check_sessions(8)
         assert str(caught.value) == (
             f"--environment {server.url} has room for 3 sessions, and a batch has 8 episodes at the same time: has no "
-            "session to spare: Server at capacity: 3/3 sessions active (raise its max_concurrent_envs)"
+            "free session: Server at capacity: 3/3 sessions active (raise its max_concurrent_envs)"
         )
         wait_until(lambda: server.num_sessions == 0)
 
@@ -198,7 +198,7 @@ def test_a_session_that_is_still_closing_does_not_count_as_taken() -> None:
 
 def test_a_server_gets_the_key_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with OpenEnvLike(Moods, key="of-mine") as server:
-        with pytest.raises(UsageError, match=r"401 at /schema: the server asks for a key: put it .* RLHF_ENVIRONMENT"):
+        with pytest.raises(UsageError, match=r"401 at /schema: the server requires an API key: .* RLHF_ENVIRONMENT"):
             opened(server).__enter__()
         monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "of-mine")
         with opened(server) as environments:
@@ -416,7 +416,7 @@ def test_the_schema_decides_how_a_turn_becomes_an_action(schema: dict[str, Any],
     ],
 )
 def test_actions_that_a_turn_cannot_be_are_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(SessionFailed, match=r"^takes actions with the fields .*, .*: a turn can be an action with one"):
+    with pytest.raises(SessionFailed, match=r"^takes actions with the fields .*, .*: supported are actions with one"):
         text_field(schema)
 
 
@@ -459,11 +459,11 @@ def refusal(start: Callable[[], OpenEnvLike]) -> str:
 def test_a_server_that_is_not_understood_is_refused_at_the_start() -> None:
     board = fields(column="integer")
     assert refusal(lambda: OpenEnvLike(Moods, action=None)) == (
-        "answered with status 404 at /schema: it is no OpenEnv server"
+        "answered with status 404 at /schema: it is not an OpenEnv server"
     )
     assert refusal(lambda: OpenEnvLike(Moods, action=board)).startswith("takes actions with the fields column: ")
     assert refusal(lambda: OpenEnvLike(Moods, action=TOOL_ACTION)).startswith("answered with EXECUTION_ERROR")
-    assert refusal(lambda: OpenEnvLike(Tools, action=TOOL_ACTION, max_sessions=0)).startswith("has no session to")
+    assert refusal(lambda: OpenEnvLike(Tools, action=TOOL_ACTION, max_sessions=0)).startswith("has no free session")
 
 
 def test_a_server_that_is_not_there_is_refused_at_the_start() -> None:

@@ -194,7 +194,7 @@ def test_a_slow_server_has_failed_after_its_timeout_and_is_named(server, caplog)
         ((500, b'{"detail": "out of\\n memory"}', {}), "raised", "answered with status 500: out of memory"),
         ((401, b"", {}), "raised", "answered with status 401"),
         ((302, b"", {"Location": "http://127.0.0.1:9/"}), "raised", "answered with status 302"),
-        (HANG_UP, "crashed", "broke the connection off (ServerDisconnectedError)"),
+        (HANG_UP, "crashed", "dropped the connection (ServerDisconnectedError)"),
     ],
 )
 def test_a_wrong_answer_is_a_failure_with_its_kind_and_never_a_reward(server, answer, kind, reason):
