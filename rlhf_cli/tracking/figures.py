@@ -1,13 +1,13 @@
-"""How metrics are named, ordered and written for people, the same in the terminal and in the report."""
+"""Metric names, order and number formatting, shared by the terminal and the report."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Keys that differ between two runs of the same thing; everything else is reproducible.
+# Prefixes of keys that differ between identical runs. All other metrics are reproducible, and tests compare them.
 MEASURED = ("time/", "perf/", "memory/")
 
-# The metrics to look at first, best first; anything else follows in the order in which it was logged.
+# Metrics to show first, most important first; the rest follow in logging order.
 PROMINENT = (
     "accuracy",
     "reward",
@@ -64,62 +64,64 @@ TITLES = {
 }
 GIB = 1 << 30
 EVALUATION = "eval"
-"""Phase of evaluations, whose time is no part of a step's own."""
+"""Phase name for evaluations, which do not count toward the step time."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The metrics of one step as they were logged, measurements included."""
+    """Metrics logged for one step, including measurements."""
 
     step: int
     metrics: Mapping[str, float]
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return seconds by phase, with the rest of the step."""
+        """Compute seconds by phase, with "other" for the remaining step time."""
         phases = {name.removeprefix("time/"): value for name, value in self.metrics.items() if name.startswith("time/")}
         total = phases.pop("step", None)
+        # Evaluations run outside the step but are listed as a phase, so add their time to the total.
         return with_rest(phases, None if total is None else total + phases.get(EVALUATION, 0.0))
 
 
 def is_measured(name: str) -> bool:
-    """Return whether the metric is about time, speed or memory."""
+    """Return whether the metric measures time, speed or memory."""
     return name.startswith(MEASURED)
 
 
 def prominent(names: Iterable[str]) -> list[str]:
-    """Return the names in the order in which people look at them.
+    """Sort metric names by importance.
 
-    Counts, measurements of time and memory, and the ends of intervals are left out.
+    Drops counts, time and memory measurements, and interval bounds.
     """
     rank = {name: position for position, name in enumerate(PROMINENT)}
     listed = list(names)
+    # X_low and X_high are interval bounds only if X is logged too: clip_low and clip_high are metrics.
     ends = {name + end for name in listed for end in ("_low", "_high")}
     kept = [name for name in listed if not is_measured(name) and not name.startswith("num_") and name not in ends]
     return sorted(kept, key=lambda name: rank.get(name.removeprefix("eval/"), len(rank)))
 
 
 def interval(name: str, metrics: Mapping[str, float]) -> str:
-    """Return the ends of a metric's interval, if known, to be put behind its value."""
+    """Format a metric's confidence interval to append to the value, or "" if unknown."""
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     return "" if low is None or high is None else f" ({number(low)} to {number(high)})"
 
 
 def with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:
-    """Return the phases' seconds, and under "other" the rest of the total if it is above a hundredth."""
+    """Add the remaining seconds as "other", if above 1% of the total."""
     rest = 0.0 if total is None else total - sum(phases.values())
     return {**phases, "other": rest} if total and rest > 0.01 * total else dict(phases)
 
 
 def title(name: str) -> str:
-    """Return the metric's name for people."""
+    """Return the display name of a metric."""
     if name.startswith("eval/"):
         return "evaluation " + title(name.removeprefix("eval/"))
     return TITLES.get(name, name.replace("_", " "))
 
 
 def number(value: float) -> str:
-    """Return a number in at most four significant digits, and seven characters below 10^9: 0.0312, 12.3k, 1.20e-05."""
+    """Format with up to four significant digits, at most seven characters below 10^9: 0.0312, 12.3k, 1.20e-05."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -136,7 +138,7 @@ def number(value: float) -> str:
 
 
 def scaled(value: float) -> str:
-    """Return three significant digits with k, M, G or T: 12.3k."""
+    """Format with three significant digits and k, M, G or T: 12.3k."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             share = value / unit
@@ -145,7 +147,8 @@ def scaled(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: 21ms, 0.21s, 4.2s, 42s, 3:07, 1:02:40."""
+    """Format a duration: 21ms, 0.21s, 4.2s, 42s, 3:07, 1:02:40."""
+    # The limits lie just below 0.1, 1 and 10, so that no value rounds up to one digit too many (0.0999 to "100ms").
     if seconds < 0.0995:
         return f"{1000 * seconds:.{1 if seconds < 0.00095 else 0}f}ms"
     if seconds < 9.95:

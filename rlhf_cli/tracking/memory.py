@@ -1,4 +1,4 @@
-"""How much memory a run holds."""
+"""Memory use of a run."""
 
 import sys
 from contextlib import suppress
@@ -9,16 +9,18 @@ from rlhf_cli.tracking.figures import GIB
 
 
 def host_gib() -> float:
-    """Return the resident memory in GiB of this process and all that descend from it, memory shared between them
-    counted once.
+    """Measure resident memory of this process and all descendants in GiB.
 
-    The shared part is taken as the largest of a single process: libraries and object stores are mapped by all.
+    Shared memory counts once, as the largest shared part of any single process: libraries and object stores are mapped
+    by all of them.
     """
     private, shared = 0, 0
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
+        # A process may exit, or deny access, between listing and reading.
         with suppress(psutil.Error):
             usage = process.memory_info()
+            # Linux only; other systems report no shared memory.
             common = getattr(usage, "shared", 0)
             private += usage.rss - common
             shared = max(shared, common)
@@ -26,7 +28,8 @@ def host_gib() -> float:
 
 
 def gpu_gib() -> float | None:
-    """Return the peak GPU memory in GiB that PyTorch held here since the last call; None if no GPU is in use."""
+    """Return PyTorch's peak reserved GPU memory in GiB since the last call, or None without a GPU in use."""
+    # Not imported: the driver has no use for torch, and is_initialized avoids creating a CUDA context.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -1,7 +1,7 @@
-"""How long each phase of a step takes.
+"""Wall-clock time per phase of a training step.
 
-Wall-clock time of this process only: no device synchronisation happens here. A phase whose work is still queued on
-a GPU when it ends must be synchronised by its caller.
+Measures only this process and never synchronizes a device. If GPU work is still queued at the end of a phase, the
+caller must synchronize first.
 """
 
 import time
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Seconds spent in named phases: `with timer("generate"): ...`, then `timer.take()` once a step.
+    """Measures seconds in named phases: `with timer("generate"): ...`, then `timer.take()` once per step.
 
-    A phase inside another one counts for itself alone, so that the phases of a step never add up to more than the
-    step. The same name adds up. `on_change` receives the name of the running phase, None between phases.
+    An inner phase pauses the outer one, so that the phases in a step never add up to more than the step. Repeated
+    phases add up. `on_change` receives the running phase, or None between phases.
     """
 
     def __init__(
@@ -41,15 +41,13 @@ class PhaseTimer:
             self._on_change(self._running[-1] if self._running else None)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call, in the order in which phases first ran; counting starts
-        anew.
-        """
+        """Return seconds by phase since the last call, in the order of first use, and reset."""
         self._book()
         seconds, self.seconds = self.seconds, {}
         return seconds
 
     def _book(self) -> None:
-        """Add the time since the last change to the innermost running phase."""
+        """Add the elapsed time to the innermost running phase."""
         now = self._clock()
         if self._running:
             name = self._running[-1]

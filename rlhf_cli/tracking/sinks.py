@@ -1,5 +1,4 @@
-"""The sinks of a run's metrics and samples: JSON lines in the run directory, TensorBoard, Weights & Biases, and code
-from outside. `SINKS` is their table.
+"""Sinks for metrics and samples: JSON lines files, TensorBoard, Weights & Biases and user code. `SINKS` lists them.
 
 terminal/progress.py writes to the terminal, and report/page.py renders the files as a page.
 """
@@ -28,21 +27,21 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain_number(value: Any) -> float | int | bool:
-    """Return the Python number in a number, NumPy scalar or one-element tensor."""
+    """Convert a number, NumPy scalar or one-element tensor to a Python number."""
     if isinstance(value, (bool, int, float)):
         return value
     return value.item()
 
 
 def json_number(value: float | int | bool) -> float | int | bool | str:
-    """Return the value as JSON can hold it: NaN and infinities become the strings "NaN", "Infinity" and "-Infinity"."""
+    """Encode for JSON, which has no NaN and infinities: they become the strings "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; none if there is no file. A last line cut short by a kill is left out."""
+    """Yield the objects in a JSON lines file, if it exists. A last line torn by a kill is skipped."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -53,7 +52,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
-    """Return all metrics of a run by step, in order of steps; several lines of a step are merged."""
+    """Read all metrics by step, in order. Lines with the same step are merged."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_lines(output / METRICS_FILE):
         metrics = by_step.setdefault(record.pop("step"), {})
@@ -62,7 +61,7 @@ def read_metrics(output: Path) -> dict[int, dict[str, float]]:
 
 
 def without_non_finite(value: Any) -> Any:
-    """Return the same structure with None for every NaN and infinity, which JSON cannot hold."""
+    """Replace every NaN and infinity in a structure with None, because JSON has neither."""
     if isinstance(value, Mapping):
         return {key: without_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,25 +70,26 @@ def without_non_finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """An append-only file of JSON objects with a "step", one a line, each handed to the system as it is written.
+    """An append-only JSON lines file. Each object has a "step" and is written to the OS immediately.
 
-    Lines after `resume_step` are removed first, all of them if it is None, through a temporary file and a rename:
-    the file is complete at every moment. So a resumed run's file ends equal to the file of a run never stopped.
+    On opening, lines after `resume_step` are removed (all lines if None), so that a resumed run ends with the same file
+    as an uninterrupted run. The replacement is atomic.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate_after(path, resume_step)
+        # Unbuffered: one write call per line.
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, fields: Mapping[str, object]) -> None:
-        """Append {"step": step, **fields}. One system call a line: a kill tears the last line at most."""
+        """Append {"step": step, **fields} in one system call, so that a kill can tear only the last line."""
         record = {"step": step, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n")
 
     def sync(self) -> None:
-        """Return when everything written is on the disk."""
+        """Block until everything is on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -97,13 +97,14 @@ class JsonLines:
 
 
 def truncate_after(path: Path, step: int | None) -> None:
-    """Remove all lines of a JSON-lines file with a larger step (every line if None), and a torn last line."""
+    """Remove lines with a larger step (all lines if None) and a torn last line from a JSON lines file."""
     if not path.exists():
         return
     temporary = path.with_name(path.name + ".tmp")
     with path.open("rb") as lines, temporary.open("wb") as kept:
         if step is not None:
             kept.writelines(line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step)
+        # The data must be on disk before the rename, or a power failure could leave an empty file.
         kept.flush()
         os.fsync(kept.fileno())
     os.replace(temporary, path)
@@ -123,15 +124,16 @@ class MetricsFile:
 
 
 class SamplesFile:
-    """samples.jsonl: the generated texts, one sample a line; eval_samples.jsonl is the same of evaluations."""
+    """samples.jsonl: one generated sample per line. eval_samples.jsonl has the same format for evaluations."""
 
     def __init__(self, output: Path, *, resume_step: int | None, name: str = SAMPLES_FILE) -> None:
         self._lines = JsonLines(output / name, resume_step=resume_step)
 
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
-        """Append the samples of a step; they are on the disk when this returns."""
+        """Append samples from a step and sync them to disk."""
         for sample in samples:
             self._lines.write(step, without_non_finite(sample))
+        # A checkpoint may follow, and a run resumed from it expects all samples on disk.
         self._lines.sync()
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class SamplesFile:
 
 
 class SampleFiles:
-    """samples.jsonl, and eval_samples.jsonl once a run evaluates."""
+    """samples.jsonl, and eval_samples.jsonl from the first evaluation on."""
 
     def __init__(self, output: Path, *, resume_step: int | None) -> None:
         self._training = SamplesFile(output, resume_step=resume_step)
@@ -160,15 +162,18 @@ class SampleFiles:
 
 
 class TensorBoardSink:
-    """Event files in <output>/tensorboard. On resume the steps that will be run again are hidden from the old files."""
+    """Event files in <output>/tensorboard. A resumed run hides old events after the resume step."""
 
     def __init__(self, output: Path, *, resume_step: int | None) -> None:
+        # Imported late: it needs torch and tensorboard.
         from torch.utils.tensorboard import SummaryWriter
 
         folder = output / "tensorboard"
+        # A new run: TensorBoard would mix events from all files in the folder.
         if resume_step is None:
             for stale in folder.glob("events.out.tfevents.*"):
                 stale.unlink()
+        # Written to the new file; TensorBoard then discards older events from this step on.
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
 
@@ -181,9 +186,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run; `wandb` is the package (or something with its `init`).
+    """A Weights & Biases run. `wandb` is the package, or an object with the same `init`.
 
-    `settings` are shown with the run; `run_id` is the id of the run that is continued, None for a new one.
+    `settings` are shown with the run. `run_id` is the ID of the run to resume, None for a new run.
     """
 
     def __init__(
@@ -199,10 +204,10 @@ class WandbSink:
             dir=str(output),
             config=dict(settings),
             save_code=False,
-            # The process's output is a log file already, and wandb would replace descriptors 1 and 2 again.
+            # Output already goes to a log file, and wandb's console capture would redirect descriptors 1 and 2 again.
             settings=wandb.Settings(console="off"),
         )
-        # A resumed run logs some steps a second time, which wandb refuses for its own step counter.
+        # wandb drops values for steps below its own counter, but a resumed run logs some steps a second time.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -217,31 +222,29 @@ class WandbSink:
 
 
 def import_wandb(name: str = "wandb") -> Any:
-    """Return the wandb package. Raise UsageError if it or a key for it is missing: wandb itself would ask on the
-    terminal.
-    """
+    """Import wandb. Raises UsageError if the package or an API key is missing: wandb would prompt on the terminal."""
     try:
         wandb = importlib.import_module(name)
     except ImportError as error:
-        raise UsageError("--use_wandb needs the package wandb: pip install 'rlhf-cli[wandb]'") from error
+        raise UsageError("--use_wandb requires the wandb package: pip install 'rlhf-cli[wandb]'") from error
     check_wandb_key(os.environ, netrc=Path.home() / ".netrc")
     return wandb
 
 
 def check_wandb_key(environment: Mapping[str, str], *, netrc: Path) -> None:
-    """Raise UsageError if wandb would have to ask for a key."""
+    """Raise UsageError if wandb would prompt for a key."""
     offline = environment.get("WANDB_MODE") in ("offline", "disabled")
     has_key = any(environment.get(key) for key in WANDB_KEYS)
     if not offline and not has_key and not netrc.exists():
-        raise UsageError("--use_wandb needs a key in WANDB_API_KEY (or WANDB_MODE=offline)")
+        raise UsageError("--use_wandb requires an API key: set WANDB_API_KEY (or WANDB_MODE=offline)")
 
 
 @dataclass(frozen=True)
 class SinkContext:
     """The run that a sink is opened for.
 
-    `resume_step` is the step to resume after, None for a new run. `saved` is the merged `state()` of all sinks in the
-    checkpoint.
+    - `resume_step`: step to resume after, None for a new run.
+    - `saved`: merged `state()` of all sinks, from the checkpoint.
     """
 
     output: Path
@@ -252,13 +255,13 @@ class SinkContext:
 
 
 def open_wandb(run: SinkContext) -> WandbSink:
-    """Open the run's page on Weights & Biases, the one of before if the run is resumed."""
+    """Open the run on Weights & Biases. A resumed run continues the same page."""
     run_id = str(run.saved["wandb_run_id"]) if run.saved.get("wandb_run_id") else None
     return WandbSink(import_wandb(), run.config, output=run.output, settings=run.settings, run_id=run_id)
 
 
 def open_own(run: SinkContext) -> Any:
-    """Construct the tracker of --tracker, and give it the saved state if it takes one."""
+    """Create the tracker from --tracker, and restore its state if it has `load_state`."""
     tracker = load_target(run.config.tracker)(run.output, run.settings, run.resume_step)  # type: ignore[arg-type]
     if run.resume_step is not None and hasattr(tracker, "load_state"):
         tracker.load_state(run.saved)
@@ -267,10 +270,11 @@ def open_own(run: SinkContext) -> Any:
 
 @dataclass(frozen=True)
 class SinkRow:
-    """A sink: `setting` of `TrackingConfig` switches it on (empty: always); `check` raises UsageError if it cannot run.
+    """A sink. `setting` is the field of `TrackingConfig` that enables it; empty means always enabled.
 
-    The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`, `close()`,
-    `evaluation_samples(step, rows)` and `state()`, whose JSON values go into the checkpoint.
+    `check` raises UsageError if the sink cannot run. The opened object has any of the methods `log(step, metrics)`,
+    `samples(step, rows)`, `evaluation_samples(step, rows)`, `state()` and `close()`. Values returned by `state()` must
+    be JSON; they are saved in the checkpoint.
     """
 
     setting: str
@@ -278,6 +282,7 @@ class SinkRow:
     check: Callable[[], object] = lambda: None
 
 
+# In order of writing: the run's own files come first, so that a failing service loses no metrics.
 SINKS = (
     SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step)),
     SinkRow("", lambda run: SampleFiles(run.output, resume_step=run.resume_step)),
@@ -288,11 +293,11 @@ SINKS = (
 
 
 def sinks_of(config: TrackingConfig) -> list[SinkRow]:
-    """Return the rows of the sinks that the settings switch on."""
+    """Return the enabled sinks."""
     return [row for row in SINKS if not row.setting or getattr(config, row.setting)]
 
 
 def check_tracking(config: TrackingConfig) -> None:
-    """Raise UsageError if a sink cannot work. Call this before anything starts."""
+    """Raise UsageError if an enabled sink cannot run. Call it before anything starts."""
     for row in sinks_of(config):
         row.check()

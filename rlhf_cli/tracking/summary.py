@@ -1,4 +1,4 @@
-"""Summary of a finished or running run, read back from its metrics."""
+"""Totals of a run, read back from the metrics file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +9,22 @@ from rlhf_cli.tracking.sinks import read_metrics
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a run over all its starts."""
+    """Totals over all starts of a run."""
 
     num_steps: int
-    seconds: float  # of all steps and evaluations; time between starts is not in it
-    phases: dict[str, float]  # seconds by phase, "other" for the rest
-    tokens_per_second: float | None  # over all time spent in phases of training
-    first: dict[str, float]  # the first value of each metric, evaluations included
+    # In steps and evaluations, without the time between starts.
+    seconds: float
+    # Seconds by phase, "other" for the rest.
+    phases: dict[str, float]
+    # Over the time spent in training phases.
+    tokens_per_second: float | None
+    # First and last value of each metric, including evaluations.
+    first: dict[str, float]
     last: dict[str, float]
 
 
 def summarise(output: Path) -> Summary:
-    """Return the totals of the run in `output`; empty if it has logged nothing."""
+    """Compute the totals of the run in `output`; empty if it has no metrics."""
     by_step = read_metrics(output)
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -35,7 +39,8 @@ def summarise(output: Path) -> Summary:
             phases[name] = phases.get(name, 0.0) + seconds
     busy = sum(seconds for name, seconds in phases.items() if name not in ("other", EVALUATION))
     return Summary(
-        num_steps=sum(step > 0 for step in by_step),  # before the first there may be an evaluation
+        # Step 0 holds an evaluation before training.
+        num_steps=sum(step > 0 for step in by_step),
         seconds=sum(
             metrics.get("time/step", 0.0) + metrics.get(f"time/{EVALUATION}", 0.0) for metrics in by_step.values()
         ),

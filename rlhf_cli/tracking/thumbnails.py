@@ -1,4 +1,4 @@
-"""Small copies of the pictures in the first samples of each step, for people who look at the samples."""
+"""Thumbnails of the images in the first samples of each step, for inspecting samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,27 +7,29 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.vision.pictures import Picture  # imports torch, for which a tracker has no use
+    # Only for annotations: it imports torch, which the tracker does not need.
+    from rlhf_cli.models.vision.pictures import Picture
 
 FOLDER = "sample_images"
-"""The folder of a run with the copies."""
+"""Folder for thumbnails in the run directory."""
 IMAGES = "images"
-"""The entry of a sample that names its own."""
+"""Sample field that lists its images."""
 LONGEST_SIDE = 256
-"""Pixels of a copy; larger pictures are made smaller."""
+"""Maximum thumbnail size in pixels."""
 WITH_IMAGES = 16
-"""Samples of a step that get copies: the report shows no more."""
+"""Samples per step that get thumbnails; the report shows no more."""
 
 
 class Thumbnails:
-    """The folder `sample_images/` of a run. A picture that many samples have is there once."""
+    """The folder `sample_images/` in a run directory. Images shared by samples are stored once."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
 
     def rows(self, samples: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-        """Return the samples with paths in place of their entry `images`, a sequence of `Picture`; those behind the
-        first few have no such entry.
+        """Replace each sample's `images`, a sequence of `Picture`, with thumbnail paths.
+
+        After the first `WITH_IMAGES` samples, the field is removed.
         """
         return [self._row(sample, is_shown=number < WITH_IMAGES) for number, sample in enumerate(samples)]
 

@@ -1,6 +1,6 @@
-"""The one place a trainer reports to: files, TensorBoard, Weights & Biases and the terminal.
+"""The single place where trainers report: files, TensorBoard, Weights & Biases and the terminal.
 
-Decides nothing about training. Only rank 0 has a `Tracker`; the others have a `SilentTracker`.
+It never influences training. Only rank 0 has a `Tracker`; other ranks have a `SilentTracker`.
 """
 
 import json
@@ -31,21 +31,23 @@ from rlhf_cli.tracking.terminal.live_view import LiveView
 from rlhf_cli.tracking.terminal.progress import Pace, PlainView, View
 from rlhf_cli.tracking.thumbnails import Thumbnails
 
+# Reading memory visits all child processes, which may take longer than a short step.
 SECONDS_BETWEEN_MEMORY_READINGS = 2.0
-LOGS = "logs"  # folder in the run directory
+# Folder in the run directory.
+LOGS = "logs"
 SUMMARY_METRICS = 4
 SUMMARY_PHASES = 6
 
 
 class Tracker:
-    """Keeps and shows the reports of a run.
+    """Records and displays the reports of a run.
 
-    Everything a step reports must be reported before its checkpoint is saved: a run that is resumed at `resume_step`
-    keeps exactly the reports up to it. With None all files begin anew. `saved` is what `state()` returned when the
-    checkpoint was made.
+    Report everything about a step before saving its checkpoint: a run resumed at `resume_step` keeps exactly the
+    reports up to that step. If `resume_step` is None, all files start empty. `saved` is the value that `state()`
+    returned for the checkpoint.
 
-    Keys under time/, perf/ and memory/ are measured here and differ from run to run; all others are the trainer's,
-    and a resumed run logs the same values as a run never stopped.
+    Metrics under time/, perf/ and memory/ are measured here and differ between runs. All other metrics come from the
+    trainer, and a resumed run logs the same values as an uninterrupted run.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class Tracker:
         self._flagged: set[str] = set()
 
     def _each(self, method: str) -> list[Callable[..., Any]]:
-        """Return this method of every sink that has it."""
+        """Return the method of each sink that has it."""
         return [getattr(sink, method) for sink in self._sinks if hasattr(sink, method)]
 
     def start(self, facts: Mapping[str, str], *, is_kept: bool = True) -> None:
-        """Announce the run: `facts` are shown in their order, run directory and logs after them if it is kept.
+        """Announce the run: print `facts` in order, then the output folder and logs.
 
-        Without `is_kept` the run directory is gone afterwards, and its path would help nobody.
+        If `is_kept` is False, the run directory is temporary and is not printed.
         """
         self._facts["facts"] = dict(facts)
         self._write_facts("running")
@@ -103,14 +105,15 @@ class Tracker:
         self._last_log = time.perf_counter()
 
     def phase(self, name: str | None) -> None:
-        """Show which phase is running, None between phases: `PhaseTimer(on_change=tracker.phase)`."""
-        if self._starting:  # models loaded and workers started until now are no part of the first step
+        """Show the running phase, None between phases: `PhaseTimer(on_change=tracker.phase)`."""
+        # Model loading and worker startup are not part of the first step.
+        if self._starting:
             self._starting = False
             self._last_log = time.perf_counter()
         self._view.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
-        """Record one step: the trainer's metrics, and the seconds of each of its phases."""
+        """Record one step: the trainer's metrics, and seconds per phase."""
         now = time.perf_counter()
         measured = {f"time/{name}": seconds for name, seconds in phases.items()}
         measured["time/step"], self._last_log = now - self._last_log, now
@@ -118,6 +121,7 @@ class Tracker:
         if "num_tokens" in metrics:
             measured["perf/tokens_per_second"] = metrics["num_tokens"] / busy
         plain = {name: plain_number(value) for name, value in metrics.items()}
+        # Memory metrics from the trainer (GPU workers) take precedence over measurements in this process.
         full = plain | measured | self._read_memory(now) | {k: v for k, v in plain.items() if k.startswith("memory/")}
         for log in self._each("log"):
             log(step, full)
@@ -126,9 +130,9 @@ class Tracker:
         self._view.step(Reading(step, full))
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float] | None = None) -> None:
-        """Record an evaluation after a step; names get the prefix eval/ unless they have it.
+        """Record an evaluation after a step. Metric names get the prefix eval/ if missing.
 
-        `phases` are the seconds it took, which are no part of the step's own.
+        `phases` are the evaluation's seconds per phase, which do not count toward the step.
         """
         named = {f"eval/{name.removeprefix('eval/')}": plain_number(value) for name, value in metrics.items()}
         measured = {f"time/{name}": seconds for name, seconds in (phases or {}).items()}
@@ -138,38 +142,40 @@ class Tracker:
         names = [name for name in prominent(named) if not name.startswith("eval/num_")][:SUMMARY_METRICS]
         shown = "  ".join(f"{title(name[5:])} {number(named[name])}{interval(name, named)}" for name in names)
         self._view.message(f"Evaluation after {self._unit} {step}:  {shown}")
+        # The next step's time starts after the evaluation.
         self._last_log = time.perf_counter()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Record the samples of a step: prompt, response, reward, label and whatever else the rows hold.
+        """Record samples from a step: prompt, response, reward, label and any other fields in the rows.
 
-        `images` of a row are its pictures: small copies of those of the first rows are kept.
+        Images in `images` are stored as thumbnails, for the first rows only.
         """
         kept = self._thumbnails.rows(rows)
         for write in self._each("samples"):
             write(step, kept)
 
     def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Record responses of an evaluation after a step, as `samples` does, in a file of their own."""
+        """Record evaluation responses, like `samples`, in a separate file."""
         kept = self._thumbnails.rows(rows)
         for write in self._each("evaluation_samples"):
             write(step, kept)
 
     def message(self, text: str) -> None:
-        """Show a line that stays on the terminal."""
+        """Show a permanent line on the terminal."""
         self._view.message(text)
 
     def state(self) -> dict[str, object]:
-        """Return the state of all sinks for a checkpoint."""
+        """Return the state of all sinks for the checkpoint."""
         return {name: value for state in self._each("state") for name, value in state().items()}
 
     def close(
         self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None, has_course: bool = True
     ) -> None:
-        """Close all files and sum up: how it ended, `facts` such as the model's folder, and the places of metrics.
+        """Close all files and print a summary: outcome, main metrics and `facts`, such as the model folder.
 
-        Without a course, when the steps are parts of one measurement, metrics are not compared from first to last.
+        If the steps are parts of one measurement, set `has_course` to False: first and last metrics are not compared.
         """
+        # Stop redrawing first, so that the summary is printed below the view.
         self._view.close()
         for close in self._each("close"):
             close()
@@ -188,7 +194,7 @@ class Tracker:
             self.close(outcome="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     def _read_memory(self, now: float) -> dict[str, float]:
-        """Return the memory as last read: reading it for many processes takes longer than a small step may."""
+        """Return the latest memory reading, refreshed at intervals."""
         if now - self._memory_read >= SECONDS_BETWEEN_MEMORY_READINGS:
             self._memory_read = now
             gpu = memory.gpu_gib()
@@ -196,7 +202,7 @@ class Tracker:
         return self._memory
 
     def _flag(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn once for each metric that it is no finite number."""
+        """Warn once for each metric that is NaN or infinite."""
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         for name in broken:
             if name not in self._flagged:
@@ -204,9 +210,7 @@ class Tracker:
                 self._view.message(f"Warning: {name} is {metrics[name]} in {self._unit} {step}", style="red")
 
     def _print_rows(self, rows: Mapping[str, str]) -> None:
-        """Return the names and texts in two columns; long texts are wrapped within theirs on a terminal, kept whole
-        elsewhere.
-        """
+        """Print names and values in two columns, wrapped on a terminal and unwrapped elsewhere."""
         width = max((len(name) for name in rows), default=0)
         for name, text in rows.items():
             if self._console.is_terminal:
@@ -222,7 +226,7 @@ class Tracker:
 
 
 def summary_rows(summary: Summary) -> dict[str, str]:
-    """Return first and last values of the main metrics, the time by phase, and the mean speed."""
+    """Format first and last values of the main metrics, time per phase, and average speed."""
     rows = {
         title(name): f"{number(summary.first[name])} → {number(summary.last[name])}"
         for name in prominent(summary.last)[:SUMMARY_METRICS]
@@ -240,38 +244,38 @@ def summary_rows(summary: Summary) -> dict[str, str]:
 
 
 class SilentTracker:
-    """The tracker of ranks other than 0: takes everything and keeps nothing."""
+    """Tracker for ranks other than 0. Discards all reports."""
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def phase(self, name: str | None) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float] | None = None) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def message(self, text: str) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def state(self) -> dict[str, object]:
-        """Do nothing: rank 0 saves it."""
+        """Return nothing: rank 0 saves the state."""
         return {}
 
     def close(self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Do nothing."""
+        """No-op."""

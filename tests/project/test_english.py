@@ -32,7 +32,7 @@ EXCESS = {
     "rlhf_cli/models": 15,
     "rlhf_cli/rewards": 90,
     "rlhf_cli/runs": 85,
-    "rlhf_cli/tracking": 70,
+    "rlhf_cli/tracking": 15,
     "rlhf_cli/trainers": 95,
     "benchmarks": 80,
     "tests": 90,

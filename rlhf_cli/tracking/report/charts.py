@@ -1,7 +1,7 @@
 """Line charts and stacked bars as inline SVG.
 
-Colours are CSS variables (--c1 ... --c8, --grid, --ink) of the page, so that one drawing serves light and dark. What
-pointing at a chart shows is done by the page's script from the data put into its attributes.
+Colors are the page's CSS variables (--c1 ... --c8, --grid, --ink), so one drawing fits light and dark mode. The page's
+script implements hovering, from data in the drawing's attributes.
 """
 
 import json
@@ -13,28 +13,34 @@ from itertools import pairwise
 
 from rlhf_cli.tracking.figures import scaled
 
+# Above these, points and bars are averaged: more would not be visible and would slow the page down.
 MAX_POINTS = 240
 MAX_BARS = 60
-SMOOTH_FROM = 30  # points from which a smoothed line may be drawn over the raw one
-NOISY = 1 / 8  # turns per point from which it is
-SMOOTH_SHARE = 1 / 24  # half the width of the smoothing window, as a share of the chart
+# Smooth a line only if it has this many points and changes direction in at least this fraction of them.
+SMOOTH_FROM = 30
+NOISY = 1 / 8
+# Half the smoothing window, as a fraction of all points.
+SMOOTH_SHARE = 1 / 24
 NUM_TICKS = 5
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26  # pixels around the plotted area
+# Margins around the plotted area in pixels.
+LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `points` are (step, value), steps rising, values finite."""
+    """One line. `points` are (step, value) pairs with increasing steps and finite values."""
 
     name: str
     points: Sequence[tuple[int, float]]
-    colour: int = 1  # index of a page colour
-    marked: bool = False  # every point is a dot of its own, nothing is smoothed: evaluations
+    # Index of a page color.
+    colour: int = 1
+    # Draw each point as a dot, without smoothing: for evaluations, which are few and exact.
+    marked: bool = False
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The plotted area and the values at its edges."""
+    """Plotted area with the values at the edges."""
 
     width: int
     height: int
@@ -42,12 +48,12 @@ class Frame:
     values: tuple[float, float]
 
     def x(self, step: float) -> float:
-        """Return the pixels from the left."""
+        """Return pixels from the left."""
         low, high = self.steps
         return LEFT + (step - low) / (high - low) * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the pixels from the top."""
+        """Return pixels from the top."""
         low, high = self.values
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
@@ -60,9 +66,9 @@ def line_chart(
     broken: Sequence[int] = (),
     from_zero: bool = False,
 ) -> str:
-    """Return the series over steps (called `unit`) in one SVG; `broken` steps (not finite) are marked at the bottom.
+    """Draw series over steps (labeled `unit`) as one SVG. `broken` steps, with non-finite values, are marked below.
 
-    The values' axis spans the values of the series, with `from_zero` also 0.
+    The value axis spans all values, and 0 if `from_zero` is set.
     """
     drawn = [
         (line, list(line.points) if line.marked else binned(line.points, MAX_POINTS)) for line in series if line.points
@@ -98,7 +104,7 @@ def stacked_bars(
     unit: str,
     size: tuple[int, int],
 ) -> str:
-    """Return the seconds by phase for each step, or mean seconds of neighbouring steps if there are many."""
+    """Draw seconds by phase for each step. If there are many steps, neighbors are averaged."""
     if not steps:
         return ""
     edges = [len(steps) * i // min(MAX_BARS, len(steps)) for i in range(min(MAX_BARS, len(steps)) + 1)]
@@ -133,7 +139,7 @@ def stacked_bars(
 def svg(
     frame: Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, unit: str, labels: Sequence[str] = ()
 ) -> str:
-    """Return the drawing with the data that pointing at it shows."""
+    """Assemble the SVG, with data for hovering."""
     data = {
         "s": hover,
         "x": [frame.steps[0], frame.steps[1]],
@@ -150,7 +156,7 @@ def svg(
 
 
 def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[str] = ()) -> str:
-    """Return horizontal lines with their values, and steps below."""
+    """Draw horizontal grid lines with values, and step labels below."""
     parts = []
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     right, bottom = frame.width - RIGHT, frame.height - BOTTOM
@@ -175,7 +181,7 @@ def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[
 
 
 def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *, faint: bool) -> str:
-    """Return a path through the points; dots if they are marked or too few for a line."""
+    """Draw a path through the points, with dots for marked series and single points."""
     at = [(frame.x(step), frame.y(value)) for step, value in kept]
     colour = f"var(--c{line.colour})"
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
@@ -186,7 +192,7 @@ def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *
 
 
 def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float, float]]:
-    """Return the points, or the means of that many runs of neighbours."""
+    """Average neighbors if there are more than `limit` points."""
     if len(points) <= limit:
         return [(float(step), value) for step, value in points]
     edges = [len(points) * i // limit for i in range(limit + 1)]
@@ -198,17 +204,16 @@ def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float,
 
 
 def is_noisy(points: Sequence[tuple[float, float]]) -> bool:
-    """Return whether the line changes its direction so often that a smoothed one is clearer: schedules stay exact."""
+    """Return whether the line changes direction often enough to smooth it. Schedules are monotonic and stay exact."""
     moves = [b - a for (_, a), (_, b) in pairwise(points)]
     turns = sum(before * after < 0 for before, after in pairwise(moves))
     return len(points) >= SMOOTH_FROM and turns > NOISY * len(points)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return moving means over a window that is centred everywhere: it shrinks towards the ends, so nothing lags
-    behind.
-    """
+    """Compute moving averages over a centered window that shrinks toward the ends, so the line has no lag."""
     reach = max(1, round(len(points) * SMOOTH_SHARE))
+    # Prefix sums make each window O(1).
     sums = [0.0]
     for _, value in points:
         sums.append(sums[-1] + value)
@@ -220,28 +225,29 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round values from below `low` to above `high`, steps of 1, 2 or 5 times a power of ten."""
+    """Return about `count` round values that cover the range, in steps of 1, 2 or 5 times a power of ten."""
     if high <= low:
         low, high = (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)
     rough = (high - low) / (count - 1)
     power = 10.0 ** math.floor(math.log10(rough))
+    # 0.999 and 1e-9 absorb float rounding: a range of exactly 4 steps must not become 5.
     gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9)
     return [i * gap for i in range(first, last + 1)]
 
 
 def step_ticks(low: float, high: float) -> list[float]:
-    """Whole steps inside the range."""
+    """Return integer steps inside the range."""
     return [tick for tick in nice_ticks(low, high, 7) if low <= tick <= high and float(tick).is_integer()]
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """Return the range, opened up if it is a single value."""
+    """Widen the range if it is a single value."""
     return (low, high) if high > low else (low - 1, high + 1)
 
 
 def tick_label(value: float, gap: float) -> str:
-    """Return the value with as many decimals as its distance to the next tick needs."""
+    """Format a value with as many decimals as the tick distance requires."""
     if abs(value) < gap * 1e-6:
         return "0"
     if abs(value) >= 10_000:
@@ -252,5 +258,5 @@ def tick_label(value: float, gap: float) -> str:
 
 
 def figure(value: float) -> float:
-    """Return six significant digits: enough to read, small in the page."""
+    """Round to six significant digits: enough to read, and small in the page."""
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""The data of a report, read from a run directory.
+"""Report data, read from a run directory.
 
 Reads only; page.py and charts.py draw it.
 """
@@ -17,19 +17,24 @@ from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, RUN_FILE, SAMPLES_FILE, S
 from rlhf_cli.tracking.summary import Summary, summarise
 from rlhf_cli.tracking.thumbnails import FOLDER, IMAGES
 
+# Limits that keep the page at a few MB, however long the run was.
 MAX_SAMPLE_STEPS = 40
 MAX_SAMPLES_PER_STEP = 16
-MAX_TEXT = 12_000  # characters of one prompt or response
-MAX_EPISODE = 48_000  # characters of all texts of an episode, in equal shares
-THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)  # nothing outside the run's own folder
+# Characters per prompt or response.
+MAX_TEXT = 12_000
+# Characters per episode, divided equally among its messages.
+MAX_EPISODE = 48_000
+# Samples come from files: accept no path that leaves the run's image folder.
+THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
+# Finds the step without decoding the line: JsonLines writes it first.
 STEP = re.compile(rb'\{"step": (\d+)')
 
 
 @dataclass(frozen=True)
 class ReportRollouts:
-    """A selection of samples.jsonl or eval_samples.jsonl that a page can hold; `file` is its name.
+    """Samples selected from samples.jsonl or eval_samples.jsonl to fit on a page. `file` is the file name.
 
-    `images` are the pictures that the rows name, as addresses that hold the data themselves.
+    `images` maps each image path in the rows to a data URL.
     """
 
     rows: list[dict[str, Any]]
@@ -48,7 +53,8 @@ class Stage:
     outcome: str
     total_steps: int
     facts: dict[str, str]
-    settings: dict[str, dict[str, Any]]  # group -> name -> value
+    # By group, then by name.
+    settings: dict[str, dict[str, Any]]
     metrics: dict[int, dict[str, float]]
     rollouts: ReportRollouts
     evaluated: ReportRollouts
@@ -56,7 +62,7 @@ class Stage:
 
 
 def read_stage(path: Path) -> Stage:
-    """Return everything the report shows of one run. Files that are missing leave their part empty."""
+    """Read everything that the report shows about a run. Missing files leave their section empty."""
     run_file = path / RUN_FILE
     run = json.loads(run_file.read_text(encoding="utf-8")) if run_file.exists() else {}
     metrics = read_metrics(path)
@@ -76,7 +82,7 @@ def read_stage(path: Path) -> Stage:
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings of a run by group; a comment line above settings names their group."""
+    """Read the settings by group, from the comment line above each group."""
     groups: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return groups
@@ -89,9 +95,9 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_rollouts(path: Path) -> ReportRollouts:
-    """Return the samples of steps spread over the whole run, the first of each; very long texts are cut.
+    """Select samples from steps spread over the whole run, the first samples per step, with long text truncated.
 
-    Goes through the file twice, so that memory does not grow with it.
+    Makes two passes over the file, so that memory does not grow with it.
     """
     if not path.exists():
         return ReportRollouts([], 0, path.name)
@@ -99,6 +105,7 @@ def read_rollouts(path: Path) -> ReportRollouts:
     with path.open("rb") as lines:
         position = 0
         for line in lines:
+            # A line without a newline was torn by a kill.
             found = STEP.match(line)
             if found and line.endswith(b"\n"):
                 positions.setdefault(int(found[1]), []).append(position)
@@ -113,7 +120,7 @@ def read_rollouts(path: Path) -> ReportRollouts:
 
 
 def images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
-    """Return the small pictures of a run that its samples name and that are there."""
+    """Load existing thumbnails that the samples name, as data URLs."""
     names = [name for row in rows for name in row.get(IMAGES) or ()]
     ours = {name for name in names if isinstance(name, str) and THUMBNAIL.fullmatch(name)}
     return {
@@ -124,14 +131,14 @@ def images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
 
 
 def spread(items: list[int], limit: int) -> list[int]:
-    """Return at most so many of the items, evenly spread, the first and the last among them."""
+    """Select up to `limit` evenly spaced items, including the first and last."""
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def shorten(value: Any, file: str, limit: int = MAX_TEXT) -> Any:
-    """Return the value, a very long text cut with a note of how much is missing, also within lists and objects."""
+    """Truncate long text, also inside lists and objects, with a note about the missing length."""
     if isinstance(value, str) and len(value) > limit:
         return f"{value[:limit]} … ({len(value) - limit} more characters in {file})"
     if isinstance(value, list):
@@ -143,10 +150,10 @@ def shorten(value: Any, file: str, limit: int = MAX_TEXT) -> Any:
 
 
 def points(stage: Stage, name: str) -> list[tuple[int, float]]:
-    """Return (step, value) pairs of one metric at the steps that logged it; values that are not finite are left out."""
+    """Return (step, value) pairs for a metric, without non-finite values."""
     return [(step, row[name]) for step, row in stage.metrics.items() if name in row and math.isfinite(row[name])]
 
 
 def non_finite_steps(stage: Stage, name: str) -> list[int]:
-    """Return the steps whose value of the metric is NaN or infinite."""
+    """Return the steps at which the metric is NaN or infinite."""
     return [step for step, row in stage.metrics.items() if name in row and not math.isfinite(row[name])]

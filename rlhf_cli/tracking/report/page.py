@@ -1,7 +1,7 @@
-"""One HTML page about one run or several: results, curves, times, rollouts, answers of evaluations, settings.
+"""HTML report for one or more runs: results, curves, time, rollouts, evaluation samples and settings.
 
 The page is self-contained: it loads no other file and needs no network. data.py reads the data, charts.py draws the
-charts, page.css and page.js are embedded.
+charts, and page.css and page.js are embedded.
 """
 
 import json
@@ -20,8 +20,9 @@ from rlhf_cli.version import __version__
 REPORT_FILE = "report.html"
 NUM_MAIN_CHARTS = 7
 NUM_TILES = 4
-WIDE, NARROW = (1090, 250), (520, 210)  # width and height of charts in pixels
-# Metrics that are clearer side by side; every other one has a chart of its own.
+# Width and height in pixels.
+WIDE, NARROW = (1090, 250), (520, 210)
+# Metrics that share a chart. Every other metric has a separate one.
 TOGETHER = {
     "Clipped share of tokens": ("clip_low", "clip_high", "clip_dual"),
     "Learning rate": ("lr", "critic/lr"),
@@ -52,14 +53,14 @@ def write_report(
     """Write <output>/report.html and return its path.
 
     Args:
-        output: the run directory of the page, or the folder for the page of several runs.
-        stages: run directories in order by their headings, each a part of the page; `output` alone by default, under
-            the name of its command.
-        headline: the results shown first, by name; by default the main metrics of the last stage.
+        output: run directory, or the folder for a page about multiple runs.
+        stages: run directories by heading, in order. Default: `output`, headed by the command name.
+        headline: results to show first, by name. Default: the main metrics of the last stage.
     """
     named = [replace(read_stage(path), command=heading) for heading, path in (stages or {}).items()]
     read = named or [read_stage(output)]
     path = output / REPORT_FILE
+    # Replace atomically: the page may be open in a browser, or the run may be killed while writing.
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(page(output.resolve().name, read, headline), encoding="utf-8", errors="replace")
     os.replace(temporary, path)
@@ -67,7 +68,7 @@ def write_report(
 
 
 def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
-    """Return the whole page."""
+    """Build the page."""
     links = "".join(f'<a href="#stage{i}">{escape(stage.command)}</a>' for i, stage in enumerate(stages))
     body = "".join(stage_section(stage, number=i) for i, stage in enumerate(stages))
     commands = " → ".join(stage.command for stage in stages)
@@ -84,12 +85,12 @@ def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str]
 
 
 def packaged(name: str) -> str:
-    """Return the text of a file next to this module."""
+    """Read a file next to this module."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
-    """Return the figures one looks for first."""
+    """Build the tiles with the main results."""
     if headline is not None:
         shown = [(name, value if isinstance(value, str) else number(value), "") for name, value in headline.items()]
     else:
@@ -109,7 +110,7 @@ def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -
 
 
 def stage_section(stage: Stage, *, number: int) -> str:
-    """Return everything about one run."""
+    """Build the section for one run."""
     done = f"{max(stage.metrics, default=0)}/{stage.total_steps} {stage.unit}s"
     facts = {**stage.facts, "Run directory": str(stage.path), "Done": done}
     listed = "".join(f"<span><b>{escape(name)}</b>{escape(text)}</span>" for name, text in facts.items())
@@ -122,13 +123,13 @@ def stage_section(stage: Stage, *, number: int) -> str:
 
 
 def curves(stage: Stage) -> str:
-    """Return a chart for each metric, or group of metrics: the main ones at once, the others folded."""
+    """Build one chart per metric or metric group: the main ones visible, the rest folded."""
     charts = chart_groups(stage)
     if not charts:
         return '<p class="soft">This run has logged nothing yet.</p>'
     main, rest = charts[:NUM_MAIN_CHARTS], charts[NUM_MAIN_CHARTS:]
     cards = [chart_card(stage, *chart, wide=not i) for i, chart in enumerate(main)]
-    # An odd number of half-width cards would leave a hole.
+    # Cards are half as wide as the page, except the first: widen the last one if it would leave a gap.
     if len(cards) > 1 and len(cards) % 2 == 0:
         cards[-1] = chart_card(stage, *main[-1], wide=True)
     folded = "".join(chart_card(stage, *chart, wide=False) for chart in rest)
@@ -139,7 +140,7 @@ def curves(stage: Stage) -> str:
 
 
 def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
-    """Return (heading, metrics) of every chart, the metrics one looks at first before all others."""
+    """Return (heading, metrics) for each chart, most important first."""
     logged = dict.fromkeys(name for metrics in stage.metrics.values() for name in metrics)
     groups: list[tuple[str, list[str]]] = []
     taken: set[str] = set()
@@ -157,14 +158,15 @@ def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
 
 
 def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> str:
-    """Return one card with its chart; the last value is written beside the heading."""
+    """Build a card with a chart, and the last value next to the heading."""
     series = [
         Series(title(name), points(stage, name), colour=i + 1, marked=name.startswith("eval/"))
         for i, name in enumerate(names)
     ]
     broken = sorted({step for name in names for step in non_finite_steps(stage, name)})
     drawing = line_chart(series, unit=stage.unit, size=NARROW, broken=broken)
-    if wide:  # a wide drawing is too small to read on a narrow screen
+    # A wide drawing is scaled down on a narrow screen until the text is unreadable, so embed both.
+    if wide:
         large = line_chart(series, unit=stage.unit, size=WIDE, broken=broken)
         drawing = f'<div class="wide-only">{large}</div><div class="narrow-only">{drawing}</div>'
     last = series[0].points[-1][1] if series[0].points else None
@@ -176,7 +178,7 @@ def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> s
         )
         legend = f'<div class="legend">{entries}</div>'
     where = ", ".join(map(str, broken[:8])) + (", …" if len(broken) > 8 else "")
-    note = f'<div class="broken-note">no finite number in {escape(stage.unit)} {where}</div>' if broken else ""
+    note = f'<div class="broken-note">non-finite value in {escape(stage.unit)} {where}</div>' if broken else ""
     keys = escape(", ".join(names))
     return (
         f'<div class="card{" wide" if wide else ""}"><div class="cardhead">'
@@ -185,7 +187,7 @@ def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> s
 
 
 def times(stage: Stage) -> str:
-    """Use of time: shares, a bar for each step, speed and memory."""
+    """Build the time section: share per phase, a bar per step, speed and memory."""
     readings = [Reading(step, metrics) for step, metrics in stage.metrics.items() if "time/step" in metrics]
     if not readings:
         return ""
@@ -193,6 +195,7 @@ def times(stage: Stage) -> str:
     whole = sum(totals.values())
     if whole <= 0:
         return ""
+    # Unknown phases get a color from their name, so that it is the same in every report.
     colours = {name: PHASE_COLOURS.get(name, f"--c{sum(name.encode()) % 7 + 1}") for name in totals}
     shares = "".join(
         f'<i style="flex:{seconds / whole:.4f};background:var({colours[name]})"></i>'
@@ -224,7 +227,7 @@ def times(stage: Stage) -> str:
 
 
 def measured_cards(stage: Stage) -> str:
-    """Return the charts of speed and memory."""
+    """Build the charts for speed and memory."""
     logged = {name for metrics in stage.metrics.values() for name in metrics}
     speed = sorted(name for name in logged if name.startswith("perf/"))
     memory = sorted(name for name in logged if name.startswith("memory/"))
@@ -234,7 +237,7 @@ def measured_cards(stage: Stage) -> str:
 
 
 def evaluations(stage: Stage) -> str:
-    """Return all evaluations as a table, the newest first."""
+    """Build the evaluation table, newest first."""
     rows = [
         (step, {name: value for name, value in metrics.items() if name.startswith("eval/")})
         for step, metrics in reversed(stage.metrics.items())
@@ -261,13 +264,13 @@ def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def samples(stage: Stage) -> str:
-    """Return the rollouts of training and the responses of evaluations, each with a browser of its own."""
+    """Build browsers for training rollouts and for evaluation responses."""
     evaluated = browser("Evaluation samples", stage.evaluated, unit=stage.unit)
     return browser("Rollouts", stage.rollouts, unit=stage.unit) + evaluated
 
 
 def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
-    """Return the samples to look through, filtered by step, score and words; "" without any."""
+    """Build a sample browser with filters for step, score and text, or "" without samples."""
     if not rollouts.rows:
         return ""
     steps = sorted({row["step"] for row in rollouts.rows})
@@ -290,13 +293,13 @@ def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
 
 
 def script_json(value: Any) -> str:
-    """Return JSON that cannot end the script element it stands in, whatever a model wrote."""
+    """Encode JSON such that text from a model cannot close the surrounding script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def settings(stage: Stage) -> str:
-    """Return all settings of the run by group, folded."""
+    """Build the folded settings table."""
     if not stage.settings:
         return ""
     groups = "".join(
@@ -312,5 +315,5 @@ def settings(stage: Stage) -> str:
 
 
 def setting_text(value: Any) -> str:
-    """Return a setting as it stands in config.yaml."""
+    """Format a setting as in config.yaml."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

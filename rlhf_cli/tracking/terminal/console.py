@@ -1,7 +1,7 @@
-"""Keeps the terminal for this program's own messages: everything else a process prints goes to a log file.
+"""Reserves the terminal for this program's messages. All other output of a process goes to a log file.
 
-Works on descriptors, not on `sys.stdout`, so that libraries in C, worker processes and launchers are covered too.
-progress.py decides which messages the terminal shows.
+Redirects file descriptors instead of `sys.stdout`, to include C libraries, worker processes and launchers. progress.py
+decides which messages the terminal shows.
 """
 
 import ctypes
@@ -20,14 +20,15 @@ from rlhf_cli.errors import UsageError
 
 
 class TerminalConsole(Console):
-    """A rich console that asks its own stream for the size.
+    """A rich console that reads the size from its stream.
 
-    rich asks descriptors 0, 1 and 2, of which 1 and 2 are the log file here and 0 is often no terminal.
+    rich queries descriptors 0, 1 and 2, but 1 and 2 are redirected to the log file and 0 may not be a terminal.
     """
 
-    @property  # type: ignore[misc]  # rich's setter is not wanted: the size is the terminal's
+    # rich also defines a setter, which is left out: the size always comes from the terminal.
+    @property  # type: ignore[misc]
     def size(self) -> ConsoleDimensions:
-        """Columns and rows of the terminal behind the stream; 80 x 25 if there is none."""
+        """Return the terminal's columns and rows, or 80 x 25 without a terminal."""
         if not self.is_terminal:
             return super().size
         try:
@@ -38,23 +39,21 @@ class TerminalConsole(Console):
 
 
 def open_console(stream: io.TextIOBase) -> Console:
-    """Return a console on `stream`: colours and live views on a terminal, else plain text without any escape
-    sequence.
-    """
+    """Create a console on `stream`: colors and live views on a terminal, otherwise plain text without escape codes."""
     file = cast(TextIO, stream)
     interactive = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
     if interactive:
         return TerminalConsole(file=file, force_terminal=True, highlight=False)
-    # soft_wrap: a log line of a scheduler must stay one line however long it is
+    # soft_wrap keeps each message on one line, as tools that read scheduler logs expect.
     return TerminalConsole(
         file=file, force_terminal=False, force_interactive=False, color_system=None, highlight=False, soft_wrap=True
     )
 
 
 class LastingStream(io.TextIOBase):
-    """Text to a descriptor, lost without an error once nobody reads it any more.
+    """Text stream to a descriptor that ignores a closed reader.
 
-    `rlhf ... | tee log` and Ctrl-C: tee is gone at once, and the run must still finish its step and save.
+    With `rlhf ... | tee log` and Ctrl-C, tee exits at once, but the run must still finish its step and save.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -68,6 +67,7 @@ class LastingStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         rest = text.encode(errors="replace")
+        # os.write may write less than requested, to a pipe that is nearly full.
         with suppress(OSError):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -75,23 +75,24 @@ class LastingStream(io.TextIOBase):
 
 
 class Terminal:
-    """This process's real output, while descriptors 1 and 2 point to `log_file`.
+    """The process's original output, while descriptors 1 and 2 are redirected to `log_file`.
 
-    `console` writes to the original standard output, `error_console` to the original standard error. Child processes
-    inherit the log file as their output. Forked children that go on running Python never reach the terminal either:
-    their copies of both consoles write to the log file.
+    `console` writes to the original stdout, `error_console` to the original stderr. Child processes inherit the log
+    file. Forked children never reach the terminal either: both consoles write to the log file there.
     """
 
     def __init__(self, log_file: Path) -> None:
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # Before the redirection: buffered text belongs on the terminal.
         flush_output()
         self._kept = {1: os.dup(1), 2: os.dup(2)}
         self._pid = os.getpid()
         self._active = True
         for descriptor in self._kept:
             os.dup2(self._log, descriptor)
+        # On a file, Python buffers by block. By line, messages from all processes stay in order.
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
@@ -100,7 +101,7 @@ class Terminal:
         os.register_at_fork(after_in_child=self._in_forked_child)
 
     def restore(self) -> None:
-        """Give descriptors 1 and 2 back to the terminal. Does nothing the second time or in a forked child."""
+        """Point descriptors 1 and 2 back to the terminal. No-op on later calls and in forked children."""
         if not self._active or os.getpid() != self._pid:
             return
         self._active = False
@@ -108,7 +109,7 @@ class Terminal:
         for descriptor, kept in self._kept.items():
             os.dup2(kept, descriptor)
         os.close(self._log)
-        # The consoles stay usable: their descriptors are still the terminal.
+        # Do not close `_kept`: the consoles still write to it.
 
     def _in_forked_child(self) -> None:
         if self._active:
@@ -130,19 +131,18 @@ class Terminal:
 
 
 def quiet_process(log_file: Path) -> Terminal:
-    """Return the terminal for our own output; descriptors 1 and 2 of this process go to `log_file` (appended) from here
-    on.
+    """Redirect descriptors 1 and 2 of this process to `log_file` (append mode). Returns the terminal for our messages.
 
-    Use as a context manager, or call `restore()`. An exception that leaves the block has its trace written to the log
-    file, and the path of that file is printed.
+    Use it as a context manager, or call `restore()`. If an exception leaves the block, the traceback is written to the
+    log file and the path of the log file is printed.
     """
     return Terminal(log_file)
 
 
 def flush_output() -> None:
-    """Write out what Python and the C library still hold for standard output and error."""
+    """Flush stdout and stderr, in Python and in the C library."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Libraries that print through C stdio are fully buffered on a file; unflushed, their lines would come out
-    # on the terminal after restore().
+    # C stdio is fully buffered on a file: without this, lines that C libraries printed would appear on the terminal
+    # after restore().
     ctypes.CDLL(None).fflush(None)

@@ -1,4 +1,4 @@
-"""The figures of an evaluation as a table for the terminal and as JSON, a row for each model and data set."""
+"""Evaluation results as a terminal table and as JSON, one row per model and dataset."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,15 @@ from rlhf_cli.rewards.evaluation import Evaluation, Figure
 from rlhf_cli.tracking.figures import number
 
 SHARES = ("accuracy", "pass@", "maj@", "prm_", "truncated", "invalid")
-WIDTH_OF_A_FILE = 250  # characters of a line without a terminal
-LAST = {"reward": "reward", "response_length": "tokens", "truncated": "cut", "invalid": "no answer"}
-"""Headings of the figures behind the figures of right answers."""
+# Line width without a terminal, so that log files keep each row on one line.
+WIDTH_OF_A_FILE = 250
+LAST = {"reward": "reward", "response_length": "tokens", "truncated": "truncated", "invalid": "no answer"}
+"""Column headings for metrics that follow the correctness metrics."""
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model's results on a data set; `num_samples` are the responses to each prompt."""
+    """Results for a model on a dataset. `num_samples` is the number of responses per prompt."""
 
     pretrain: str
     source: str
@@ -28,7 +29,7 @@ class EvaluatedModel:
     evaluation: Evaluation
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures; `low` and `high` are the ends of the 95 % interval."""
+        """Return all metrics; `low` and `high` bound the 95% interval."""
         figures = {}
         for name, figure in self.evaluation.figures.items():
             low, high = figure.interval or (None, None)
@@ -38,15 +39,16 @@ class EvaluatedModel:
 
 
 def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
-    """Return one row for each result: the values, and, under figures of quality, their 95 % intervals. Figures without
-    news are in the JSON only: pass@1 and maj@1 beside the mean, and a reward that is 1 for right responses and 0 for
-    others.
+    """Build one row per result, with 95% intervals below the quality metrics.
+
+    Redundant metrics appear only in the JSON: pass@1 and maj@1, which equal the mean, and a reward that is 1 for
+    correct responses and 0 otherwise.
     """
-    shown = [_told(result) for result in results]
+    shown = [_columns(result) for result in results]
     names = list(dict.fromkeys(name for figures in shown for name in figures))
     names = [name for name in names if name not in LAST] + [name for name in LAST if name in names]
     table = Table(
-        box=None, pad_edge=False, padding=(0, 2, 1, 0), caption="95 % intervals over prompts below the values"
+        box=None, pad_edge=False, padding=(0, 2, 1, 0), caption="95% intervals over prompts are below the values"
     )
     table.caption_justify = "left"
     samples = max((result.num_samples for result in results), default=1)
@@ -68,19 +70,19 @@ def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print the table; without a terminal its lines may be long."""
+    """Print the table. Without a terminal, lines may be long."""
     if not console.is_terminal:
         console = Console(file=console.file, width=WIDTH_OF_A_FILE, color_system=None)
     console.print(table)
 
 
-def _told(result: EvaluatedModel) -> dict[str, Figure]:
-    """Return the figures that are worth a column."""
+def _columns(result: EvaluatedModel) -> dict[str, Figure]:
+    """Select the metrics to show, without redundant ones."""
     figures = result.evaluation.figures
-    silent = {"pass@1", "maj@1"}
+    redundant = {"pass@1", "maj@1"}
     if "accuracy" in figures and figures["reward"].value == figures["accuracy"].value:
-        silent.add("reward")
-    return {name: figure for name, figure in figures.items() if name not in silent}
+        redundant.add("reward")
+    return {name: figure for name, figure in figures.items() if name not in redundant}
 
 
 def _heading(name: str, num_samples: int) -> str:
@@ -90,7 +92,7 @@ def _heading(name: str, num_samples: int) -> str:
 
 
 def _cell(name: str, figures: Mapping[str, Figure], counts: Mapping[str, float]) -> Text:
-    """Return the value, shares in percent; under it the interval if it is a figure of quality."""
+    """Format a value, fractions in percent, with the interval below for quality metrics."""
 
     def written(value: float) -> str:
         return f"{100 * value:.1f}" if name.startswith(SHARES) else number(value)

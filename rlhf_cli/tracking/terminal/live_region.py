@@ -1,8 +1,8 @@
-"""The last lines of a terminal, drawn again and again in place.
+"""Terminal lines that are redrawn in place.
 
-rich's own Live counts the lines it drew; when a terminal is made narrower, it wraps those lines, and Live leaves
-their upper halves behind. Here the rows to take back are computed from the width at that moment. The cursor is
-never hidden: a process that is killed leaves a usable terminal.
+rich's Live counts the lines that it drew. If the terminal becomes narrower, these lines wrap, and Live leaves their
+upper halves behind. LiveRegion computes the rows to erase from the current width instead. The cursor is never hidden,
+so a killed process leaves a usable terminal.
 """
 
 import threading
@@ -14,27 +14,31 @@ from rich.control import Control
 from rich.segment import ControlType, Segment
 from rich.text import Text
 
+# Per second. Often enough for a running clock, and cheap over SSH.
 REFRESHES_PER_SECOND = 4
 
 
 class LiveRegion(RenderHook):
-    """Keeps `draw(width)` at the bottom of the terminal; whatever else the console prints goes above it."""
+    """Keeps `draw(width)` at the bottom of the terminal. Other console output appears above it."""
 
     def __init__(self, console: Console, draw: Callable[[int], list[Text]]) -> None:
         self._console = console
         self._draw = draw
-        self._drawn: list[int] = []  # cells of each line on the screen
+        # Width in cells of each line on the screen.
+        self._drawn: list[int] = []
+        # The refresh thread and the training thread both print: erasing, printing and redrawing must not interleave.
         self._lock = threading.RLock()
         self._done = threading.Event()
+        # A daemon, so that a run that dies without `stop` can exit.
         self._thread = threading.Thread(target=self._keep_fresh, name="live view", daemon=True)
 
     def start(self) -> None:
-        """Draw, and draw again a few times a second until `stop()`."""
+        """Draw now, then repeatedly until `stop()`."""
         self._console.push_render_hook(self)
         self._thread.start()
 
     def stop(self) -> None:
-        """Draw a last time and leave the lines in place."""
+        """Draw a last time and leave the lines on the terminal."""
         if self._done.is_set():
             return
         self._done.set()
@@ -52,10 +56,11 @@ class LiveRegion(RenderHook):
             self._console.print(line)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Called by rich for everything printed on the console: taken back, printed, drawn again."""
+        """Erase the region, print, and redraw. Called by rich for everything printed on the console."""
         return [self._take_back(), *renderables, self]
 
     def _take_back(self) -> Control:
+        # A line that was wider than the terminal is now has wrapped to more than one row.
         width = max(1, self._console.size.width)
         rows = sum(max(1, -(-cells // width)) for cells in self._drawn)
         self._drawn = []
@@ -63,7 +68,7 @@ class LiveRegion(RenderHook):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         size = console.size
-        # One column stays free: some terminals wrap as soon as the last one is written.
+        # Leave one column free: some terminals wrap as soon as the last column is written.
         width = size.width - 1
         lines = self._draw(width)[: max(1, size.height - 2)]
         for line in lines:
@@ -74,5 +79,6 @@ class LiveRegion(RenderHook):
 
     def _keep_fresh(self) -> None:
         while not self._done.wait(1 / REFRESHES_PER_SECOND):
-            with suppress(OSError):  # a terminal that is gone is no reason to stop training
+            # Losing the terminal must not stop the training.
+            with suppress(OSError):
                 self.refresh()

@@ -1,6 +1,6 @@
-"""The live view of a run: progress, metrics with their course, phase times, speed and memory.
+"""Live view of a run: progress, metrics with sparklines, phase times, speed and memory.
 
-Only its content is here; how it stays in place on the terminal is live_region.py.
+live_region.py keeps it in place on the terminal.
 """
 
 import math
@@ -37,26 +37,28 @@ PHASE_STYLES = {
 FURTHER_STYLES = ("red", "bright_blue", "bright_green", "bright_magenta")
 
 
-class Course:
-    """Return the course of a metric so far, in at most `MAX_POINTS` means of equally many steps each."""
+class History:
+    """A metric's history, averaged to at most `MAX_POINTS` points with the same number of steps each."""
 
     def __init__(self) -> None:
         self._points: list[float] = []
         self._steps_per_point = 1
+        # Values of the last point, which is not complete yet.
         self._open: list[float] = []
 
     def add(self, value: float) -> None:
-        """Append the value of one more step."""
+        """Append a step's value."""
         self._open.append(value)
         if len(self._open) == self._steps_per_point:
             self._points.append(mean(self._open))
             self._open = []
+        # Full: halve the resolution, so that memory stays constant over any number of steps.
         if len(self._points) == MAX_POINTS:
             self._points = [mean(self._points[i : i + 2]) for i in range(0, MAX_POINTS, 2)]
             self._steps_per_point *= 2
 
     def sparkline(self, cells: int) -> str:
-        """Return the whole course in so many characters at most."""
+        """Draw the whole history in at most `cells` characters."""
         points = self._points + ([mean(self._open)] if self._open else [])
         bins = min(cells, len(points))
         edges = [len(points) * i // bins for i in range(bins + 1)] if bins else [0]
@@ -68,7 +70,7 @@ class Course:
 
 
 class LiveView:
-    """Redraws itself a few times a second at the bottom of the terminal."""
+    """Shows the run at the bottom of the terminal, refreshed several times per second."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class LiveView:
         self._pace = pace
         self._unit = unit
         self._clock = clock
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, History] = {}
         self._latest: dict[str, float] = {}
         self._phases: dict[str, float] = {}
         self._running: tuple[str, float] | None = None
@@ -92,11 +94,11 @@ class LiveView:
         self._region.start()
 
     def phase(self, name: str | None) -> None:
-        """Show the present activity."""
+        """Show the current phase."""
         self._running = None if name is None else (name, self._clock())
 
     def step(self, reading: Reading) -> None:
-        """Take over the numbers; they appear with the next refresh."""
+        """Update the metrics; they appear with the next refresh."""
         self._take(reading)
 
     def message(self, text: str, *, style: str = "") -> None:
@@ -109,7 +111,7 @@ class LiveView:
         self._region.stop()
 
     def lines(self, width: int) -> list[Text]:
-        """Return the view as lines of at most `width` cells."""
+        """Render the view as lines of at most `width` cells."""
         blocks = [[self._progress(width)], self._metrics(width), self._phase_lines(width), [self._status()]]
         lines = [Text()]
         for block in blocks:
@@ -119,7 +121,8 @@ class LiveView:
 
     def _take(self, reading: Reading) -> None:
         for name, value in reading.metrics.items():
-            self._courses.setdefault(name, Course()).add(value)
+            self._courses.setdefault(name, History()).add(value)
+        # Replaced, not updated: the refresh thread may be reading the old dictionary.
         self._latest = {**self._latest, **reading.metrics}
         self._phases = reading.phases
 
@@ -135,7 +138,7 @@ class LiveView:
         )
 
     def _metrics(self, width: int) -> list[Text]:
-        """Return the metrics in columns, read down each column."""
+        """Arrange the metrics in columns, filled from top to bottom."""
         columns = min(MAX_COLUMNS, max(1, (width - 1) // MIN_COLUMN_CELLS))
         cells = (width - 1 - GAP * (columns - 1)) // columns
         names = prominent(name for name in self._latest if not name.startswith("eval/"))[: MAX_METRIC_ROWS * columns]
@@ -160,7 +163,7 @@ class LiveView:
         return line
 
     def _phase_lines(self, width: int) -> list[Text]:
-        """Return a bar with the shares of the last step's phases, and what its colours mean."""
+        """Draw a bar with the phase shares of the last step, and its legend."""
         total = sum(self._phases.values())
         if total <= 0:
             return []
@@ -194,10 +197,10 @@ class LiveView:
 
 
 def mean(values: list[float]) -> float:
-    """Return the arithmetic mean."""
+    """Compute the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def phase_style(name: str) -> str:
-    """Return the colour of a phase, the same in every run."""
+    """Return a phase's color, which is the same in every run."""
     return PHASE_STYLES.get(name) or FURTHER_STYLES[sum(name.encode()) % len(FURTHER_STYLES)]

@@ -1,6 +1,6 @@
-"""Pictures in a terminal: by a protocol that the environment names for sure, else as a thumbnail of half blocks.
+"""Images in a terminal: with an image protocol if the environment identifies one, otherwise as half-block characters.
 
-Sixel is left out: no variable of the environment names the terminals that draw it.
+Sixel is not supported, because no environment variable identifies terminals that support it.
 """
 
 import base64
@@ -15,25 +15,25 @@ from rich.style import Style
 from rich.text import Text
 
 MAX_COLUMNS, MAX_ROWS = 48, 18
-"""Cells of a picture. A cell is about twice as high as wide, so a half block has about the shape of a pixel."""
+"""Maximum image size in cells. A cell is about twice as high as wide, so a half block is roughly square."""
 LONGEST_SIDE = 512
-"""Pixels of the copy that a terminal gets by a protocol."""
+"""Pixels of the copy sent with an image protocol."""
 CHUNK = 4096
-"""Characters of a message in kitty's protocol at most."""
+"""Maximum payload per message in kitty's protocol, in characters."""
 KITTY_TERMS = ("xterm-kitty", "xterm-ghostty")
 ITERM_PROGRAMS = ("iTerm.app", "WezTerm")
 MULTIPLEXERS = ("screen", "tmux")
-"""Terminals in a terminal, which keep its environment and drop its protocols."""
+"""Terminal multiplexers: they inherit the outer terminal's environment variables but block image protocols."""
 UPPER_HALF = "▀"
 
 
 def draws_pictures(console: Console) -> bool:
-    """Return whether a console is a terminal with colours."""
+    """Return whether the console is a terminal with colors."""
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def print_picture(pixels: np.ndarray, console: Console, environment: Mapping[str, str], *, indent: int) -> None:
-    """Print a picture, uint8 [height, width, 3], on a console that draws pictures."""
+    """Print an image, uint8 [height, width, 3], on a console that supports it."""
     height, width, _ = pixels.shape
     columns, half_rows = cells_for(height, width, most_columns=console.width - indent)
     escape = escape_of(pixels, environment, columns=columns, rows=(half_rows + 1) // 2)
@@ -45,13 +45,13 @@ def print_picture(pixels: np.ndarray, console: Console, environment: Mapping[str
 
 
 def cells_for(height: int, width: int, *, most_columns: int) -> tuple[int, int]:
-    """Return the columns and half rows of a picture: no more than its pixels, within the bounds."""
+    """Compute columns and half rows for an image: within the limits, and never enlarged."""
     scale = min(min(MAX_COLUMNS, max(most_columns, 1)) / width, 2 * MAX_ROWS / height, 1)
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
 def escape_of(pixels: np.ndarray, environment: Mapping[str, str], *, columns: int, rows: int) -> str | None:
-    """Return the sequence that draws a picture in so many cells; None if the terminal is not known to have one."""
+    """Build the escape sequence for an image, or None if the terminal has no known image protocol."""
     term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
     if {"TMUX", "STY", "ZELLIJ"} & environment.keys() or term.startswith(MULTIPLEXERS):
         return None
@@ -63,7 +63,8 @@ def escape_of(pixels: np.ndarray, environment: Mapping[str, str], *, columns: in
 
 
 def _kitty(png: bytes, columns: int, rows: int) -> str:
-    """Transmit and display, in silence (q=2): an answer of the terminal would be read by the shell."""
+    """Build kitty's transmit-and-display sequence."""
+    # q=2 suppresses the terminal's response, which the shell would read as input.
     text = base64.b64encode(png).decode()
     chunks = [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
     keys = [f"a=T,f=100,q=2,c={columns},r={rows},", *[""] * (len(chunks) - 1)]
@@ -84,7 +85,7 @@ def _png(pixels: np.ndarray) -> bytes:
 
 
 def half_blocks(pixels: np.ndarray, *, columns: int, half_rows: int) -> Iterator[Text]:
-    """Yield lines of cells with a pixel in each half: the colour of the character above, of its background below."""
+    """Yield lines of half blocks: the foreground color is the upper pixel, the background color the lower one."""
     small = np.asarray(Image.fromarray(pixels).resize((columns, half_rows), Image.Resampling.BOX))
     for upper in range(0, half_rows, 2):
         line = Text()

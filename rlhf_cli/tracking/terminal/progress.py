@@ -1,6 +1,6 @@
-"""The terminal's view of a run: plain lines, or a live view (live_view.py) on a terminal.
+"""Terminal views of a run: plain lines, or a live view (live_view.py) on a terminal.
 
-The banner before and the summary after a run are in tracker.py, the choice of stream in console.py.
+tracker.py prints the banner and the summary; console.py selects the stream.
 """
 
 import time
@@ -15,27 +15,28 @@ from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scal
 
 PLAIN_METRICS = 7
 PLAIN_PHASES = 3
+# The remaining time is extrapolated from this many steps: enough to average out long responses.
 STEPS_OF_PACE = 20
 
 
 class View(Protocol):
-    """Shows a run while it goes on."""
+    """Shows a run in progress."""
 
     def phase(self, name: str | None) -> None:
-        """Note that a phase began, or that none is running."""
+        """Record that a phase began, or that none is running."""
 
     def step(self, reading: Reading) -> None:
-        """Note that a step ended."""
+        """Record a finished step."""
 
     def message(self, text: str, *, style: str = "") -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
 
     def close(self) -> None:
-        """Nothing more will change."""
+        """Finish the view."""
 
 
 class Pace:
-    """How far a run is and how long the rest will take, at the speed of the last steps."""
+    """Progress and estimated remaining time, extrapolated from recent steps."""
 
     def __init__(self, total_steps: int, *, start_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,23 +46,23 @@ class Pace:
         self._recent = deque([(start_step, self.began)], maxlen=STEPS_OF_PACE + 1)
 
     def reach(self, step: int) -> None:
-        """Note that a step is done."""
+        """Record a finished step."""
         self.step = step
         self._recent.append((step, self._clock()))
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began."""
+        """Seconds since the start of this process."""
         return self._clock() - self.began
 
     @property
     def share(self) -> float:
-        """Done share of all steps, 0 to 1."""
+        """Completed fraction, 0 to 1."""
         return min(1.0, self.step / max(1, self.total_steps))
 
     @property
     def remaining(self) -> float | None:
-        """Seconds the rest will take; None before the first step."""
+        """Estimated remaining seconds, or None before the first step."""
         (first, then), (last, now) = self._recent[0], self._recent[-1]
         if last == first:
             return None
@@ -70,7 +71,7 @@ class Pace:
 
 
 class PlainView:
-    """One line a logged step, without escape sequences."""
+    """Prints one line per logged step, without escape sequences."""
 
     def __init__(self, console: Console, pace: Pace, *, unit: str, every: int) -> None:
         self._console = console
@@ -79,10 +80,10 @@ class PlainView:
         self._every = every
 
     def phase(self, name: str | None) -> None:
-        """Not shown: a line cannot be taken back."""
+        """No-op: a printed line cannot be updated."""
 
     def step(self, reading: Reading) -> None:
-        """Print the step if it is due."""
+        """Print the step if due."""
         if reading.step % self._every == 0 or reading.step == self._pace.total_steps:
             self.message(plain_line(reading, self._pace, unit=self._unit))
 
@@ -91,11 +92,11 @@ class PlainView:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing to take down."""
+        """No-op."""
 
 
 def plain_line(reading: Reading, pace: Pace, *, unit: str) -> str:
-    """Return the step, the metrics one looks at first, the longest phases, speed and time left."""
+    """Format the step, main metrics, longest phases, speed and remaining time."""
     width = len(str(pace.total_steps))
     parts = [f"{unit} {reading.step:>{width}}/{pace.total_steps}"]
     parts += [f"{name} {number(reading.metrics[name])}" for name in prominent(reading.metrics)[:PLAIN_METRICS]]

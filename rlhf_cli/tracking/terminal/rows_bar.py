@@ -1,6 +1,6 @@
-"""A bar on the terminal while rows are prepared, before a run has a view of its own.
+"""Progress bar while rows are prepared, before the run's view starts.
 
-Without a terminal nothing is shown, and nothing for work that takes a moment.
+Shown only on a terminal, and only if the work takes longer than a moment.
 """
 
 import io
@@ -23,9 +23,9 @@ MOMENT = 1.0
 def rows_bar(
     *, shown: bool, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of the rows done and their total; the bar disappears at the end.
+    """Yield a function to call with the number of processed rows and the total. The bar is removed at the end.
 
-    Only one rank should have it `shown`. Without a console it is on standard error.
+    Set `shown` on one rank only. The bar is printed to stderr unless a console is passed.
     """
     console = console or open_console(cast(io.TextIOBase, sys.stderr))
     if not (shown and console.is_terminal):
@@ -38,8 +38,9 @@ def rows_bar(
 
     def update(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
+        # Later calls to start() do nothing.
         if clock() - began > MOMENT:
-            bar.start()  # does nothing the second time
+            bar.start()
 
     try:
         yield update

@@ -123,7 +123,18 @@ def test_the_table_has_a_row_for_each_model_and_data_set_and_no_column_twice():
         for source, samples in by_source(prompts).items()
     ]
     lines = table(results).splitlines()
-    assert lines[0].split() == ["model", "data", "prompts", "avg@2", "pass@2", "maj@2", "tokens", "cut", "no", "answer"]
+    assert lines[0].split() == [
+        "model",
+        "data",
+        "prompts",
+        "avg@2",
+        "pass@2",
+        "maj@2",
+        "tokens",
+        "truncated",
+        "no",
+        "answer",
+    ]
     assert [line.split()[:4] for line in lines if line.startswith("runs")] == [
         [model, *row]
         for model in ("runs/a", "runs/b")

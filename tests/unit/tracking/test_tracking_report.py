@@ -153,7 +153,7 @@ def test_page_loads_nothing(tmp_path):
 
 def test_values_that_are_not_finite_are_named(tmp_path):
     page = page_of(make_run(tmp_path))
-    assert "no finite number in iteration 3" in page
+    assert "non-finite value in iteration 3" in page
     assert "NaN" not in page.split("<script>")[0]
 
 

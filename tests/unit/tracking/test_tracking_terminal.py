@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rlhf_cli.tracking.figures import Reading, duration, number
 from rlhf_cli.tracking.terminal.live_region import LiveRegion
-from rlhf_cli.tracking.terminal.live_view import Course, LiveView
+from rlhf_cli.tracking.terminal.live_view import History, LiveView
 from rlhf_cli.tracking.terminal.progress import Pace, plain_line
 
 METRICS = {
@@ -300,7 +300,7 @@ def test_narrower_terminal_keeps_no_remains_of_the_wider_view():
 
 
 def test_course_of_a_long_run_keeps_its_shape_in_bounded_space():
-    course = Course()
+    course = History()
     for step in range(10_000):
         course.add(float(step))
     assert len(course._points) <= 256
@@ -308,7 +308,7 @@ def test_course_of_a_long_run_keeps_its_shape_in_bounded_space():
 
 
 def test_sparkline_of_a_constant_is_flat_and_marks_broken_values():
-    course = Course()
+    course = History()
     for value in (2.0, 2.0, float("nan"), 2.0):
         course.add(value)
     assert course.sparkline(10) == "▁▁!▁"
