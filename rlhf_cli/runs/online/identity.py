@@ -55,6 +55,14 @@ def online_identity(
         **tokenizer_identity(models.policy.tokenizer),
         "number of prompts": len(data.prompts),
         "contents of the prompts": data.fingerprint,
+        **settings_identity(config),
+        "iterations": iterations,
+    }
+
+
+def settings_identity(config: OwnResponsesConfig) -> dict[str, object]:
+    """Return the settings of the objective, of the optimizer and of sampling, by their names in a checkpoint."""
+    return {
         **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
         "train_batch_size": config.batch.train_batch_size,
         **config.optim.kept(),
@@ -71,7 +79,6 @@ def online_identity(
         **_filtering(config),
         "max_staleness": config.lag,
         "seed": config.batch.seed,
-        "iterations": iterations,
     }
 
 

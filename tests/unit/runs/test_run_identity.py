@@ -30,7 +30,7 @@ from rlhf_cli.runs.offline.kto import kto_task
 from rlhf_cli.runs.offline.rm import rm_task
 from rlhf_cli.runs.offline.run import checked_identity
 from rlhf_cli.runs.offline.sft import sft_task
-from rlhf_cli.runs.online.identity import online_identity
+from rlhf_cli.runs.online.identity import online_identity, settings_identity
 from rlhf_cli.runs.online.models import find_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 
@@ -48,6 +48,27 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 ROWS["rm"], ROWS["distill"] = ROWS["dpo"], ROWS["sft"]
 MODEL = "model.safetensors"
+OF_EVERY_ONLINE_COMMAND = """
+    actor_learning_rate adam_betas adam_eps aux_loss_coef cispo_eps_high distill_coef dual_clip ema_beta
+    enable_ema entropy_delta entropy_loss_coef entropy_max entropy_target environment eps_clip eps_clip_low_high
+    init_kl_coef kl_estimator kl_horizon kl_target l2 loss_agg lr_scheduler lr_warmup_ratio mask_truncated
+    max_new_tokens max_staleness max_turns min_lr_ratio min_p n_samples_per_prompt normalize_reward optim
+    overlong_buffer_len overlong_penalty_factor policy_loss ref_mixup_alpha ref_sync_steps remote_rm_weight
+    reward servers reward_by_source reward_clip_range reward_func reward_func_args reward_func_weight
+    reward_funcs reward_key reward_model_weight reward_weights rollout_batch_size rollout_correction
+    rollout_correction_cap rollout_correction_range sapo_tau seed stop stop_properly_penalty_coef temperature
+    top_k top_p train_batch_size use_kl_loss warmup_steps
+"""
+SETTINGS_OF_IDENTITY = {
+    "ppo": (
+        "bootstrap_truncated critic_learning_rate dynamic_filtering dynamic_filtering_reward_range gamma "
+        "lambd prm_weight value_clip"
+    ),
+    "grpo": "advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range prm_weight",
+    "remax": "",
+    "gkd": "",
+}
+"""Names of settings in checkpoints; a command adds its own to those of every online command."""
 
 
 def change_weights(folder: Path, name: str | None = None) -> None:
@@ -397,3 +418,10 @@ def test_a_run_without_a_reward_file_has_no_notice_about_one(tmp_path):
     with store.writing(7, {"identity": {}, REWARD_FILE: reward_file_hash(reward)}, needed_bytes=0):
         pass
     assert reward_file_notice(store.latest(), reward) == []
+
+
+@pytest.mark.parametrize("command", SETTINGS_OF_IDENTITY)
+def test_a_checkpoint_records_the_same_settings_as_before(command):
+    given = {"teacher_pretrain": "x"} if command == "gkd" else {}
+    words = " ".join(settings_identity(resolve(command, **given))).split()
+    assert sorted(words) == sorted(f"{OF_EVERY_ONLINE_COMMAND} {SETTINGS_OF_IDENTITY[command]}".split())
