@@ -27,7 +27,7 @@ from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from rlhf_cli.config.base import CommandConfig
 
 FIRST_RANK_SECONDS = 20
 """Time for the first rank of a machine to find the same fault: it reports the fault, and its end ends the others."""
@@ -166,7 +166,7 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
     """Return `run` with a change: an exception that is not a plain sentence leaves its trace in the run directory."""
 
     @functools.wraps(run)
-    def guarded(config: "BaseModel") -> None:
+    def guarded(config: "CommandConfig") -> None:
         from rlhf_cli.runs.early_checks import check_early
 
         prepare_environment()
@@ -191,7 +191,7 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def _run_directory(config: "BaseModel") -> Path | None:
+def _run_directory(config: "CommandConfig") -> Path | None:
     """Return the run directory of a config, if it has one and the directory exists."""
     output = next((value.output for _, value in config if hasattr(value, "output")), None)
     return Path(output) if output and Path(output).is_dir() else None

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import FORMS, Plugin
 from rlhf_cli.errors import listed
 
@@ -59,14 +59,14 @@ class Flag(NamedTuple):
         return get_origin(self.annotation) is origin
 
 
-def config_class(run: Callable[..., None]) -> type[BaseModel]:
+def config_class(run: Callable[..., None]) -> type[CommandConfig]:
     """Return the config class that a command function `run(config: XConfig)` asks for."""
     cls = get_type_hints(run)["config"]
-    assert issubclass(cls, BaseModel)
+    assert issubclass(cls, CommandConfig)
     return cls
 
 
-def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
+def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
     """Return every flag of a config class by name, in declaration order.
 
     Raises:
@@ -74,10 +74,9 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
     """
     flags: dict[str, Flag] = {}
     for group, outer in config_cls.model_fields.items():
-        group_cls = outer.annotation
-        assert isinstance(group_cls, type)
-        assert issubclass(group_cls, BaseModel)
-        for attribute, field in group_cls.model_fields.items():
+        group_cls = config_cls.group_class(group)
+        for attribute in config_cls.supported(group):
+            field = group_cls.model_fields[attribute]
             name = field.alias or attribute
             if name in flags or name in RESERVED:
                 other = f"in {flags[name].group}" if name in flags else "of every command"

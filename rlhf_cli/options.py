@@ -19,9 +19,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
@@ -30,7 +31,7 @@ from rlhf_cli.foreign.translation import Translation, translate
 from rlhf_cli.help_page import HelpPageCommand
 from rlhf_cli.settings_file import read_settings
 
-C = TypeVar("C", bound=BaseModel)
+C = TypeVar("C", bound=CommandConfig)
 
 # Items of a list; a comma in parentheses belongs to its item: `math,cosine(max_len=2048, wrong_long=0)`.
 _BETWEEN_COMMAS = re.compile(r"(?:\([^()]*\)|[^,])+")
@@ -64,14 +65,14 @@ def from_yaml(config_cls: type[C], path: Path) -> C:
     return build_config(config_cls, values, spelled=f"{{}} in {path}")
 
 
-def to_yaml(config: BaseModel) -> str:
+def to_yaml(config: CommandConfig) -> str:
     """Return all settings as flat YAML with a comment above each group; `--config` reads it to the same config."""
     parts = []
-    for group, _ in config:
-        settings = getattr(config, group)
-        values = settings.model_dump(mode="json", by_alias=True)
-        body = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
-        parts.append(f"# {(settings.__doc__ or group).splitlines()[0].rstrip('.')}\n{body}")
+    for group, settings in config:
+        values = settings.model_dump(mode="json", by_alias=True, include=set(config.supported(group)))
+        if values:
+            body = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+            parts.append(f"# {(settings.__doc__ or group).splitlines()[0].rstrip('.')}\n{body}")
     return "\n".join(parts)
 
 
@@ -153,7 +154,7 @@ def typer_command(name: str, run: Callable[..., None]) -> Any:
         "allow_extra_args": True,
         "token_normalize_func": underscores,
     }
-    positional = getattr(config_class(run), "positional", None)
+    positional = config_class(run).positional
     words = f"{positional.upper()} {FLAGS}" if positional else FLAGS
     app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=words)(from_config(run))
     return typer.main.get_command(app)
@@ -165,16 +166,16 @@ def underscores(word: str) -> str:
 
 
 def _resolve(
-    config_cls: type[BaseModel],
+    config_cls: type[CommandConfig],
     flags: Mapping[str, Flag],
     *,
     written: WrittenSettings,
     given: Mapping[str, object],
     stray: Sequence[str],
     problems: list[str],
-) -> BaseModel:
+) -> CommandConfig:
     typed = {name: value for name, value in given.items() if value is not None}
-    positional = getattr(config_cls, "positional", None)
+    positional = config_cls.positional
     if positional and positional not in typed and stray and not stray[0].startswith("-"):
         typed[positional], *stray = stray
     values = {**written.values, **typed}
@@ -213,13 +214,13 @@ def _validate(
 ) -> tuple[C | None, list[str]]:
     """Return the config, or None and the faults of the values. Names that are no settings are left out."""
     flags = flags_of(config_cls)
-    groups: dict[str, dict[str, object]] = {group: {} for group in config_cls.model_fields}
-    for flag in flags.values():
-        outer = config_cls.model_fields[flag.group]
-        if not outer.is_required() and flag.attribute in outer.default.model_fields_set:
-            groups[flag.group][flag.name] = flag.default
-    if implied := getattr(config_cls, "implied", None):
-        for name, value in implied(values).items():
+    groups: dict[str, dict[str, object]] = {}
+    for group in dict.fromkeys(flag.group for flag in flags.values()):  # others keep the default of the command
+        outer = config_cls.model_fields[group]
+        set_by_command = () if outer.is_required() else outer.default.model_fields_set
+        groups[group] = {name: getattr(outer.default, name) for name in set_by_command}
+    for name, value in config_cls.implied(values).items():
+        if name in flags:
             groups[flags[name].group][name] = value
     for name, value in values.items():
         if name in flags:
@@ -271,7 +272,7 @@ def _must_be(flag: Flag, value: object, spelled: str, right: str | None = None) 
     return f"{spelled.replace('{}', flag.name)} {shown(value)}: {right or f'must be {expected(flag)}'}"
 
 
-def _finite(config: BaseModel, flag: Flag) -> bool:
+def _finite(config: CommandConfig, flag: Flag) -> bool:
     """Return false for a number that is infinite or not a number, which no setting means."""
     value = getattr(getattr(config, flag.group), flag.attribute)
     numbers = value if isinstance(value, tuple | list) else [value]

@@ -1,8 +1,9 @@
-"""What every settings group has in common."""
+"""What every settings group and every command's settings have in common."""
 
 import json
 import os
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 from pydantic_core import to_jsonable_python
@@ -45,12 +46,56 @@ class SettingsGroup(BaseModel):
         return next((name for name in names if getattr(self, name) != fields[name].default), None)
 
 
-def default_settings(config: BaseModel) -> dict[str, object]:
-    """Return the default of each setting of a command by name, as JSON; settings that must be given have none."""
-    groups = (getattr(config, name) for name in type(config).model_fields)
+class CommandConfig(BaseModel):
+    """The settings of one command: groups as fields, whose settings are its flags.
+
+    A group has all settings of its subject. `unsupported` names the groups ("critic") and settings
+    ("optim.critic_learning_rate") that the command does not support. They have no flag and no line in config.yaml, and
+    keep their defaults, so code can read `config.policy` of every online command.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    positional: ClassVar[str | None] = None
+    """Setting that may be given without a flag, as the first argument."""
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return {}
+
+    @classmethod
+    def group_class(cls, group: str) -> type[SettingsGroup]:
+        """Return the class of a group."""
+        annotation = cls.model_fields[group].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, SettingsGroup)
+        return annotation
+
+    @classmethod
+    def supported(cls, group: str) -> tuple[str, ...]:
+        """Return the settings of a group that the command supports, in order."""
+        return tuple(name for name in cls.group_class(group).model_fields if name not in cls.unsupported_in(group))
+
+    @classmethod
+    def unsupported_in(cls, group: str) -> frozenset[str]:
+        """Return the settings of a group that the command does not support: what a dump of the group leaves out."""
+        names = cls.group_class(group).model_fields
+        return frozenset(name for name in names if not {group, f"{group}.{name}"}.isdisjoint(cls.unsupported))
+
+
+def default_settings(config: CommandConfig) -> dict[str, object]:
+    """Return the default of each setting of a command by name, as JSON; settings that must be given have none.
+
+    Of two settings of one name the one that the command supports counts.
+    """
+    groups = type(config).model_fields
+    names = [(group, name) for group in groups for name in config.unsupported_in(group)]
+    names += [(group, name) for group in groups for name in config.supported(group)]
+    fields = {name: config.group_class(group).model_fields[name] for group, name in names}
     return {
         name: to_jsonable_python(field.get_default(call_default_factory=True))
-        for group in groups
-        for name, field in type(group).model_fields.items()
+        for name, field in fields.items()
         if not field.is_required()
     }

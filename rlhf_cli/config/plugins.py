@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import UsageError, listed, one_line
 
 FORMS = "file.py:NAME or module:NAME"
@@ -105,10 +106,9 @@ def absolute(text: str) -> str:
     return f"{Path(place).expanduser().resolve()}:{name}" if is_file(text) else text
 
 
-def targets_of(config: BaseModel) -> Iterator[Target]:
+def targets_of(config: CommandConfig) -> Iterator[Target]:
     """Yield all code of others that the settings of a command name."""
-    for group, _ in config:
-        settings = getattr(config, group)
+    for _, settings in config:
         for name, field in type(settings).model_fields.items():
             value = getattr(settings, name)
             for plugin in (mark for mark in field.metadata if isinstance(mark, Plugin)):
@@ -117,7 +117,7 @@ def targets_of(config: BaseModel) -> Iterator[Target]:
                 yield from (Target(name, plugin, head) for head in heads if is_target(head))
 
 
-def require_plugins(config: BaseModel) -> None:
+def require_plugins(config: CommandConfig) -> None:
     """Load the code of others that the settings name. Raise UsageError for what cannot be loaded or used."""
     for setting, plugin, text in targets_of(config):
         try:
@@ -165,7 +165,7 @@ def _module_of_file(path: Path) -> Any:
     return module
 
 
-def contents_of_plugins(config: BaseModel) -> dict[str, str]:
+def contents_of_plugins(config: CommandConfig) -> dict[str, str]:
     """Return a hash of the files of others' code, by the setting that names them."""
     found: dict[str, list[str]] = {}
     for target in targets_of(config):

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
 
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShowConfig
@@ -323,7 +323,7 @@ SEQUENCES = DataReading(
     "sequences",
     lambda data: data.lengths,  # type: ignore[no-any-return]
 )
-READINGS: dict[type[BaseModel], DataReading] = {
+READINGS: dict[type[SettingsGroup], DataReading] = {
     DataConfig: SEQUENCES,
     PreferenceDataConfig: PAIRS,
     StepDataConfig: DataReading(

@@ -1,9 +1,9 @@
 """The data settings of the command that `rlhf data` stands in for; imports nothing heavy."""
 
-from pydantic import BaseModel, create_model
+from pydantic import create_model
 
 from rlhf_cli.command_table import ONLINE_TRAINING
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.data import (
     DataConfig,
     LabelledDataConfig,
@@ -29,7 +29,7 @@ PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", 
 """What prompts are called in the settings of online commands."""
 
 
-def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
+def settings_of(command: str, given: ShownDataConfig) -> SettingsGroup:
     """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
     fields = type(given).model_fields
     names = PROMPT_NAMES if command in ONLINE_TRAINING else {}
@@ -40,7 +40,6 @@ def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
     foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
     if foreign:
         raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")
-    config = build_config(
-        create_model("CommandConfig", data=(cls, ...)), {names.get(name, name): values[name] for name in values}
-    )
+    command_cls = create_model("Data", __base__=CommandConfig, data=(cls, ...))
+    config = build_config(command_cls, {names.get(name, name): value for name, value in values.items()})
     return config.data  # type: ignore[attr-defined, no-any-return]

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel
-
 from rlhf_cli.backends.doctor.gpus import check_usable_gpus
 from rlhf_cli.backends.process.output_lock import check_folder_can_be_made, require_new
 from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.backends.training.distributed_env import rank_and_world_size
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.chat import ChatModelConfig
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.merge import MergeGroup
@@ -47,7 +46,7 @@ ANSWER_SECONDS = 3.0
 """Time for a Ray cluster to take a connection."""
 
 
-def check_early(config: BaseModel) -> None:
+def check_early(config: CommandConfig) -> None:
     """Raise UsageError for faults that the settings show. Of several ranks only the first one checks."""
     if rank_and_world_size()[0] != 0:
         return
@@ -136,7 +135,7 @@ def _require_python(setting: str, source: str) -> None:
         raise UsageError(f"--{setting} {source} is not valid Python: {line}") from error
 
 
-def _data_sets(config: BaseModel) -> Iterator[tuple[BaseModel, str, str]]:
+def _data_sets(config: CommandConfig) -> Iterator[tuple[SettingsGroup, str, str]]:
     """Yield the settings, the name and the split of each data set that a command reads."""
     if isinstance(config, DataCommandConfig):
         from rlhf_cli.runs.data_settings import settings_of

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from extending_page import page_file
-from pydantic import BaseModel
 
 from rlhf_cli import cli
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, flags_of
@@ -144,12 +144,12 @@ def check(words: list[str]) -> None:
             parse(config_class(load_target(f"{folder}/{name}")), flags)
 
 
-def parse(cls: type[BaseModel], words: list[str]) -> None:
+def parse(cls: type[CommandConfig], words: list[str]) -> None:
     """Check flags against a config class; of an excerpt (`...`) or with `--config`, not whether anything is missing."""
     known = flags_of(cls)
     in_full = "..." not in words and "--config" not in words
     words = [word for word in words if word != "..."]
-    if words and not words[0].startswith("-") and hasattr(cls, "positional"):
+    if words and not words[0].startswith("-") and cls.positional:
         words = [f"--{cls.positional}", *words]
     if "--config" in words:
         place = words.index("--config")

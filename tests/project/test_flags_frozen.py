@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, create_model
+from pydantic import create_model
 
 from rlhf_cli import cli
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.flags import Flag, config_class, describe, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
 
@@ -119,22 +120,29 @@ def settings(name: str):
     return cls, flags_of(cls)
 
 
-def described(config_cls: type[BaseModel]) -> dict[str, str]:
+def described(config_cls: type[CommandConfig]) -> dict[str, str]:
     """Return type and default of each flag of a config class, in words."""
     return {flag.name: describe(flag) for flag in flags_of(config_cls).values()}
 
 
-def defaults_of(group: type[BaseModel]) -> dict[str, str]:
+def defaults_of(group: type[SettingsGroup]) -> dict[str, str]:
     """Return type and default of each flag of a group, as the group's own class has them."""
-    return described(create_model("Alone", group=(group, ...)))
+    return described(create_model("Alone", __base__=CommandConfig, group=(group, ...)))
 
 
-def bases_of(group: type[BaseModel]) -> list[type[BaseModel]]:
-    return [base for base in group.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+def bases_of(group: type[SettingsGroup]) -> list[type[SettingsGroup]]:
+    return [base for base in group.__bases__ if issubclass(base, SettingsGroup) and base.model_fields]
 
 
-def groups_of(config_cls: type[BaseModel]) -> list[type[BaseModel]]:
-    return [field.annotation for field in config_cls.model_fields.values() if isinstance(field.annotation, type)]
+def groups_of(config_cls: type[CommandConfig]) -> list[type[SettingsGroup]]:
+    """Return the classes of the groups with any flag."""
+    return [config_cls.group_class(group) for group in config_cls.model_fields if config_cls.supported(group)]
+
+
+def left_out(config_cls: type[CommandConfig]) -> list[str]:
+    """Return the flags of these groups that the command does not support."""
+    groups = [group for group in config_cls.model_fields if config_cls.supported(group)]
+    return sorted(f"--{name}" for group in groups for name in config_cls.unsupported_in(group))
 
 
 def new_lines(found: dict[str, str], known: dict[str, str]) -> list[str]:
@@ -144,7 +152,8 @@ def new_lines(found: dict[str, str], known: dict[str, str]) -> list[str]:
 def vocabulary() -> str:
     """Return each group with the flags that it adds to its bases, then each command with its groups.
 
-    Below a command are the flags whose default is another one than in their group.
+    Below a command are the flags of its groups that it does not support, and those whose default is another one than in
+    their group.
     """
     listed: dict[str, list[str]] = {}
     commands: list[str] = []
@@ -156,11 +165,12 @@ def vocabulary() -> str:
             inherited |= defaults_of(group)
             _list_group(group, listed)
         commands += [f"rlhf {name}: {' '.join(group.__name__ for group in groups)}"]
+        commands += [f"  without {flag}" for flag in left_out(config_cls)]
         commands += new_lines(described(config_cls), inherited)
     return "\n".join([line for lines in listed.values() for line in lines] + commands) + "\n"
 
 
-def _list_group(group: type[BaseModel], listed: dict[str, list[str]]) -> None:
+def _list_group(group: type[SettingsGroup], listed: dict[str, list[str]]) -> None:
     """Add the lines of a group behind the lines of its bases."""
     bases = bases_of(group)
     for base in bases:
@@ -178,7 +188,10 @@ def expanded(text: str) -> set[str]:
     for line in text.splitlines():
         if line.startswith("  "):
             flag, _, facts = line.strip().partition(" ")
-            current[flag] = facts
+            if flag == "without":
+                del current[facts]
+            else:
+                current[flag] = facts
         elif line.startswith("rlhf "):
             name, _, members = line.removeprefix("rlhf ").partition(": ")
             current = flags[name] = {flag: facts for group in members.split() for flag, facts in groups[group].items()}
@@ -202,6 +215,15 @@ def test_the_flags_are_those_of_the_frozen_list():
     changed = list(difflib.unified_diff(FROZEN.read_text().splitlines(), vocabulary().splitlines(), lineterm="", n=0))
     listed = "\n".join(changed[2:])
     assert not changed, f"the flags changed; if that is wanted: {UPDATE}\n{listed}"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_what_a_command_does_not_support_exists(name):
+    cls = settings(name)[0]
+    groups = set(cls.model_fields)
+    assert cls.unsupported <= groups | {
+        f"{group}.{field}" for group in groups for field in cls.group_class(group).model_fields
+    }
 
 
 def least(flags: dict[str, Flag]) -> dict[str, Any]:

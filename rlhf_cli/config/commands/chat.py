@@ -1,17 +1,13 @@
 """The settings of `rlhf chat`."""
 
-from typing import ClassVar
-
-from pydantic import BaseModel, ConfigDict
-
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.chat import ChatModelConfig, ChatSamplingConfig, ChatTextConfig
 
 
-class ChatConfig(BaseModel):
+class ChatConfig(CommandConfig):
     """Settings of `rlhf chat`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    positional: ClassVar[str] = "pretrain"
+    positional = "pretrain"
 
     model: ChatModelConfig
     text: ChatTextConfig = ChatTextConfig()

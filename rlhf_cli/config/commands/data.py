@@ -1,21 +1,19 @@
 """The settings of `rlhf data`."""
 
-from typing import ClassVar
-
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from rlhf_cli.command_table import POLICY_GRADIENT
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig, ShownEpisodeConfig
 from rlhf_cli.config.model import TokenizerSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.errors import listed
 
 
-class DataCommandConfig(BaseModel):
+class DataCommandConfig(CommandConfig):
     """Settings of `rlhf data`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    positional: ClassVar[str] = "dataset"
+    positional = "dataset"
 
     show: ShowConfig
     model: TokenizerSource

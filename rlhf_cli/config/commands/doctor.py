@@ -1,8 +1,8 @@
 """The settings of `rlhf doctor`."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 
 
 class DoctorGroup(SettingsGroup):
@@ -19,9 +19,7 @@ class DoctorGroup(SettingsGroup):
     """Print a block of Markdown for a bug report, without home paths, names and keys."""
 
 
-class DoctorConfig(BaseModel):
+class DoctorConfig(CommandConfig):
     """Settings of `rlhf doctor`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     doctor: DoctorGroup = DoctorGroup()

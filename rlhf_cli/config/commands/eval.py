@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvalOutputConfig, EvalRewardConfig, EvaluatedModelConfig, StatisticsConfig
@@ -13,10 +14,8 @@ from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.presets import defaults_of_environment
 
 
-class EvalConfig(BaseModel):
+class EvalConfig(CommandConfig):
     """Settings of `rlhf eval`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: EvaluatedModelConfig
     prompts: PromptConfig

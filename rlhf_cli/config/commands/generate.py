@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.generate import (
@@ -19,10 +20,8 @@ from rlhf_cli.config.presets import defaults_of_environment
 from rlhf_cli.config.scoring import RemoteScoringConfig
 
 
-class GenerateConfig(BaseModel):
+class GenerateConfig(CommandConfig):
     """Settings of `rlhf generate`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: InferenceModelConfig
     prompts: PromptConfig

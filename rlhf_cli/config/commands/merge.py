@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 
 
 class MergeGroup(SettingsGroup):
@@ -25,9 +25,7 @@ class MergeGroup(SettingsGroup):
     """Run Python code that comes with the model."""
 
 
-class MergeConfig(BaseModel):
+class MergeConfig(CommandConfig):
     """Settings of `rlhf merge`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     merge: MergeGroup

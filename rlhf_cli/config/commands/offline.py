@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.presets import defaults_of_adapter
@@ -18,10 +17,8 @@ from rlhf_cli.config.train import (
 )
 
 
-class OfflineConfig(BaseModel):
+class OfflineConfig(CommandConfig):
     """Settings of an offline training command."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelConfig
     adapter: LoraConfig = LoraConfig()

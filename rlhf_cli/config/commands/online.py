@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvaluationConfig
@@ -30,10 +31,8 @@ from rlhf_cli.config.teacher import LEARN_ALONE, TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 
-class OwnResponsesConfig(BaseModel):
+class OwnResponsesConfig(CommandConfig):
     """Settings of a command that trains a model on its own responses, whatever it learns from them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelConfig
     adapter: OnlineLoraConfig = OnlineLoraConfig()

@@ -2,10 +2,10 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from rlhf_cli.command_table import POLICY_GRADIENT
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 
 
 class QuickstartGroup(SettingsGroup):
@@ -39,9 +39,7 @@ class QuickstartGroup(SettingsGroup):
         return self
 
 
-class QuickstartConfig(BaseModel):
+class QuickstartConfig(CommandConfig):
     """Settings of `rlhf quickstart`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     quickstart: QuickstartGroup = QuickstartGroup()

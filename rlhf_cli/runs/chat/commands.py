@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from pydantic import BaseModel
-
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.chat import ChatSamplingConfig
 from rlhf_cli.data.formats.conversations import MARK
 from rlhf_cli.errors import UsageError
@@ -69,7 +68,7 @@ class Command:
     run: Callable[[Session, str], Reply]
 
 
-class _Settable(BaseModel):
+class _Settable(CommandConfig):
     """The settings that a chat may change."""
 
     sampling: ChatSamplingConfig

@@ -5,9 +5,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
-from pydantic import BaseModel
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -99,10 +97,10 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         if resume is not None:
             _restore(engine, reference, resume.path / "model")
         if rank == 0:  # not before: what cannot be built must not cost an earlier run
-            settings = to_yaml(cast(BaseModel, given))
+            settings = to_yaml(given)
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
-        files = contents_of_plugins(cast(BaseModel, config))
+        files = contents_of_plugins(config)
         notices += [*task.notices, *plugin_notice(resume, files), *_busy(num_ranks)]
         run = _OfflineRun(
             config, task, items, reference, share, paths, store, identity, hf_model, engine, files, memory
@@ -222,7 +220,7 @@ def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoin
         **task.identity(),
     }
     if resume is not None:
-        check_same_run(resume, identity, default_settings(cast(BaseModel, config)))
+        check_same_run(resume, identity, default_settings(config))
     return identity
 
 

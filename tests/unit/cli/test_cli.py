@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from pydantic import BaseModel
 
 from rlhf_cli import cli
 from rlhf_cli.command_table import Command
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.version import __version__
 
@@ -32,7 +31,7 @@ class Output(SettingsGroup):
     mood: str = "fine"
 
 
-class MoodConfig(BaseModel):
+class MoodConfig(CommandConfig):
     checkpoint: Output = Output()
 
 

@@ -1,12 +1,12 @@
 """Settings: values of flags, YAML lines and defaults, and messages for mistakes."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml, typer_command
@@ -51,7 +51,7 @@ class Tools(SettingsGroup):
         return self
 
 
-class JobConfig(BaseModel):
+class JobConfig(CommandConfig):
     paint: Paint
     tools: Tools = Tools(share=0.25, cover_floor=True)
 
@@ -336,7 +336,7 @@ def test_a_name_declared_by_two_groups_is_refused():
     class More(SettingsGroup):
         coats: int = 1
 
-    class Twice(BaseModel):
+    class Twice(CommandConfig):
         paint: Paint
         more: More = More()
 
@@ -348,7 +348,7 @@ def test_a_group_cannot_take_the_name_of_a_flag_every_command_has():
     class Reserved(SettingsGroup):
         config: str = ""
 
-    class Config(BaseModel):
+    class Config(CommandConfig):
         reserved: Reserved = Reserved()
 
     with pytest.raises(TypeError, match="already a flag of every command"):
@@ -368,8 +368,8 @@ class Gift(SettingsGroup):
     """Who gives it."""
 
 
-class GiftConfig(BaseModel):
-    positional: ClassVar[str] = "to"
+class GiftConfig(CommandConfig):
+    positional = "to"
 
     gift: Gift
 
@@ -459,3 +459,19 @@ def test_a_message_cuts_a_long_value():
 def test_texts_that_are_no_characters_and_homes_of_nobody_are_named():
     assert complaint("--colour", "\udcff") == "--colour: not a text in UTF-8"
     assert complaint("--colour", "~nosuchuser/x") == "--colour ~nosuchuser/x: there is no such user"
+
+
+class TouchUpConfig(JobConfig):
+    unsupported = frozenset({"tools", "paint.coats"})
+    tools: Tools = Tools(share=0.75)
+
+
+def test_settings_that_a_command_does_not_support_have_no_flag_and_keep_its_defaults():
+    config = build_config(TouchUpConfig, {"colour": "red"})
+    assert config.tools.share == 0.75
+    assert config.unsupported_in("tools") == set(Tools.model_fields)
+    assert "coats" not in flags_of(TouchUpConfig)
+    assert "# Tools" not in to_yaml(config)
+    assert "coats" not in to_yaml(config)
+    with pytest.raises(UsageError, match="unknown setting --coats; unknown setting --share"):
+        build_config(TouchUpConfig, {"colour": "red", "coats": 2, "share": 0.1})

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from pydantic import BaseModel
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.plugins import (
     Plugin,
     contents_of_plugins,
@@ -29,7 +28,7 @@ class Group(SettingsGroup):
     """Several."""
 
 
-class Config(BaseModel):
+class Config(CommandConfig):
     group: Group = Group()
 
 
