@@ -29,7 +29,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
@@ -121,7 +121,7 @@ def settings_of(way: Way) -> OnlineSettings:
     return OnlineSettings(
         algorithm=ALGORITHMS["rloo"],
         rollout=RolloutConfig(rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES_EACH, max_new_tokens=TOKENS),
-        reward=OnlineRewardConfig(reward_funcs=["exact"]),
+        reward=RewardConfig(reward_funcs=["exact"]),
         policy=PolicyConfig(init_kl_coef=0.0),
         batch=OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH),
         reference=MovingReferenceConfig(),

@@ -30,7 +30,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
@@ -79,7 +79,7 @@ def settings_of(num_samples: int) -> OnlineSettings:
             n_samples_per_prompt=SAMPLES_EACH,
             max_new_tokens=MAX_NEW_TOKENS,
         ),
-        reward=OnlineRewardConfig(reward_funcs=["exact"]),
+        reward=RewardConfig(reward_funcs=["exact"]),
         policy=ActorCriticPolicyConfig(),
         batch=ActorCriticBatchConfig(train_batch_size=num_samples // STEPS),
         reference=MovingReferenceConfig(),

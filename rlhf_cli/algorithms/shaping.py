@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.ragged import last_index
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 
 
 def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:
@@ -55,7 +55,7 @@ def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef:
 
 
 def shaped_scores(
-    scores_B: Tensor, lengths_B: Tensor, truncated_B: Tensor, *, reward: OnlineRewardConfig, max_new_tokens: int
+    scores_B: Tensor, lengths_B: Tensor, truncated_B: Tensor, *, reward: RewardConfig, max_new_tokens: int
 ) -> Tensor:
     """Clip scores and apply the length penalties; `truncated_B` bool marks truncated responses."""
     shaped_B = clip_scores(scores_B, reward.reward_clip_range)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
-from rlhf_cli.config.scoring import RequestScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 
 SOURCES = ("environment", "agent_command")
 """Settings that make a response an episode."""
@@ -164,7 +164,7 @@ class EpisodeConfig(EnvironmentConfig):
         return self
 
 
-def check_environment_reward(episodes: EpisodeConfig, reward: RequestScoringConfig) -> None:
+def check_environment_reward(episodes: EpisodeConfig, reward: RewardConfig) -> None:
     """Raise ValueError if the reward of an environment is named and there is none."""
     if not any(call.name == ENVIRONMENT for call in reward.rewards):
         return

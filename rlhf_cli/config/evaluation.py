@@ -7,8 +7,6 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.scoring import ProcessRewardConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 
 
@@ -32,38 +30,6 @@ class EvaluatedModelConfig(ModelSource):
             raise ValueError(f"pretrain {self.pretrain!r} names no model")
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"pretrain {self.pretrain} names a model twice")
-        return self
-
-
-STEP_AGGREGATIONS = ("min", "prod", "last", "mean")
-"""Names of the ways from the probabilities of steps to a value of the response."""
-
-
-class EvalRewardConfig(ProcessRewardConfig):
-    """Reward"""
-
-    prm_aggregation: list[str] = ["min", "prod", "last"]
-    """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
-    count how often the sample with the highest value of k is right."""
-
-    @model_validator(mode="after")
-    def _aggregations_exist(self) -> "EvalRewardConfig":
-        if self.prm_pretrain is None and self.changed("prm_aggregation"):
-            raise ValueError("prm_aggregation is about the steps of responses: give --prm_pretrain MODEL")
-        named = set(self.prm_aggregation)
-        if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
-            names = ", ".join(STEP_AGGREGATIONS)
-            raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} has to name some of {names}, each once")
-        return self
-
-    @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "EvalRewardConfig":
-        if not self.is_given:
-            names = ", ".join(REWARDS)
-            raise ValueError(
-                f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py, "
-                "--reward_pretrain MODEL or --remote_rm_url URL"
-            )
         return self
 
 

@@ -10,7 +10,7 @@ from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.rollout import DecodingConfig, EngineConfig
-from rlhf_cli.config.scoring import RemoteScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 
 
@@ -122,7 +122,7 @@ class InferenceConfig(Protocol):
     @property
     def episodes(self) -> EpisodeConfig: ...
     @property
-    def reward(self) -> RemoteScoringConfig: ...
+    def reward(self) -> RewardConfig: ...
     @property
     def placement(self) -> RewardPlacementConfig: ...
     @property

@@ -4,7 +4,7 @@ The table of built-in rewards is in rewards.py.
 """
 
 import json
-from typing import Annotated, ClassVar
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -20,9 +20,14 @@ CODE_SHARE = 0.7
 """Share of reward_timeout that all tests of a response may take, so that its worker can still report their results."""
 
 
-class RequestScoringConfig(SettingsGroup):
+STEP_AGGREGATIONS = ("min", "prod", "last", "mean")
+"""Names of the ways from the probabilities of steps to a value of the response."""
+
+
+class RewardConfig(SettingsGroup):
     """Reward"""
 
+    # A score is made of reward functions and a reward file, in worker processes, ...
     reward_funcs: Annotated[list[str], REWARD_PLUGIN] = []
     """Rewards, added up. Parameters stand in parentheses: cosine(max_len=2048). Code of yours gets a response and its
     label; by_row is the verifier that each row names."""
@@ -43,113 +48,22 @@ class RequestScoringConfig(SettingsGroup):
     """Processes that run reward_funcs, and as many that run reward_func, each of which loads the file; by default one
     for each CPU, but four at most."""
     reward_max_failures: float = Field(0.1, ge=0, le=1)
-    """Share of an iteration's rewards that may fail; above it the run stops."""
+    """Maximum share of an iteration's rewards that may fail before the run stops; in serve-rm of a request's, which
+    then gets status 500."""
     code_unsandboxed: bool = False
     """DANGEROUS: the reward code runs the model's programs as this user, without the sandbox (docs/sandbox.md)."""
-
-    @property
-    def rewards(self) -> list[RewardCall]:
-        """The built-in rewards with their parameters."""
-        return read_calls(self.reward_funcs)
-
-    @property
-    def is_by_row(self) -> bool:
-        """Whether rows name their verifiers."""
-        return any(call.row.by_row for call in self.rewards)
-
-    @property
-    def own_sources(self) -> dict[str, str]:
-        """The verifier of each source that the settings name; {} if rows cannot name theirs."""
-        return {}
-
-    @property
-    def has_verifier(self) -> bool:
-        """Whether responses are found right or wrong, and not only scored."""
-        return any(call.row.kind == "verifier" for call in self.rewards)
-
-    @field_validator("reward_funcs")
-    @classmethod
-    def _rewards_exist(cls, texts: list[str]) -> list[str]:
-        read_calls(texts)
-        return texts
-
-    @model_validator(mode="after")
-    def _weights_fit(self) -> "RequestScoringConfig":
-        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
-            raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_weight_is_of_a_file(self) -> "RequestScoringConfig":
-        given = self.changed("reward_func_weight", "reward_func_args")
-        if self.reward_func is None and given:
-            raise ValueError(f"{given} is about a reward file: give --reward_func FILE.py")
-        return self
-
-    @model_validator(mode="after")
-    def _code_fits(self) -> "RequestScoringConfig":
-        code = next((call for call in self.rewards if call.row.runs_code), None)
-        if code is None and self.code_unsandboxed and not self.is_by_row:
-            raise ValueError("code_unsandboxed is about the reward code: name it in reward_funcs")
-        if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
-            raise ValueError(
-                f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
-                f"all tests of a response get {CODE_SHARE:.0%} of that; raise the one or lower the other"
-            )
-        return self
-
-
-class ScoringConfig(RequestScoringConfig):
-    """Reward"""
-
     reward_key: str | None = None
     """Column that names each row's source or verifier for by_row; by default data_source."""
     reward_by_source: JsonObject = "{}"
     """Verifiers of sources for by_row, before the built-in ones of verl's data: {"my_*": "math", "mbpp": "code"}."""
-
-    @property
-    def own_sources(self) -> dict[str, str]:
-        """The verifier of each source that the settings name."""
-        return dict(json.loads(self.reward_by_source))
-
-    @model_validator(mode="after")
-    def _rows_name_verifiers(self) -> "ScoringConfig":
-        given = self.changed("reward_key", "reward_by_source")
-        if given and not self.is_by_row:
-            raise ValueError(f"{given} is about rows that name their verifier: add by_row to reward_funcs")
-        if fault := fault_of_sources(self.own_sources):
-            raise ValueError(f"reward_by_source: {fault}")
-        return self
-
-
-class RewardModelConfig(SettingsGroup):
-    """Reward"""
-
+    # ... of a reward model, reward servers and a process reward model.
     reward_pretrain: str | None = None
-    """Reward model, added to other rewards: a folder, a run of `rlhf rm` or a Hugging Face name; same token ids."""
+    """Reward model, added to other rewards: a folder, a run of `rlhf rm` or a Hugging Face name. Its token ids are the
+    policy's; in serve-rm it reads text with its own tokenizer, and each text as if the response had ended."""
     reward_model_weight: float = 1.0
     """Weight of the reward model's score."""
     normalize_reward: bool = False
     """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
-    _of_a_reward_model: ClassVar[tuple[str, ...]] = ("normalize_reward", "reward_model_weight")
-
-    @model_validator(mode="after")
-    def _settings_of_a_reward_model_have_one(self) -> "RewardModelConfig":
-        given = self.changed(*self._of_a_reward_model)
-        if self.reward_pretrain is None and given:
-            raise ValueError(f"{given} is about the score of a reward model: give --reward_pretrain MODEL")
-        return self
-
-
-class ModelScoringConfig(ScoringConfig, RewardModelConfig):
-    """Reward"""
-
-
-class RemoteScoringConfig(ModelScoringConfig):
-    """Reward"""
-
     remote_rm_url: list[str] = []
     """Reward servers, added to other rewards and asked in turns: http://HOST:PORT/get_reward of `rlhf serve-rm`.
     They get texts, and pictures if they report to take some, but no tokens: a reward model there reads a response that
@@ -163,6 +77,79 @@ class RemoteScoringConfig(ModelScoringConfig):
     """Responses in one request to a reward server at most; which come together depends on when they are finished."""
     remote_rm_api_key_env: str = REMOTE_RM_KEY
     """Environment variable with the key of the reward servers; the key itself is never written anywhere."""
+    prm_pretrain: str | None = None
+    """Process reward model, which scores the steps of responses: a folder or a run of `rlhf prm`; same token ids. In
+    eval it chooses among samples; in training it adds rewards of steps to the reward of a response."""
+    prm_weight: float = Field(1.0, gt=0)
+    """Weight of the steps' rewards beside the reward of the whole response."""
+    prm_aggregation: list[str] = ["min", "prod", "last"]
+    """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
+    count how often the sample with the highest value of k is right."""
+    # Scores are shaped before advantages are computed.
+    reward_clip_range: tuple[float, float] | None = None
+    """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers; by default none."""
+    overlong_buffer_len: int | None = Field(None, gt=0)
+    """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
+    overlong_penalty_factor: float = Field(1.0, gt=0)
+    """Score that a response of max_new_tokens loses under overlong_buffer_len."""
+    stop_properly_penalty_coef: float | None = Field(None, le=1)
+    """Score of a response that was cut: this share of its score, or this score if it is negative."""
+
+    @property
+    def rewards(self) -> list[RewardCall]:
+        """The built-in rewards with their parameters."""
+        return read_calls(self.reward_funcs)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether rows name their verifiers."""
+        return any(call.row.by_row for call in self.rewards)
+
+    @property
+    def own_sources(self) -> dict[str, str]:
+        """The verifier of each source that the settings name."""
+        return dict(json.loads(self.reward_by_source))
+
+    @property
+    def has_verifier(self) -> bool:
+        """Whether responses are found right or wrong, and not only scored."""
+        return any(call.row.kind == "verifier" for call in self.rewards)
+
+    @property
+    def asks_environment(self) -> bool:
+        """Whether the reward of an episode's environment is one of the rewards."""
+        return any(call.name == ENVIRONMENT for call in self.rewards)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is any reward of whole responses."""
+        ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
+        return any(way not in (None, []) for way in ways)
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether a reward counts: one of weight 0 is only measured."""
+        others = (
+            (self.reward_func, self.reward_func_weight),
+            (self.reward_pretrain, self.reward_model_weight),
+            (self.remote_rm_url, self.remote_rm_weight),
+        )
+        weights = (self.reward_weights or [1.0]) if self.reward_funcs else []
+        return any(weights) or any(weight for way, weight in others if way not in (None, []))
+
+    def require_model_to_normalize(self) -> None:
+        """Raise ValueError if normalize_reward has no reward model.
+
+        Online commands only print a notice: OpenRLHF's scripts with a reward file have --normalize_reward too.
+        """
+        if self.normalize_reward and self.reward_pretrain is None:
+            raise ValueError("normalize_reward needs --reward_pretrain")
+
+    @field_validator("reward_funcs")
+    @classmethod
+    def _rewards_exist(cls, texts: list[str]) -> list[str]:
+        read_calls(texts)
+        return texts
 
     @field_validator("remote_rm_url")
     @classmethod
@@ -174,23 +161,90 @@ class RemoteScoringConfig(ModelScoringConfig):
             raise ValueError("names a server twice")
         return urls
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is any reward."""
-        ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
-        return any(way not in (None, []) for way in ways)
-
-    @property
-    def asks_environment(self) -> bool:
-        """Whether the reward of an episode's environment is one of the rewards."""
-        return any(call.name == ENVIRONMENT for call in self.rewards)
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
+            )
+        return self
 
     @model_validator(mode="after")
-    def _settings_of_reward_servers_have_one(self) -> "RemoteScoringConfig":
-        given = self.changed("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env")
-        if not self.remote_rm_url and given:
-            raise ValueError(f"{given} is about reward servers: give --remote_rm_url URL")
+    def _a_weight_is_of_a_reward(self) -> Self:
+        servers = ("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env")
+        for way, missing, names in (
+            (self.reward_func, "a reward file: give --reward_func FILE.py", ("reward_func_weight", "reward_func_args")),
+            (
+                self.reward_pretrain,
+                "the score of a reward model: give --reward_pretrain MODEL",
+                ("reward_model_weight",),
+            ),
+            (self.remote_rm_url, "reward servers: give --remote_rm_url URL", servers),
+            (self.prm_pretrain, "the steps of responses: give --prm_pretrain MODEL", ("prm_weight", "prm_aggregation")),
+        ):
+            if not way and (given := self.changed(*names)):
+                raise ValueError(f"{given} is about {missing}")
         return self
+
+    @model_validator(mode="after")
+    def _code_fits(self) -> Self:
+        code = next((call for call in self.rewards if call.row.runs_code), None)
+        if code is None and self.code_unsandboxed and not self.is_by_row:
+            raise ValueError("code_unsandboxed is about the reward code: name it in reward_funcs")
+        if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
+            raise ValueError(
+                f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
+                f"all tests of a response get {CODE_SHARE:.0%} of that; raise the one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_name_verifiers(self) -> Self:
+        given = self.changed("reward_key", "reward_by_source")
+        if given and not self.is_by_row:
+            raise ValueError(f"{given} is about rows that name their verifier: add by_row to reward_funcs")
+        if fault := fault_of_sources(self.own_sources):
+            raise ValueError(f"reward_by_source: {fault}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_model_scores(self) -> Self:
+        if self.prm_pretrain is not None and self.reward_pretrain is not None:
+            raise ValueError("prm_pretrain and reward_pretrain: a run has one model that scores; give either")
+        named = set(self.prm_aggregation)
+        if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
+            names = ", ".join(STEP_AGGREGATIONS)
+            raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} has to name some of {names}, each once")
+        return self
+
+    @model_validator(mode="after")
+    def _clip_range_is_not_empty(self) -> Self:
+        if self.reward_clip_range is None:
+            return self
+        low, high = self.reward_clip_range
+        if not low < high:
+            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
+        return self
+
+    @model_validator(mode="after")
+    def _one_penalty_of_length(self) -> Self:
+        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
+            raise ValueError("overlong_penalty_factor needs --overlong_buffer_len")
+        if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
+            raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
+        return self
+
+
+STEP_REWARDS = frozenset({"reward.prm_pretrain", "reward.prm_weight", "reward.prm_aggregation"})
+SHAPING = frozenset(
+    {
+        "reward.reward_clip_range",
+        "reward.overlong_buffer_len",
+        "reward.overlong_penalty_factor",
+        "reward.stop_properly_penalty_coef",
+    }
+)
+"""Settings that some commands do not support."""
 
 
 def _url_problem(url: str) -> str:
@@ -207,78 +261,3 @@ def _url_problem(url: str) -> str:
     if parts.username is not None or parts.password is not None:
         return "has a name or password in it, which would be written to config.yaml"
     return "has a query or fragment" if parts.query or parts.fragment else ""
-
-
-class RewardConfig(ScoringConfig):
-    """Reward"""
-
-    reward_clip_range: tuple[float, float] | None = None
-    """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers; by default none."""
-
-    @model_validator(mode="after")
-    def _clip_range_is_not_empty(self) -> "RewardConfig":
-        if self.reward_clip_range is None:
-            return self
-        low, high = self.reward_clip_range
-        if not low < high:
-            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
-        return self
-
-
-class ProcessRewardConfig(RemoteScoringConfig):
-    """Reward"""
-
-    prm_pretrain: str | None = None
-    """Process reward model, which scores the steps of responses: a folder or a run of `rlhf prm`; same token ids. In
-    eval it chooses among samples; in training it adds rewards of steps to the reward of a response."""
-
-    @model_validator(mode="after")
-    def _one_model_scores(self) -> "ProcessRewardConfig":
-        if self.prm_pretrain is not None and self.reward_pretrain is not None:
-            raise ValueError("prm_pretrain and reward_pretrain: a run has one model that scores; give either")
-        return self
-
-
-class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
-    """Reward"""
-
-    overlong_buffer_len: int | None = Field(None, gt=0)
-    """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
-    overlong_penalty_factor: float = Field(1.0, gt=0)
-    """Score that a response of max_new_tokens loses under overlong_buffer_len."""
-    stop_properly_penalty_coef: float | None = Field(None, le=1)
-    """Score of a response that was cut: this share of its score, or this score if it is negative."""
-    # OpenRLHF's scripts with a reward file have --normalize_reward too: a notice at the start, no refusal.
-    _of_a_reward_model: ClassVar[tuple[str, ...]] = ("reward_model_weight",)
-
-    @model_validator(mode="after")
-    def _one_penalty_of_length(self) -> "OnlineRewardConfig":
-        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
-            raise ValueError("overlong_penalty_factor needs --overlong_buffer_len")
-        if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
-            raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
-        return self
-
-    @property
-    def has_weight(self) -> bool:
-        """Whether a reward counts: one of weight 0 is only measured."""
-        others = (
-            (self.reward_func, self.reward_func_weight),
-            (self.reward_pretrain, self.reward_model_weight),
-            (self.remote_rm_url, self.remote_rm_weight),
-        )
-        weights = (self.reward_weights or [1.0]) if self.reward_funcs else []
-        return any(weights) or any(weight for way, weight in others if way not in (None, []))
-
-
-class StepRewardConfig(ProcessRewardConfig, OnlineRewardConfig):
-    """Reward"""
-
-    prm_weight: float = Field(1.0, gt=0)
-    """Weight of the steps' rewards beside the reward of the whole response."""
-
-    @model_validator(mode="after")
-    def _a_weight_is_of_a_process_model(self) -> "StepRewardConfig":
-        if self.prm_pretrain is None and self.changed("prm_weight"):
-            raise ValueError("prm_weight is about rewards of steps: give --prm_pretrain MODEL")
-        return self

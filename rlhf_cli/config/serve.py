@@ -1,51 +1,10 @@
 """What `rlhf serve-rm` serves, where, and within which bounds."""
 
-from typing import Annotated
-
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import ParamDtype
-from rlhf_cli.config.rewards import REWARD_PLUGIN, REWARDS
-from rlhf_cli.config.scoring import REMOTE_RM_KEY, RequestScoringConfig, RewardModelConfig
-
-UNSERVABLE = ("length", "group", "episode")
-"""Kinds of rewards that go by the number of tokens of a response, which requests do not carry."""
-
-
-class ServedRewardConfig(RequestScoringConfig, RewardModelConfig):
-    """Reward"""
-
-    reward_funcs: Annotated[list[str], REWARD_PLUGIN] = []
-    """Rewards, added up. Code of yours gets a response and its label. Rewards by length in tokens, and by_row, belong
-    to the run, because requests carry neither tokens nor rows."""
-    reward_pretrain: str | None = None
-    """Reward model: a folder, a run of `rlhf rm` or a Hugging Face name; reads texts with a tokenizer of its own, and
-    each with an end of sequence: a request does not show that a response was cut, as a run's own reward model knows."""
-    reward_max_failures: float = Field(1.0, ge=0, le=1)
-    """Share of a request's rewards that may fail; above it the request is answered with status 500."""
-
-    @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "ServedRewardConfig":
-        if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
-            names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE and not row.by_row)
-            raise ValueError(
-                f"nothing to serve: give --reward_pretrain MODEL, --reward_funcs ({names}) or --reward_func FILE.py"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _requests_carry_what_is_needed(self) -> "ServedRewardConfig":
-        if self.is_by_row:
-            raise ValueError(
-                "reward_funcs by_row goes by rows, which requests do not carry: give it to the run that asks"
-            )
-        if unknown := [call.name for call in self.rewards if call.row.kind in UNSERVABLE]:
-            raise ValueError(
-                f"reward_funcs {unknown[0]} goes by the number of tokens of a response, which requests do not carry: "
-                "give it to the run that asks, beside --remote_rm_url"
-            )
-        return self
+from rlhf_cli.config.scoring import REMOTE_RM_KEY
 
 
 class ServedModelConfig(SettingsGroup):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
-from rlhf_cli.config.scoring import ScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.reading.sources import Row
 
 
@@ -18,7 +18,7 @@ class Judges:
     keeps_rows: bool
 
     @classmethod
-    def of(cls, reward: ScoringConfig | None) -> "Judges":
+    def of(cls, reward: RewardConfig | None) -> "Judges":
         """Return the judges of these settings."""
         if reward is None:
             return cls((), DATA_SOURCE, None, keeps_rows=False)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.scoring import ScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.formats.conversations import Conversation, plain_message
 from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.pictures.expanding import expanded
@@ -108,7 +108,7 @@ def load_prompts(
     *,
     max_new_tokens: int,
     seed: int,
-    reward: ScoringConfig | None = None,
+    reward: RewardConfig | None = None,
     reader: PictureReader | None = None,
     environment: EnvironmentDescription | None = None,
 ) -> PromptData:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_cli.config.scoring import ModelScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import weights_of_parts
 
@@ -15,7 +15,7 @@ MODEL_PART = "reward_model"
 """Name of the reward model's part of a score."""
 
 
-def weights_of_all_parts(reward: ModelScoringConfig) -> dict[str, float]:
+def weights_of_all_parts(reward: RewardConfig) -> dict[str, float]:
     """Return the weight of every reward by the name of its part of a score."""
     return weights_of_parts(reward) | {MODEL_PART: reward.reward_model_weight}
 

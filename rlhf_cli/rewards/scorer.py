@@ -15,7 +15,7 @@ from typing import Self
 
 from rlhf_cli.config.rewards import RewardCall, read_call
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
-from rlhf_cli.config.scoring import RemoteScoringConfig, RequestScoringConfig, ScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.file_feed import Decode, batch_of
 from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
@@ -49,12 +49,11 @@ MAX_LISTED = 5  # sources without a verifier that a message names
 DEFAULT_MAX_WORKERS = 4
 
 
-def weights_of_parts(config: RequestScoringConfig) -> dict[str, float]:
+def weights_of_parts(config: RewardConfig) -> dict[str, float]:
     """Return the weight of each reward but a reward model's by the name of its part of a score."""
     names = [call.name for call in config.rewards]
     weights = dict.fromkeys(names, 1.0) | dict(zip(names, config.reward_weights, strict=False))
-    weights[FILE_PART] = config.reward_func_weight
-    return weights | ({REMOTE_PART: config.remote_rm_weight} if isinstance(config, RemoteScoringConfig) else {})
+    return weights | {FILE_PART: config.reward_func_weight, REMOTE_PART: config.remote_rm_weight}
 
 
 class Scorer:
@@ -70,7 +69,7 @@ class Scorer:
 
     def __init__(
         self,
-        config: RequestScoringConfig,
+        config: RewardConfig,
         *,
         tell: Callable[[str], None] | None = None,
         decode: Decode | None = None,
@@ -85,7 +84,7 @@ class Scorer:
             self._workers = stack.enter_context(_worker_pool(config)) if _calls(config) else None
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
             self._servers = None
-            if isinstance(config, RemoteScoringConfig) and config.remote_rm_url:
+            if config.remote_rm_url:
                 self._servers = stack.enter_context(_reward_servers(config, tell))
             self._processes = stack.pop_all()
 
@@ -178,16 +177,16 @@ class Scorer:
         return scores
 
 
-def _calls(config: RequestScoringConfig) -> list[RewardCall]:
+def _calls(config: RewardConfig) -> list[RewardCall]:
     """Return the rewards that are computed in workers; they go by their places in this list."""
     return [call for call in config.rewards if call.row.in_worker]
 
 
-def _settings(config: RequestScoringConfig, call: RewardCall) -> dict[str, object]:
+def _settings(config: RewardConfig, call: RewardCall) -> dict[str, object]:
     return {name: getattr(config, name) for name in call.row.settings}
 
 
-def _prepare_code(config: RequestScoringConfig) -> None:
+def _prepare_code(config: RewardConfig) -> None:
     """Check that programs can be run, and warn if nothing guards this machine from them."""
     if config.code_unsandboxed:
         logger.warning(
@@ -197,11 +196,11 @@ def _prepare_code(config: RequestScoringConfig) -> None:
     require_sandbox(sandboxed=not config.code_unsandboxed)
 
 
-def _num_workers(config: RequestScoringConfig) -> int:
+def _num_workers(config: RewardConfig) -> int:
     return config.reward_num_workers or min(DEFAULT_MAX_WORKERS, os.cpu_count() or 1)
 
 
-def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
+def _worker_pool(config: RewardConfig) -> WorkerPool:
     return WorkerPool(
         "rlhf_cli.rewards.workers.functions:load",
         [[call.name, call.parameters | _settings(config, call), call.target] for call in _calls(config)],
@@ -212,7 +211,7 @@ def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
     )
 
 
-def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
+def _file_pool(reward_func: str, config: RewardConfig) -> WorkerPool:
     """Return the workers for the user's file, one of which has loaded it."""
     path, name = file_and_name(reward_func)
     if not path.is_file():
@@ -231,12 +230,12 @@ def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
     return pool
 
 
-def row_verifiers(config: RequestScoringConfig, sources: Sequence[str | None]) -> list[str]:
+def row_verifiers(config: RewardConfig, sources: Sequence[str | None]) -> list[str]:
     """Return the verifier of each row under by_row; empty without it.
 
     Raises UsageError with the sources that have none, and how many rows name each.
     """
-    if not isinstance(config, ScoringConfig) or not config.is_by_row:
+    if not config.is_by_row:
         return []
     own = config.own_sources
     known = {source: None if source is None else verifier_of(source, own) for source in set(sources)}
@@ -271,7 +270,7 @@ def _trial_fault(outcome: ItemOutcome, trial: str, *, hint: str) -> str:
     return f"{trial} {failure.reason}; such a reward counts as failed"
 
 
-def _reward_servers(config: RemoteScoringConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
+def _reward_servers(config: RewardConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
     """Return the servers of the settings, all of which have answered."""
     key = api_key(config.remote_rm_api_key_env)
     check_servers(config.remote_rm_url, key=key, timeout=config.remote_rm_timeout)

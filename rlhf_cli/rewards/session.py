@@ -10,7 +10,7 @@ from typing import Self
 
 from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import verifier_of
-from rlhf_cli.config.scoring import RequestScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
 from rlhf_cli.rewards.parts import (
     FILE_PART,
@@ -59,7 +59,7 @@ class ScoringSession:
 
     def __init__(
         self,
-        config: RequestScoringConfig,
+        config: RewardConfig,
         *,
         weights: Mapping[str, float],
         workers: WorkerPool | None,

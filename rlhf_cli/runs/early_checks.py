@@ -31,7 +31,7 @@ from rlhf_cli.config.data import (
 from rlhf_cli.config.episodes import EnvironmentConfig, environment_kind
 from rlhf_cli.config.evaluation import EvalOutputConfig
 from rlhf_cli.config.generate import AnswersOutputConfig, GenerateOutputConfig
-from rlhf_cli.config.scoring import RequestScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.scratch import ScratchConfigGroup
 from rlhf_cli.config.serve import ServeConfig
 from rlhf_cli.config.train import CheckpointConfig
@@ -115,7 +115,7 @@ def _is_in_checkpoint(path: Path) -> bool:
 
 def _check_files(group: object) -> None:
     """Raise UsageError for files of Python code that are not there."""
-    if isinstance(group, RequestScoringConfig) and group.reward_func is not None:
+    if isinstance(group, RewardConfig) and group.reward_func is not None:
         _require_python("reward_func", group.reward_func)
     environment = group.environment if isinstance(group, EnvironmentConfig) else None
     if environment is not None and environment_kind(environment) == "file":

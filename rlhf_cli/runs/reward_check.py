@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 
-from rlhf_cli.config.scoring import ScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
@@ -14,7 +14,7 @@ MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</
 """Responses to each of the tried prompts."""
 
 
-def check_rewards(reward: ScoringConfig, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
+def check_rewards(reward: RewardConfig, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
     """Raise UsageError if the rewards cannot judge these prompts; print the notices about them.
 
     With `is_episode` a reward file gets messages, as in training.

@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.config.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.serve import ServeConfig, ServedModelConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.reward_model import read_reward_model
 from rlhf_cli.rewards.model_scores import with_model_scores
@@ -41,7 +42,7 @@ def run_server(config: ServeRMConfig) -> None:
 class RewardScoring:
     """Scores the responses of several requests."""
 
-    reward: ServedRewardConfig
+    reward: RewardConfig
     scorer: Scorer
     text_model: TextRewardModel | None
 
@@ -58,7 +59,7 @@ class RewardScoring:
 
 
 @contextmanager
-def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[RewardScoring]:
+def scoring(reward: RewardConfig, model: ServedModelConfig) -> Iterator[RewardScoring]:
     """Yield what scores the responses of several requests; its processes end with the block."""
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
@@ -69,7 +70,7 @@ def _source(pretrain: str, model: ServedModelConfig) -> ModelConfig:
     return ModelConfig(pretrain=pretrain, param_dtype=model.param_dtype, trust_remote_code=model.trust_remote_code)
 
 
-def _text_model(reward: ServedRewardConfig, model: ServedModelConfig) -> TextRewardModel | None:
+def _text_model(reward: RewardConfig, model: ServedModelConfig) -> TextRewardModel | None:
     if reward.reward_pretrain is None:
         return None
     source = _source(reward.reward_pretrain, model)
@@ -78,7 +79,7 @@ def _text_model(reward: ServedRewardConfig, model: ServedModelConfig) -> TextRew
 
 
 def _score(
-    requests: Sequence[ScoreRequest], scorer: Scorer, model: TextRewardModel | None, reward: ServedRewardConfig
+    requests: Sequence[ScoreRequest], scorer: Scorer, model: TextRewardModel | None, reward: RewardConfig
 ) -> list[Score]:
     with scorer.session() as session:
         session.add(requests)
@@ -95,7 +96,7 @@ def _score(
     ]
 
 
-def _within_limit(scores: list[Score], reward: ServedRewardConfig) -> list[Score] | RunError:
+def _within_limit(scores: list[Score], reward: RewardConfig) -> list[Score] | RunError:
     """Return the scores of a request, or the reason to refuse it if too many of them failed."""
     try:
         stop_if_too_many_failed(scores, reward.reward_max_failures)

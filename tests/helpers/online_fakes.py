@@ -11,7 +11,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.packing import packs as packing
 from rlhf_cli.data.packing.samples import Sample
@@ -29,7 +29,7 @@ PROMPTS = [Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) fo
 WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
 ONE_STEP = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 FAILED = Score(None, "failed", "grader broke", failure="raised")
-EXACT = OnlineRewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
+EXACT = RewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
 
 
 class FakeModel:
@@ -239,7 +239,7 @@ class Run:
         episodes: int = 2,
         fails: Callable[[int], bool] = lambda index: False,
         stop_after: int | None = None,
-        reward: OnlineRewardConfig = EXACT,
+        reward: RewardConfig = EXACT,
         algorithm: str = "ppo",
         **more: Any,
     ) -> None:

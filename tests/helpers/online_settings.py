@@ -22,7 +22,7 @@ def online_settings(config: OwnResponsesConfig, row: str) -> OnlineSettings:
     return OnlineSettings(
         ALGORITHMS[row],
         config.rollout,
-        config.reward_settings,
+        config.reward,
         config.policy_settings,
         config.batch,
         config.reference_settings,

@@ -8,21 +8,25 @@ from pydantic import model_validator
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
-from rlhf_cli.config.evaluation import EvalOutputConfig, EvalRewardConfig, EvaluatedModelConfig, StatisticsConfig
+from rlhf_cli.config.evaluation import EvalOutputConfig, EvaluatedModelConfig, StatisticsConfig
 from rlhf_cli.config.generate import RewardPlacementConfig, SamplingConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.presets import defaults_of_environment
+from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.scoring import SHAPING, RewardConfig
 
 
 class EvalConfig(CommandConfig):
     """Settings of `rlhf eval`."""
+
+    unsupported = SHAPING | {"reward.prm_weight"}
 
     model: EvaluatedModelConfig
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    reward: EvalRewardConfig
+    reward: RewardConfig = RewardConfig()
     statistics: StatisticsConfig = StatisticsConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()
     out: EvalOutputConfig = EvalOutputConfig()
@@ -42,6 +46,17 @@ class EvalConfig(CommandConfig):
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
         return defaults_of_environment(given)
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "EvalConfig":
+        if not self.reward.is_given:
+            names = ", ".join(REWARDS)
+            raise ValueError(
+                f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py, "
+                "--reward_pretrain MODEL or --remote_rm_url URL"
+            )
+        self.reward.require_model_to_normalize()
+        return self
 
     @model_validator(mode="after")
     def _episodes_have_an_environment(self) -> "EvalConfig":

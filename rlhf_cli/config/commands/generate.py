@@ -17,18 +17,20 @@ from rlhf_cli.config.generate import (
 )
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.presets import defaults_of_environment
-from rlhf_cli.config.scoring import RemoteScoringConfig
+from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 
 
 class GenerateConfig(CommandConfig):
     """Settings of `rlhf generate`."""
+
+    unsupported = STEP_REWARDS | SHAPING
 
     model: InferenceModelConfig
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig()
-    reward: RemoteScoringConfig = RemoteScoringConfig()
+    reward: RewardConfig = RewardConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()
     selection: SelectConfig = SelectConfig()
     out: GenerateOutputConfig
@@ -59,6 +61,7 @@ class GenerateConfig(CommandConfig):
 
     @model_validator(mode="after")
     def _selection_has_scores(self) -> "GenerateConfig":
+        self.reward.require_model_to_normalize()
         if self.reward.is_given or not self.needs_scores:
             return self
         if self.selection.select in ("best", "best_worst"):

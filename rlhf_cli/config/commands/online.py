@@ -26,7 +26,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_adapter, defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig, RemoteScoringConfig, StepRewardConfig
+from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.config.teacher import LEARN_ALONE, TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
@@ -34,12 +34,14 @@ from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 class OwnResponsesConfig(CommandConfig):
     """Settings of a command that trains a model on its own responses, whatever it learns from them."""
 
+    unsupported = STEP_REWARDS | SHAPING
+
     model: ModelConfig
     adapter: OnlineLoraConfig = OnlineLoraConfig()
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RemoteScoringConfig = RemoteScoringConfig()
+    reward: RewardConfig = RewardConfig()
     placement: ActorPlacementConfig = ActorPlacementConfig()
     batch: OnlineBatchConfig = OnlineBatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -74,11 +76,6 @@ class OwnResponsesConfig(CommandConfig):
         return TeacherConfig()
 
     @property
-    def reward_settings(self) -> OnlineRewardConfig:
-        """The settings of rewards, with the defaults of those that shape scores."""
-        return OnlineRewardConfig(**dict(self.reward))
-
-    @property
     def teacher_pretrain(self) -> str | None:
         """The teacher, wherever it is placed; None without one."""
         return self.teacher_settings.teacher_pretrain
@@ -107,12 +104,6 @@ class OwnResponsesConfig(CommandConfig):
         """The settings of dynamic sampling; None if it is off or the command has none."""
         return None
 
-    @property
-    def steps(self) -> StepRewardConfig | None:
-        """The settings of rewards of steps; None without a process reward model."""
-        reward = self.reward
-        return reward if isinstance(reward, StepRewardConfig) and reward.prm_pretrain is not None else None
-
     @model_validator(mode="after")
     def _evaluations_have_a_reward(self) -> Self:
         if self.evaluation.changed("eval_dataset") and not self.reward.is_given:
@@ -132,9 +123,10 @@ class OwnResponsesConfig(CommandConfig):
 class OnlineConfig(OwnResponsesConfig):
     """Settings of an online command without a critic."""
 
+    unsupported = STEP_REWARDS
+
     episodes: EpisodeConfig = EpisodeConfig()
     asynchronous: AsyncConfig = AsyncConfig()
-    reward: OnlineRewardConfig = OnlineRewardConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
     reference: MovingReferenceConfig = MovingReferenceConfig()
@@ -177,11 +169,6 @@ class OnlineConfig(OwnResponsesConfig):
         return self.teacher
 
     @property
-    def reward_settings(self) -> OnlineRewardConfig:
-        """The settings of rewards."""
-        return self.reward
-
-    @property
     def distils_alone(self) -> bool:
         """Whether the policy learns from a teacher and from no reward."""
         return self.teacher.teacher_pretrain is not None and not self.reward.has_weight
@@ -221,7 +208,8 @@ class OnlineConfig(OwnResponsesConfig):
 class FilteringConfig(OnlineConfig):
     """Settings of an online command that can resample prompts by their responses' usefulness, and reward steps."""
 
-    reward: StepRewardConfig = StepRewardConfig()
+    unsupported = frozenset({"reward.prm_aggregation"})
+
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @property
@@ -231,7 +219,7 @@ class FilteringConfig(OnlineConfig):
 
     @model_validator(mode="after")
     def _steps_add_to_a_reward(self) -> "FilteringConfig":
-        if self.steps is not None and self.distils_alone:
+        if self.reward.prm_pretrain is not None and self.distils_alone:
             raise ValueError("prm_pretrain adds rewards of steps to others, and only the teacher counts here")
         return self
 

@@ -10,7 +10,7 @@ from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import RequestScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _check_groups(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
 
 def _check_shaping(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
     """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
-    reward, longest = config.reward_settings, config.rollout.max_new_tokens
+    reward, longest = config.reward, config.rollout.max_new_tokens
     buffer = reward.overlong_buffer_len
     if buffer is not None and any(call.name == "soft_overlong" for call in reward.rewards):
         raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
@@ -109,7 +109,7 @@ def check_filtering(config: OwnResponsesConfig) -> None:
 
 def check_step_rewards(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
     """Raise UsageError if the algorithm has no place for rewards of steps."""
-    if config.steps is None:
+    if config.reward.prm_pretrain is None:
         return
     if algorithm.steps is None:
         from rlhf_cli.algorithms.table import ALGORITHMS
@@ -124,16 +124,16 @@ def check_episodes(config: OwnResponsesConfig) -> None:
     """Raise UsageError for settings that do not go with episodes of several turns."""
     if not config.episode_settings.plays_episodes:
         return
-    if config.steps is not None:
+    if config.reward.prm_pretrain is not None:
         raise UsageError(
             "--prm_pretrain: the steps of a response with observations of an environment are not found yet"
         )
-    if config.reward_settings.overlong_buffer_len is not None:
+    if config.reward.overlong_buffer_len is not None:
         raise UsageError(f"--overlong_buffer_len {OF_ONE_TURN}")
-    refuse_length_rewards(config.reward_settings)
+    refuse_length_rewards(config.reward)
 
 
-def refuse_length_rewards(reward: RequestScoringConfig) -> None:
+def refuse_length_rewards(reward: RewardConfig) -> None:
     """Raise UsageError for a reward by the length of one response."""
     for call in reward.rewards:
         if call.row.kind == "length":

@@ -5,7 +5,6 @@ from pathlib import Path
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.commands.online import FilteringConfig, OwnResponsesConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.runs.online.models import OnlineModels
@@ -70,7 +69,7 @@ def settings_identity(config: OwnResponsesConfig) -> dict[str, object]:
         **objective_identity(
             config.policy_settings, besides=frozenset({"advantage_estimator"})
         ),  # the algorithm has its name
-        **_rewards(config.reward_settings),
+        **_rewards(config),
         **config.episode_settings.identity(max_len=config.prompts.max_len),
         **config.reference_settings.model_dump(mode="json"),
         **objective_identity(
@@ -100,9 +99,10 @@ def _roles(models: OnlineModels) -> dict[str, object]:
     }
 
 
-def _rewards(reward: OnlineRewardConfig) -> dict[str, object]:
+def _rewards(config: OwnResponsesConfig) -> dict[str, object]:
+    reward = config.reward
     return {
-        **objective_identity(reward, besides=HOW_REWARDS_RUN),
+        **objective_identity(reward, besides=HOW_REWARDS_RUN | config.unsupported_in("reward")),
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
         "reward servers": bool(reward.remote_rm_url),
     }

@@ -73,8 +73,8 @@ def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModel
     teacher = None
     if config.teacher_pretrain is not None:
         teacher = find_teacher(config.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
-    if config.steps is not None and config.steps.prm_pretrain is not None:
-        reward = find_process_reward_model(config.steps.prm_pretrain, policy.base, policy.tokenizer)
+    if config.reward.prm_pretrain is not None:
+        reward = find_process_reward_model(config.reward.prm_pretrain, policy.base, policy.tokenizer)
         _check_room_for_separator(config, reward)
     critic = _critic(config, policy) if algorithm.critic else None
     trained = (policy, critic or policy)
@@ -239,7 +239,7 @@ def check_pictures(config: OwnResponsesConfig, models: OnlineModels, *, backend:
     check_engine_pictures(architecture, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
     flags = {
         "critic": "--critic_pretrain",
-        "reward": "--reward_pretrain" if config.steps is None else "--prm_pretrain",
+        "reward": "--reward_pretrain" if config.reward.prm_pretrain is None else "--prm_pretrain",
         "teacher": "--teacher_pretrain",
     }
     for role, model in models.of_roles().items():

@@ -16,7 +16,7 @@ from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_reward
 from rlhf_cli.algorithms.table import Experience, compute_advantages
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rewards import ENVIRONMENT
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
@@ -106,7 +106,7 @@ def plan_over_samples(plan: UpdatePlan, responses: Responses, policy: PolicyConf
     return UpdatePlan(over_samples(plan.actor), over_samples(plan.critic))
 
 
-def _moved_to_turns(responses: Responses, reward: OnlineRewardConfig) -> torch.Tensor:
+def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
     """Return the change of the tokens' rewards, `[N]`, that moves the environment's reward of each turn from the last
     token of the response to the last token of the turn. The sum over a response is 0.
 
@@ -158,7 +158,7 @@ def _rewards(responses: Responses, settings: OnlineSettings) -> torch.Tensor:
     )
 
 
-def weighted_parts(responses: Responses, reward: OnlineRewardConfig) -> tuple[tuple[float, torch.Tensor], ...]:
+def weighted_parts(responses: Responses, reward: RewardConfig) -> tuple[tuple[float, torch.Tensor], ...]:
     """Return (weight, clipped values [B]) of each reward."""
     weights = weights_of_all_parts(reward)
     return tuple(

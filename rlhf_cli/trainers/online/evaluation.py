@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_cli.config.evaluation import EvaluationConfig
-from rlhf_cli.config.scoring import ModelScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import SamplingParams, scattered_seed
 from rlhf_cli.errors import RunError
@@ -52,7 +52,7 @@ class EvaluationTask:
     """
 
     config: EvaluationConfig
-    reward: ModelScoringConfig
+    reward: RewardConfig
     prompts: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams

@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import LossWeights, next_weights
 from rlhf_cli.config.policy import PolicyConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import ProcessDied, RunError
@@ -268,7 +268,7 @@ def scored_batch(
 
 
 def _with_model_scores(
-    model: RewardModel, reward: OnlineRewardConfig, sampled: Responses, greedy: Responses
+    model: RewardModel, reward: RewardConfig, sampled: Responses, greedy: Responses
 ) -> tuple[Responses, Responses]:
     """Return the responses with the reward model's scores added, from one batch for both."""
     prompts, generations = [*sampled.prompts, *greedy.prompts], [*sampled.generations, *greedy.generations]
@@ -356,7 +356,7 @@ def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> di
     return metrics
 
 
-def batch_metrics(batch: ScoredBatch, reward: OnlineRewardConfig) -> dict[str, float]:
+def batch_metrics(batch: ScoredBatch, reward: RewardConfig) -> dict[str, float]:
     """Return the metrics of the iteration's responses; without a reward there is none of scores."""
     sampled = batch.sampled
     num_tokens = {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.config.scoring import ModelScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.model_scores import with_model_scores
@@ -81,7 +81,7 @@ def _last_words(episode: Episode) -> str:
 def score_responses(
     scorer: Scoring,
     reward_model: RewardModel | None,
-    reward: ModelScoringConfig,
+    reward: RewardConfig,
     *,
     asked: Sequence[Prompt],
     generations: Sequence[Generation],
@@ -102,7 +102,7 @@ def score_responses(
 
 def add_model_scores(
     model: RewardModel,
-    reward: ModelScoringConfig,
+    reward: RewardConfig,
     prompts: Sequence[Prompt],
     generations: Sequence[Generation],
     scores: Sequence[Score],

@@ -11,7 +11,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.trainers.online.groups import PromptGroup
@@ -24,7 +24,7 @@ class OnlineSettings:
 
     algorithm: Algorithm
     rollout: RolloutConfig
-    reward: OnlineRewardConfig
+    reward: RewardConfig
     policy: PolicyConfig
     batch: OnlineBatchConfig
     reference: MovingReferenceConfig

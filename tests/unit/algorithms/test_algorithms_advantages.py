@@ -13,7 +13,7 @@ from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 
 
 def slow_gae(rewards, values, cu, gamma, lambd, bootstrap):
@@ -148,7 +148,7 @@ def test_without_a_reference_only_the_score_is_left() -> None:
 
 
 def shaped(scores: list[float], lengths: list[int], truncated: list[bool], **settings) -> list[float]:
-    reward = OnlineRewardConfig(reward_funcs=["exact"], **settings)
+    reward = RewardConfig(reward_funcs=["exact"], **settings)
     shaped_B = shaped_scores(
         torch.tensor(scores), torch.tensor(lengths), torch.tensor(truncated), reward=reward, max_new_tokens=100
     )

@@ -16,7 +16,7 @@ from rlhf_cli.algorithms.answer_statistics import (
     share_interval,
     wilson_interval,
 )
-from rlhf_cli.config import evaluation
+from rlhf_cli.config import scoring
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
@@ -144,5 +144,5 @@ def test_best_at_k_is_the_mean_over_all_choices_and_equal_values_share_it(k):
 
 def test_steps_make_one_value_of_a_response():
     found = {name: value_of([0.9, 0.5, 0.8]) for name, value_of in STEP_AGGREGATIONS.items()}
-    assert tuple(STEP_AGGREGATIONS) == evaluation.STEP_AGGREGATIONS
+    assert tuple(STEP_AGGREGATIONS) == scoring.STEP_AGGREGATIONS
     assert found == pytest.approx({"min": 0.5, "prod": 0.36, "last": 0.8, "mean": 2.2 / 3})

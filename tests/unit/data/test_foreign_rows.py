@@ -14,7 +14,7 @@ import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 
 from rlhf_cli.config.data import DataConfig, PreferenceDataConfig, PromptConfig
-from rlhf_cli.config.scoring import ScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.formats.dialogues import row_of_numbered
 from rlhf_cli.data.formats.table import choose_format, choose_prompt_format
@@ -228,7 +228,7 @@ TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
 
 
 def judged(path: str, **reward: Any):
-    config, scoring = PromptConfig(prompt_data=path), ScoringConfig(**reward)
+    config, scoring = PromptConfig(prompt_data=path), RewardConfig(**reward)
     return load_prompts(config, make_tokenizer(CHATML), max_new_tokens=16, seed=0, reward=scoring)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
-from rlhf_cli.config.scoring import ScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.sandbox import run as sandbox
@@ -254,7 +254,7 @@ def scores(responses, *, label, **settings):
         ScoreRequest("", "", text, label, num_tokens=1, truncated=False, group=str(number), sample=0, group_size=1)
         for number, text in enumerate(responses)
     ]
-    with Scorer(ScoringConfig(reward_funcs=["code(timeout=2, memory_mb=200)"], **settings)) as scorer:
+    with Scorer(RewardConfig(reward_funcs=["code(timeout=2, memory_mb=200)"], **settings)) as scorer:
         scorer.check_labels([label])
         return scorer.score(requests)
 
@@ -292,7 +292,7 @@ def test_running_without_the_sandbox_is_said_loudly(caplog):
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
-        ScoringConfig(**settings)
+        RewardConfig(**settings)
 
 
 SKYWORK = {

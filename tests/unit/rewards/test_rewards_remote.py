@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from scoring import finished
 from server_requests import ask, request
 
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import state
@@ -422,9 +422,9 @@ def test_a_server_of_ours_that_does_not_take_the_key_is_named_before_anything_st
     check_servers([server.url], key="right", timeout=10)
 
 
-def config(*servers: Server, **settings: Any) -> OnlineRewardConfig:
+def config(*servers: Server, **settings: Any) -> RewardConfig:
     given = {"remote_rm_url": [server.url for server in servers], "remote_rm_timeout": 10.0, "reward_retries": 0}
-    return OnlineRewardConfig.model_validate(given | settings)
+    return RewardConfig.model_validate(given | settings)
 
 
 def test_the_score_of_the_servers_is_a_part_with_a_weight(server):
@@ -556,7 +556,7 @@ def test_a_scorer_needs_its_servers_and_shows_them_the_key_of_the_environment(se
         scorer.score(requests(1))
     assert server.keys == {"Bearer of-the-environment"}
     with pytest.raises(UsageError, match=r"--remote_rm_url http://127\.0\.0\.1:\d+/get_reward cannot be reached"):
-        Scorer(OnlineRewardConfig(remote_rm_url=[dead_url()]))
+        Scorer(RewardConfig(remote_rm_url=[dead_url()]))
 
 
 @pytest.mark.parametrize(
@@ -576,5 +576,5 @@ def test_a_scorer_needs_its_servers_and_shows_them_the_key_of_the_environment(se
 )
 def test_bad_settings_of_reward_servers_are_refused(settings, said):
     with pytest.raises(ValidationError) as caught:
-        OnlineRewardConfig.model_validate(settings)
+        RewardConfig.model_validate(settings)
     assert said in str(caught.value)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from scoring import WriteFile, asked, config, request, score, values
 
 from rlhf_cli.backends.rollout.processes import process_tree
-from rlhf_cli.config.scoring import OnlineRewardConfig, RewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import Part, join, stop_if_too_many_failed
@@ -181,11 +181,11 @@ def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
 )
 def test_bad_settings_of_a_reward_model_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        OnlineRewardConfig(**settings)
+        RewardConfig(**settings)
 
 
 def test_a_reward_model_alone_starts_from_zero_and_no_process() -> None:
-    with Scorer(OnlineRewardConfig(reward_pretrain="rm")) as scorer:
+    with Scorer(RewardConfig(reward_pretrain="rm")) as scorer:
         scorer.check_labels([None])
         scores = scorer.score([request("a"), request("b", label=None)])
         assert not process_tree(os.getpid())

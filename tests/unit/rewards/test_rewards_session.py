@@ -9,7 +9,7 @@ import pytest
 from scoring import WriteFile, asked, config, finished, group, ready_scores, request, score, wait_until
 
 from rlhf_cli.backends.rollout.processes import process_tree
-from rlhf_cli.config.scoring import RemoteScoringConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
@@ -79,8 +79,8 @@ def test_an_environment_without_a_reward_counts_as_0_unless_it_is_needed() -> No
     ],
 )
 def test_the_reward_of_an_environment_is_asked_for_by_its_name(given: dict[str, Any], is_asked: bool) -> None:
-    assert RemoteScoringConfig.model_validate(given).asks_environment == is_asked
-    assert not RemoteScoringConfig().asks_environment
+    assert RewardConfig.model_validate(given).asks_environment == is_asked
+    assert not RewardConfig().asks_environment
 
 
 PLACES = """

@@ -24,7 +24,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli import cli
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.serve import ServeConfig, ServedModelConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.reward_model import read_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -121,7 +122,7 @@ def client_of(url: str) -> RemoteRewards:
 
 
 def test_a_served_reward_model_gives_the_scores_of_the_model(reward_dir):
-    reward = ServedRewardConfig(reward_pretrain=str(reward_dir), reward_model_weight=2.0)
+    reward = RewardConfig(reward_pretrain=str(reward_dir), reward_model_weight=2.0, reward_max_failures=1.0)
     model = ServedModelConfig(param_dtype="fp32", max_len=64, max_tokens_per_gpu=64)
     with scoring(reward, model) as score, served(score) as url, client_of(url) as client:
         check_servers([url], key=KEY, timeout=10)
@@ -138,7 +139,7 @@ def values_of(scores: Sequence[list[Score] | RunError]) -> list[list[float | Non
 
 
 def test_more_failures_than_allowed_fail_a_request_for_the_reason_they_have(reward_dir):
-    reward = ServedRewardConfig(reward_pretrain=str(reward_dir), reward_max_failures=0.5)
+    reward = RewardConfig(reward_pretrain=str(reward_dir), reward_max_failures=0.5)
     model = ServedModelConfig(param_dtype="fp32", max_len=10, max_tokens_per_gpu=64)
     with scoring(reward, model) as score:
         assert values_of(score([[request("a"), request("z" * 20)]]))[0][1] is None
@@ -163,7 +164,7 @@ def test_a_file_is_asked_about_several_requests_at_a_time(reward_file):
             return [float(len(queries))] * len(queries)
     """)
     folder = Path(path).parent
-    reward = ServedRewardConfig(reward_func=path, reward_num_workers=2, reward_timeout=20)
+    reward = RewardConfig(reward_func=path, reward_num_workers=2, reward_timeout=20, reward_max_failures=1.0)
     with scoring(reward, ServedModelConfig()) as score:
         jobs = [[request("q", label=f"{folder}/{one} {folder}/{other}")] for one, other in (("a", "b"), ("b", "a"))]
         assert values_of(score(jobs)) == [[1.0], [1.0]]
@@ -174,7 +175,7 @@ def test_verifiers_and_a_file_are_served_with_labels_and_weights(tmp_path):
     file.write_text(
         "def reward_func(queries, prompts, labels):\n    return [len(p) - min(map(len, prompts)) for p in prompts]\n"
     )
-    reward = ServedRewardConfig(reward_funcs=["exact"], reward_weights=[10.0], reward_func=str(file))
+    reward = RewardConfig(reward_funcs=["exact"], reward_weights=[10.0], reward_func=str(file), reward_max_failures=1.0)
     with scoring(reward, ServedModelConfig()) as score:
         one = [
             replace(request("2+2=4", prompt="2+2=", label="4"), group="one", sample=0, group_size=2),
@@ -186,7 +187,10 @@ def test_verifiers_and_a_file_are_served_with_labels_and_weights(tmp_path):
 
 
 def test_a_verifier_without_a_label_fails_by_itself_and_says_why():
-    with scoring(ServedRewardConfig(reward_funcs=["exact"]), ServedModelConfig()) as score, served(score) as url:
+    with (
+        scoring(RewardConfig(reward_funcs=["exact"], reward_max_failures=1.0), ServedModelConfig()) as score,
+        served(score) as url,
+    ):
         status, said, _ = send(url, {"query": ["a", "b"], "labels": ["a", None]})
     assert (status, said["rewards"]) == (200, [1.0, None])
     assert said["details"][0] == ""
@@ -494,4 +498,4 @@ def test_rewards_that_go_by_tokens_are_refused_in_one_sentence(funcs, capsys):
 
 def test_a_model_that_is_no_reward_model_is_refused(tiny_model_dir):
     with pytest.raises(UsageError, match="is Qwen2ForCausalLM, not a sequence-classification model with one label"):
-        scoring(ServedRewardConfig(reward_pretrain=tiny_model_dir), ServedModelConfig()).__enter__()
+        scoring(RewardConfig(reward_pretrain=tiny_model_dir, reward_max_failures=1.0), ServedModelConfig()).__enter__()

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from vision_sequences import MIXED, plain_scores, vision_sequences
 
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.serve import ServedModelConfig, ServedRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.serve import ServedModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.loading import load_value_backbone
@@ -53,7 +54,7 @@ def test_a_served_vision_language_model_scores_texts_with_the_pictures_that_clie
     sequences = vision_sequences(folder, [*MIXED, [(84, 56)]])
     expected = plain_scores(folder, sequences, model.score.weight.detach())
     requests = [as_request(tokenizer, sequence) for sequence in sequences]
-    reward = ServedRewardConfig(reward_pretrain=str(tmp_path / "judge"))
+    reward = RewardConfig(reward_pretrain=str(tmp_path / "judge"), reward_max_failures=1.0)
     with (
         scoring(reward, MODEL) as score,
         served(score, takes_images=score.takes_images) as url,
@@ -72,7 +73,7 @@ def test_a_served_file_that_names_images_gets_them(tmp_path: Path) -> None:
     file.write_text(
         "def reward_func(queries, prompts, labels, images):\n    return [sum(i.width for i in its) for its in images]\n"
     )
-    reward = ServedRewardConfig(reward_func=str(file))
+    reward = RewardConfig(reward_func=str(file), reward_max_failures=1.0)
     with (
         scoring(reward, MODEL) as score,
         served(score, takes_images=score.takes_images) as url,
@@ -85,7 +86,7 @@ def test_a_served_file_that_names_images_gets_them(tmp_path: Path) -> None:
 def test_a_file_that_does_not_name_images_takes_texts_alone(tmp_path: Path) -> None:
     file = tmp_path / "lengths.py"
     file.write_text("def reward_func(queries, prompts, labels):\n    return [len(query) for query in queries]\n")
-    with scoring(ServedRewardConfig(reward_func=str(file)), MODEL) as score:
+    with scoring(RewardConfig(reward_func=str(file), reward_max_failures=1.0), MODEL) as score:
         assert not score.takes_images
 
 

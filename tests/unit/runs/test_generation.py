@@ -363,7 +363,7 @@ def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings
         ({"top_k": -2}, "must be"),
         ({"min_p": 1.5}, "must be"),
         ({"repetition_penalty": 0}, "must be"),
-        ({"normalize_reward": True}, "normalize_reward is about"),
+        ({"normalize_reward": True}, "normalize_reward needs --reward_pretrain"),
         ({"overwrite": True, "load_checkpoint": True}, "give one of them"),
     ],
 )

@@ -215,8 +215,8 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
 def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command, row, given):
     config = resolve(command, prm_pretrain="prm", prm_weight="0.5", **given)
     check_step_rewards(config, ALGORITHMS[row])
-    assert config.steps.prm_weight == 0.5
-    assert resolve(command, **given).steps is None
+    assert config.reward.prm_weight == 0.5
+    assert resolve(command, **given).reward.prm_pretrain is None
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"prm_weight": "2"}, "prm_weight is about rewards of steps: give --prm_pretrain"),
+        ({"prm_weight": "2"}, "prm_weight is about the steps of responses: give --prm_pretrain"),
         ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores; give either"),
         ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds rewards of steps to others"),
     ],

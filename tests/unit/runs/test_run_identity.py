@@ -53,19 +53,22 @@ OF_EVERY_ONLINE_COMMAND = """
     enable_ema entropy_delta entropy_loss_coef entropy_max entropy_target environment eps_clip eps_clip_low_high
     init_kl_coef kl_estimator kl_horizon kl_target l2 loss_agg lr_scheduler lr_warmup_ratio mask_truncated
     max_new_tokens max_staleness max_turns min_lr_ratio min_p n_samples_per_prompt normalize_reward optim
-    overlong_buffer_len overlong_penalty_factor policy_loss ref_mixup_alpha ref_sync_steps remote_rm_weight
-    reward servers reward_by_source reward_clip_range reward_func reward_func_args reward_func_weight
-    reward_funcs reward_key reward_model_weight reward_weights rollout_batch_size rollout_correction
-    rollout_correction_cap rollout_correction_range sapo_tau seed stop stop_properly_penalty_coef temperature
-    top_k top_p train_batch_size use_kl_loss warmup_steps
+    policy_loss ref_mixup_alpha ref_sync_steps remote_rm_weight reward servers reward_by_source reward_func
+    reward_func_args reward_func_weight reward_funcs reward_key reward_model_weight reward_weights
+    rollout_batch_size rollout_correction rollout_correction_cap rollout_correction_range sapo_tau seed stop
+    temperature top_k top_p train_batch_size use_kl_loss warmup_steps
 """
+SHAPING = "overlong_buffer_len overlong_penalty_factor reward_clip_range stop_properly_penalty_coef"
 SETTINGS_OF_IDENTITY = {
     "ppo": (
+        f"{SHAPING} "
         "bootstrap_truncated critic_learning_rate dynamic_filtering dynamic_filtering_reward_range gamma "
         "lambd prm_weight value_clip"
     ),
-    "grpo": "advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range prm_weight",
-    "remax": "",
+    "grpo": (
+        f"{SHAPING} advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range prm_weight"
+    ),
+    "remax": SHAPING,
     "gkd": "",
 }
 """Names of settings in checkpoints; a command adds its own to those of every online command."""

@@ -11,7 +11,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
@@ -34,7 +34,7 @@ from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests, wh
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
-REWARD = OnlineRewardConfig(reward_funcs=["exact"])
+REWARD = RewardConfig(reward_funcs=["exact"])
 PLACES = whole_groups(1, 2)
 
 
@@ -60,7 +60,7 @@ def responses_of(
 def settings_of(
     algorithm: str,
     policy: PolicyConfig | None = None,
-    reward: OnlineRewardConfig = REWARD,
+    reward: RewardConfig = REWARD,
     *,
     distill_coef: float | None = None,
 ) -> OnlineSettings:
@@ -126,7 +126,7 @@ def test_samples_of_ppo_by_hand():
     responses.old_logprobs = [floats(-1.0, -2.0), floats(-0.5)]
     responses.ref_logprobs = [floats(-1.3, -2.1), floats(-0.3)]
     responses.values = [floats(1.0, 2.0), floats(3.0)]
-    reward = OnlineRewardConfig(reward_funcs=["exact"], reward_clip_range=(-10.0, 10.0))
+    reward = RewardConfig(reward_funcs=["exact"], reward_clip_range=(-10.0, 10.0))
     samples, metrics = learning_samples(responses, None, settings_of("ppo", reward=reward), kl_coef=0.5)
     assert samples[0].columns.keys() == {
         "old_logprobs",
@@ -173,7 +173,7 @@ def test_the_rewards_of_turns_stand_at_their_last_sampled_tokens_and_observation
     responses = responses_of([prompt(0)], [played], [scored(5.0, environment=5.0)], [0])
     assert responses.sequences[0].loss_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True]
     responses.values = [floats(0.0, 0.0, 0.0)]
-    reward = OnlineRewardConfig(reward_funcs=["environment"], reward_clip_range=(-4.5, 4.5))
+    reward = RewardConfig(reward_funcs=["environment"], reward_clip_range=(-4.5, 4.5))
     settings = settings_of("ppo", ActorCriticPolicyConfig(gamma=0.5), reward)
     samples, _ = learning_samples(responses, None, settings, kl_coef=0.0)
     assert samples[0].columns["returns"].tolist() == [0.5 * (1 + 0.5 * 3.5), 1 + 0.5 * 3.5, 3.5]
@@ -193,7 +193,7 @@ def test_rewards_compared_apart_are_clipped_and_weighted_each():
         [scored(0.0, exact=1.0, reward_model=99.0), scored(0.0, exact=0.0, reward_model=-99.0)],
         [0, 0],
     )
-    reward = OnlineRewardConfig(
+    reward = RewardConfig(
         reward_funcs=["exact"],
         reward_weights=[2.0],
         reward_pretrain="rm",
@@ -299,7 +299,7 @@ def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
     )
     kept = responses.in_groups_of(greedy)
     assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
-    reward = OnlineRewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5)
+    reward = RewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5)
     settings = settings_of("remax", PolicyConfig(mask_truncated=True), reward)
     samples, metrics = learning_samples(kept, greedy, settings, kl_coef=0.0)
     assert [sample.sequence.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut

@@ -11,7 +11,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationRequest
@@ -40,7 +40,7 @@ BRANCHED = Generation(
 PLAIN = Generation([9], [-0.7], "stop", 0)
 
 
-def settings_of(algorithm: str, reward: OnlineRewardConfig = EXACT) -> OnlineSettings:
+def settings_of(algorithm: str, reward: RewardConfig = EXACT) -> OnlineSettings:
     kind = ActorCriticPolicyConfig if algorithm == "ppo" else GroupPolicyConfig
     rollout, policy = RolloutConfig(max_new_tokens=9), kind(init_kl_coef=0.0)
     return OnlineSettings(
@@ -95,7 +95,7 @@ def test_a_critic_values_branches_in_their_order_and_the_end_of_the_last_one():
 
 
 def test_the_reward_of_a_program_stands_at_the_end_of_its_last_branch():
-    reward = OnlineRewardConfig(reward_funcs=["environment"])
+    reward = RewardConfig(reward_funcs=["environment"])
     responses = responses_of(BRANCHED, scores=(2.0,))
     responses.scores = [Score(2.0, "scored", "", {"environment": 2.0})]
     responses.values, responses.bootstrap = [np.zeros(5, np.float32)], [0.0]

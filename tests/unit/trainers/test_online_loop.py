@@ -22,7 +22,7 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
@@ -32,7 +32,7 @@ from rlhf_cli.trainers.online.state import LoopState, SourceState
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
 TWO_STEPS = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
-WITH_REWARD_MODEL = OnlineRewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
+WITH_REWARD_MODEL = RewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
 
 def test_one_role_after_the_other_is_awake():
@@ -195,7 +195,7 @@ def test_failures_of_graders_and_of_the_reward_model_count_together():
 
 def test_clipping_that_makes_all_scores_equal_is_reported():
     def run(**settings: object) -> Run:
-        made = Run(reward=OnlineRewardConfig(reward_funcs=["exact"], **settings))  # type: ignore[arg-type]
+        made = Run(reward=RewardConfig(reward_funcs=["exact"], **settings))  # type: ignore[arg-type]
         made(total_iterations=1)
         return made
 

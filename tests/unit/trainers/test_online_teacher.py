@@ -22,7 +22,7 @@ from rlhf_cli.backends.roles.ranks import ReferenceRank
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
@@ -30,7 +30,7 @@ from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples
 from rlhf_cli.trainers.online.responses import Responses
 
-ALONE = OnlineRewardConfig()
+ALONE = RewardConfig()
 
 
 def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None) -> Path:
