@@ -1,10 +1,10 @@
-"""Ten steps on one NVIDIA GPU, and one Markdown file about them that can be sent to others.
+"""Ten steps on one NVIDIA GPU, with a Markdown report that can be sent to others.
 
     python benchmarks/gpu_check.py [--steps 1 4 9] [--folder runs/gpu_check]      (make gpu-check ARGS="--steps 1 4 9")
 
-Makes a model and rows in the folder, runs each step's commands (gpu_steps.py) with a time limit, keeps a log of each,
-and writes gpu_check.md there after every command. A step that fails does not stop the others. Ends with 2 if no GPU is
-visible, with 1 if a step failed. About 40 minutes on an H200.
+Creates a model and rows in the folder, runs the commands of each step with a time limit, logs each of them, and
+updates gpu_check.md after every command. Later steps run even if one fails. Exits with 2 if no GPU is visible, with 1
+if a step failed. Takes about 40 minutes on an H200.
 """
 
 import argparse
@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from gpu_steps import Command, Files, Step, last_line, steps
-from setting import RLHF, machine, run_quietly, write_word_problems
+from common import OFFLINE, machine, make_model, make_parser, read_metrics, table, write_word_problems
 
 from rlhf_cli.backends.doctor.gpus import gpus
 from rlhf_cli.backends.doctor.gpus import run as run_tool
@@ -40,28 +39,205 @@ POLL_SECONDS, SECONDS_TO_END = 0.5, 60.0
 TAIL_LINES = 30
 
 
+Figures = Callable[[str], str]
+"""Extracts the key figures from the output of a successful command."""
+
+RUN_METRICS = {"time/step": "s an iteration", "perf/tokens_per_second": "tokens/s"}
+RUN_METRICS |= {
+    "perf/transfer_gb_per_s": "GB/s of weights",
+    "rollout_diff_max": "nats between engine and trainer at most",
+}
+MEMORY_SHARE = 0.5
+"""Share of the GPU's memory for an engine with other models on the GPU."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process.
+
+    Args:
+        words: arguments of the Python interpreter.
+        seconds: time limit.
+        figures: extracts the key figures from the output.
+        needs: required modules.
+        interrupt_at: Ctrl-C is sent when this file exists; the command must save and exit.
+    """
+
+    words: tuple[str, ...]
+    seconds: int
+    figures: Figures
+    needs: tuple[str, ...] = ()
+    interrupt_at: Path | None = None
+
+    @property
+    def shown(self) -> str:
+        """Return the command as typed in a terminal."""
+        words = self.words[1:] if self.words[0] == "-m" else ("python", *self.words)
+        return " ".join(words).replace("rlhf_cli", "rlhf", 1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Commands that answer one question."""
+
+    number: int
+    title: str
+    commands: tuple[Command, ...]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The inputs of the commands, and the folder for their output."""
+
+    model: Path
+    rows: Path
+    outputs: Path
+
+
+def steps(files: Files) -> list[Step]:
+    """Return all steps in order."""
+    found = [
+        ("versions, driver, each part once", [_rlhf("doctor --report", 400, _findings)]),
+        ("attention kernels and log-probs against float64", [_tests("tests/gpu/test_gpu_kernels.py", 300)]),
+        ("packing, log-probs, Liger", [_gpu("packing logits", 600), *_sft(files)]),
+        ("training: MFU, sleep and wake", [_gpu("training", 600)]),
+        ("unit tests with the GPU visible; sleep at every ZeRO stage", _unit_tests()),
+        ("grpo with the transformers engine", [_online(files, "grpo", "transformers", f"{SLEEPS} {TRANSFORMERS}")]),
+        ("generation with vLLM; its log-probs and pushes", _generation(files)),
+        ("vLLM: speed, sleep, wake by tag, ipc", [_gpu("rollout", 600, needs=VLLM)]),
+        ("ppo with vLLM, ipc and both sleeps, continued", list(_continued_ppo(files))),
+        ("grpo with an adapter; a killed engine and a killed run", _adapters(files)),
+    ]
+    return [Step(number, title, tuple(commands)) for number, (title, commands) in enumerate(found, 1)]
+
+
+VLLM = ("vllm",)
+SLEEPS = "--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep"
+TRANSFORMERS = "--rollout_backend transformers --vllm_sync_backend shm --max_iterations 2"
+IPC = f"{SLEEPS} --rollout_backend vllm --vllm_sync_backend ipc --vllm_gpu_memory_utilization {MEMORY_SHARE}"
+
+
+def _rlhf(line: str, seconds: int, figures: Figures, *, needs: tuple[str, ...] = ()) -> Command:
+    return Command(("-m", "rlhf_cli", *line.split()), seconds, figures, needs)
+
+
+def _gpu(parts: str, seconds: int, *, needs: tuple[str, ...] = ()) -> Command:
+    return Command(("benchmarks/gpu.py", "--shape", "1.5b", "--parts", *parts.split()), seconds, _last_table, needs)
+
+
+def _tests(files: str, seconds: int, *, marker: str = "gpu", needs: tuple[str, ...] = ()) -> Command:
+    words = ("-m", "pytest", "-q", "-m", marker, "-p", "no:cacheprovider", *files.split())
+    return Command(words, seconds, last_line, needs)
+
+
+def _unit_tests() -> list[Command]:
+    models = [f"models/test_{part}.py" for part in ("logprobs", "attention", "models")]
+    others = ["backends/test_deepspeed_engine.py", "backends/test_sleep.py", "data/test_shared_prompts.py"]
+    files = " ".join(f"tests/unit/{file}" for file in models + others)
+    return [_tests(files, 600, marker="not gpu and not slow"), _tests("tests/gpu/test_gpu_sleep.py", 400)]
+
+
+def _sft(files: Files) -> Iterator[Command]:
+    line = (
+        f"sft --pretrain {files.model} --dataset {files.rows} --train_batch_size 64 --max_len 512 --max_steps 20 "
+        f"--train_max_tokens_per_gpu 16384 --overwrite --output {files.outputs}/sft"
+    )
+    yield _rlhf(f"{line} --no_use_liger_kernel", 300, _metrics_of(files.outputs / "sft"))
+    liger = files.outputs / "sft_liger"
+    yield _rlhf(f"{line}_liger --use_liger_kernel", 300, _metrics_of(liger), needs=("liger_kernel",))
+
+
+def _online(
+    files: Files, algorithm: str, name: str, added: str, *, replaces: bool = True, needs: tuple[str, ...] = ()
+) -> Command:
+    output = files.outputs / f"{algorithm}_{name}"
+    start = "--overwrite" if replaces else "--load_checkpoint"
+    line = (
+        f"{algorithm} --pretrain {files.model} --prompt_data {files.rows} --reward_funcs gsm8k --max_len 512 "
+        f"--max_new_tokens 192 --rollout_batch_size 32 --n_samples_per_prompt 8 --train_batch_size 128 "
+        f"--train_max_tokens_per_gpu 16384 {start} --output {output} {added}"
+    )
+    return _rlhf(line, 400, _metrics_of(output), needs=needs)
+
+
+def _generation(files: Files) -> list[Command]:
+    line = (
+        f"generate --pretrain {files.model} --prompt_data {files.rows} --rollout_backend vllm --max_len 512 "
+        f"--max_new_tokens 256 --max_samples 256 --stop #### --overwrite --output {files.outputs}"
+    )
+    runs = [_rlhf(f"{line}/{mode} --{mode}", 300, _speed, needs=VLLM) for mode in ("enforce_eager", "no_enforce_eager")]
+    return [*runs, _tests("tests/gpu/test_gpu_engine.py", 300, needs=VLLM)]
+
+
+def _continued_ppo(files: Files) -> Iterator[Command]:
+    added = f"{IPC} --init_kl_coef 0.01 --max_iterations 8 --save_steps 1"
+    whole = _online(files, "ppo", "vllm", added, needs=VLLM)
+    saved = files.outputs / "ppo_vllm" / "checkpoints" / "step_000001" / "manifest.json"
+    yield Command(whole.words, whole.seconds, whole.figures, VLLM, interrupt_at=saved)
+    yield _online(files, "ppo", "vllm", added, replaces=False, needs=VLLM)
+
+
+def _adapters(files: Files) -> list[Command]:
+    runs = []
+    for stage in (2, 3):
+        added = f"{IPC} --lora_rank 16 --zero_stage {stage} --max_iterations 2"
+        runs.append(_online(files, "grpo", f"lora_zero{stage}", added, needs=VLLM))
+    return [*runs, _tests("tests/gpu/test_gpu_runs.py", 600, needs=VLLM)]
+
+
+def last_line(output: str) -> str:
+    """Return the last line that is not empty."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1].strip("= ") if lines else ""
+
+
+def _speed(output: str) -> str:
+    """Return the speed from the summary that ends the output of a command."""
+    return next(line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  speed "))
+
+
+def _findings(output: str) -> str:
+    """Return the findings of `rlhf doctor --report` that are not ok, and how many there are."""
+    rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
+    others = [f"{part}: {message}" for status, part, message, *_ in rows if status != "ok"]
+    return "; ".join([f"{len(rows)} findings", *others])
+
+
+def _last_table(output: str) -> str:
+    """Return the rows of the table that ends the output of benchmarks/gpu.py."""
+    rows = output.rsplit("|---|---|---|", 1)[-1].strip().splitlines()
+    return "; ".join(": ".join(cell.strip() for cell in row.strip("| ").split(" | ")) for row in rows)
+
+
+def _metrics_of(run: Path) -> Figures:
+    """Return the reader of a training run's last step, whose first one warms up."""
+
+    def figures(_: str) -> str:
+        last = read_metrics(run)[-1]
+        return ", ".join(f"{last[name]:.3g} {unit}" for name, unit in RUN_METRICS.items() if name in last)
+
+    return figures
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How one command ended: `result` is `ok`, `failed` or `skipped`, with the reason."""
+    """Result of a command: `ok`, or `failed` or `skipped` with the reason."""
 
     step: Step
     command: Command
     result: str
     seconds: float = 0.0
     figures: str = ""
-    tail: str = ""  # of the log of a command that failed
+    tail: str = ""  # of the log of a failed command
 
 
 def make_files(folder: Path, *, size: str = MODEL) -> Files:
-    """Make the model and the rows that all steps work on, unless they are there; remove an earlier check's outputs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = Files(folder / "model", folder / "rows.jsonl", folder / "outputs")
-    shutil.rmtree(files.outputs, ignore_errors=True)  # a checkpoint of then would end a run of now
-    if not files.model.exists():
-        write_word_problems(files.rows, num_rows=NUM_ROWS)
-        words = ["scratch", "--dataset", str(files.rows), *size.split(), "--output", str(files.model)]
-        run_quietly([*RLHF, *words], log=folder / "scratch.log")
-    return files
+    """Create the model and rows of all steps, or reuse them; remove the outputs of an earlier check."""
+    outputs, rows = folder / "outputs", folder / "rows.jsonl"
+    shutil.rmtree(outputs, ignore_errors=True)  # else a run would resume from an old checkpoint
+    if not (folder / "model").exists():
+        write_word_problems(rows, num_rows=NUM_ROWS)
+    return Files(make_model(folder, rows, shape=size, name="model"), rows, outputs)
 
 
 def run_step(step: Step, folder: Path, *, gpu_memory: Callable[[], int | None]) -> Iterable[Outcome]:
@@ -75,9 +251,9 @@ def run_step(step: Step, folder: Path, *, gpu_memory: Callable[[], int | None]) 
 
 
 def run_command(step: Step, command: Command, *, log: Path, gpu_memory: Callable[[], int | None]) -> Outcome:
-    """Run a command with its output in a log, and return how it ended."""
+    """Run a command with its output in a log, and return its outcome."""
     begin = time.monotonic()
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
+    environment = os.environ | OFFLINE | {"COLUMNS": "200"}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *command.words],
@@ -103,7 +279,7 @@ def run_command(step: Step, command: Command, *, log: Path, gpu_memory: Callable
 
 
 def _figures(command: Command, text: str) -> str:
-    """Return the key figures; a command that succeeded stays so, even if its output is not as expected."""
+    """Return the key figures; unexpected output does not turn success into failure."""
     try:
         return command.figures(text)
     except (OSError, LookupError, ValueError, StopIteration) as error:
@@ -113,7 +289,7 @@ def _figures(command: Command, text: str) -> str:
 def _watch(
     process: subprocess.Popen, command: Command, gpu_memory: Callable[[], int | None]
 ) -> tuple[bool, int | None]:
-    """Wait for the end of a process; whether it came in time, and the most memory in use on the first GPU, in MiB."""
+    """Wait for a process; return whether it ended in time, and the peak memory in use on the first GPU in MiB."""
     deadline, peak, sent = time.monotonic() + command.seconds, None, False
     while process.poll() is None and time.monotonic() < deadline:
         used = gpu_memory()
@@ -126,7 +302,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a process that still runs: SIGTERM lets it end its own children, SIGKILL comes after."""
+    """Stop a running process: SIGTERM lets it stop its children, SIGKILL follows."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -162,25 +338,21 @@ def header() -> str:
 
 
 def report(outcomes: Iterable[Outcome]) -> str:
-    """Return the table of all commands, then the end of each log of a failed command."""
+    """Return the table of all commands, then the end of the log of each failed command."""
     found = list(outcomes)
-    lines = ["| step | what ran | result | seconds | figures |", "|---|---|---|---|---|"]
-    for one in found:
-        cells = (
-            f"{one.step.number}. {one.step.title}",
-            f"`{one.command.shown}`",
-            one.result,
-            f"{one.seconds:.0f}",
-            one.figures,
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+
+    def cells(one: Outcome) -> list[str]:
+        step, seconds = f"{one.step.number}. {one.step.title}", f"{one.seconds:.0f}"
+        row = (step, f"`{one.command.shown}`", one.result, seconds, one.figures)
+        return [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+
     tails = [f"\n`{one.command.shown}`\n\n```text\n{one.tail}\n```" for one in found if one.tail]
-    return "\n".join(lines + tails)
+    return "\n".join([table("step | what ran | result | seconds | figures", map(cells, found)), *tails])
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = make_parser(__doc__)
     found.add_argument("--steps", nargs="+", type=int, choices=range(1, 11), default=list(range(1, 11)))
     found.add_argument("--folder", type=Path, default=Path("runs/gpu_check"), help="of the model, logs and report")
     return found

@@ -1,11 +1,9 @@
-"""One run of a trainer of TRL for the comparisons, which start it with TRL on its path.
+"""One run of a TRL trainer, in a process of its own that vs_trl.py starts with TRL on its path.
 
     python trl_run.py SPEC.json
 
-The rows arrive tokenised, so that both programs train the same tokens, or with pictures as the text of these tokens;
-they are taken in their order. Prints nothing:
-the result (seconds, trained units, and loss or reward of every step) is written to the file that the specification
-names.
+Rows arrive tokenised, or as text with images, and are trained in their order. Seconds, trained units, and loss or
+reward of each step go to the result file that the specification names.
 """
 
 import json
@@ -18,9 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, Image, List
-from grpo_reward import trl_reward
 from torch.optim.lr_scheduler import LambdaLR
-from trail import Trail
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -42,13 +38,14 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl_task import Trail, trl_reward
 
 
 class EarlierRates(Trainer):
-    """Takes each step of the warm-up at the rate of the next one, without a first step of rate 0, as `rlhf` does."""
+    """Shifts the warm-up by one step, so that the first step has a rate above 0, as in `rlhf`."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        """As in the parent class, in the warm-up one step ahead."""
+        """Shift the parent's schedule."""
         warm_up = self.args.get_warmup_steps(num_training_steps)
         factor_at = super().create_scheduler(num_training_steps, optimizer).lr_lambdas[0]
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factor_at(step + (step < warm_up)))
@@ -56,22 +53,26 @@ class EarlierRates(Trainer):
 
 
 class TokenisedSFT(EarlierRates, SFTTrainer):
-    """Takes tokenised rows by itself."""
+    """Trains tokenised rows as they are."""
 
 
 class TokenisedReward(EarlierRates, RewardTrainer):
-    """Takes tokenised rows by itself."""
+    """Trains tokenised rows as they are."""
+
+
+class SampledGRPO(EarlierRates, GRPOTrainer):
+    """Samples from prompts as they are."""
 
 
 class TokenisedDPO(EarlierRates, DPOTrainer):
-    """Leaves the rows as they come."""
+    """Skips the parent's tokenisation."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
         return dataset
 
 
 class TokenisedKTO(EarlierRates, KTOTrainer):
-    """Only adds the mismatched responses, as the parent class does: each row has the response of the row before it."""
+    """Skips the parent's tokenisation; adds the mismatched responses as the parent does, from the row before."""
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, *names: Any) -> Dataset:
         def shifted(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -83,78 +84,74 @@ class TokenisedKTO(EarlierRates, KTOTrainer):
         return dataset.map(shifted, batched=True, batch_size=args.per_device_train_batch_size)
 
 
-class SampledGRPO(EarlierRates, GRPOTrainer):
-    """Takes prompts by itself."""
-
-
 @dataclass(frozen=True)
 class Kind:
-    """A trainer, its model, and how much of a row of its data set counts as trained: tokens, or responses to it.
-
-    `course` is the metric that it logs for every step and that judges it; `arguments` are for the trainer alone;
-    `reader` makes tokens, and the tower's inputs of pictures.
-    """
+    """A trainer with its model; `curve` is the logged metric that judges a step."""
 
     trainer: Callable[..., Any]
     config: Callable[..., Any]
     model: Callable[..., Any]
-    trained: Callable[[dict[str, Any]], int]
-    course: str = "loss"
+    curve: str = "loss"
     arguments: dict[str, Any] = field(default_factory=dict)
-    reader: Callable[..., Any] = AutoTokenizer.from_pretrained
+    processor: Callable[..., Any] = AutoTokenizer.from_pretrained
 
 
 LM = AutoModelForCausalLM.from_pretrained
 SCORED = AutoModelForSequenceClassification.from_pretrained
-PICTURED, PROCESSOR = AutoModelForImageTextToText.from_pretrained, AutoProcessor.from_pretrained
+VISION, PROCESSOR = AutoModelForImageTextToText.from_pretrained, AutoProcessor.from_pretrained
 
 
-def pictured_and_counting(path: str, **options: Any) -> Any:
-    """Load a vision-language model of which SFTTrainer divides by the tokens of the step.
+def vision_that_counts(path: str, **options: Any) -> Any:
+    """Load a vision-language model for which SFTTrainer divides by the tokens of the whole step.
 
-    transformers' class of Qwen2.5-VL takes no such count, so TRL would train the mean of the micro-batches' means.
+    transformers' Qwen2.5-VL class takes no such count, so TRL would average the means of the micro-batches.
     """
-    model = PICTURED(path, **options)
+    model = VISION(path, **options)
     model.accepts_loss_kwargs = True
     return model
 
 
 KINDS = {
-    "sft": Kind(TokenisedSFT, SFTConfig, LM, lambda row: sum(label != -100 for label in row["labels"])),
-    "dpo": Kind(TokenisedDPO, DPOConfig, LM, lambda row: len(row["chosen_ids"]) + len(row["rejected_ids"])),
-    "kto": Kind(TokenisedKTO, KTOConfig, LM, lambda row: len(row["completion_ids"])),
-    "rm": Kind(TokenisedReward, RewardConfig, SCORED, lambda row: row["trained"]),
-    "vision_sft": Kind(TokenisedSFT, SFTConfig, pictured_and_counting, lambda row: row["trained"], reader=PROCESSOR),
-    "vision_dpo": Kind(TokenisedDPO, DPOConfig, PICTURED, lambda row: row["trained"], reader=PROCESSOR),
-    "grpo": Kind(SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"reward_funcs": trl_reward}),
-    "episodes": Kind(
-        SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"environment_factory": Trail}
-    ),
+    "sft": Kind(TokenisedSFT, SFTConfig, LM),
+    "dpo": Kind(TokenisedDPO, DPOConfig, LM),
+    "kto": Kind(TokenisedKTO, KTOConfig, LM),
+    "rm": Kind(TokenisedReward, RewardConfig, SCORED),
+    "vision_sft": Kind(TokenisedSFT, SFTConfig, vision_that_counts, processor=PROCESSOR),
+    "vision_dpo": Kind(TokenisedDPO, DPOConfig, VISION, processor=PROCESSOR),
+    "grpo": Kind(SampledGRPO, GRPOConfig, LM, "reward", {"reward_funcs": trl_reward}),
+    "episodes": Kind(SampledGRPO, GRPOConfig, LM, "reward", {"environment_factory": Trail}),
 }
 
 
 class StepClock(TrainerCallback):
-    """Seconds of every step."""
+    """Records the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._since = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._since = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step is done."""
+        """Record a step."""
         now = time.perf_counter()
         self.seconds.append(now - self._since)
         self._since = now
 
 
 def read_rows(path: str) -> Dataset:
-    """The rows, which name the files of their pictures if they have any."""
+    """Read the rows, with the files of their images if they have any."""
     rows = Dataset.from_json(path)
     return rows.cast_column("images", List(Image())) if "images" in rows.column_names else rows
+
+
+def trained_units(rows: Dataset) -> list[int]:
+    """Return the trained tokens or responses of each row; packed rows of SFTTrainer have lost the count."""
+    if "trained" in rows.column_names:
+        return list(rows["trained"])
+    return [sum(label != -100 for label in labels) for labels in rows["labels"]]
 
 
 def main() -> None:
@@ -176,19 +173,18 @@ def main() -> None:
         kind.model(spec["model"], dtype=getattr(torch, spec["dtype"])),
         args=settings,
         train_dataset=read_rows(spec["rows"]),
-        processing_class=kind.reader(spec["model"]),
+        processing_class=kind.processor(spec["model"]),
         callbacks=[clock],
         **kind.arguments,
     )
-    counted = [name for name in trainer.train_dataset.column_names if name != "images"]  # else all are decoded
-    trained = [kind.trained(row) for row in trainer.train_dataset.select_columns(counted)]
+    trained = trained_units(trainer.train_dataset)
     trainer.train()
     size = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    size //= getattr(settings, "num_generations", 1)  # of GRPO's batch, which counts responses and not rows
+    size //= getattr(settings, "num_generations", 1)  # GRPO's batch counts responses
     result = {
         "seconds": clock.seconds,
         "trained": [sum(trained[step * size : (step + 1) * size]) for step in range(len(clock.seconds))],
-        "course": [line[kind.course] for line in trainer.state.log_history if kind.course in line],
+        "curve": [line[kind.curve] for line in trainer.state.log_history if kind.curve in line],
     }
     Path(spec["result"]).write_text(json.dumps(result))
 

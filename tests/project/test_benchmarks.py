@@ -2,17 +2,20 @@
 
 import importlib
 import json
-import os
 import random
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_docs_parse import check
 
 from rlhf_cli.models.scratch import train_tokenizer
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +28,7 @@ def load(name):
 
 
 def test_word_problems_end_with_the_number_they_ask_for():
-    problem = load("setting").word_problem(random.Random(3))
+    problem = load("common").word_problem(random.Random(3))
     steps, final = problem["answer"].rsplit("\n#### ", 1)
     for step in steps.splitlines():
         sum_, result = step[step.index("<<") + 2 : step.index(">>")].split("=")
@@ -35,7 +38,7 @@ def test_word_problems_end_with_the_number_they_ask_for():
 
 
 def test_phases_and_the_rest_add_up_to_the_whole_iteration():
-    ppo = load("ppo_phases")
+    ppo = load("online")
     steps = [
         {
             "step": 1,
@@ -53,17 +56,15 @@ def test_phases_and_the_rest_add_up_to_the_whole_iteration():
 
 
 def test_memory_that_grows_evenly_rises_by_what_it_grows_and_the_start_does_not_count():
-    bench = load("memory_iterations")
+    bench = load("online")
     memory = [10.0, 500.0] + [1000.0 + 0.5 * i for i in range(8)]
     assert bench.rise(memory) == pytest.approx(50.0)
     assert bench.fifths(memory)[:2] == [(1, 2, 255.0), (3, 4, 1000.25)]
-    assert "<svg" in bench.page(memory)
 
 
 def test_a_made_up_mistake_is_in_one_step_and_goes_on_to_the_final_number():
-    setting = load("setting")
-    rng = random.Random(4)
-    for problem in (setting.word_problem_pair(rng) for _ in range(20)):
+    common, rng = load("common"), random.Random(4)
+    for problem in (common.word_problem(rng) for _ in range(20)):
         right, mistaken = problem["answer"].splitlines(), problem["mistaken"].splitlines()
         slips = [result_of(line) - eval(sum_of(line)) for line in mistaken[:-1]]
         assert sum(slip != 0 for slip in slips) == 1
@@ -79,42 +80,33 @@ def result_of(line):
     return int(line[line.index("<<") + 2 : line.index(">>")].split("=")[1])
 
 
-def test_word_problems_are_the_same_with_and_without_a_mistaken_answer():
-    setting = load("setting")
-    alone, both = random.Random(5), random.Random(5)
-    for _ in range(5):
-        problem, pair = setting.word_problem(alone), setting.word_problem_pair(both)
-        assert problem == {"question": pair["question"], "answer": pair["answer"]}
-
-
-def test_peak_memory_is_that_of_the_command_and_not_of_who_starts_it(tmp_path):
-    setting = load("setting")
+def test_peak_memory_belongs_to_the_command_and_not_to_its_parent(tmp_path):
     held = bytearray(400 << 20)  # this process holds more than the command does
     command = [sys.executable, "-c", "import time; held = b'x' * (100 << 20); del held; time.sleep(0.5)"]
-    peak = setting.run_quietly(command, log=tmp_path / "log")
+    peak = load("common").run_quietly(command, log=tmp_path / "log")
     assert len(held) >> 20 > 100 < peak < 200
 
 
 def test_a_command_that_fails_ends_the_benchmark_with_what_it_said(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with pytest.raises(SystemExit, match="ended with status 1:\nno such model"):
-        load("setting").run_quietly(command, log=tmp_path / "log")
+        load("common").run_quietly(command, log=tmp_path / "log")
 
 
 def test_speed_leaves_out_the_first_steps():
-    comparison = load("comparison")
+    comparison = load("vs_trl")
     seconds, trained = [60.0, 9.0, 9.0, 2.0, 3.0], [100, 100, 100, 100, 150]
-    result = comparison.Result(seconds, trained, course=[1.0] * 5, peak_memory=1.0)
+    result = comparison.Result(seconds, trained, curve=[1.0] * 5, peak_memory=1.0)
     assert comparison.TOKENS.speed(result) == 50.0
     assert comparison.Measure("trained samples", "reward", warm_up_steps=2).speed(result) == 25.0
 
 
+def runs(*speeds, curve=(3.0, 2.0, 1.5, 1.25), memory=700.0):
+    return [load("vs_trl").Result([1.0] * 4, [speed] * 4, list(curve), memory) for speed in speeds]
+
+
 def test_ratios_are_to_the_fastest_setting_of_the_peer_in_the_same_round():
-    comparison = load("comparison")
-
-    def runs(*speeds, memory=700.0):
-        return [comparison.Result([1.0] * 4, [speed] * 4, [3.0, 2.0, 1.5, 1.25], memory) for speed in speeds]
-
+    comparison = load("vs_trl")
     results = {"rlhf bf16": runs(300, 440, memory=500.0), "TRL fp32": runs(50, 60), "TRL bf16": runs(100, 110)}
     text = comparison.report(results, compared={"rlhf bf16": "TRL fp32", "rlhf fp32": "TRL fp32"})
     assert "| rlhf bf16 | 3.50 | 3.00-4.00 | 370 | 500 | 1.250 |" in text
@@ -122,84 +114,89 @@ def test_ratios_are_to_the_fastest_setting_of_the_peer_in_the_same_round():
     assert text.endswith("Loss of rlhf bf16 against TRL fp32: 0.0000 apart on average, 0.0000 at most")
 
 
-def test_variants_take_turns(capsys):
-    comparison = load("comparison")
-    order = []
-
-    def variant(setting, name):
-        order.append(name)
-        return comparison.Result([1.0] * 4, [5.0] * 4, [1.0] * 4 if name == "rlhf" else [], 10.0)
-
-    results = comparison.in_turns(None, {"rlhf": variant, "part": variant}, runs=2)
-    assert order == ["rlhf", "part", "rlhf", "part"]
-    assert [len(found) for found in results.values()] == [2, 2]
-    first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first.endswith("    5.00 trained tokens/s,     10 MiB, loss 1.000")
-    assert second.endswith("    5.00 trained tokens/s,     10 MiB")
-
-
-def test_an_iteration_is_set_beside_the_sum_of_its_parts_and_rewards_beside_each_other():
-    grpo, comparison = load("grpo_vs_trl"), load("comparison")
-
-    def runs(second, *rewards):
-        return [comparison.Result([90.0, second, second], [64] * 3, list(rewards), 1.0)]
-
+def test_rewards_of_online_methods_are_reported_by_step():
+    comparison = load("vs_trl")
     results = {
-        "rlhf fp32": runs(6.0, 0.1, 0.2, 0.5) * 2,
-        "generation alone fp32": runs(3.0) * 2,
-        "training alone fp32": runs(2.0) * 2,
-        "TRL fp32": runs(18.0, 0.1, 0.25, 0.5) + runs(18.0, 0.3, 0.25, 0.5),
+        "rlhf fp32": runs(64, 64, curve=(0.1, 0.2, 0.5)),
+        "TRL fp32": runs(16, curve=(0.1, 0.25, 0.5)) + runs(16, curve=(0.3, 0.25, 0.5)),
     }
-    assert "ratio to their sum 1.20 (aim 1.15)" in grpo.beside_parts(results, "fp32")
-    assert grpo.beside_parts(results, "bf16") is None
-    lines = grpo.courses(results).splitlines()
-    assert lines[0] == "| step | rlhf fp32 | TRL fp32 |"
-    assert lines[2:4] == ["| 1 | 0.100 | 0.200 |", "| 2 | 0.200 | 0.250 |"]
-    table = comparison.report(results, measure=grpo.SAMPLES)
-    assert "| rlhf fp32 | 3.00 | 3.00-3.00 | 10.67 | 1 | 0.500 |" in table
-    assert "| training alone fp32 | 9.00 | 9.00-9.00 | 32.00 | 1 |  |" in table
+    lines = comparison.report(results, measure=comparison.SAMPLES).splitlines()
+    assert "| rlhf fp32 | 4.00 | 4.00-4.00 | 64.00 | 700 | 0.500 |" in lines
+    assert lines[-5] == "| step | rlhf fp32 | TRL fp32 |"
+    assert lines[-3:-1] == ["| 1 | 0.100 | 0.200 |", "| 2 | 0.200 | 0.250 |"]
+
+
+def test_variants_take_turns(capsys):
+    comparison, order = load("vs_trl"), []
+
+    def run(name):
+        order.append(name)
+        return comparison.Result([1.0] * 4, [5.0] * 4, [1.0] * 4, 10.0)
+
+    results = comparison.in_turns(run, ["rlhf", "TRL"], runs=2)
+    assert order == ["rlhf", "TRL", "rlhf", "TRL"]
+    assert [len(found) for found in results.values()] == [2, 2]
+    assert capsys.readouterr().out.splitlines()[0].endswith("    5.00 trained tokens/s,     10 MiB, loss 1.000")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("sft grpo --steps 3", "more than the 3 warm-up steps"),
+        ("episodes --batch_size 60", "must be a multiple of 8"),
+        ("grpo --batch_size 16 --trl_micro_batch 3", "must be a multiple of 8 and of --trl_micro_batch"),
+    ],
+)
+def test_steps_and_batches_that_a_method_cannot_train_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        load("vs_trl").parse(words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_flags_of_all_variants_are_flags_of_their_commands(tmp_path, monkeypatch):
+    comparison, lines = load("vs_trl"), []
+    monkeypatch.setattr(comparison, "run_quietly", lambda line, **_: lines.append([str(word) for word in line[3:]]))
+    monkeypatch.setattr(comparison, "read_metrics", lambda _: [])
+    for name, method in comparison.METHODS.items():
+        setting = comparison.Setting(name, tmp_path, tmp_path, tmp_path, tmp_path, 2, 16, 8, 1e-3)
+        for variant in method.rlhf:
+            with suppress(ValueError):  # an online run without metrics has no memory
+                comparison.run(setting, variant)
+    assert len(lines) == sum(len(method.rlhf) for method in comparison.METHODS.values())
+    for line in lines:
+        check(line)
 
 
 def test_both_programs_are_rewarded_alike():
-    reward = load("grpo_reward")
+    reward = load("trl_task")
     assert reward.reward_func(["1 + 1? It is 2", "1 + 1? "], ["1 + 1? "] * 2, [None, None]) == [2 / 7, 0.0]
     assert reward.trl_reward(["It is 2", ""], prompts=["1 + 1? "] * 2) == [2 / 7, 0.0]
 
 
-def test_grpo_gets_the_prompts_of_every_step_in_the_order_of_rlhf(tmp_path):
+def test_grpo_gets_the_prompts_of_every_step_in_the_order_of_rlhf(tmp_path, monkeypatch):
     from rlhf_cli.config.train import BatchConfig
     from rlhf_cli.data.sampling import StepBatches
 
-    grpo, setting = load("grpo_vs_trl"), load("setting")
-    rows = setting.write_word_problems(tmp_path / "rows.jsonl", num_rows=5)
+    data = load("vs_trl_data")
+    rows = load("common").write_word_problems(tmp_path / "rows.jsonl", num_rows=5)
     problems = [json.loads(line)["question"] for line in rows.read_text().splitlines()]
     tokenizer = train_tokenizer(problems, vocab_size=400)
-    given = load("comparison").Setting(tmp_path, rows, tmp_path / "out", tmp_path, 2, 16, 8, 1e-3)
-    grpo.write_rows(given, tokenizer)
-    written = [json.loads(line) for line in given.tokenised.read_text().splitlines()]
+    monkeypatch.setattr(data, "load_tokenizer", lambda _: tokenizer)
+    path = data.in_step_order(
+        tmp_path / "prompts.jsonl", data.grpo_rows(tmp_path, rows, responses=8), rows_per_step=2, steps=2
+    )
+    written = [json.loads(line) for line in path.read_text().splitlines()]
     order = StepBatches(5, batch_size=2, epochs=1, seed=BatchConfig().seed)
     taken = [problems[int(number)] for step in order[:2] for number in step]
-    assert all(problem in row["prompt"] for problem, row in zip(taken, written, strict=True))
-    assert tokenizer(written[0]["prompt"])["input_ids"] == written[0]["prompt_ids"]
+    assert all(problem in row["prompt"] for problem, row in zip(taken, written[:4], strict=True))
 
 
-def test_the_driver_is_timed_at_toy_size_and_growth_is_a_power_of_the_samples(tmp_path):
-    bench = load("controller_time")
-    assert bench.growth({16: 5.0, 64: 1.0, 256: 4.0, 1024: 16.0}) == pytest.approx(1.0)
-    assert bench.growth({16: 5.0, 64: 1.0, 256: 16.0, 1024: 256.0}) == pytest.approx(2.0)
-    material = bench.Material(8)
-    found = bench.iteration_seconds(material, num_samples=16, num_ranks=3, iterations=2)
-    assert len(found) == 2
-    assert min(found) > 0
-    times = {ranks: {16: 0.002, 32: 0.004, 64: 0.008} for ranks in (1, 8)}
-    assert "| 64 | 8.0 | 8.0 | 125 |" in bench.table(times)
-    assert "| power of the samples | 1.00 | 1.00 | |" in bench.table(times)
-    assert bench.page(times).count("<svg") == 1
+def test_both_programs_get_the_pairs_of_every_step_in_the_same_order(tmp_path, monkeypatch):
+    from chat_tokenizers import GENERATION, make_tokenizer
 
-
-def test_both_programs_get_the_pairs_of_every_step_in_the_same_order(tmp_path):
-    comparison = load("preference_vs_trl")
-    methods = {name: rows_of_steps(comparison, name, tmp_path) for name in comparison.METHODS}
+    tokenizer = make_tokenizer(GENERATION)
+    monkeypatch.setattr(load("vs_trl_data"), "load_tokenizer", lambda _: tokenizer)
+    methods = {name: rows_of_steps(name, tmp_path) for name in ("dpo", "rm", "kto")}
     for step in range(2):
         pairs, whole, responses = (methods[name][step] for name in ("dpo", "rm", "kto"))
         assert len(pairs) == len(whole) == 3
@@ -212,16 +209,14 @@ def test_both_programs_get_the_pairs_of_every_step_in_the_same_order(tmp_path):
     assert sides["dpo"] == sides["kto"]
 
 
-def rows_of_steps(comparison, name, folder):
+def rows_of_steps(name, folder):
     """The rows that TRL would get for both steps of three pairs."""
-    from chat_tokenizers import GENERATION, make_tokenizer
-
-    method = comparison.METHODS[name]
-    pairs = comparison.write_pairs(folder / "pairs.jsonl", comparison.made_up_pairs(6), 6)
-    setting = comparison.Setting(folder, pairs, folder / f"{name}.jsonl", folder, 2, 3 * method.rows_of_pair, 1, 1e-4)
-    comparison.write_tokenised(setting, method, make_tokenizer(GENERATION))
-    rows = [json.loads(line) for line in setting.tokenised.read_text().splitlines()]
-    return [rows[: setting.batch_size], rows[setting.batch_size :]]
+    data, method = load("vs_trl_data"), load("vs_trl").METHODS[name]
+    pairs = data.write_rows(folder / "pairs.jsonl", data.sample_pairs(data.synthetic_pairs(6), 6))
+    size = 3 * method.rows_of_unit
+    path = data.in_step_order(folder / f"{name}.jsonl", method.rows(folder, pairs), rows_per_step=size, steps=2)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [rows[:size], rows[size:]]
 
 
 def tokens_of(steps):
@@ -240,80 +235,13 @@ def test_marked_solutions_are_read_as_pairs(tmp_path):
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     pair = {"prompt": "1 + 1?", "chosen": "#### 2", "rejected": "#### 3"}
-    assert load("preference_vs_trl").read_pairs(tmp_path / "rows.jsonl") == [pair]
+    assert load("vs_trl_data").read_pairs(tmp_path / "rows.jsonl") == [pair]
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
-    assert load("preference_vs_trl").read_pairs(tmp_path / "pairs.jsonl") == [pair]
-
-
-def test_the_data_benchmark_refuses_ways_that_do_not_make_the_same_tokens(tmp_path, monkeypatch):
-    from chat_tokenizers import GENERATION, make_tokenizer
-
-    data = load("data_speed")
-    make_tokenizer(GENERATION).save_pretrained(tmp_path / "model")
-    rows = data.write_rows(tmp_path / "rows.jsonl", 20)
-    setting = data.Setting(tmp_path, rows, str(tmp_path / "model"))
-    monkeypatch.setattr(data, "by_trl", lambda setting, num_proc: data.by_rlhf(setting))
-    assert set(data.one_round(setting)) == {"rlhf", "rlhf, cached", "TRL", f"TRL, {os.cpu_count()} processes"}
-    assert (tmp_path / "cache" / "rlhf").is_dir()
-    monkeypatch.setattr(data, "by_trl", lambda setting, num_proc: data.Prepared(1.0, tokens=7, trained=5))
-    with pytest.raises(SystemExit, match="do not make the same tokens"):
-        data.one_round(setting)
-
-
-@pytest.mark.parametrize("command", ["sft", "dpo"])
-def test_rows_of_the_scaling_benchmark_have_exactly_the_length_that_is_asked_for(tmp_path, command):
-    from rlhf_cli.config.data import DataConfig, PreferenceDataConfig
-    from rlhf_cli.data.preference_data import load_pairs
-    from rlhf_cli.data.sft_data import load_sft_sequences
-
-    scaling, rng = load("scaling"), random.Random(0)
-    problems = (load("setting").word_problem(rng) for _ in range(300))
-    tokenizer = train_tokenizer((text for problem in problems for text in problem.values()), vocab_size=2048)
-    path = str(scaling.write_rows(tmp_path / "rows.jsonl", command, length=128, num_rows=3))
-    if command == "sft":
-        config = DataConfig(dataset=path, max_len=128)
-        data = load_sft_sequences(config, tokenizer, dataset=path, split="train", seed=0)
-        assert data.lengths.tolist() == [128] * 3
-    else:
-        pairs = load_pairs(
-            PreferenceDataConfig(dataset=path, max_len=128), tokenizer, dataset=path, split="train", seed=0
-        )
-        assert (pairs.prompt_lengths + pairs.chosen_lengths).tolist() == [128] * 3
-        assert (pairs.prompt_lengths + pairs.rejected_lengths).tolist() == [128] * 3
-
-
-def test_scaling_is_told_by_the_time_of_a_token():
-    scaling = load("scaling")
-    points = [
-        scaling.Point("dpo", length=128, rows=32, seconds=1.0, peak_memory=900.0),
-        scaling.Point("dpo", length=2048, rows=2, seconds=1.5, peak_memory=1000.0),
-    ]
-    lines = scaling.table(points).splitlines()
-    assert lines[2] == "| dpo | 128 | 32 | 8,192 | 1.00 | 122 | 1.00 | 900 |"
-    assert lines[3] == "| dpo | 2,048 | 2 | 8,192 | 1.50 | 183 | 1.50 | 1,000 |"
-    page = scaling.page([("Length", "length", points)])
-    assert page.count("<svg") == 2
-    assert page.count("<circle") == 4  # each point in both charts, and nothing that was not measured
-    assert "| dpo | 2,048 | 2 |" in page
-
-
-@pytest.mark.e2e  # two DeepSpeed processes, whose operator compiles on first use
-def test_ranks_that_share_a_sequence_are_measured_at_toy_size():
-    found = load("sequence_parallel").in_children("ulysses", 96)
-    assert 0 < found.communication < found.seconds
-    assert found.peak_bytes > 0
-
-
-def test_ranks_that_share_a_sequence_stand_beside_ranks_with_one_each():
-    bench = load("sequence_parallel")
-    alone = bench.Figures(peak_bytes=400 << 20, seconds=2.0, communication=0.0)
-    shared = bench.Figures(peak_bytes=200 << 20, seconds=1.25, communication=0.25)
-    assert bench.line(1000, "alone", alone, alone) == "| 1,000 | alone | 1,000 | 1.00 | 400 | 1.00 | 0.0% |"
-    assert bench.line(1000, "gather", shared, alone) == "| 1,000 | gather | 800 | 0.80 | 200 | 2.00 | 20.0% |"
+    assert load("vs_trl_data").read_pairs(tmp_path / "pairs.jsonl") == [pair]
 
 
 def test_padded_batches_keep_every_sequence_within_the_bound():
-    gpu = load("gpu_training")
+    gpu = load("gpu")
     lengths = [5, 90, 10, 40, 41, 3, 100]
     sequences = [gpu.TokenSequence(np.full(n, n, np.int32), np.arange(n) >= 1) for n in lengths]
     batches = gpu.padded_batches(sequences, max_tokens=120, by_length=True)
@@ -323,7 +251,7 @@ def test_padded_batches_keep_every_sequence_within_the_bound():
 
 
 def test_flops_of_a_small_shape_worked_out_by_hand():
-    gpu = load("gpu_training")
+    gpu = load("gpu")
     config = gpu.Qwen2Config(
         hidden_size=8,
         intermediate_size=16,
@@ -348,8 +276,8 @@ def test_peaks_are_found_by_the_name_of_the_gpu():
 def test_packing_and_logits_are_measured_at_toy_size():
     import torch
 
-    gpu, parts = load("gpu"), load("gpu_training")
-    scale = parts.Scale("tiny", torch.device("cpu"), num_sequences=3, max_tokens=256, max_length=64, repeats=1)
+    gpu = load("gpu")
+    scale = gpu.Scale("tiny", torch.device("cpu"), num_sequences=3, max_tokens=256, max_length=64, repeats=1)
     rows = list(gpu.rows_of(("packing", "logits"), scale, None))
     assert [row.setting for row in rows] == [
         "packed, varlen",
@@ -359,13 +287,13 @@ def test_packing_and_logits_are_measured_at_toy_size():
         "whole logits, 256 x 512",
     ]
     assert all(value > 0 for row in rows for value in row.figures.values())
-    assert gpu.table(rows).splitlines()[2].startswith("| packing | packed, varlen | ")
+    assert gpu.figures_table(rows).splitlines()[2].startswith("| packing | packed, varlen | ")
 
 
 def test_packed_and_padded_losses_of_the_gpu_benchmark_agree():
     import torch
 
-    parts = load("gpu_training")
+    parts = load("gpu")
     scale = parts.Scale("tiny", torch.device("cpu"), num_sequences=3, max_tokens=256, max_length=64)
     sequences = parts.make_sequences(scale)
     model = parts.make_model(scale, "varlen").float()
@@ -387,20 +315,8 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_sentence(monkeypatch, ca
     assert printed.out == ""
 
 
-def test_loading_a_checkpoint_is_timed_at_its_own_stage_and_at_another(tmp_path, group_of_one):
-    bench = load("checkpoint_conversion")
-    bench.save_model(tmp_path / "model", hidden=64, layers=1)
-    rows = list(bench.measure(tmp_path / "model", tmp_path, [2, 0], repeats=1))
-    assert [(row.saved, row.stage) for row in rows] == [(2, 2), (2, 0), (0, 2), (0, 0)]
-    parameters = 4096 * 64 + 3 * 64 + 3 * 64 * 256 + (4 * 64 + 3) * 64  # embeddings, norms, MLP, attention with biases
-    assert all(row.num_bytes == pytest.approx(14 * parameters, rel=0.05) for row in rows)
-    assert all(row.seconds > 0 for row in rows)
-    assert bench.Loaded(2, 3, 2_000_000_000, 3.0).row() == "| 2 | 3 | cut anew | 2.000 | 3.00 | 1.50 |"
-    assert not (tmp_path / "stage2").exists()
-
-
 def test_photos_are_files_much_smaller_than_their_pixels(tmp_path):
-    memory = load("picture_memory")
+    memory = load("online")
     rows = [json.loads(line) for line in memory.write_photos(tmp_path, 2).read_text().splitlines()]
     files = [tmp_path / row["images"][0] for row in rows]
     assert len({file.read_bytes() for file in files}) == 2
@@ -408,25 +324,9 @@ def test_photos_are_files_much_smaller_than_their_pixels(tmp_path):
     assert all(row["prompt"].startswith("<image>") for row in rows)
 
 
-def test_sampling_ahead_is_measured_by_the_waits_of_both_sides():
-    bench = load("async_overlap")
-    ways = [bench.Way(0), bench.Way(1), bench.Way(2, partial=True)]
-    found = {way: bench.overlap(way, training=0.02, sampling=0.02, spread=0.0, iterations=3) for way in ways}
-    assert found[ways[0]].seconds >= 0.04
-    assert all(0 <= share <= 1 for one in found.values() for share in (one.actor_waited, one.engines_waited))
-    table = bench.table(found | {ways[0]: bench.Overlap(0.04, 0.5, 0.5)})
-    assert "| 0 | 25.00 | 1.00 | 50% | 50% |" in table
-    assert "| 2, partial |" in table
-
-
-def test_a_schedule_is_compared_with_the_tokens_alone_of_its_own_round():
-    seconds = {"tokens alone": [2.0, 4.0], "step": [3.0, 5.0], "free": [2.0, 6.0]}
-    assert load("episode_latency").ratios(seconds) == {"step": [1.5, 1.25], "free": [1.0, 1.5]}
-
-
 def test_a_demonstration_of_the_trail_follows_it_to_the_end():
-    trail = load("trail")
-    *messages, last = load("episodes_vs_trl").demonstration(random.Random(0), [])["messages"]
+    trail = load("trl_task")
+    *messages, last = load("vs_trl_data").demonstration(random.Random(0), [])["messages"]
     calls = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
     places = [call["arguments"]["place"] for call in calls]
     player = trail.Trail()
@@ -435,3 +335,10 @@ def test_a_demonstration_of_the_trail_follows_it_to_the_end():
     assert [player.look(place) for place in places] == found
     assert player.get_reward() == 1.0
     assert last["content"] == f"The {trail.next_place(places[-1])}."
+
+
+def test_every_benchmark_on_a_page_exists_and_every_benchmark_is_on_a_page():
+    pages = "".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+    named = set(re.findall(r"(?<!:)benchmarks/(\w+\.py)", pages))  # COMMIT:benchmarks/NAME.py was removed since
+    programs = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
+    assert programs - {"gpu_check.py", "trl_run.py"} <= named <= programs

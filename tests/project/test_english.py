@@ -34,7 +34,7 @@ EXCESS = {
     "rlhf_cli/runs": 85,
     "rlhf_cli/tracking": 15,
     "rlhf_cli/trainers": 95,
-    "benchmarks": 80,
+    "benchmarks": 75,
     "tests": 90,
     "pages": 10,
 }

@@ -22,7 +22,7 @@ def load(name):
 
 
 def all_steps(folder):
-    return load("gpu_steps").steps(load("gpu_steps").Files(folder / "model", folder / "rows.jsonl", folder / "out"))
+    return load("gpu_check").steps(load("gpu_check").Files(folder / "model", folder / "rows.jsonl", folder / "out"))
 
 
 def check_tests(words):
@@ -61,9 +61,9 @@ def test_a_continued_run_has_the_words_of_the_interrupted_one(tmp_path):
 
 def step_of(*sources, **changes):
     """A step of Python programs."""
-    gpu_steps = load("gpu_steps")
-    made = {"seconds": 30, "figures": gpu_steps.last_line} | changes
-    return gpu_steps.Step(4, "a step", tuple(gpu_steps.Command(("-c", source), **made) for source in sources))
+    gpu_check = load("gpu_check")
+    made = {"seconds": 30, "figures": gpu_check.last_line} | changes
+    return gpu_check.Step(4, "a step", tuple(gpu_check.Command(("-c", source), **made) for source in sources))
 
 
 def outcomes(step, folder, *, gpu_memory=lambda: None):
@@ -111,7 +111,7 @@ def test_the_most_gpu_memory_in_use_is_a_figure(tmp_path):
 
 
 def test_figures_that_cannot_be_read_leave_a_command_that_succeeded_ok(tmp_path):
-    figures = load("gpu_steps")._metrics_of(tmp_path / "none")
+    figures = load("gpu_check")._metrics_of(tmp_path / "none")
     (one,) = outcomes(step_of("pass", figures=figures), tmp_path)
     assert one.result == "ok"
     assert one.figures.startswith("no figures: FileNotFoundError")
@@ -137,24 +137,24 @@ def test_findings_of_the_doctor_that_are_not_ok_are_its_figures():
     output = (
         "rlhf-cli 1\n\n| status | part | finding |\n|---|---|---|\n| ok | torch | 2 |\n| warning | nvcc | missing |"
     )
-    assert load("gpu_steps")._findings(output) == "2 findings; nvcc: missing"
+    assert load("gpu_check")._findings(output) == "2 findings; nvcc: missing"
 
 
 def test_the_speed_of_a_generation_is_the_figure_of_its_summary():
     output = (
         "chunk 1/1  424 tokens/s\n\nFinished: 1/1 chunks in 38s\n  speed                424 tokens/s\n  Responses  x\n"
     )
-    assert load("gpu_steps")._speed(output) == "424 tokens/s"
+    assert load("gpu_check")._speed(output) == "424 tokens/s"
 
 
 def test_the_last_table_of_the_benchmark_is_its_figures():
     row = "| training | ZeRO-2 | 5 MFU % |"
     output = f"{row}\n\n| part | setting | figures |\n|---|---|---|\n{row}"
-    assert load("gpu_steps")._last_table(output) == "training: ZeRO-2: 5 MFU %"
+    assert load("gpu_check")._last_table(output) == "training: ZeRO-2: 5 MFU %"
 
 
 def test_a_command_is_shown_as_it_is_typed():
-    shown = [load("gpu_steps").Command(tuple(shlex.split(words)), 1, str) for words in SHOWN]
+    shown = [load("gpu_check").Command(tuple(shlex.split(words)), 1, str) for words in SHOWN]
     assert [command.shown for command in shown] == list(SHOWN.values())
 
 

@@ -1,0 +1,496 @@
+"""`rlhf` and TRL on the same model, data and machine, in turns.
+
+    python benchmarks/vs_trl.py sft [--model FILE.gguf --learning_rate 1e-5] [--dataset rows.jsonl] [--steps 12]
+    python benchmarks/vs_trl.py dpo kto rm [--dataset pairs.jsonl] [--runs 3] [--only "rlhf bf16" "TRL bf16"]
+    python benchmarks/vs_trl.py vision_sft vision_dpo
+    python benchmarks/vs_trl.py grpo episodes
+
+Creates a small model and data, and installs TRL, in `--folder`, which later runs reuse. Each run is a process of its
+own. Both programs start from the same weights and train the same tokens in the same order with the same batch size,
+optimizer and schedule. Prints speed without warm-up steps, the ratio to TRL's best setting, peak memory, and the
+distance of the loss curves or the curves of the reward.
+
+sft            11M-parameter Qwen2; TRL packs rows in its own way, so packed losses are not compared
+dpo, kto, rm   trained tokens are those of both responses; kto trains two responses for each pair; memory, but not
+               speed, includes a precomputed reference. TRL 1.16 ignores padding_free for dpo. The programs
+               choose different mismatched responses for kto's baseline, so losses are compared without one
+               (apo_zero_unpaired).
+vision_*       14M-parameter Qwen2.5-VL, rows with 0 to 2 images. TRL gets text, tokenises it, resizes images with
+               torchvision instead of Pillow (a few pixels differ by one), and pads.
+grpo           8 responses of up to 128 tokens to each prompt, rewarded for vowels; one optimizer step, no reference.
+               `rlhf` generates with vLLM, TRL with transformers, its only engine on a CPU. An untrained model
+               ends about 1 of 4,096 responses at each token, so nearly all have 128. Responses differ, as samplers
+               do; reward curves must agree. The memory of `rlhf` is the sum of its processes.
+episodes       grpo with the environment of trl_task.py, which `rlhf sft` first teaches the model to use: 4 turns of
+               about 30 tokens in both programs, with the chat template of Qwen2.5, whose tool calls TRL parses
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import vs_trl_data as data
+from common import (
+    FOLDER,
+    RLHF,
+    machine,
+    make_model,
+    make_parser,
+    read_metrics,
+    run_quietly,
+    table,
+    write_rows,
+    write_word_problems,
+)
+from trl_task import STEPS
+
+TRL = "trl==1.16.*"
+BETAS = (0.9, 0.95)
+WARM_UP_SHARE, MIN_LR = 0.1, 0.1
+OPTIMIZER_FLAGS = ["--adam_betas", *BETAS, "--lr_warmup_ratio", WARM_UP_SHARE, "--min_lr_ratio", MIN_LR]
+PACKED_LENGTH = 1024
+"""TRL's default max_length."""
+RESPONSES = 8
+NUM_ROWS = 1000
+"""At least so many rows with images."""
+UNPAIRED = "apo_zero_unpaired"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds, trained units, and loss or reward of each step of one process, and its peak memory in MiB."""
+
+    seconds: list[float]
+    trained: list[float]
+    curve: list[float]
+    peak_memory: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The trained unit of a comparison, the metric of its curve, and the first steps, which do not count."""
+
+    unit: str
+    curve: str
+    warm_up_steps: int
+
+    def speed(self, result: Result) -> float:
+        """Return the units trained per second after the warm-up."""
+        return sum(result.trained[self.warm_up_steps :]) / sum(result.seconds[self.warm_up_steps :])
+
+
+TOKENS = Measure("trained tokens", "loss", warm_up_steps=3)
+SAMPLES = Measure("trained samples", "reward", warm_up_steps=1)
+EPISODES = Measure("trained episodes", "reward", warm_up_steps=1)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A training method in both programs.
+
+    `rlhf` has the flags, `trl` the settings of each variant, beside `flags` and `settings` of all. `batch_size`
+    counts `unit`; `rows_of_unit` rows of the data train as one, each with `responses` responses. `compared` names
+    the variants whose losses are compared.
+    """
+
+    command: str
+    rows: Callable[[Path, Path], Iterable[data.Row]]
+    rlhf: dict[str, list[Any]]
+    trl: dict[str, dict[str, Any]]
+    flags: list[Any] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=lambda: {"max_length": None})
+    measure: Measure = TOKENS
+    unit: str = "rows"
+    steps: int = 12
+    batch_size: int = 32
+    rows_of_unit: int = 1
+    responses: int = 1
+    learning_rate: float = 1e-4
+    compared: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def variants(self) -> list[str]:
+        """Return the names of all variants."""
+        return [*self.rlhf, *self.trl]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The inputs of both programs; `tokenised` are the rows of `dataset` for TRL, and batches count responses."""
+
+    method: str
+    folder: Path
+    dataset: Path
+    tokenised: Path
+    model: Path
+    steps: int
+    batch_size: int
+    trl_micro_batch: int
+    learning_rate: float
+
+
+BF16, FP32, COMPILED = ["--param_dtype", "bf16"], ["--param_dtype", "fp32"], ["--compile_model"]
+PLAIN = {"rlhf bf16": BF16, "rlhf fp32": FP32}
+OFFLINE = PLAIN | {"rlhf bf16 compiled": [*BF16, *COMPILED], "rlhf fp32 compiled": [*FP32, *COMPILED]}
+PREFERENCE = OFFLINE | {"rlhf fp32 small packs": [*FP32, "--train_max_tokens_per_gpu", 4096]}
+TRL_FP32, TRL_BF16 = {"dtype": "float32", "bf16": False}, {"dtype": "bfloat16", "bf16": False}
+TRL_AUTOCAST = {"dtype": "float32", "bf16": True}
+TRL_PLAIN: dict[str, dict[str, Any]] = {"TRL fp32": TRL_FP32, "TRL bf16 autocast": TRL_AUTOCAST, "TRL bf16": TRL_BF16}
+PRECOMPUTED: dict[str, list[Any]] = {
+    f"{name} precomputed": [*flags, "--precompute_ref_log_probs"] for name, flags in PLAIN.items()
+}
+TRL_PRECOMPUTED: dict[str, dict[str, Any]] = {
+    f"{name} precomputed": settings | {"precompute_ref_log_probs": True} for name, settings in TRL_PLAIN.items()
+}
+COMPARED = dict.fromkeys(("rlhf bf16", "rlhf fp32", "TRL bf16 autocast", "TRL bf16"), "TRL fp32")
+ENGINE_PER_CORE = ["--vllm_num_engines", os.cpu_count() or 1]
+GRPO_COMPILED = ["--compile_model", "--no_enforce_eager"]
+TASK = Path(__file__).with_name("trl_task.py")
+GRPO = {"num_generations": RESPONSES, "temperature": 1.0, "beta": 0.0, "shuffle_dataset": False}
+
+
+def with_flags(added: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return online variants of `rlhf` in both number types with each of the added flags."""
+    types = {"fp32": FP32, "bf16": BF16}
+    return {f"rlhf {name}{also}": [*dtype, *flags] for name, dtype in types.items() for also, flags in added.items()}
+
+
+def with_settings(added: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return online variants of TRL in both number types with each of the added settings."""
+    types = {"TRL fp32": TRL_FP32, "TRL bf16": TRL_BF16}
+    return {f"{name}{also}": dtype | own for also, own in added.items() for name, dtype in types.items()}
+
+
+METHODS = {
+    "sft": Method(
+        "sft",
+        data.sft_rows,
+        OFFLINE,
+        TRL_PLAIN | {"TRL bf16 packed": TRL_BF16 | {"packing": True}, "TRL fp32 packed": TRL_FP32 | {"packing": True}},
+        settings={"completion_only_loss": True, "max_length": None},
+        learning_rate=1e-3,
+        compared=COMPARED,
+    ),
+    "dpo": Method(
+        "dpo", data.dpo_rows, PREFERENCE | PRECOMPUTED, TRL_PLAIN | TRL_PRECOMPUTED, unit="pairs", compared=COMPARED
+    ),
+    "kto": Method(
+        "kto",
+        data.kto_rows,
+        PREFERENCE | PRECOMPUTED | {f"rlhf fp32 {UNPAIRED}": [*FP32, "--loss", UNPAIRED]},
+        TRL_PLAIN | TRL_PRECOMPUTED | {f"TRL fp32 {UNPAIRED}": TRL_FP32 | {"loss_type": UNPAIRED}},
+        unit="pairs",
+        rows_of_unit=2,
+        compared={f"rlhf fp32 {UNPAIRED}": f"TRL fp32 {UNPAIRED}"},
+    ),
+    "rm": Method("rm", data.rm_rows, PREFERENCE, TRL_PLAIN, unit="pairs", compared=COMPARED),
+    "vision_sft": Method("sft", data.vision_sft_rows, PLAIN, TRL_PLAIN, learning_rate=1e-3, compared=COMPARED),
+    "vision_dpo": Method(
+        "dpo",
+        data.vision_dpo_rows,
+        PLAIN,
+        TRL_PLAIN,
+        flags=[word for name, column in data.VISION_KEYS.items() for word in (f"--{name}", column)],
+        compared=COMPARED,
+    ),
+    "grpo": Method(
+        "grpo",
+        partial(data.grpo_rows, responses=RESPONSES),
+        with_flags(
+            {
+                "": [],
+                ", compiled": GRPO_COMPILED,
+                ", engine per core": ENGINE_PER_CORE,
+                ", engine per core, compiled": [*ENGINE_PER_CORE, *GRPO_COMPILED],
+            }
+        ),
+        with_settings(
+            {
+                "": {},
+                " at once": {"at_once": True},
+                " continuous": {"at_once": True, "use_transformers_continuous_batching": True},
+            }
+        )
+        | {"TRL bf16 autocast": TRL_AUTOCAST, "TRL bf16 compiled": TRL_BF16 | {"torch_compile": True}},
+        flags=["--reward_func", TASK, "--max_new_tokens", data.MAX_NEW_TOKENS, "--max_len", data.MAX_LEN],
+        settings=GRPO | {"max_completion_length": data.MAX_NEW_TOKENS},
+        measure=SAMPLES,
+        unit="samples",
+        batch_size=64,
+        responses=RESPONSES,
+        learning_rate=1e-3,
+    ),
+    "episodes": Method(
+        "grpo",
+        partial(data.episode_rows, responses=RESPONSES),
+        with_flags({"": [], ", engine per core": ENGINE_PER_CORE}),
+        with_settings({"": {}, " at once": {"at_once": True}}),
+        flags=[
+            *("--environment", TASK, "--max_turns", STEPS + 1),
+            *("--max_new_tokens", data.TURN_TOKENS, "--max_len", data.EPISODE_MAX_LEN),
+        ],
+        settings=GRPO | {"max_completion_length": data.TURN_TOKENS * (STEPS + 1), "max_tool_calling_iterations": STEPS},
+        measure=EPISODES,
+        unit="episodes",
+        steps=8,
+        batch_size=64,
+        responses=RESPONSES,
+        learning_rate=1e-5,
+    ),
+}
+ALL_VARIANTS = list(dict.fromkeys(name for method in METHODS.values() for name in method.variants))
+
+
+def run(setting: Setting, name: str) -> Result:
+    """Run a variant once."""
+    method = METHODS[setting.method]
+    if name in method.rlhf:
+        return run_rlhf(setting, method, name)
+    return run_trl(setting, method, name, **method.trl[name])
+
+
+def run_rlhf(setting: Setting, method: Method, name: str) -> Result:
+    """Run a command of `rlhf`."""
+    is_online = method.responses > 1
+    output = setting.folder / f"{setting.method}_{name}".replace(" ", "_")
+    line = [*RLHF, method.command, "--pretrain", setting.model, "--output", output, "--overwrite"]
+    line += ["--train_batch_size", setting.batch_size, *OPTIMIZER_FLAGS, *method.flags, *method.rlhf[name]]
+    if is_online:
+        line += ["--prompt_data", setting.dataset, "--actor_learning_rate", setting.learning_rate]
+        line += ["--rollout_backend", "vllm", "--rollout_batch_size", setting.batch_size // method.responses]
+        line += ["--n_samples_per_prompt", method.responses, "--init_kl_coef", 0, "--max_iterations", setting.steps]
+    else:
+        line += ["--dataset", setting.dataset, "--learning_rate", setting.learning_rate]
+        line += ["--max_steps", setting.steps, "--max_epochs", 1]
+    peak = run_quietly(line, log=setting.folder / "rlhf.log", environment=empty_cache(setting.folder))
+    steps = read_metrics(output)
+    seconds, curve = ([step[key] for step in steps] for key in ("time/step", method.measure.curve))
+    if is_online:
+        memory = max(step["memory/host_gib"] for step in steps) * 1024
+        return Result(seconds, [setting.batch_size] * len(steps), curve, memory)
+    return Result(seconds, [step["num_tokens"] for step in steps], curve, peak)
+
+
+def run_trl(
+    setting: Setting,
+    method: Method,
+    name: str,
+    *,
+    dtype: str,
+    at_once: bool = False,
+    **own: Any,
+) -> Result:
+    """Run a TRL trainer (trl_run.py); `at_once` computes a step in one micro-batch."""
+    micro_batch = setting.batch_size if at_once else setting.trl_micro_batch
+    settings = {
+        "max_steps": setting.steps,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": max(1, setting.batch_size // micro_batch),
+        "learning_rate": setting.learning_rate,
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": MIN_LR},
+        "warmup_steps": round(WARM_UP_SHARE * setting.steps),
+        **method.settings,
+        **(packed_shape(setting) if own.get("packing") else {}),
+        **own,
+    }
+    result = setting.folder / f"{setting.method} {name}.result.json".replace(" ", "_")
+    spec: dict[str, Any] = {
+        "trainer": setting.method,
+        "model": str(setting.model),
+        "rows": str(setting.tokenised),
+        "dtype": dtype,
+    }
+    spec |= {"output": str(setting.folder / "trl_output"), "result": str(result), "settings": settings}
+    specification = setting.folder / "trl_run.json"
+    specification.write_text(json.dumps(spec))
+    path = [setting.folder / "trl", *([Path(sys.prefix) / "torchvision"] if "vision" in setting.method else [])]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, path)), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    peak = run_quietly(
+        [sys.executable, Path(__file__).with_name("trl_run.py"), specification],
+        log=setting.folder / "trl_run.log",
+        environment=environment | empty_cache(setting.folder),
+    )
+    return Result(**json.loads(result.read_text()), peak_memory=peak)
+
+
+def packed_shape(setting: Setting) -> dict[str, int]:
+    """Return the settings of packed rows, as many as hold about as many tokens as a batch of sequences."""
+    with setting.tokenised.open() as lines:
+        lengths = [len(json.loads(line)["input_ids"]) for line in lines]
+    num_rows = max(1, round(setting.batch_size * statistics.mean(lengths) / PACKED_LENGTH))
+    return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_rows, "max_length": PACKED_LENGTH}
+
+
+def empty_cache(folder: Path) -> dict[str, str]:
+    """Return an environment in which neither program finds cached data or log-probs of an earlier run."""
+    cache = folder / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    return {"XDG_CACHE_HOME": str(cache), "HF_DATASETS_CACHE": str(cache / "datasets")}
+
+
+def install_trl(folder: Path) -> None:
+    """Install TRL without its dependencies, which are installed already, in a folder of its own."""
+    if not (folder / "trl" / "trl").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "trl"), TRL]
+        subprocess.run(command, check=True)
+
+
+def prepare(name: str, args: argparse.Namespace) -> Setting:
+    """Create the inputs of a method in the folder."""
+    method, folder = METHODS[name], args.folder
+    steps, batch_size = args.steps or method.steps, args.batch_size or method.batch_size
+    dataset, model = inputs(name, args, num_rows=steps * batch_size // method.responses)
+    rows = data.in_step_order(
+        folder / f"{name}_rows.jsonl",
+        method.rows(model, dataset),
+        rows_per_step=batch_size * method.rows_of_unit // method.responses,
+        steps=steps,
+    )
+    return Setting(
+        method=name,
+        folder=folder,
+        dataset=dataset,
+        tokenised=rows,
+        model=model,
+        steps=steps,
+        batch_size=batch_size * method.rows_of_unit,
+        trl_micro_batch=args.trl_micro_batch * method.rows_of_unit,
+        learning_rate=args.learning_rate or method.learning_rate,
+    )
+
+
+def inputs(name: str, args: argparse.Namespace, *, num_rows: int) -> tuple[Path, Path]:
+    """Return the data set, with `num_rows` rows or more, and the model of a method."""
+    from rlhf_cli.models.finding import resolve_model_path
+
+    folder: Path = args.folder
+    if name == "episodes":
+        rng = random.Random(2)
+        prompts = write_rows(folder / "trails.jsonl", [data.trail_prompt(rng) for _ in range(num_rows)])
+        return prompts, data.make_trail_model(folder)
+    if "vision" in name:
+        problems = data.write_vision_problems(folder, num_rows=max(NUM_ROWS, num_rows))
+        return problems, data.make_vision_model(folder, problems)
+    given = None if args.model is None else Path(resolve_model_path(args.model))
+    if METHODS[name].unit != "pairs":
+        dataset = args.dataset or write_word_problems(folder / "rows.jsonl")
+        return dataset, given or make_model(folder, dataset)
+    pairs = data.read_pairs(args.dataset) if args.dataset else data.synthetic_pairs(max(4000, num_rows))
+    text = write_rows(folder / "pair_text.jsonl", pairs)
+    model = given or make_model(folder, text, name="small_model_of_pairs")
+    dataset = write_rows(folder / "pairs.jsonl", data.sample_pairs(pairs, num_rows))
+    return dataset, data.make_reward_model(folder, model) if name == "rm" else model
+
+
+def in_turns(
+    run: Callable[[str], Result], names: Sequence[str], *, runs: int, measure: Measure = TOKENS
+) -> dict[str, list[Result]]:
+    """Return results by variant; variants take turns, so that other load on the machine affects all of them."""
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    width = max(map(len, names))
+    for name in [*names] * runs:
+        result = run(name)
+        results[name].append(result)
+        measured = f"{rounded(measure.speed(result)):>8} {measure.unit}/s, {result.peak_memory:6.0f} MiB"
+        print(f"  {name:<{width}} {measured}, {measure.curve} {result.curve[-1]:.3f}", flush=True)
+    return results
+
+
+def rounded(speed: float) -> str:
+    """Return a speed with decimals if it is small."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.2f}"
+
+
+def report(
+    results: Mapping[str, list[Result]], *, compared: Mapping[str, str] | None = None, measure: Measure = TOKENS
+) -> str:
+    """Return a table of medians over the runs with each run's ratio to TRL's best setting, and the curves."""
+    speeds = {name: [measure.speed(result) for result in found] for name, found in results.items()}
+    peers = [name for name in speeds if name.startswith("TRL")] or list(speeds)
+    best = max(peers, key=lambda name: statistics.median(speeds[name]))
+    rows = []
+    for name, found in speeds.items():
+        ratios = [own / peer for own, peer in zip(found, speeds[best], strict=True)]
+        memory = statistics.median(result.peak_memory for result in results[name])
+        end = statistics.median(result.curve[-1] for result in results[name])
+        spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+        speed = rounded(statistics.median(found))
+        rows.append((name, f"{statistics.median(ratios):.2f}", spread, speed, f"{memory:,.0f}", f"{end:.3f}"))
+    head = f"setting | ratio to {best} | range | {measure.unit}/s | peak memory, MiB | final {measure.curve}"
+    curves = reward_curves(results) if measure.curve == "reward" else loss_distances(results, compared or {})
+    return "\n".join([table(head, rows), "", *curves])
+
+
+def loss_distances(results: Mapping[str, list[Result]], compared: Mapping[str, str]) -> Iterator[str]:
+    """Yield the distance between the loss curves of each compared pair of variants."""
+    for name, anchor in compared.items():
+        if name in results and anchor in results:
+            curves = zip(results[name][0].curve, results[anchor][0].curve, strict=True)
+            distances = [abs(own - other) for own, other in curves]
+            mean, most = statistics.mean(distances), max(distances)
+            yield f"Loss of {name} against {anchor}: {mean:.4f} apart on average, {most:.4f} at most"
+
+
+def reward_curves(results: Mapping[str, list[Result]]) -> Iterator[str]:
+    """Yield a table of the rewards of all variants by step, means over their runs."""
+    means = [map(statistics.mean, zip(*(run.curve for run in found), strict=True)) for found in results.values()]
+    rows = enumerate(zip(*means, strict=True), start=1)
+    yield table(f"step | {' | '.join(results)}", ([step, *(f"{reward:.3f}" for reward in row)] for step, row in rows))
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; every method must have steps that count and whole batches."""
+    parser = make_parser(__doc__)
+    parser.add_argument("methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    parser.add_argument("--only", nargs="+", choices=ALL_VARIANTS, default=ALL_VARIANTS, metavar="SETTING")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for models, data and logs; reused")
+    parser.add_argument("--dataset", type=Path, help="jsonl with question and answer, or pairs; synthetic if absent")
+    parser.add_argument("--model", help="folder or GGUF file to train instead of the small model")
+    parser.add_argument("--learning_rate", type=float)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch_size", type=int, help="rows, pairs, samples or episodes per optimizer step")
+    parser.add_argument("--trl_micro_batch", type=int, default=8, help="rows, pairs, samples or episodes")
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args(words)
+    for method in map(METHODS.__getitem__, args.methods):
+        batch_size, warm_up = args.batch_size or method.batch_size, method.measure.warm_up_steps
+        if (args.steps or method.steps) <= warm_up:
+            parser.error(f"--steps must be more than the {warm_up} warm-up steps")
+        if method.responses > 1 and (batch_size % method.responses or batch_size % args.trl_micro_batch):
+            parser.error(f"--batch_size must be a multiple of {method.responses} and of --trl_micro_batch")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    install_trl(args.folder)
+    print(machine(), flush=True)
+    for name in (name for name in METHODS if name in args.methods):
+        method = METHODS[name]
+        if method.responses > 1:  # the roles of `rlhf` set their own number of threads, so TRL gets all cores too
+            os.environ.pop("OMP_NUM_THREADS", None)
+        setting = prepare(name, args)
+        size = args.batch_size or method.batch_size
+        print(f"\n{name}: {setting.steps} steps of {size} {method.unit}, {args.runs} runs in turns", flush=True)
+        names = [variant for variant in method.variants if variant in args.only]
+        results = in_turns(partial(run, setting), names, runs=args.runs, measure=method.measure)
+        print(report(results, compared=method.compared, measure=method.measure), flush=True)
+
+
+if __name__ == "__main__":
+    main()
