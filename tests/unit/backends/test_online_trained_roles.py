@@ -160,16 +160,16 @@ def test_a_new_dora_leaves_the_pushed_bf16_weights_as_they_are_on_disk(tiny_mode
     assert all(weight.equal(base.read(name).bfloat16()) for name, weight in engine_weights(actor).items())
 
 
-def test_packed_weights_are_dequantised_one_by_one_and_announced_by_the_layout_they_stand_for():
+def test_packed_weights_are_dequantized_one_by_one_and_announced_by_the_layout_they_stand_for():
     packed = torch.nn.Parameter(torch.tensor([[1], [2]], dtype=torch.uint8), requires_grad=False)
     packed.quant_state = SimpleNamespace(shape=torch.Size([2, 2]), dtype=torch.bfloat16)  # type: ignore[attr-defined]
     plain = torch.nn.Parameter(torch.ones(3))
     named = {"packed": packed, "plain": plain}
 
-    def dequantise(tensor, state):
+    def dequantize(tensor, state):
         return tensor.expand(state.shape).to(state.dtype) * 3
 
-    found = dict(dense([(name, p.detach()) for name, p in named.items()], named, dequantise=dequantise))
+    found = dict(dense([(name, p.detach()) for name, p in named.items()], named, dequantize=dequantize))
     assert found["packed"].tolist() == [[3, 3], [6, 6]]
     assert found["plain"].tolist() == [1, 1, 1]
     assert dense_layout(packed) == ((2, 2), torch.bfloat16)
