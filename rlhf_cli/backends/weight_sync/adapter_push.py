@@ -1,8 +1,7 @@
-"""Pushes of an adapter alone to vLLM, whose engines keep the model under it.
+"""LoRA-only weight pushes to vLLM, whose engines keep the base model.
 
-An adapter is small: its tensors and settings travel in the manifest of the push, by Ray's object store, so that they
-reach engines on every machine. vLLM reads adapters from a folder; each engine writes one for as long as its workers
-read it.
+Adapters are small, so tensors and settings travel in the push manifest through Ray's object store and reach engines on
+every machine. vLLM loads adapters from a folder, so each engine writes a temporary one until all workers have read it.
 """
 
 import json
@@ -20,47 +19,51 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import WEIGHTS_FILE, AdapterPlan, sorted_names
 from rlhf_cli.models.finding import ADAPTER_FILE
 
+# The only values that vLLM's `LoRAConfig` allows (`MaxLoRARanks`).
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's `max_lora_rank`: it reserves memory for an adapter of that rank."""
+"""Allowed values for vLLM's `max_lora_rank`, which sets the adapter memory that vLLM reserves."""
 _IN_MEMORY = Path("/dev/shm")
 
 
 class ObjectTransport:
-    """Sends pushes as arrays of bytes within their manifests; used by the process that sends.
+    """Sends a push as byte arrays inside the manifest. Used on the sending rank.
 
-    `config` are the adapter's settings by `vllm_config`.
+    `config` is the adapter configuration from `vllm_config`.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
         self._config = config
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, object]:
-        """Return the manifest with copies of the tensors."""
+        """Copy the tensors into the manifest."""
         tensors = [_packed(name, tensor) for name, tensor in named_tensors]
         return {"version": version, "config": self._config, "tensors": tensors}
 
     def close(self) -> None:
-        """Do nothing: Ray frees a manifest when nobody needs it any more."""
+        """No-op: Ray frees a manifest after the last reference is gone."""
 
 
 def adapter_manifest(named_tensors: NamedTensors, config: Mapping[str, object], *, version: int) -> dict[str, object]:
-    """Return the push of an adapter without a trainer; without tensors the model answers alone."""
+    """Build an adapter push without a trainer. An empty push disables the adapter, so the base model generates."""
     manifest = WeightSender(ObjectTransport(config)).send(named_tensors, version).manifest
     assert manifest is not None, "this transport always returns one"
     return manifest
 
 
 def _packed(name: str, tensor: torch.Tensor) -> dict[str, object]:
+    # Copy even on a CPU: gathered weights are freed when the iteration continues, and Ray serializes the manifest
+    # later. Bytes, because NumPy has no bfloat16.
     raw = tensor.to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "bytes": raw}
 
 
 def read_adapter(manifest: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
-    """Return the tensors of a push and their checksum. Raise RunError if something else arrived than was sent."""
+    """Return a push's tensors and checksum. Raises RunError if the received data differs from the sent data."""
     ledger, tensors = Ledger(), {}
     for entry in manifest["tensors"]:
-        raw = torch.from_numpy(entry["bytes"].copy())  # Ray's arrays are read-only
+        # Ray's arrays are read-only views of the object store; torch requires writable memory.
+        raw = torch.from_numpy(entry["bytes"].copy())
         tensors[entry["name"]] = raw.view(getattr(torch, entry["dtype"])).view(entry["shape"])
         ledger.add(entry["name"], tensors[entry["name"]])
     check_arrived(ledger, manifest)
@@ -69,16 +72,17 @@ def read_adapter(manifest: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], 
 
 @contextmanager
 def written_adapter(tensors: dict[str, torch.Tensor], config: Mapping[str, object]) -> Iterator[str]:
-    """Yield the path of a folder as PEFT writes it, which is removed after the block."""
-    place = _IN_MEMORY if _IN_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="rlhf-adapter-", dir=place) as folder:
+    """Write a temporary adapter folder in PEFT's format and yield the path."""
+    # Shared memory avoids disk writes on every push.
+    parent = _IN_MEMORY if _IN_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="rlhf-adapter-", dir=parent) as folder:
         (Path(folder) / ADAPTER_FILE).write_text(json.dumps(config))
         save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
         yield folder
 
 
 def vllm_config(config: Any) -> dict[str, object]:
-    """Return the settings that vLLM reads of PEFT's configuration of an adapter, as JSON."""
+    """Select the fields of a PEFT LoRA config that vLLM reads, as JSON values."""
     return {
         "peft_type": "LORA",
         "r": config.r,
@@ -91,30 +95,32 @@ def vllm_config(config: Any) -> dict[str, object]:
 
 
 def vllm_rank(*configs: Mapping[str, Any]) -> int:
-    """Return the smallest `max_lora_rank` of vLLM that holds each of the adapters."""
+    """Return vLLM's smallest `max_lora_rank` that fits all adapters."""
     highest = max(map(highest_rank, configs))
     return next(rank for rank in VLLM_RANKS if rank >= highest)
 
 
 def highest_rank(config: Mapping[str, Any]) -> int:
-    """Return the highest rank of all layers of the adapter."""
+    """Return the highest rank in any layer."""
     return max([config["r"], *config["rank_pattern"].values()])
 
 
 def check_adapter_push(plan: AdapterPlan | None, *, backend: str, sync_backend: str) -> None:
-    """Raise UsageError unless engines can take the adapter apart from its model."""
+    """Raise UsageError if the engines cannot load the adapter separately from the model."""
     flag = "--lora_push adapter"
     if plan is None:
-        raise UsageError(f"{flag} is about an adapter: give --lora_rank")
+        raise UsageError(f"{flag} requires a LoRA adapter: set --lora_rank")
     if backend != "vllm":
-        raise UsageError(f"{flag} needs vLLM; engines of --rollout_backend {backend} take merged weights")
+        raise UsageError(f"{flag} requires vLLM; --rollout_backend {backend} supports only --lora_push merged")
     if sync_backend != "auto":
-        raise UsageError(f"{flag} sends tensors through Ray: leave --vllm_sync_backend {sync_backend} away")
+        raise UsageError(f"{flag} sends tensors through Ray: remove --vllm_sync_backend {sync_backend}")
     if plan.in_4bit:
-        raise UsageError(f"{flag}: engines would have the model in 16 bits, the actor has it in 4: leave one away")
+        raise UsageError(
+            f"{flag}: engines would load the base model in 16 bits while the actor uses 4 bits; remove one of the two"
+        )
     if plan.config.use_dora:
-        raise UsageError(f"{flag}: vLLM computes no DoRA; --lora_push merged pushes it")
+        raise UsageError(f"{flag}: vLLM does not support DoRA; use --lora_push merged")
     if (rank := highest_rank(vllm_config(plan.config))) > VLLM_RANKS[-1]:
         raise UsageError(
-            f"{flag}: vLLM takes ranks up to {VLLM_RANKS[-1]}, not {rank}; --lora_push merged has no bound"
+            f"{flag}: vLLM supports ranks up to {VLLM_RANKS[-1]}, not {rank}; --lora_push merged has no limit"
         )

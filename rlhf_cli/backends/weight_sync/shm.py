@@ -1,6 +1,6 @@
-"""Weight pushes through files in shared memory: the trainer writes buckets, every engine on the machine maps them.
+"""Weight pushes through shared-memory files: the trainer writes buckets, and each engine on the machine maps them.
 
-The driver passes the manifest on to the engines. Other machines cannot see the files.
+The driver forwards the manifest to the engines. Engines on other machines cannot read the files.
 """
 
 import fcntl
@@ -18,12 +18,14 @@ import torch
 from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_arrived, check_tensors
 from rlhf_cli.errors import RunError
 
+# Large enough that per-file costs are negligible, small enough to stay a fraction of host memory.
 BUCKET_BYTES = 256 << 20
-_ALIGNMENT = 64  # bytes; views need their dtype's, copies like a cache line
+# Bytes. Views require their dtype's alignment; a full cache line makes copies faster.
+_ALIGNMENT = 64
 _PREFIX = "rlhf-weights-"
 _LOCK = "lock"
 _YOUNG_SECONDS = 60.0
-"""Age below which a folder without a lock file may be one that its owner is just making."""
+"""A folder without a lock file may still be under construction if it is younger than this."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -31,21 +33,22 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _folder_with_room(num_bytes: int, folders: tuple[str, ...]) -> Path:
-    """Return the first folder that exists and has room; containers often give /dev/shm only 64 MiB."""
+    """Return the first existing folder with enough space; in containers, /dev/shm often has only 64 MiB."""
     for folder in folders:
         if os.path.isdir(folder) and shutil.disk_usage(folder).free > num_bytes:
             return Path(folder)
-    raise RunError(f"weight push: no room for {num_bytes / 2**20:.0f} MiB in {' or '.join(folders)}")
+    raise RunError(f"weight push: no space for {num_bytes / 2**20:.0f} MiB in {' or '.join(folders)}")
 
 
 class _Bucket:
-    """One file being filled, and its entry in the manifest."""
+    """One open file with the matching manifest entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         self.tensors: list[dict[str, object]] = []
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # weights may be confidential
+        # 0o600: weights may be confidential, and /dev/shm is readable by every user.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -55,36 +58,40 @@ class _Bucket:
         self.tensors.append(entry | {"offset": self.size})
         self._file.seek(self.size)
         left = memoryview(raw)
-        while left:  # one write moves 2 GiB at most
+        # Linux writes at most 2 GiB per call, and embeddings can be larger.
+        while left:
             left = left[self._file.write(left) :]
         self.size = _aligned(self.size + raw.nbytes)
 
     def close(self) -> dict[str, object]:
+        # The last tensor may end before the aligned size, and the reader maps exactly `size` bytes.
         os.ftruncate(self._file.fileno(), self.size)
         self._file.close()
         return {"path": str(self.path), "size": self.size, "tensors": self.tensors}
 
 
 class _Place:
-    """A folder of one push that its owner alone can enter, locked as long as the owner lives."""
+    """Private folder for one push, locked while the owner process is alive."""
 
     def __init__(self, parent: Path) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         unlocked = self.path / f"{_LOCK}.new"
         self._lock = unlocked.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(self.path / _LOCK)  # nobody may find it before it is locked
+        # Rename after locking: no process may see an unlocked lock file, or it would delete the folder.
+        unlocked.rename(self.path / _LOCK)
 
     def remove(self) -> None:
+        # Remove first: closing releases the lock, after which other processes treat the folder as stale.
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 class ShmTransport:
-    """Writes pushes as buckets of bounded size, which `close` removes, as the next push does.
+    """Writes pushes as buckets of bounded size. `close` or the next push removes the files.
 
-    Buckets lie in /dev/shm, or in the temporary folder if that is missing or full. Readers map them, so that removing a
-    push never disturbs an engine that is still reading it.
+    Buckets are stored in /dev/shm, or in the temporary folder if /dev/shm is missing or full. Engines map the files, so
+    an engine can finish reading a removed push.
     """
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, folders: tuple[str, ...] | None = None) -> None:
@@ -94,7 +101,8 @@ class ShmTransport:
         remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
-        """Return the manifest of the written push; raise RunError if no folder has room."""
+        """Write a push and return the manifest. Raises RunError if no folder has enough space."""
+        # Remove the previous push first: two pushes at once may exceed the space.
         self.close()
         try:
             return {"version": version, "buckets": list(self._buckets(named_tensors, version))}
@@ -124,26 +132,29 @@ class ShmTransport:
             yield bucket.close()
 
     def close(self) -> None:
-        """Remove the files of the last push."""
+        """Remove the latest push's files."""
         for place in self._places.values():
             place.remove()
         self._places.clear()
 
 
 def remove_stale_pushes(folders: tuple[str, ...]) -> None:
-    """Remove pushes of trainers that were killed.
+    """Remove pushes left by killed trainers.
 
-    The kernel released their locks. Process ids would not show it: a container has ids of its own.
+    The kernel releases file locks when a process dies. Process IDs would be unreliable: each container numbers
+    processes separately.
     """
     for folder in folders:
         for path in Path(folder).glob(f"{_PREFIX}*"):
-            with suppress(OSError):  # of another user, or just removed by its owner
+            # The folder may belong to another user, or the owner may remove it at this moment.
+            with suppress(OSError):
                 if _is_stale(path):
                     shutil.rmtree(path)
 
 
 def _is_stale(place: Path) -> bool:
-    """Return whether the owner of a push's folder is gone."""
+    """Return whether the process that owns a push folder is gone."""
+    # LOCK_NB fails at once if the owner still holds the lock; on success, closing the file releases it again.
     try:
         with (place / _LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,11 +174,12 @@ def _map_bucket(bucket: dict[str, Any]) -> torch.Tensor:
         )
     if path.stat().st_size != bucket["size"]:
         raise RunError(f"weight push: {path} has {path.stat().st_size} bytes, {bucket['size']} were announced")
+    # A private mapping (copy-on-write): an engine that modifies a weight in place does not change the others' data.
     return torch.from_file(str(path), shared=False, size=bucket["size"], dtype=torch.uint8)
 
 
 def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a push, mapped in place; raise RunError if a file is missing or cut."""
+    """Map a push's tensors without copying. Raises RunError if a file is missing or truncated."""
     named_tensors = []
     for bucket in manifest["buckets"]:
         raw = _map_bucket(bucket)
@@ -182,9 +194,9 @@ def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 def read_verified_push(
     manifest: dict[str, object], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
 ) -> tuple[list[tuple[str, torch.Tensor]], int]:
-    """Return the tensors of a push and their checksum, after names, shapes, count and checksum were found right.
+    """Return a push's tensors and checksum, after verifying names, shapes, count and checksum.
 
-    RunError names the fault; nothing has been changed by then, so that an engine keeps its weights.
+    Raises RunError with the mismatch. Verification changes nothing, so the engine keeps the previous weights.
     """
     named_tensors = read_push(manifest)
     if expected:

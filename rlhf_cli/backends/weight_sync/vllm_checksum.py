@@ -1,6 +1,7 @@
-"""Adds to vLLM's own nccl and ipc engines what ours has built in: a ledger of what arrived.
+"""Mixins that add checksums of received weights to vLLM's nccl and ipc engines.
 
-A mixin rather than a wrapper, as vLLM builds its engines itself. Leaves out vLLM, so that it is tested without.
+Mixins instead of wrappers, because vLLM constructs the engines. This module does not import vLLM, so tests can run
+without it.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from rlhf_cli.backends.weight_sync.transfer import Ledger, check_tensors, checkp
 
 
 class WatchedModel:
-    """Stands for a model whose `load_weights` is entered in a ledger."""
+    """Proxy for a model that records all tensors passed to `load_weights`."""
 
     def __init__(self, model: Any, ledger: Ledger, shapes: dict[str, tuple[int, ...]]) -> None:
         self._model = model
@@ -20,29 +21,31 @@ class WatchedModel:
         self._shapes = shapes
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Load weights as the model itself does, and note them."""
-        held = list(weights)
-        for name, tensor in held:
+        """Record the weights, then load them into the model."""
+        # A list, because an iterable can be read only once. vLLM passes one buffer at a time, so it stays small.
+        received = list(weights)
+        for name, tensor in received:
             self._ledger.add(name, tensor)
             self._shapes[name] = tuple(tensor.shape)
-        return self._model.load_weights(held)
+        return self._model.load_weights(received)
 
 
 class Watching:
-    """Comes before one of vLLM's engines among the bases of a class."""
+    """Mixin that verifies received weights. List it before vLLM's engine in the base classes."""
 
     model: object
     model_config: Any
     pushed_checksum: int | None = None
 
     def start_weight_update(self) -> None:
-        """Open a new ledger."""
+        """Start a new ledger and open the update."""
         self._ledger = Ledger()
         self._shapes: dict[str, tuple[int, ...]] = {}
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: object) -> None:
-        """Receive with the model replaced by one that is watched: the engine only calls its `load_weights`."""
+        """Receive weights through a proxy that records them."""
+        # Safe to swap: during this call, vLLM's engines use only `self.model.load_weights`.
         model = self.model
         self.model = WatchedModel(model, self._ledger, self._shapes)
         try:
@@ -51,7 +54,7 @@ class Watching:
             self.model = model
 
     def finish_weight_update(self) -> None:
-        """Close the update; raise RunError names tensors of the checkpoint that did not arrive, or unknown ones."""
+        """Close the update. Raises RunError if tensors are missing or unknown."""
         super().finish_weight_update()  # type: ignore[misc]
         self.pushed_checksum = self._ledger.checksum
         expected = checkpoint_shapes(self.model_config.model)
@@ -60,9 +63,10 @@ class Watching:
 
 
 class Reconnecting:
-    """Comes before an engine with a communicator of its own among the bases of a class."""
+    """Mixin that allows connecting again. List it before a vLLM engine with a communicator in the base classes."""
 
     def init_transfer_engine(self, init_info: object) -> None:
-        """Join the trainer's group. Leave the former one first: it would keep its buffers on the GPU for good."""
+        """Join the trainer's group, after leaving the previous one."""
+        # vLLM overwrites the previous communicator without destroying it, which would leak its GPU buffers.
         self.shutdown()  # type: ignore[attr-defined]
         super().init_transfer_engine(init_info)  # type: ignore[misc]

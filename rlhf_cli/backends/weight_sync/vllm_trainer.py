@@ -1,7 +1,7 @@
-"""The trainer's side of nccl and ipc pushes, on top of vLLM's own trainer engines.
+"""Trainer side for nccl and ipc pushes, based on vLLM's trainer engines.
 
-vLLM's engine drives the inference side through a client with four blocking methods; EngineClient is ours and calls
-several engines at once, however they are reached. Leaves out shared memory (shm) and Ray.
+vLLM's trainer engine controls the inference side through a client with four blocking methods. EngineClient implements
+these for multiple engines.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -19,16 +19,17 @@ from rlhf_cli.models.quantised import dense_layout
 if TYPE_CHECKING:
     from rlhf_cli.backends.rollout.engine_host import EngineHost
 
+# Bounds the extra GPU memory per buffer on both sides; vLLM's default of 1 GiB is too much next to a training model.
 _BUFFER_BYTES = 256 << 20
 
 HostCall = Callable[["EngineHost", Any], Awaitable[object]]
 CallEngines = Callable[[HostCall, Sequence[object]], None]
-"""Calls a function of every engine's host with a value of its own, and waits for all of them."""
+"""Calls a function on every engine host, each with one value from the sequence, and waits for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's entry for the engines before it is gathered; `shape` is the whole tensor's."""
+    """Tensor metadata sent to the engines before gathering; `shape` is the full, unpartitioned shape."""
 
     name: str
     dtype: torch.dtype
@@ -36,7 +37,7 @@ class TensorSpec:
 
 
 def tensor_specs(hf_model: object) -> list[TensorSpec]:
-    """Return the tensors of a push in their order; under ZeRO-3 the weights need not be gathered for it."""
+    """List the tensors in push order, without gathering weights under ZeRO-3."""
     named = [*parameters_without_adapter(hf_model), *persistent_buffers(hf_model)]
     return [
         TensorSpec(name, dtype, shape)
@@ -47,7 +48,7 @@ def tensor_specs(hf_model: object) -> list[TensorSpec]:
 
 
 class EngineClient:
-    """vLLM's VLLMWeightSyncClient over several engines with the verbs of VllmEngine."""
+    """Implements vLLM's VLLMWeightSyncClient for multiple engines."""
 
     def __init__(self, call_engines: CallEngines, *, num_engines: int, ranks_per_engine: int = 1) -> None:
         self._call = call_engines
@@ -57,14 +58,15 @@ class EngineClient:
 
     @property
     def num_workers(self) -> int:
-        """Workers of all engines together: the inference side of an nccl group."""
+        """Number of workers in all engines, which form the inference side of the NCCL group."""
         return self._num_engines * self._ranks_per_engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect all engines; in an nccl group each engine's workers follow the workers of the engine before it."""
+        """Connect all engines. In an NCCL group, engines occupy consecutive rank ranges."""
         infos = []
         for index in range(self._num_engines):
             info = dict(init_info)
+            # vLLM always sends offset 1 (after the sender), because its client assumes a single engine.
             if "rank_offset" in info:
                 info["rank_offset"] += index * self._ranks_per_engine
             infos.append(info)
@@ -75,41 +77,44 @@ class EngineClient:
         self._call(lambda host, _: host.engine.start_weight_update(), [None] * self._num_engines)
 
     def update_weights(self, update_info: object) -> None:
-        """Let all engines receive; return when all have."""
+        """Receive on all engines, and wait until all are done."""
         self._call(lambda host, info: host.engine.update_weights(info), [update_info] * self._num_engines)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Close the update on all engines under the version of this push."""
+        """Close the update on all engines, with this push's version."""
         self._call(lambda host, version: host.engine.finish_weight_update(version), [self.version] * self._num_engines)
 
 
 class PushSource:
-    """What vLLM calls a WeightSource; its tensors are given anew for every push."""
+    """Implements vLLM's WeightSource. Set `named_tensors` before each push."""
 
     def __init__(self, specs: list[TensorSpec]) -> None:
         self._specs = specs
         self.named_tensors: NamedTensors = ()
 
     def metadata(self) -> list[TensorSpec]:
-        """Return the names, types and shapes in the order of the tensors; read before anything is gathered."""
+        """Return names, dtypes and shapes in push order, without gathering."""
         return self._specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies: vLLM collects a buffer's worth before it packs them, and gathered weights are gone by then."""
+        """Yield copies of the tensors."""
         for name, tensor in self.named_tensors:
+            # vLLM collects tensors until a buffer is full and only then packs them. By that time, ZeRO-3 has
+            # partitioned the gathered weights again.
             yield name, tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The meeting place of sender and engines' workers for nccl: an address of the sender's host and a free port."""
+    """NCCL rendezvous for sender and engine workers: the sender's address and a free port."""
 
     address: str
     port: int
 
 
 def buffer_bytes(specs: list[TensorSpec]) -> int:
-    """Size of the buffers tensors are packed into: the largest tensor has to fit, an ipc push fails otherwise."""
+    """Compute the packing buffer size, which must fit the largest tensor."""
+    # vLLM's ipc engine copies each packed chunk into a buffer of this size and fails if a tensor is larger.
     sizes = [spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs]
     return max(_BUFFER_BYTES, *sizes)
 
@@ -117,7 +122,7 @@ def buffer_bytes(specs: list[TensorSpec]) -> int:
 def trainer_init_info(
     backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, buffer_size: int, rendezvous: Rendezvous | None
 ) -> object:
-    """Return vLLM's description of this trainer rank; rank 0 is the one that sends."""
+    """Create vLLM's init info for this trainer rank; rank 0 sends."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -125,11 +130,12 @@ def trainer_init_info(
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     if rendezvous is None:
-        raise RunError("weight push through nccl needs an address and a port where trainer and engines meet")
+        raise RunError("weight push: nccl requires a rendezvous address and port")
     return NCCLTrainerInitInfo(
         rank=rank,
         master_address=rendezvous.address,
         master_port=rendezvous.port,
+        # Only rank 0 joins the NCCL group; the other trainer ranks only gather.
         world_size=1 + num_workers,
         packed=True,
         packed_buffer_size_bytes=buffer_size,
@@ -137,7 +143,7 @@ def trainer_init_info(
 
 
 class VllmTransport:
-    """Sends pushes through one of vLLM's trainer engines; used on every trainer rank alike."""
+    """Sends pushes through vLLM's trainer engine. Used on every trainer rank."""
 
     def __init__(self, engine: Any, source: PushSource, client: EngineClient) -> None:
         self._engine = engine
@@ -145,13 +151,13 @@ class VllmTransport:
         self._client = client
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> None:
-        """Send in the order of the specs and return when every engine has loaded and closed the update."""
+        """Send tensors in the order of the specs, and return after every engine has loaded them."""
         self._client.version = version
         self._source.named_tensors = named_tensors
         self._engine.send_weights()
 
     def close(self) -> None:
-        """Leave the nccl group."""
+        """Leave the NCCL group."""
         self._engine.shutdown()
 
 
@@ -163,10 +169,10 @@ def connect(
     rank: int,
     rendezvous: Rendezvous | None = None,
 ) -> VllmTransport:
-    """Return the transport of this trainer rank, connected to all engines; called on every rank, rank 0 sends.
+    """Connect this trainer rank to all engines. Call it on every rank; rank 0 sends.
 
-    `specs` are the same tensors in the same order as in every push, in the type they are sent in. ipc needs the
-    trainer's rank i on the GPU of the engines' worker i.
+    `specs` must list the tensors of every push, in push order and with the transfer dtype. With ipc, trainer rank i
+    must be on the same GPU as engine worker i.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 

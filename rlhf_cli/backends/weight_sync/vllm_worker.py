@@ -1,7 +1,7 @@
-"""What runs inside vLLM's workers: engines that receive pushes and prove what arrived.
+"""Weight transfer engines that run inside vLLM workers: they receive pushes and verify checksums.
 
-Importing this module registers the engines; vLLM imports it in every worker because WorkerExtension is named in
-`worker_extension_cls`. Leaves out the trainer's side.
+Importing this module registers the engines. vLLM imports it in every worker, because `worker_extension_cls` refers to
+WorkerExtension.
 """
 
 import logging
@@ -37,12 +37,12 @@ ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Pushes are files: nothing to agree on."""
+    """Empty: pushes are files, so no connection is needed."""
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """A push's manifest."""
+    """Push manifest."""
 
     version: int
     buckets: list[dict[str, object]]
@@ -51,21 +51,22 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack heads again that share the embedding's weight.
+    """Repack language model heads that are tied to the embedding. No-op on a GPU.
 
-    No tensor of a push carries their name, so the reload leaves them alone; but the CPU build multiplies with a packed
-    copy, which would stay the former weights for good. Does nothing on a GPU.
+    A push contains no tensor with the head's name, so vLLM's reload skips it. But vLLM's CPU build multiplies by a
+    packed copy, which would keep the old weights forever.
     """
     for module in model.modules():
+        # On a GPU, this method does nothing for unquantized embeddings.
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _pack_experts_anew(model: torch.nn.Module) -> None:
-    """Make the next reload pack the experts of a mixture for the CPU build's kernels.
+    """Force the next reload to pack MoE expert weights for the CPU kernels.
 
-    vLLM packs them only when it builds a layer's kernel. Later loads of an existing kernel copy plain weights into the
-    packed tensors, which the kernel then reads as other weights. A GPU's kernels have no such step.
+    vLLM packs experts only while creating a layer's kernel. With an existing kernel, it copies plain weights into the
+    packed tensors, and the kernel misreads them. GPU kernels do not pack weights.
     """
     if not current_platform.is_cpu():
         return
@@ -76,29 +77,32 @@ def _pack_experts_anew(model: torch.nn.Module) -> None:
 
 
 class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads pushes from shared memory; a push that is found wrong leaves the weights as they were."""
+    """Loads pushes from shared memory. An invalid push leaves the weights unchanged."""
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
     pushed_checksum: int | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Nothing to do."""
+        """No-op: files need no connection."""
 
     def start_weight_update(self) -> None:
-        """Nothing to do before the push was verified."""
+        """No-op: the reload starts in `receive_weights`, after verification."""
 
     def update_weights(self, update_info: dict[str, object] | list[dict[str, object]]) -> None:
-        """Update weights as the base class does, whose torch.accelerator.synchronize() a CPU build lacks."""
+        """Receive a push."""
+        # Overridden because the base class calls torch.accelerator.synchronize(), which fails in CPU builds.
         assert isinstance(update_info, dict)
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Verify, then loads. The CPU build re-packs linear weights, hence the layerwise reload around it."""
+        """Verify a push, then load it. Raises RunError if it is invalid."""
         expected = checkpoint_shapes(self.model_config.model)
         optional = optional_tensors(self.model_config.hf_config)
         named_tensors, checksum = read_verified_push(asdict(update_info), expected, optional=optional)
         _pack_experts_anew(self.model)
+        # vLLM's CPU build packs linear weights, so load_weights must run inside a layerwise reload, which packs them
+        # again.
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(named_tensors))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -106,18 +110,18 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.pushed_checksum = checksum
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do."""
+        """No-op: `receive_weights` has already finished the reload."""
 
     def shutdown(self) -> None:
-        """Do nothing: this engine holds nothing."""
+        """No-op: this engine has no resources."""
 
 
 class WatchedNcclEngine(Watching, Reconnecting, NCCLWeightTransferEngine):
-    """vLLM's nccl engine with a ledger, which may be connected again."""
+    """vLLM's nccl engine, with verification and reconnection."""
 
 
 class WatchedIpcEngine(Watching, IPCWeightTransferEngine):
-    """vLLM's ipc engine with a ledger."""
+    """vLLM's ipc engine, with verification."""
 
 
 WeightTransferEngineFactory.register_engine(ENGINE_NAMES["shm"], ShmEngine)
@@ -126,23 +130,24 @@ WeightTransferEngineFactory.register_engine(ENGINE_NAMES["ipc"], WatchedIpcEngin
 
 
 def _names_are_checked(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's warning about layers without weights in a push, such as rotary tables and tied heads.
+    """Filter vLLM's warning about layers without pushed weights, such as rotary tables and tied heads.
 
-    Every push is compared with the checkpoint's names here, and vLLM puts the former tensors of such layers back.
+    The warning is redundant: each push is checked against the checkpoint's names, and vLLM restores these layers.
     """
     return "Failed to load weights" not in record.msg
 
 
+# At import, because vLLM has no hook for code at worker startup.
 prepare_amx()
 end_with_owner()
 logging.getLogger(layerwise.__name__).addFilter(_names_are_checked)
 
 
 class WorkerExtension:
-    """What an engine can ask of its workers besides vLLM's own calls."""
+    """Worker methods in addition to vLLM's, called through `collective_rpc`."""
 
     weight_transfer_engine: Any
 
     def pushed_checksum(self) -> int | None:
-        """Checksum of the last push as it arrived in this worker, None before the first."""
+        """Return the checksum of the last push as received by this worker, or None before the first."""
         return self.weight_transfer_engine.pushed_checksum

@@ -61,7 +61,7 @@ def test_tensors_of_any_type_arrive_bit_for_bit_and_no_longer_share_memory():
 def test_a_push_that_was_altered_is_refused():
     manifest, _ = sent({"a": torch.ones(4), "b": torch.ones(4)})
     manifest["tensors"][1]["bytes"][2] += 1
-    with pytest.raises(RunError, match=r"weight push 3: checksum .* of what arrived is not"):
+    with pytest.raises(RunError, match=r"weight push 3: checksum .* of the received weights differs"):
         read_adapter(manifest)
     del manifest["tensors"][1]
     with pytest.raises(RunError, match="1 tensors arrived, 2 were sent"):
@@ -103,11 +103,15 @@ def test_what_vllm_cannot_take_is_refused_with_the_reason(tiny_model_dir):
     usual = {"backend": "vllm", "sync_backend": "auto"}
     check_adapter_push(planned(tiny_model_dir), **usual)
     for plan, changes, message in (
-        (None, {}, "is about an adapter: give --lora_rank"),
-        (planned(tiny_model_dir), {"backend": "transformers"}, "needs vLLM; engines of --rollout_backend transformers"),
-        (planned(tiny_model_dir), {"sync_backend": "nccl"}, "leave --vllm_sync_backend nccl away"),
-        (planned(tiny_model_dir, use_dora=True), {}, "vLLM computes no DoRA"),
-        (planned(tiny_model_dir, load_in_4bit=True), {}, "the model in 16 bits, the actor has it in 4"),
+        (None, {}, "requires a LoRA adapter: set --lora_rank"),
+        (
+            planned(tiny_model_dir),
+            {"backend": "transformers"},
+            "requires vLLM; --rollout_backend transformers supports only",
+        ),
+        (planned(tiny_model_dir), {"sync_backend": "nccl"}, "remove --vllm_sync_backend nccl"),
+        (planned(tiny_model_dir, use_dora=True), {}, "vLLM does not support DoRA"),
+        (planned(tiny_model_dir, load_in_4bit=True), {}, "in 16 bits while the actor uses 4 bits"),
         (planned(tiny_model_dir, lora_rank=600), {}, "ranks up to 512, not 600"),
     ):
         with pytest.raises(UsageError, match=rf"--lora_push adapter.*{message}"):

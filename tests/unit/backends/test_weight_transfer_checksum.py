@@ -81,7 +81,7 @@ def test_an_unknown_tensor_is_named():
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes():
-    with pytest.raises(RunError, match=r"a has shape \[3\], the engine's model \[1\]"):
+    with pytest.raises(RunError, match=r"a has shape \[3\], but the engine's model expects \[1\]"):
         check_tensors({"a": (3,)}, {"a": (1,)})
 
 

@@ -49,7 +49,7 @@ def test_a_way_that_needs_gpus_is_refused_before_ray_starts_unless_a_cluster_may
     check_sync_backend("auto", engine="vllm")
     check_sync_backend("shm", engine="vllm")
     for chosen in ("nccl", "ipc"):
-        with pytest.raises(UsageError, match=f"--vllm_sync_backend {chosen} needs a GPU; shm works here"):
+        with pytest.raises(UsageError, match=f"--vllm_sync_backend {chosen} requires a GPU; use shm"):
             check_sync_backend(chosen, engine="vllm")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_sync_backend("nccl", engine="vllm")
@@ -58,9 +58,9 @@ def test_a_way_that_needs_gpus_is_refused_before_ray_starts_unless_a_cluster_may
 @pytest.mark.parametrize(
     ("chosen", "on_gpu", "shares_gpus", "words"),
     [
-        ("nccl", False, False, "nccl needs a GPU; shm works here"),
-        ("nccl", True, True, "nccl does not work where actor and engines share GPUs; use ipc"),
-        ("ipc", True, False, "ipc does not work where actor and engines are on different GPUs; use nccl"),
+        ("nccl", False, False, "nccl requires a GPU; use shm"),
+        ("nccl", True, True, "nccl does not work if actor and engines share GPUs; use ipc"),
+        ("ipc", True, False, "ipc does not work if actor and engines are on different GPUs; use nccl"),
     ],
 )
 def test_a_way_that_cannot_work_is_refused_with_the_one_that_does(chosen, on_gpu, shares_gpus, words):
@@ -70,7 +70,7 @@ def test_a_way_that_cannot_work_is_refused_with_the_one_that_does(chosen, on_gpu
 
 @pytest.mark.parametrize("chosen", ["nccl", "ipc"])
 def test_the_engine_of_transformers_takes_weights_from_shared_memory_alone(chosen):
-    with pytest.raises(UsageError, match=f"{chosen} needs vLLM; --rollout_backend transformers takes shm"):
+    with pytest.raises(UsageError, match=f"{chosen} requires vLLM; --rollout_backend transformers supports only shm"):
         choose_sync_backend(chosen, engine="transformers", on_gpu=True, shares_gpus=True)
 
 

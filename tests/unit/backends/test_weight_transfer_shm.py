@@ -133,7 +133,7 @@ def test_a_missing_folder_is_passed_over_and_none_with_room_is_an_error(tmp_path
     assert passed.send([("w", torch.zeros(3))], version=1)["buckets"][0]["path"].startswith(str(tmp_path))
     passed.close()
     full = ShmTransport(bucket_bytes=1 << 60, folders=(str(tmp_path),))
-    with pytest.raises(RunError, match=f"no room for .* MiB in {tmp_path}"):
+    with pytest.raises(RunError, match=f"no space for .* MiB in {tmp_path}"):
         full.send([("w", torch.zeros(3))], version=1)
 
 
