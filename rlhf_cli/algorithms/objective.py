@@ -13,12 +13,13 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maximum, sequence_mean, token_mean
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, TokenLoss, cispo, gspo, log_ratio, ppo_clip, reinforce, sapo
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
 from rlhf_cli.config.plugins import load_target
-from rlhf_cli.config.policy import POLICY_LOSSES, ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.policy import POLICY_LOSSES, PolicyConfig
 from rlhf_cli.errors import RunError
 
 # Metrics with this prefix are raw moments. They add up over micro-batches and ranks; a variance or correlation does

@@ -7,4 +7,4 @@ def gkd(config: GKDConfig) -> None:
     """Train a student on a teacher's distributions over its own responses and a share of fixed ones (GKD)."""
     from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "gkd", algorithm="gkd")
+    run_online(config, "gkd", estimator="gkd")

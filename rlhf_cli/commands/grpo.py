@@ -7,4 +7,4 @@ def grpo(config: GRPOConfig) -> None:
     """Train a policy online on responses compared within their prompt, without a critic: GRPO, Dr. GRPO, DAPO, GSPO."""
     from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "grpo", algorithm=config.policy.row)
+    run_online(config, "grpo", estimator=config.policy.estimator)

@@ -8,5 +8,5 @@ def reinforce(config: ReinforceConfig) -> None:
     from rlhf_cli.runs.online.run import run_online
 
     run_online(
-        config, "reinforce++", algorithm="reinforce++_group" if config.policy.baseline == "group" else "reinforce++"
+        config, "reinforce++", estimator="reinforce++_group" if config.policy.baseline == "group" else "reinforce++"
     )

@@ -7,4 +7,4 @@ def remax(config: ReMaxConfig) -> None:
     """Train a policy online without a critic: each response against the greedy one to its prompt (ReMax)."""
     from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "remax", algorithm="remax")
+    run_online(config, "remax", estimator="remax")

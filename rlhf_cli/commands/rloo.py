@@ -7,4 +7,4 @@ def rloo(config: RLOOConfig) -> None:
     """Train a policy online without a critic: each response against the mean of the others to its prompt (RLOO)."""
     from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "rloo", algorithm="rloo")
+    run_online(config, "rloo", estimator="rloo")

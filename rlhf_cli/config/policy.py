@@ -1,4 +1,4 @@
-"""The objective of online training: what all algorithms have, and what some have besides."""
+"""The objective of online training: what all estimators have; algorithms/estimators/ adds what some have besides."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -48,8 +48,8 @@ class PolicyConfig(SettingsGroup):
     )
     """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio; or a
     function of your own."""
-    advantage_estimator: Annotated[str | None, Plugin((), ("experience", "settings"), records=("Algorithm",))] = None
-    """Function of your own that computes advantages, or a row of the table of algorithms; by default the command's."""
+    advantage_estimator: Annotated[str | None, Plugin((), ("experience", "settings"), records=("Estimator",))] = None
+    """Function of your own that computes advantages, or a row of the table of estimators; by default the command's."""
     loss_agg: LossAgg = "token_mean"
     """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
     eps_clip: float = Field(0.2, gt=0)
@@ -155,74 +155,3 @@ class PolicyConfig(SettingsGroup):
         if self.entropy_target is not None and self.entropy_loss_coef > self.entropy_max:
             raise ValueError(f"entropy_loss_coef {self.entropy_loss_coef:g} is above entropy_max {self.entropy_max:g}")
         return self
-
-
-class ActorCriticPolicyConfig(PolicyConfig):
-    """Policy objective"""
-
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token."""
-    lambd: float = Field(1.0, ge=0, le=1)
-    """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
-    value_clip: float = Field(0.5, gt=0)
-    """Clip of the change of a value per iteration, in the unit of the rewards."""
-    bootstrap_truncated: bool = False
-    """Take the critic's value of the state a cut response ended in for what would have come, instead of 0."""
-
-    @property
-    def bootstraps(self) -> bool:
-        """Whether the critic values the states in which responses were truncated."""
-        return self.bootstrap_truncated
-
-
-class ReinforcePolicyConfig(PolicyConfig):
-    """Policy objective"""
-
-    baseline: Literal["none", "group"] = "none"
-    """Baseline of a reward before whitening; group: the mean of its prompt, with the KL in the loss (k2)."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token."""
-
-    @model_validator(mode="after")
-    def _groups_have_no_discount(self) -> "ReinforcePolicyConfig":
-        if self.baseline == "group" and self.gamma != 1.0:
-            raise ValueError("gamma discounts the rewards of tokens; baseline group compares whole responses")
-        return self
-
-
-class GroupPolicyConfig(PolicyConfig):
-    """Policy objective"""
-
-    preset: Literal["dr_grpo", "dapo", "gspo", "cispo", "sapo"] | None = None
-    """Defaults of a paper for the loss, its mean, clip, KL and length penalty; settings that are given win, and with
-    use_kl_loss there is KL again."""
-    advantage: Literal["group", "passk"] = "group"
-    """Each response against the mean of its prompt, or the best one against the second best."""
-    advantage_std: Literal["group", "none"] = "group"
-    """What advantages are divided by: the spread of the prompt's rewards, or nothing (Dr. GRPO)."""
-    aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Compare the sum of several rewards, or each of them apart, and then their weighted sum in the batch (GDPO)."""
-
-    @model_validator(mode="after")
-    def _passk_has_its_own_scale(self) -> "GroupPolicyConfig":
-        if self.advantage == "passk" and self.advantage_std == "none":
-            raise ValueError("advantage passk divides by the prompt's spread: it takes no advantage_std none")
-        return self
-
-    @model_validator(mode="after")
-    def _each_reward_apart_has_one_form(self) -> "GroupPolicyConfig":
-        if self.aggregate == "sum_then_normalize":
-            return self
-        for name in ("advantage", "advantage_std"):
-            if getattr(self, name) != "group":
-                raise ValueError(f"aggregate normalize_then_sum takes no {name} {getattr(self, name)}")
-        if self.init_kl_coef > 0 and not self.use_kl_loss:
-            raise ValueError("aggregate normalize_then_sum compares rewards apart: the KL divergence needs use_kl_loss")
-        return self
-
-    @property
-    def row(self) -> str:
-        """The row of the table of algorithms."""
-        if self.aggregate == "normalize_then_sum":
-            return "gdpo"
-        return "grpo_passk" if self.advantage == "passk" else "grpo"

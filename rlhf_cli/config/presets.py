@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_cli.algorithms.estimators.group import GSPO, PRESETS
 from rlhf_cli.config.episodes import environment_kind
 from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
@@ -15,22 +16,6 @@ from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.config.train import OptimConfig
-
-GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
-
-PRESETS: dict[str, dict[str, object]] = {
-    "dr_grpo": {"advantage_std": "none", "loss_agg": "seq_sum_norm", "init_kl_coef": 0.0},
-    "dapo": {
-        "eps_clip_low_high": (0.2, 0.28),
-        "loss_agg": "token_mean",
-        "init_kl_coef": 0.0,
-        "dynamic_filtering": True,
-    },
-    "gspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, **GSPO},
-    "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
-    "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
-}
-"""Settings of the papers; the settings of algorithms.table's row and of the data are not part of them."""
 
 # Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
 DAPO_BUFFER_SHARE = 0.2

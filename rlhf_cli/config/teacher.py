@@ -2,10 +2,17 @@
 
 from pydantic import Field, model_validator
 
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
+from rlhf_cli.command_table import COMMANDS, POLICY_GRADIENT
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.errors import listed
 
-LEARN_ALONE = "rlhf reinforce++, grpo and rloo learn from a teacher alone"
-"""The commands whose advantages need no reward, for the messages of the other ones."""
+
+def learning_alone() -> str:
+    """Return the sentence that names the commands whose advantages need no reward, for messages of the others."""
+    rows = {name: ESTIMATORS[COMMANDS[name].estimator] for name in POLICY_GRADIENT}
+    names = [name for name, row in rows.items() if not row.critic and not row.greedy]
+    return f"rlhf {listed(names)} learn from a teacher alone"
 
 
 class TeacherConfig(SettingsGroup):

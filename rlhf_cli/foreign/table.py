@@ -7,10 +7,8 @@ has as a setting is never looked up.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_cli.command_table import ONLINE_TRAINING, POLICY_GRADIENT, TRAINING
+from rlhf_cli.command_table import COMMANDS, ONLINE_TRAINING, POLICY_GRADIENT, TRAINING
 from rlhf_cli.errors import listed
-
-CRITIC_COMMANDS = ("ppo",)
 
 
 class Refused(ValueError):
@@ -109,7 +107,7 @@ def _prompt_max_len(values: list[str], call: Call) -> Settings:
 OWN_AND_FOREIGN = ("advantage_estimator",)
 """Flags that take code here, and names in other tools."""
 
-ESTIMATORS: dict[str, tuple[str, Settings]] = {
+FOREIGN_ESTIMATORS: dict[str, tuple[str, Settings]] = {
     "gae": ("ppo", {}),
     "reinforce": ("reinforce++", {}),
     "reinforce_baseline": ("reinforce++", {"baseline": ["group"]}),
@@ -126,9 +124,9 @@ def _estimator(values: list[str], call: Call) -> Settings | None:
     value = values[0] if values else ""
     if is_target(value):
         return {"advantage_estimator": values}
-    if value not in ESTIMATORS:
+    if value not in FOREIGN_ESTIMATORS:
         raise Refused(f"the estimator is the command: rlhf {listed(POLICY_GRADIENT, 'or')}")
-    command, settings = ESTIMATORS[value]
+    command, settings = FOREIGN_ESTIMATORS[value]
     if command != call.command:
         flags = "".join(f" --{name} {' '.join(words)}" for name, words in settings.items())
         raise Refused(f"the estimator {value} is a command here: rlhf {command}{flags}")
@@ -166,7 +164,10 @@ def _muon_lr(values: list[str], call: Call) -> None:
 
 
 def _without_critic(values: list[str], call: Call) -> None:
-    if call.command in CRITIC_COMMANDS:
+    from rlhf_cli.algorithms.estimators.table import ESTIMATORS  # `rlhf --help` needs no pydantic
+
+    row = ESTIMATORS.get(COMMANDS[call.command].estimator) if call.command in COMMANDS else None
+    if row is not None and row.critic:
         raise Refused("no setting of this program has this name")
 
 

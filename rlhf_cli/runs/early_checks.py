@@ -56,9 +56,9 @@ def check_early(config: CommandConfig) -> None:
     if any(isinstance(group, COMPUTING) for group in groups):
         check_usable_gpus()
     if isinstance(config, OwnResponsesConfig):
-        from rlhf_cli.runs.online.checks import check_without_algorithm
+        from rlhf_cli.runs.online.checks import check_without_estimator
 
-        check_without_algorithm(config)
+        check_without_estimator(config)
     if isinstance(config, OwnResponsesConfig) or any(isinstance(group, AnswersOutputConfig) for group in groups):
         _check_ray_address(os.environ.get("RAY_ADDRESS"))
     for group in groups:

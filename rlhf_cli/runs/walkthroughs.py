@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
+from rlhf_cli.command_table import COMMANDS
 from rlhf_cli.data.arithmetic import write_problems
 from rlhf_cli.data.squares import write_questions
 
@@ -136,13 +138,17 @@ class SumsWalkthrough(Walkthrough):
         )
         return shlex.split(words)
 
+    @property
+    def _has_critic(self) -> bool:
+        return ESTIMATORS[COMMANDS[self.algorithm].estimator].critic
+
     def practice(self) -> list[str]:
         words = (
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self._at('data/train.jsonl')} "
             f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 "
             f"--max_new_tokens {self.max_new_tokens} --rollout_batch_size 256 "
             f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 16 --actor_learning_rate 3e-4 "
-            f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --enforce_eager "
+            f"{CRITIC if self._has_critic else ''} --lr_warmup_ratio 0.05 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )
         return shlex.split(words)

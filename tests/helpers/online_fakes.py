@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.objective import LossWeights
-from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
@@ -246,7 +247,7 @@ class Run:
         self.journal: list[str] = []
         self.actor = FakeModel("actor", self.journal, level=-1.0)
         self.critic = FakeModel("critic", self.journal)
-        self.has_critic = ALGORITHMS[algorithm].critic
+        self.has_critic = ESTIMATORS[algorithm].critic
         self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
         self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
         self.teacher = FakeModel("teacher", self.journal, level=-0.75) if more.get("distill_coef") else None
@@ -256,7 +257,7 @@ class Run:
         self.tracker = FakeTracker()
         self.saved: list[LoopState] = []
         self.settings = OnlineSettings(
-            algorithm=ALGORITHMS[algorithm],
+            estimator=ESTIMATORS[algorithm],
             rollout=RolloutConfig(
                 rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES_EACH, num_episodes=episodes, max_new_tokens=4
             ),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf_cli import cli
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
@@ -20,7 +20,7 @@ def resolve(command: str, **given: Any) -> Any:
 def online_settings(config: OwnResponsesConfig, row: str) -> OnlineSettings:
     """Return the settings of the loop, with this row of the table of algorithms."""
     return OnlineSettings(
-        ALGORITHMS[row],
+        ESTIMATORS[row],
         config.rollout,
         config.reward,
         config.policy_settings,

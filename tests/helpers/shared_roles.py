@@ -16,13 +16,13 @@ from tiny_training import OPTIM, weights_of
 from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.backends.roles.groups import Dealer
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
 from rlhf_cli.backends.roles.serialization import MicroBatches
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import LoraConfig, ModelConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample

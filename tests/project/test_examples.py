@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_docs_parse import commands_in
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import plan_layout
 from rlhf_cli.config.commands.online import CriticConfig
 from rlhf_cli.config.data import PreferenceDataConfig
@@ -244,6 +244,6 @@ def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
             else:
                 values[flag] = word
         config = build_config(CriticConfig, values)
-        check_batches(config, ALGORITHMS["ppo"])
+        check_batches(config, ESTIMATORS["ppo"])
         layout = plan_layout(config.placement, config.rollout, roles=("actor", "critic", "ref"), node_gpus=[8, 8, 8, 8])
         assert layout.num_gpus == 32

@@ -1,4 +1,4 @@
-"""Lists of commands are derived from the table of commands, never repeated by hand."""
+"""Lists of commands and estimators are derived from their tables, never repeated by hand."""
 
 import ast
 import re
@@ -7,48 +7,52 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.command_table import TRAINING
 
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
-TABLE = "command_table.py"
+TABLES = {"command_table.py": TRAINING, "algorithms/estimators/table.py": tuple(ESTIMATORS)}
+"""The names of each table, by its module; `TRAINING` of the commands."""
 ENOUGH = 3
 """Names that make a list: two occur together by chance."""
 ALLOWED = {
     "config/inspection.py": "help texts of `rlhf data` about single settings, which are constants",
-    "config/teacher.py": "estimators that need no reward; their table imports torch, and settings must not",
     "data/formats/marks.py": "the commands that leave marked text out of the loss",
     "runs/data_settings.py": "a table: the data settings of each command",
 }
 
 
-def lists(source: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield line and names of each collection or phrase with at least `ENOUGH` training commands."""
+def lists(source: str, table: tuple[str, ...] = TRAINING) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and names of each collection or phrase with at least `ENOUGH` names of a table."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items) | ast.Dict(keys=items):
-                names = [item.value for item in items if isinstance(item, ast.Constant) and item.value in TRAINING]
+                names = [item.value for item in items if isinstance(item, ast.Constant) and item.value in table]
             case ast.Constant(value=str(text)):
-                names = phrase(text)
+                names = phrase(text, table)
             case _:
                 continue
         if len(set(names)) >= ENOUGH:
             yield node.lineno, names
 
 
-def phrase(text: str) -> list[str]:
-    """Return the first `ENOUGH` or more commands that are separated by nothing but commas, and, or."""
-    name = rf"(?:rlhf )?(?:{'|'.join(sorted(map(re.escape, TRAINING), key=len, reverse=True))})(?![\w+-])"
+def phrase(text: str, table: tuple[str, ...]) -> list[str]:
+    """Return the first `ENOUGH` or more names that are separated by nothing but commas, and, or."""
+    name = rf"(?:rlhf )?(?:{'|'.join(sorted(map(re.escape, table), key=len, reverse=True))})(?![\w+-])"
     found = re.search(rf"(?<![\w+-]){name}(?:(?:, (?:and |or )?| and | or |/){name}){{{ENOUGH - 1},}}", text)
     return re.findall(name, found[0]) if found else []
 
 
-@pytest.mark.parametrize("path", sorted(set(ROOT.rglob("*.py")) - {ROOT / TABLE}), ids=lambda path: path.name)
-def test_a_module_lists_no_commands_by_hand(path: Path) -> None:
-    found = list(lists(path.read_text(encoding="utf-8")))
+@pytest.mark.parametrize(
+    "path", sorted(set(ROOT.rglob("*.py")) - {ROOT / name for name in TABLES}), ids=lambda path: path.name
+)
+def test_a_module_lists_no_names_of_a_table_by_hand(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    found = {name: listed for name, table in TABLES.items() if (listed := list(lists(source, table)))}
     if path.relative_to(ROOT).as_posix() in ALLOWED:
         assert found, "remove it from ALLOWED"
     else:
-        assert not found, f"derive the list from {TABLE}: {found}"
+        assert not found, f"derive the list from its table: {found}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import Layout, plan_layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.config.commands.dpo import DPOConfig
@@ -130,7 +130,7 @@ def assert_fits(hardware: Hardware, settings: DeepSpeedConfig, max_tokens: int, 
 def test_an_online_recipe_fits_its_nodes(name):
     hardware = ONLINE[name]
     config = read(name, CriticConfig, prompt_data="prompts", output="run")
-    check_batches(config, ALGORITHMS["ppo"])
+    check_batches(config, ESTIMATORS["ppo"])
     check_positions(hardware.architecture, config.prompts.max_len)
     layout = plan_layout(config.placement, config.rollout, roles=ROLES, node_gpus=[hardware.gpus] * hardware.nodes)
     assert layout.num_gpus == hardware.num_ranks

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, next_weights, policy_objective, value_objective
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings, UpdateStep
 from rlhf_cli.backends.training import distributed
@@ -39,7 +40,6 @@ from rlhf_cli.backends.weight_sync.adapter_push import ObjectTransport, vllm_con
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, at_targets, pack
 from rlhf_cli.data.packing.samples import SamplePack, pack_samples
 from rlhf_cli.data.packing.shared_prompts import pack_groups

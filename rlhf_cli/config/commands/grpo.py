@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import model_validator
 
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.config.commands.online import FilteringConfig
-from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.presets import defaults_of_preset
 from rlhf_cli.config.rollout import RolloutConfig
 
@@ -26,4 +26,10 @@ class GRPOConfig(FilteringConfig):
     def _several_rewards_are_compared(self) -> "GRPOConfig":
         if self.distils_alone and self.policy.aggregate == "normalize_then_sum":
             raise ValueError("aggregate normalize_then_sum compares rewards, and only the teacher counts here")
+        return self
+
+    @model_validator(mode="after")
+    def _step_rewards_are_divided_by_their_std(self) -> "GRPOConfig":
+        if self.reward.prm_pretrain is not None and self.policy.advantage_std == "none":
+            raise ValueError("prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")
         return self

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
@@ -22,12 +23,12 @@ from rlhf_cli.config.online import (
 )
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import ActorPlacementConfig, CriticPlacementConfig, PlacementConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.presets import defaults_of_adapter, defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
-from rlhf_cli.config.teacher import LEARN_ALONE, TeacherConfig
+from rlhf_cli.config.teacher import TeacherConfig, learning_alone
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 
@@ -243,5 +244,5 @@ class CriticConfig(FilteringConfig):
     @model_validator(mode="after")
     def _a_critic_values_rewards(self) -> "CriticConfig":
         if self.distils_alone:
-            raise ValueError(f"a critic values rewards, and only the teacher counts here: {LEARN_ALONE}")
+            raise ValueError(f"a critic values rewards, and only the teacher counts here: {learning_alone()}")
         return self

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.config.commands.online import FilteringConfig
-from rlhf_cli.config.policy import ReinforcePolicyConfig
 from rlhf_cli.config.presets import defaults_of_baseline
 
 

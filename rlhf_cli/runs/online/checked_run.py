@@ -8,7 +8,7 @@ from math import lcm
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
-from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, leaves_places_open, memory_share
 from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
@@ -31,7 +31,7 @@ from rlhf_cli.runs.online.checks import (
     check_batches,
     check_partial_rollout,
     check_step_rewards,
-    check_without_algorithm,
+    check_without_estimator,
     lag_notice,
     most_episodes,
 )
@@ -73,7 +73,7 @@ class OnlineRun:
 
     config: OwnResponsesConfig
     command: str
-    algorithm: Algorithm
+    estimator: Estimator
     backend: str
     models: OnlineModels
     data: PromptData
@@ -96,7 +96,7 @@ class OnlineRun:
     def settings(self) -> OnlineSettings:
         config = self.config
         return OnlineSettings(
-            self.algorithm,
+            self.estimator,
             config.rollout,
             config.reward,
             config.policy_settings,
@@ -125,14 +125,14 @@ class OnlineRun:
         return count_steps(samples, self.config.batch, iterations=self.total_iterations)
 
 
-def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> OnlineRun:
+def check_run(config: OwnResponsesConfig, command: str, estimator: Estimator) -> OnlineRun:
     """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
-    _check_settings(config, algorithm)
+    _check_settings(config, estimator)
     backend = rollout_backend(config.rollout)
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
     check_vllm_args(config.rollout, backend=backend)
     check_partial_rollout(config, backend=backend)
-    models = find_models(config, algorithm)
+    models = find_models(config, estimator)
     model = models.policy
     check_adapters(config, models, backend=backend)
     check_pictures(config, models, backend=backend)
@@ -151,11 +151,11 @@ def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) ->
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
     run = OnlineRun(
-        config, command, algorithm, backend, models, data, eval_data, paths, store, resume, student, episodes
+        config, command, estimator, backend, models, data, eval_data, paths, store, resume, student, episodes
     )
     iterations = run.total_iterations
     identity = {
-        **online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations),
+        **online_identity(config, models, data, command=command, estimator=estimator, iterations=iterations),
         **(student.identity if student else {}),
     }
     if resume is not None:
@@ -284,12 +284,12 @@ def _check_deepspeed(config: OwnResponsesConfig, role: str, *, sleeps: bool) -> 
     )
 
 
-def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+def _check_settings(config: OwnResponsesConfig, estimator: Estimator) -> None:
     """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
     check_tracking(config.tracking)
-    check_batches(config, algorithm)
-    check_step_rewards(config, algorithm)
-    check_without_algorithm(config)
+    check_batches(config, estimator)
+    check_step_rewards(config, estimator)
+    check_without_estimator(config)
     for role in ("actor", "critic"):
         _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
 
@@ -323,7 +323,7 @@ def _load_data(
 def continued_run(run: OnlineRun) -> OnlineRun:
     """Return the same run from its newest checkpoint on, or from the start if there is none yet."""
     checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
-    return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.algorithm)
+    return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.estimator)
 
 
 def notices(run: OnlineRun) -> list[str]:

@@ -1,27 +1,24 @@
-"""Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm.
+"""Whether the sizes of an online command fit together, seen from its settings and the row of its estimator.
 
 Imports no torch at module level, so that what the settings show is checked before anything heavy is loaded.
 """
 
 import math
-from typing import TYPE_CHECKING
 
+from rlhf_cli.algorithms.estimators.estimator import Estimator
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from rlhf_cli.algorithms.table import Algorithm
 
 OF_ONE_TURN = "is about one response of at most max_new_tokens, and an episode has several turns"
 """End of a sentence about a setting that episodes do not have."""
 
 
-def check_without_algorithm(config: OwnResponsesConfig) -> None:
-    """Raise UsageError if settings do not go together whatever the algorithm."""
+def check_without_estimator(config: OwnResponsesConfig) -> None:
+    """Raise UsageError if settings do not go together whatever the estimator."""
     _check_steps(config.rollout, config.batch)
     _check_room(config)
     check_filtering(config)
@@ -31,11 +28,11 @@ def check_without_algorithm(config: OwnResponsesConfig) -> None:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
 
 
-def check_batches(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
+def check_batches(config: OwnResponsesConfig, estimator: Estimator) -> None:
     """Raise UsageError if sizes do not fit together; the message names sizes that would."""
     _check_steps(config.rollout, config.batch)
-    _check_groups(config, algorithm)
-    _check_shaping(config, algorithm)
+    _check_groups(config, estimator)
+    _check_shaping(config, estimator)
     _check_room(config)
 
 
@@ -54,19 +51,19 @@ def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
     )
 
 
-def _check_groups(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
+def _check_groups(config: OwnResponsesConfig, estimator: Estimator) -> None:
     """Raise UsageError if too few responses to a prompt are sampled to be compared."""
     num_samples = config.rollout.n_samples_per_prompt
-    if num_samples < algorithm.min_group:
+    if num_samples < estimator.min_group:
         raise UsageError(
-            f"--n_samples_per_prompt {num_samples}: {algorithm.name} compares the responses of a "
-            f"prompt and needs at least {algorithm.min_group}"
+            f"--n_samples_per_prompt {num_samples}: {estimator.name} compares the responses of a "
+            f"prompt and needs at least {estimator.min_group}"
         )
     if num_samples == 1 and any(call.name == "length" for call in config.reward.rewards):
         raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
 
 
-def _check_shaping(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
+def _check_shaping(config: OwnResponsesConfig, estimator: Estimator) -> None:
     """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
     reward, longest = config.reward, config.rollout.max_new_tokens
     buffer = reward.overlong_buffer_len
@@ -74,8 +71,8 @@ def _check_shaping(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
         raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
     shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
     given = next((name for name in shaping if getattr(reward, name) is not None), None)
-    if given and algorithm.rewards_apart:
-        raise UsageError(f"--{given} changes the sum of the rewards, which {algorithm.name} compares one by one")
+    if given and estimator.rewards_apart:
+        raise UsageError(f"--{given} changes the sum of the rewards, which {estimator.name} compares one by one")
     if buffer is not None and buffer > longest:
         raise UsageError(f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens {longest}")
 
@@ -107,17 +104,13 @@ def check_filtering(config: OwnResponsesConfig) -> None:
         )
 
 
-def check_step_rewards(config: OwnResponsesConfig, algorithm: "Algorithm") -> None:
-    """Raise UsageError if the algorithm has no place for rewards of steps."""
+def check_step_rewards(config: OwnResponsesConfig, estimator: Estimator) -> None:
+    """Raise UsageError if the estimator has no place for rewards of steps."""
     if config.reward.prm_pretrain is None:
         return
-    if algorithm.steps is None:
-        from rlhf_cli.algorithms.table import ALGORITHMS
-
-        names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)
-        raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
-    if isinstance(config.policy_settings, GroupPolicyConfig) and config.policy_settings.advantage_std == "none":
-        raise UsageError("--prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")
+    if estimator.steps is None:
+        names = ", ".join(row.name for row in ESTIMATORS.values() if row.steps is not None)
+        raise UsageError(f"--prm_pretrain: {estimator.name} compares whole responses; rewards of steps go with {names}")
 
 
 def check_episodes(config: OwnResponsesConfig) -> None:

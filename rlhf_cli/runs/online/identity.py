@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.config.commands.online import FilteringConfig, OwnResponsesConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
@@ -39,7 +39,7 @@ def online_identity(
     data: PromptData,
     *,
     command: str,
-    algorithm: Algorithm,
+    estimator: Estimator,
     iterations: int,
 ) -> dict[str, object]:
     """Return the facts that must be equal for a checkpoint to be continued, as JSON.
@@ -48,7 +48,7 @@ def online_identity(
     """
     return {
         "command": command,
-        "algorithm": algorithm.name,
+        "algorithm": estimator.name,
         "param_dtype": config.model.param_dtype,
         **_roles(models),
         **tokenizer_identity(models.policy.tokenizer),
@@ -68,7 +68,7 @@ def settings_identity(config: OwnResponsesConfig) -> dict[str, object]:
         "aux_loss_coef": config.optim.aux_loss_coef,
         **objective_identity(
             config.policy_settings, besides=frozenset({"advantage_estimator"})
-        ),  # the algorithm has its name
+        ),  # the estimator has its name
         **_rewards(config),
         **config.episode_settings.identity(max_len=config.prompts.max_len),
         **config.reference_settings.model_dump(mode="json"),

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
@@ -53,7 +53,7 @@ class OnlineModels:
         return {role: model for role, model in models.items() if model is not None}
 
 
-def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModels:
+def find_models(config: OwnResponsesConfig, estimator: Estimator) -> OnlineModels:
     """Return the models of the settings.
 
     Raises:
@@ -76,7 +76,7 @@ def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModel
     if config.reward.prm_pretrain is not None:
         reward = find_process_reward_model(config.reward.prm_pretrain, policy.base, policy.tokenizer)
         _check_room_for_separator(config, reward)
-    critic = _critic(config, policy) if algorithm.critic else None
+    critic = _critic(config, policy) if estimator.critic else None
     trained = (policy, critic or policy)
     names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
     frozen = [model.source.pretrain for model in (reward, teacher) if model is not None]

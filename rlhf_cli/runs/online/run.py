@@ -7,7 +7,8 @@ from functools import partial
 
 from rich.console import Console
 
-from rlhf_cli.algorithms.table import ALGORITHMS, algorithm_by_code
+from rlhf_cli.algorithms.advantages import estimator_from_code
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.default_layout import idle_gpus
 from rlhf_cli.backends.cluster.placement import describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
@@ -48,15 +49,15 @@ STOP = "an iteration is done and saved"
 """Completes "the run ends as soon as ...", if a stop was asked for."""
 
 
-def run_online(config: OwnResponsesConfig, command: str, *, algorithm: str) -> None:
+def run_online(config: OwnResponsesConfig, command: str, *, estimator: str) -> None:
     """Train from the newest checkpoint, or from the start, to the end; save the models and the report.
 
     Args:
-        algorithm: the row of the table of algorithms.
+        estimator: its name in the table of estimators.
     """
     with held_output(config.checkpoint):
-        row, code = ALGORITHMS[algorithm], config.policy_settings.advantage_estimator
-        row = row if code is None else algorithm_by_code(code, row)
+        row, code = ESTIMATORS[estimator], config.policy_settings.advantage_estimator
+        row = row if code is None else estimator_from_code(code, row)
         first, stop = check_run(config, command, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
 

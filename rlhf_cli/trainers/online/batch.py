@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhf_cli.algorithms.advantages import drawn_to_teacher
+from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
+from rlhf_cli.algorithms.estimators.estimator import Experience
 from rlhf_cli.algorithms.groups import scale_of
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
-from rlhf_cli.algorithms.table import Experience, compute_advantages
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
@@ -59,18 +59,19 @@ def learning_samples(
     policy, cu = settings.policy, responses.cu
     kl_N = None if policy.has_kl_loss else _kl(responses, policy)
     rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
-    if settings.algorithm.steps == "tokens" and responses.step_rewards is not None:
+    if settings.estimator.steps == "tokens" and responses.step_rewards is not None:
         rewards_N = rewards_N + settings.step_weight * _flat(responses.step_rewards).nan_to_num(0.0)
-    if settings.algorithm.steps == "tokens" and any(one.episode is not None for one in responses.generations):
+    if settings.estimator.steps == "tokens" and any(one.episode is not None for one in responses.generations):
         rewards_N = rewards_N + _moved_to_turns(responses, settings.reward)
     experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
-    advantages_N, returns_N = compute_advantages(settings.algorithm, experience, settings=policy)
-    metrics, trained_B = dict[str, float](), experience.trained_B
+    found = compute_advantages(settings.estimator, experience, settings=policy)
+    advantages_N, trained_B = found.per_token_N, experience.trained_B
+    metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     if settings.distill_coef is not None:
         log_ratio_N = _log_ratio_to_teacher(responses)
         advantages_N = drawn_to_teacher(advantages_N, log_ratio_N, coef=settings.distill_coef)
-        metrics = _teacher_metrics(responses, log_ratio_N)
-    columns = _columns(responses, policy, advantages_N=advantages_N, returns_N=returns_N)
+        metrics |= _teacher_metrics(responses, log_ratio_N)
+    columns = _columns(responses, policy, advantages_N=advantages_N, returns_N=found.returns_N)
     samples = [
         sample
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
@@ -132,7 +133,7 @@ def _experience(
     """Return the record that advantages are computed from."""
     return Experience(
         rewards_N=rewards_N,
-        parts=weighted_parts(responses, settings.reward) if settings.algorithm.rewards_apart else (),
+        parts=weighted_parts(responses, settings.reward) if settings.estimator.rewards_apart else (),
         values_N=None if responses.values is None else _flat(responses.values),
         bootstrap_B=None if responses.bootstrap is None else torch.tensor(responses.bootstrap),
         cu=responses.cu,

@@ -1,7 +1,7 @@
 """The one online loop: sample, score, evaluate, update, push weights.
 
 Everything heavy arrives built, so the loop runs in milliseconds with fakes. Algorithms differ by their table row
-(algorithms/table.py). The roles send work to ranks and engines.
+(algorithms/estimators/). The roles send work to ranks and engines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -219,7 +219,7 @@ class _Checkpoints:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The iteration's training data: scored responses, plus greedy baselines if the algorithm uses them.
+    """The iteration's training data: scored responses, plus greedy baselines if the estimator uses them.
 
     `sampled` are all responses of the rollout's groups, `trainable` the responses whose score did not fail. `scores`
     are all scores of the iteration, also of groups that taught nothing.
@@ -257,14 +257,14 @@ def scored_batch(
         scores = [*sampled.scores, *greedy.scores, *of_groups(rollout.filtered).scores]
         stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
         trainable = sampled.scored()
-        if settings.algorithm.greedy:
+        if settings.estimator.greedy:
             greedy = greedy.scored()
             trainable = trainable.in_groups_of(greedy)
         if len(sampled) and not len(trainable):
             stop_if_all_failed([score for score in scores if score.value is None], iteration=state.iteration + 1)
         if roles.steps is not None and len(trainable):
             trainable.step_rewards = roles.steps.rewards(trainable.prompts, trainable.generations)
-    return ScoredBatch(taken, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
+    return ScoredBatch(taken, sampled, trainable, greedy if settings.estimator.greedy else None, scores)
 
 
 def _with_model_scores(
@@ -375,7 +375,7 @@ def batch_metrics(batch: ScoredBatch, reward: RewardConfig) -> dict[str, float]:
 def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: RunTracker, *, iteration: int) -> None:
     """Report that --reward_clip_range leaves nothing to learn: it has made all scores that are compared equal."""
     clip_range = settings.reward.reward_clip_range
-    groups = responses.groups if settings.algorithm.min_group > 1 else [0] * len(responses)
+    groups = responses.groups if settings.estimator.min_group > 1 else [0] * len(responses)
     values = responses.scores_B.tolist()
     if clip_range is not None and clipped_flat(values, groups, clip_range):
         tracker.message(
@@ -388,7 +388,7 @@ def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: Ru
 def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num_sampled: int) -> UpdatePlan:
     """Return the optimizer steps over the trained responses; groups stay whole if their responses are compared."""
     trained_B = responses.trained_B(settings.policy)
-    groups_B = responses.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
+    groups_B = responses.groups_B[trained_B].numpy() if settings.estimator.min_group > 1 else None
     return plan_updates(
         int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B, num_sampled=num_sampled
     )

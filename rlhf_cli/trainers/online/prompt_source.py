@@ -125,7 +125,7 @@ class RolloutSource:
             self.decode,
             self.settings.sampling,
             num_samples=self.settings.rollout.n_samples_per_prompt,
-            greedy=self.settings.algorithm.greedy,
+            greedy=self.settings.estimator.greedy,
             seed=self.settings.batch.seed,
             check_wanted=self.check_wanted,
         )

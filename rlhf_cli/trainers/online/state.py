@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.objective import LossWeights
-from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -22,7 +22,7 @@ from rlhf_cli.trainers.online.rollout import Rollout
 class OnlineSettings:
     """The settings the loop itself reads."""
 
-    algorithm: Algorithm
+    estimator: Estimator
     rollout: RolloutConfig
     reward: RewardConfig
     policy: PolicyConfig

@@ -8,11 +8,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_cli.algorithms.advantages import gae, step_advantages, whiten
+from rlhf_cli.algorithms.advantages import compute_advantages, gae, step_advantages, whiten
+from rlhf_cli.algorithms.estimators.estimator import Experience
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
+from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
-from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
 
 
@@ -173,7 +177,7 @@ def test_two_penalties_of_length_are_refused() -> None:
 
 
 def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
-    row = ALGORITHMS["ppo"]
+    row = ESTIMATORS["ppo"]
     assert (row.critic, row.min_group) == (True, 1)
     experience = Experience(
         rewards_N=torch.tensor([0.0, 1.0, 3.0]),
@@ -185,12 +189,10 @@ def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
         trained_B=torch.tensor([True, True]),
         greedy_B=None,
     )
-    advantages_N, returns_N = compute_advantages(
-        row, experience, settings=ActorCriticPolicyConfig(gamma=0.5, lambd=0.5)
-    )
-    torch.testing.assert_close(advantages_N, whiten(torch.tensor([-0.25, -1.0, 2.0])))
-    assert returns_N is not None
-    assert returns_N.tolist() == [0.75, 1.0, 3.0]
+    found = compute_advantages(row, experience, settings=ActorCriticPolicyConfig(gamma=0.5, lambd=0.5))
+    torch.testing.assert_close(found.per_token_N, whiten(torch.tensor([-0.25, -1.0, 2.0])))
+    assert found.returns_N is not None
+    assert found.returns_N.tolist() == [0.75, 1.0, 3.0]
 
 
 def whitened(values: list[float]) -> list[float]:
@@ -209,9 +211,9 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
         trained_B=torch.tensor([True, True, True, True]),
         greedy_B=torch.tensor([0.5, 0.5, 0.5, 3.0]),
     )
-    advantages_N, returns_N = compute_advantages(ALGORITHMS[name], replace(experience, **changes), settings=settings)
-    assert returns_N is None
-    return [round(advantage, 4) for advantage in advantages_N.tolist()]
+    found = compute_advantages(ESTIMATORS[name], replace(experience, **changes), settings=settings)
+    assert found.returns_N is None
+    return [round(advantage, 4) for advantage in found.per_token_N.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() ->
 
 
 def test_rows_are_filed_under_their_names() -> None:
-    assert all(name == row.name for name, row in ALGORITHMS.items())
+    assert all(name == row.name for name, row in ESTIMATORS.items())
 
 
 NONE = math.nan
@@ -279,8 +281,9 @@ def experience_of_steps() -> Experience:
 @pytest.mark.parametrize("row", ["grpo", "rloo"])
 def test_steps_are_compared_within_the_group_beside_the_responses(row: str) -> None:
     experience = experience_of_steps()
-    plain_N, _ = compute_advantages(ALGORITHMS[row], replace(experience, steps_N=None), settings=GroupPolicyConfig())
-    found_N, _ = compute_advantages(ALGORITHMS[row], experience, settings=GroupPolicyConfig())
+    without = replace(experience, steps_N=None)
+    plain = compute_advantages(ESTIMATORS[row], without, settings=GroupPolicyConfig())
+    found = compute_advantages(ESTIMATORS[row], experience, settings=GroupPolicyConfig())
     own_N = step_advantages(STEPS_N, STEPS_CU, experience.groups_B)
-    torch.testing.assert_close(found_N, plain_N + 0.5 * own_N)
+    torch.testing.assert_close(found.per_token_N, plain.per_token_N + 0.5 * own_N)
     assert own_N.abs().max() > 0.5

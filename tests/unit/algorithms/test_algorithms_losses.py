@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
 from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.objective import (
@@ -22,7 +23,7 @@ from rlhf_cli.algorithms.objective import (
 )
 from rlhf_cli.algorithms.policy_loss import ppo_clip
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, LossAgg, PolicyConfig
+from rlhf_cli.config.policy import LossAgg, PolicyConfig
 
 
 def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float, float]:

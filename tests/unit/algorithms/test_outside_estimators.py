@@ -5,7 +5,9 @@ import torch
 from extending_page import page_file
 from online_settings import resolve
 
-from rlhf_cli.algorithms.table import ALGORITHMS, Experience, algorithm_by_code, compute_advantages
+from rlhf_cli.algorithms.advantages import compute_advantages, estimator_from_code
+from rlhf_cli.algorithms.estimators.estimator import Experience
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.foreign.translation import translate, translate_settings
@@ -28,23 +30,23 @@ def test_the_page_s_estimator_has_the_needs_of_the_command(tmp_path) -> None:
     path = page_file(tmp_path, "median_baseline.py")
     config = resolve("rloo", advantage_estimator=f"{path}:less_median")
     require_plugins(config)
-    algorithm = algorithm_by_code(config.policy.advantage_estimator, ALGORITHMS["rloo"])
-    assert (algorithm.name, algorithm.min_group, algorithm.whiten) == ("median_baseline.py:less_median", 2, False)
-    advantages_N, returns_N = compute_advantages(algorithm, EXPERIENCE, settings=config.policy)
-    torch.testing.assert_close(advantages_N, LESS_MEDIAN)
-    assert returns_N is None
+    estimator = estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["rloo"])
+    assert (estimator.name, estimator.min_group, estimator.whiten) == ("median_baseline.py:less_median", 2, False)
+    found = compute_advantages(estimator, EXPERIENCE, settings=config.policy)
+    torch.testing.assert_close(found.per_token_N, LESS_MEDIAN)
+    assert found.returns_N is None
 
 
 def test_the_page_s_row_states_its_needs(tmp_path) -> None:
     path = page_file(tmp_path, "median_baseline.py")
     config = resolve("grpo", advantage_estimator=f"{path}:whitened")
     require_plugins(config)
-    algorithm = algorithm_by_code(config.policy.advantage_estimator, ALGORITHMS["grpo"])
-    assert algorithm.min_group == 3
-    advantages_N, _ = compute_advantages(algorithm, EXPERIENCE, settings=config.policy)
-    assert advantages_N.mean().item() == pytest.approx(0, abs=1e-6)
+    estimator = estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["grpo"])
+    assert estimator.min_group == 3
+    found = compute_advantages(estimator, EXPERIENCE, settings=config.policy)
+    assert found.per_token_N.mean().item() == pytest.approx(0, abs=1e-6)
     with pytest.raises(UsageError, match="this command trains a critic, and critic is False"):
-        algorithm_by_code(config.policy.advantage_estimator, ALGORITHMS["ppo"])
+        estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["ppo"])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
 )
 def test_a_result_of_another_form_is_refused(row, result, reason, tmp_path) -> None:
     (tmp_path / "own.py").write_text(f"def f(experience, settings): return {result}\n")
-    function = algorithm_by_code(f"{tmp_path}/own.py:f", ALGORITHMS[row]).advantages
+    function = estimator_from_code(f"{tmp_path}/own.py:f", ESTIMATORS[row]).advantages
     assert function is not None
     with pytest.raises(RunError, match=reason):
         function(EXPERIENCE, None)

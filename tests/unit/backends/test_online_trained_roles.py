@@ -15,6 +15,7 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, join_and_load
 from rlhf_cli.backends.roles.settings import ROLE_CLASSES, STUDENT_CLASS, RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
@@ -22,7 +23,6 @@ from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE, host_engine
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.weight_sync.vllm_trainer import tensor_specs
 from rlhf_cli.config.model import LoraConfig, ModelConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.models.adapters import WEIGHTS_FILE, plan_adapter, read_config

@@ -11,7 +11,7 @@ from conftest import make_tiny_tokenizer
 from online_settings import resolve
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForTokenClassification
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
@@ -137,7 +137,7 @@ def test_a_micro_batch_must_hold_the_separator_behind_the_longest_sequence(folde
     def found(room: int) -> RewardModelPlan | None:
         lengths = {"max_len": "64", "max_new_tokens": "16", "train_max_tokens_per_gpu": str(room)}
         config = resolve("grpo", pretrain=tiny_model_dir, prm_pretrain=folder, **lengths)
-        return find_models(config, ALGORITHMS["grpo"]).reward
+        return find_models(config, ESTIMATORS["grpo"]).reward
 
     with pytest.raises(UsageError, match="a sequence may have 65 tokens: raise train_max_tokens_per_gpu 64"):
         found(64)

@@ -7,7 +7,7 @@ import yaml
 from online_settings import LEAST, resolve
 
 from rlhf_cli import cli
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.command_table import ONLINE_TRAINING, POLICY_GRADIENT
 from rlhf_cli.config.commands.online import OnlineConfig
@@ -61,7 +61,7 @@ def test_only_a_command_with_a_critic_has_settings_of_one(command):
 
 @pytest.mark.parametrize("command", ONLINE_TRAINING)
 def test_the_defaults_of_a_command_fit_together(command):
-    check_batches(resolve(command, **NEEDED.get(command, {})), ALGORITHMS[command])
+    check_batches(resolve(command, **NEEDED.get(command, {})), ESTIMATORS[command])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
 )
 def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message):
     with pytest.raises(UsageError, match=message):
-        check_batches(resolve(command, **given), ALGORITHMS[row])
+        check_batches(resolve(command, **given), ESTIMATORS[row])
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.7"])
@@ -181,14 +181,14 @@ def test_stop_strings_hold_for_training_and_for_its_evaluations(temperature):
     texts = ["</answer>", "\n\nQuestion, "]
     config = resolve("ppo", stop=texts, eval_dataset="x", eval_temperature=temperature)
     groups = (config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim)
-    assert OnlineSettings(ALGORITHMS["ppo"], *groups).sampling.stop == tuple(texts)
+    assert OnlineSettings(ESTIMATORS["ppo"], *groups).sampling.stop == tuple(texts)
     task = evaluation_task(config, None, str, total_iterations=1)
     assert (task.sampling.stop, task.sampling.greedy) == (tuple(texts), temperature == "0")
 
 
 @pytest.mark.parametrize("command", ["reinforce++", "remax"])
 def test_groups_of_one_are_fine_where_nothing_is_compared(command):
-    check_batches(resolve(command, n_samples_per_prompt="1"), ALGORITHMS[command])
+    check_batches(resolve(command, n_samples_per_prompt="1"), ESTIMATORS[command])
 
 
 def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generated():
@@ -214,7 +214,7 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
 )
 def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command, row, given):
     config = resolve(command, prm_pretrain="prm", prm_weight="0.5", **given)
-    check_step_rewards(config, ALGORITHMS[row])
+    check_step_rewards(config, ESTIMATORS[row])
     assert config.reward.prm_weight == 0.5
     assert resolve(command, **given).reward.prm_pretrain is None
 
@@ -229,7 +229,7 @@ def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command,
 )
 def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint):
     with pytest.raises(UsageError, match=complaint):
-        check_step_rewards(resolve("grpo", prm_pretrain="prm", **given), ALGORITHMS[row])
+        check_step_rewards(resolve("grpo", prm_pretrain="prm", **given), ESTIMATORS[row])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from conftest import make_tiny_tokenizer
 from online_settings import resolve
 from reward_models import save_reward_model
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import StateLayout, write_layout
 from rlhf_cli.config.online import ROLES
@@ -33,7 +33,7 @@ from rlhf_cli.runs.trained_model import reference_notice
 
 
 def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
-    return find_models(resolve(command, pretrain=pretrain, **given), ALGORITHMS[command])
+    return find_models(resolve(command, pretrain=pretrain, **given), ESTIMATORS[command])
 
 
 def test_4_bits_are_refused_by_the_stage_of_the_role_and_where_no_gpu_can_be(tiny_model_dir, monkeypatch):
@@ -46,9 +46,9 @@ def test_4_bits_are_refused_by_the_stage_of_the_role_and_where_no_gpu_can_be(tin
     ):
         config = resolve("ppo", pretrain=tiny_model_dir, **adapter, **stages)
         with pytest.raises(UsageError, match=message):
-            check_4_bits(config, find_models(config, ALGORITHMS["ppo"]))
+            check_4_bits(config, find_models(config, ESTIMATORS["ppo"]))
     without = resolve("ppo", pretrain=tiny_model_dir, lora_rank="4")
-    check_4_bits(without, find_models(without, ALGORITHMS["ppo"]))
+    check_4_bits(without, find_models(without, ESTIMATORS["ppo"]))
 
 
 def test_a_critic_starts_from_the_policy_where_nothing_else_is_said(tiny_model_dir):
@@ -98,7 +98,7 @@ def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
 def test_a_teacher_is_a_role_of_its_own(tiny_model_dir, tmp_path):
     teacher = shutil.copytree(tiny_model_dir, tmp_path / "teacher")
     config = resolve("grpo", pretrain=tiny_model_dir, teacher_pretrain=str(teacher))
-    found = find_models(config, ALGORITHMS["grpo"])
+    found = find_models(config, ESTIMATORS["grpo"])
     assert found.teacher is not None
     assert found.teacher.source.pretrain == str(teacher)
     assert role_names(config, found) == ("actor", "teacher")
@@ -110,7 +110,7 @@ def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model
     teacher = shutil.copytree(tiny_model_dir, tmp_path / "teacher")
     stage = {"teacher_zero_stage": "3", "param_offload": "true"}
     config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=str(teacher), compile_model="true", **stage)
-    found = find_models(config, ALGORITHMS["gkd"])
+    found = find_models(config, ESTIMATORS["gkd"])
     assert found.teacher is not None
     assert role_names(config, found) == ("actor",)
     assert idle_settings(config, ("actor",)) == []
@@ -124,7 +124,7 @@ def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model
 def test_ranks_that_share_sequences_share_the_hosted_teachers_too(tiny_model_dir):
     shared = {"sequence_parallel_size": "2", "actor_num_gpus_per_node": "2", "sequence_parallel_mode": "ulysses"}
     config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **shared)
-    check_shared_sequences(config, find_models(config, ALGORITHMS["gkd"]))
+    check_shared_sequences(config, find_models(config, ESTIMATORS["gkd"]))
     config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, zero_stage="3", zpg="2")
     with pytest.raises(UsageError, match="--zpg 2 does not divide 1 rank of the actor"):
         check_stages(config, ("actor",))
@@ -235,7 +235,7 @@ def test_a_teacher_in_the_ranks_of_a_student_that_is_split_is_whole(tiny_model_d
     def check(teacher_zero_stage: str) -> None:
         models = {"pretrain": tiny_model_dir, "teacher_pretrain": tiny_model_dir}
         config = resolve("gkd", **models, **split, teacher_zero_stage=teacher_zero_stage)
-        check_split_layers(config, find_models(config, ALGORITHMS["gkd"]))
+        check_split_layers(config, find_models(config, ESTIMATORS["gkd"]))
 
     check("2")
     with pytest.raises(UsageError, match="partitions no teacher beside split layers; give --teacher_zero_stage 2"):

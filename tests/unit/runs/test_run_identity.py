@@ -14,7 +14,7 @@ from reward_models import save_reward_model
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import cli
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.training.checkpoint import CheckpointStore, check_same_run
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.scoring import RewardConfig
@@ -283,10 +283,10 @@ class Online:
         return resolve("ppo", **models | {"prompt_data": str(self._data), **lengths, **given})
 
     def _identity(self, given: dict[str, Any]) -> dict[str, Any]:
-        config, row = self._config(given), ALGORITHMS["ppo"]
+        config, row = self._config(given), ESTIMATORS["ppo"]
         found = find_models(config, row)
         data = load_prompts(config.prompts, found.policy.tokenizer, max_new_tokens=8, seed=0)
-        return online_identity(config, found, data, command="ppo", algorithm=row, iterations=1)
+        return online_identity(config, found, data, command="ppo", estimator=row, iterations=1)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 from online_settings import resolve
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import Island, Layout, Seat
 from rlhf_cli.runs.online.models import find_models
 from rlhf_cli.runs.online.sleep_memory import (
@@ -38,7 +38,7 @@ def test_bytes_of_a_role_are_weights_of_ranks_and_optimizer_states_of_all(
 def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny_model_dir):
     sleeping = {"deepspeed_enable_sleep": "true", "colocate_all_models": "true", "zero_stage": "2"}
     config = resolve("ppo", pretrain=tiny_model_dir, **sleeping)
-    models = find_models(config, ALGORITHMS["ppo"])
+    models = find_models(config, ESTIMATORS["ppo"])
     islands = (Island(node=0, num_gpus=1), Island(node=1, num_gpus=1))
     seats = [
         Seat("actor", 0, 0, (0,), shared=True),
@@ -56,7 +56,7 @@ def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny
 def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
     sleeping = {"deepspeed_enable_sleep": "true", "colocate_all_models": "true"}
     config = resolve("grpo", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **sleeping)
-    models = find_models(config, ALGORITHMS["grpo"])
+    models = find_models(config, ESTIMATORS["grpo"])
     seats = (Seat("teacher", 0, 0, (0,), shared=True), Seat("teacher", 1, 0, (1,), shared=True))
     layout = Layout((Island(node=0, num_gpus=2),), seats)
     assert bytes_by_node(config, models, layout) == {0: 2 * 2 * 25_248}  # two bytes of each parameter on both ranks
@@ -65,7 +65,7 @@ def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
 def test_a_teacher_in_the_ranks_of_its_student_sleeps_there(tiny_model_dir):
     sleeping = {"deepspeed_enable_sleep": "true", "zero_stage": "0"}
     config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **sleeping)
-    models = find_models(config, ALGORITHMS["gkd"])
+    models = find_models(config, ESTIMATORS["gkd"])
     layout = Layout((Island(node=3, num_gpus=1),), (Seat("actor", 0, 0, (0,), shared=True),))
     assert bytes_by_node(config, models, layout) == {3: 2 * 25_248}  # at stage 0 the student itself cannot move
 

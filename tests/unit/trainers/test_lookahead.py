@@ -19,7 +19,7 @@ from online_fakes import (
 )
 from saved_loops import through_files
 
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError

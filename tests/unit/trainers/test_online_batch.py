@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
+from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
@@ -65,7 +68,7 @@ def settings_of(
     distill_coef: float | None = None,
 ) -> OnlineSettings:
     return OnlineSettings(
-        ALGORITHMS[algorithm],
+        ESTIMATORS[algorithm],
         RolloutConfig(max_new_tokens=4),
         reward,
         policy or ActorCriticPolicyConfig(),

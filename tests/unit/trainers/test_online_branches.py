@@ -6,10 +6,11 @@ from dataclasses import asdict
 import numpy as np
 from online_fakes import EXACT, ONE_STEP, WITH_REFERENCE, FakeModel, Run
 
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
@@ -44,7 +45,7 @@ def settings_of(algorithm: str, reward: RewardConfig = EXACT) -> OnlineSettings:
     kind = ActorCriticPolicyConfig if algorithm == "ppo" else GroupPolicyConfig
     rollout, policy = RolloutConfig(max_new_tokens=9), kind(init_kl_coef=0.0)
     return OnlineSettings(
-        ALGORITHMS[algorithm], rollout, reward, policy, OnlineBatchConfig(), MovingReferenceConfig(), OptimConfig()
+        ESTIMATORS[algorithm], rollout, reward, policy, OnlineBatchConfig(), MovingReferenceConfig(), OptimConfig()
     )
 
 

@@ -18,9 +18,11 @@ from online_fakes import (
 )
 
 from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineBatchConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from vision_sequences import vision_sequences
 
 from rlhf_cli.agents.records import Action, Reply, Reset, Text
-from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.roles.groups import (
     ActorRole,
     BaseReference,
@@ -181,7 +181,7 @@ def train(
 
     The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it.
     """
-    algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
+    algorithm, settings, dealer = ESTIMATORS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
 
     def trained(role: Any) -> TrainedRole:
         return TrainedRole(OneRank(role), dealer, takes_turns=False)  # type: ignore[arg-type]

@@ -18,10 +18,12 @@ from tiny_training import make_sequences
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_cli.algorithms.advantages import drawn_to_teacher
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
+from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.backends.roles.ranks import ReferenceRank
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.config.policy import GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model

@@ -1,0 +1,92 @@
+"""What an advantage estimator receives, returns and declares. Imports no torch, because help pages read the table."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Inputs for advantage estimation: all responses from a rollout, with tokens concatenated.
+
+    - `rewards_N`: shaped token rewards.
+    - `parts`: (weight, clipped values `[B]`) for each reward, for estimators with `rewards_apart`.
+    - `values_N`: critic values; None without a critic.
+    - `bootstrap_B`: value of the final state of each truncated response, 0 for a finished one; None treats every
+      response as finished.
+    - `cu`: response boundaries, int64 `[B+1]`.
+    - `groups_B`: prompt index per response, int64. Group sizes may differ when samples fail.
+    - `trained_B`: bool, True for responses that are trained on.
+    - `greedy_B`: reward for the greedy response to the same prompt; None without greedy responses.
+    - `steps_N`: step reward at the last token of each step, NaN elsewhere; None without a process reward model.
+    - `step_weight`: multiplier for step advantages.
+    - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
+    """
+
+    rewards_N: "Tensor"
+    parts: "tuple[tuple[float, Tensor], ...]"
+    values_N: "Tensor | None"
+    bootstrap_B: "Tensor | None"
+    cu: "Tensor"
+    groups_B: "Tensor"
+    trained_B: "Tensor"
+    greedy_B: "Tensor | None"
+    steps_N: "Tensor | None" = None
+    step_weight: float = 1.0
+    scale: float | None = None
+
+    @property
+    def rewards_B(self) -> "Tensor":
+        """Total reward per response."""
+        from rlhf_cli.algorithms.ragged import segment_sum
+
+        return segment_sum(self.rewards_N, self.cu)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What an estimator returns for a rollout.
+
+    - `per_token_N`: one advantage per response token, `[N]`.
+    - `returns_N`: targets for the critic, `[N]`; None without one.
+    - `metrics`: numbers to log as `advantage/NAME`.
+
+    Example: RLOO on two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, gives `per_token_N =
+    [1, 1, -1]`.
+    """
+
+    per_token_N: "Tensor"
+    returns_N: "Tensor | None" = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# (experience, the command's policy settings) -> advantages before whitening
+AdvantageFunction = Callable[[Experience, Any], Advantages]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How advantages are computed, and what the run must provide for it.
+
+    - `advantages`: the function; None for losses without advantages, such as a divergence. User code may also return
+      `per_token_N`, or a pair with `returns_N`, instead of `Advantages`.
+    - `critic`: whether a critic is placed, evaluated and trained.
+    - `min_group`: minimum number of responses per prompt.
+    - `whiten`: whether to whiten advantages over the trained tokens of the rollout.
+    - `greedy`: whether to generate and score a greedy response per prompt, which is not trained on.
+    - `rewards_apart`: whether the estimator normalizes each reward separately instead of their sum.
+    - `steps`: "tokens" adds step rewards to token rewards, "groups" normalizes them within the group; None if step
+      rewards are not supported.
+    """
+
+    name: str
+    advantages: Callable[[Experience, Any], Any] | None
+    critic: bool = False
+    min_group: int = 1
+    whiten: bool = False
+    greedy: bool = False
+    rewards_apart: bool = False
+    steps: Literal["tokens", "groups"] | None = None

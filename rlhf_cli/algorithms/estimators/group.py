@@ -1,0 +1,103 @@
+"""GRPO and its variants: responses compared within the group that answers a prompt (arXiv 2402.03300)."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
+from rlhf_cli.config.policy import PolicyConfig
+
+GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
+
+PRESETS: dict[str, dict[str, object]] = {
+    "dr_grpo": {"advantage_std": "none", "loss_agg": "seq_sum_norm", "init_kl_coef": 0.0},
+    "dapo": {
+        "eps_clip_low_high": (0.2, 0.28),
+        "loss_agg": "token_mean",
+        "init_kl_coef": 0.0,
+        "dynamic_filtering": True,
+    },
+    "gspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, **GSPO},
+    "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
+    "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
+}
+"""Settings of the papers, without those of the data."""
+
+
+class GroupPolicyConfig(PolicyConfig):
+    """Policy objective"""
+
+    preset: Literal[*PRESETS] | None = None  # type: ignore[valid-type]
+    """Defaults of a paper for the loss, its mean, clip, KL and length penalty; settings that are given win, and with
+    use_kl_loss there is KL again."""
+    advantage: Literal["group", "passk"] = "group"
+    """Each response against the mean of its prompt, or the best one against the second best."""
+    advantage_std: Literal["group", "none"] = "group"
+    """What advantages are divided by: the spread of the prompt's rewards, or nothing (Dr. GRPO)."""
+    aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Compare the sum of several rewards, or each of them apart, and then their weighted sum in the batch (GDPO)."""
+
+    @model_validator(mode="after")
+    def _passk_has_its_own_scale(self) -> "GroupPolicyConfig":
+        if self.advantage == "passk" and self.advantage_std == "none":
+            raise ValueError("advantage passk divides by the prompt's spread: it takes no advantage_std none")
+        return self
+
+    @model_validator(mode="after")
+    def _each_reward_apart_has_one_form(self) -> "GroupPolicyConfig":
+        if self.aggregate == "sum_then_normalize":
+            return self
+        for name in ("advantage", "advantage_std"):
+            if getattr(self, name) != "group":
+                raise ValueError(f"aggregate normalize_then_sum takes no {name} {getattr(self, name)}")
+        if self.init_kl_coef > 0 and not self.use_kl_loss:
+            raise ValueError("aggregate normalize_then_sum compares rewards apart: the KL divergence needs use_kl_loss")
+        return self
+
+    @property
+    def estimator(self) -> str:
+        """The name of the estimator that the settings choose."""
+        if self.aggregate == "normalize_then_sum":
+            return "gdpo"
+        return "grpo_passk" if self.advantage == "passk" else "grpo"
+
+
+def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
+    """Return `(R_i - mean) / std` over the group, or `R_i - mean` for `advantage_std none`."""
+    from rlhf_cli.algorithms.advantages import at_every_token
+    from rlhf_cli.algorithms.groups import group_normalised, less_group_mean
+
+    rewards_B, groups_B = experience.rewards_B, experience.groups_B
+    # Dr. GRPO (arXiv 2503.20783): dividing by the std overweights prompts that are almost always or almost never
+    # solved.
+    if settings.advantage_std == "none":
+        advantages_B = less_group_mean(rewards_B, groups_B)
+    else:
+        advantages_B = group_normalised(rewards_B, groups_B, scale=experience.scale)
+    return Advantages(at_every_token(advantages_B, experience.cu))
+
+
+def passk(experience: Experience, _: object) -> Advantages:
+    """Return the lead of the best response of the group over the second best, 0 for the others."""
+    from rlhf_cli.algorithms.advantages import at_every_token
+    from rlhf_cli.algorithms.groups import best_over_second
+
+    advantages_B = best_over_second(experience.rewards_B, experience.groups_B, scale=experience.scale)
+    return Advantages(at_every_token(advantages_B, experience.cu))
+
+
+def gdpo(experience: Experience, _: object) -> Advantages:
+    """Return the weighted sum of each reward's own `(R_i - mean) / std`, whitened over the responses."""
+    import torch
+
+    from rlhf_cli.algorithms.advantages import at_every_token, whiten
+    from rlhf_cli.algorithms.groups import group_normalised
+
+    # Normalize each reward before adding: in a sum, the reward with the largest range would dominate.
+    apart_B = [weight * group_normalised(part_B, experience.groups_B) for weight, part_B in experience.parts]
+    return Advantages(at_every_token(whiten(torch.stack(apart_B).sum(0)), experience.cu))
+
+
+GRPO = Estimator("grpo", grpo, min_group=2, steps="groups")
+GRPO_PASSK = Estimator("grpo_passk", passk, min_group=2)
+GDPO = Estimator("gdpo", gdpo, min_group=2, rewards_apart=True)

@@ -1,0 +1,42 @@
+"""REINFORCE++: token returns or rewards less their group's mean, whitened over the rollout (arXiv 2501.03262)."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
+from rlhf_cli.config.policy import PolicyConfig
+
+
+class ReinforcePolicyConfig(PolicyConfig):
+    """Policy objective"""
+
+    baseline: Literal["none", "group"] = "none"
+    """Baseline of a reward before whitening; group: the mean of its prompt, with the KL in the loss (k2)."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+
+    @model_validator(mode="after")
+    def _groups_have_no_discount(self) -> "ReinforcePolicyConfig":
+        if self.baseline == "group" and self.gamma != 1.0:
+            raise ValueError("gamma discounts the rewards of tokens; baseline group compares whole responses")
+        return self
+
+
+def reinforce(experience: Experience, settings: ReinforcePolicyConfig) -> Advantages:
+    """Return the discounted rewards of each token and those after it."""
+    from rlhf_cli.algorithms.advantages import returns_to_go
+
+    return Advantages(returns_to_go(experience.rewards_N, experience.cu, gamma=settings.gamma))
+
+
+def reinforce_group(experience: Experience, _: object) -> Advantages:
+    """Return `R_i - mean` over the group, at every token."""
+    from rlhf_cli.algorithms.advantages import at_every_token
+    from rlhf_cli.algorithms.groups import less_group_mean
+
+    return Advantages(at_every_token(less_group_mean(experience.rewards_B, experience.groups_B), experience.cu))
+
+
+REINFORCE = Estimator("reinforce++", reinforce, whiten=True, steps="tokens")
+REINFORCE_GROUP = Estimator("reinforce++_group", reinforce_group, min_group=2, whiten=True, steps="groups")

@@ -1,0 +1,14 @@
+"""RLOO: each response against the mean of the other responses to its prompt (arXiv 2402.14740)."""
+
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
+
+
+def rloo(experience: Experience, _: object) -> Advantages:
+    """Return `R_i - mean` over the other responses of the group, at every token."""
+    from rlhf_cli.algorithms.advantages import at_every_token
+    from rlhf_cli.algorithms.groups import less_mean_of_others
+
+    return Advantages(at_every_token(less_mean_of_others(experience.rewards_B, experience.groups_B), experience.cu))
+
+
+RLOO = Estimator("rloo", rloo, min_group=2, steps="groups")
