@@ -1,9 +1,9 @@
 """`rlhf ppo`: online reinforcement learning with a critic."""
 
-from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.ppo import PPOConfig
 
 
-def ppo(config: CriticConfig) -> None:
+def ppo(config: PPOConfig) -> None:
     """Train a policy and a critic online: sample responses, score them, update both (PPO with GAE)."""
     from rlhf_cli.runs.online.run import run_online
 

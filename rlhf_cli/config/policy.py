@@ -100,11 +100,6 @@ class PolicyConfig(SettingsGroup):
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[1]
 
     @property
-    def bootstraps(self) -> bool:
-        """Whether a critic values the states in which responses were truncated."""
-        return False
-
-    @property
     def has_kl_loss(self) -> bool:
         """Whether the loss has a term of the KL divergence."""
         return self.use_kl_loss and self.init_kl_coef > 0

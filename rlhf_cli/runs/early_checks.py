@@ -19,7 +19,7 @@ from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.chat import ChatModelConfig
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.merge import MergeGroup
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.data import (
     DataConfig,
     LabelledDataConfig,
@@ -55,11 +55,11 @@ def check_early(config: CommandConfig) -> None:
         _check_output(group)
     if any(isinstance(group, COMPUTING) for group in groups):
         check_usable_gpus()
-    if isinstance(config, OwnResponsesConfig):
+    if isinstance(config, OnlineConfig):
         from rlhf_cli.runs.online.checks import check_without_estimator
 
         check_without_estimator(config)
-    if isinstance(config, OwnResponsesConfig) or any(isinstance(group, AnswersOutputConfig) for group in groups):
+    if isinstance(config, OnlineConfig) or any(isinstance(group, AnswersOutputConfig) for group in groups):
         _check_ray_address(os.environ.get("RAY_ADDRESS"))
     for group in groups:
         _check_models(group)
@@ -146,7 +146,7 @@ def _data_sets(config: CommandConfig) -> Iterator[tuple[SettingsGroup, str, str]
     for group in groups:
         if isinstance(group, PromptConfig):
             yield group, group.prompt_data, group.prompt_split
-            evaluation = config.evaluation if isinstance(config, OwnResponsesConfig) else None
+            evaluation = config.evaluation if isinstance(config, OnlineConfig) else None
             if evaluation is not None and evaluation.eval_dataset is not None:
                 yield group, evaluation.eval_dataset, evaluation.eval_split
         elif isinstance(group, OfflineDataConfig):

@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -17,16 +17,16 @@ def resolve(command: str, **given: Any) -> Any:
     return build_config(cls, LEAST | given)
 
 
-def online_settings(config: OwnResponsesConfig, row: str) -> OnlineSettings:
+def online_settings(config: OnlineConfig, row: str) -> OnlineSettings:
     """Return the settings of the loop, with this row of the table of algorithms."""
     return OnlineSettings(
         ESTIMATORS[row],
         config.rollout,
         config.reward,
-        config.policy_settings,
+        config.policy,
         config.batch,
-        config.reference_settings,
+        config.reference,
         config.optim,
         config.dynamic_sampling,
-        lag=config.lag,
+        lag=config.asynchronous.lag,
     )

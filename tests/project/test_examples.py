@@ -15,7 +15,7 @@ from test_docs_parse import commands_in
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import plan_layout
-from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.ppo import PPOConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
@@ -243,7 +243,7 @@ def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
                 values[flag] = "true"
             else:
                 values[flag] = word
-        config = build_config(CriticConfig, values)
+        config = build_config(PPOConfig, values)
         check_batches(config, ESTIMATORS["ppo"])
         layout = plan_layout(config.placement, config.rollout, roles=("actor", "critic", "ref"), node_gpus=[8, 8, 8, 8])
         assert layout.num_gpus == 32

@@ -16,7 +16,7 @@ from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import Layout, plan_layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.ppo import PPOConfig
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.attention.varlen import VARLEN
@@ -129,7 +129,7 @@ def assert_fits(hardware: Hardware, settings: DeepSpeedConfig, max_tokens: int, 
 @pytest.mark.parametrize("name", ONLINE)
 def test_an_online_recipe_fits_its_nodes(name):
     hardware = ONLINE[name]
-    config = read(name, CriticConfig, prompt_data="prompts", output="run")
+    config = read(name, PPOConfig, prompt_data="prompts", output="run")
     check_batches(config, ESTIMATORS["ppo"])
     check_positions(hardware.architecture, config.prompts.max_len)
     layout = plan_layout(config.placement, config.rollout, roles=ROLES, node_gpus=[hardware.gpus] * hardware.nodes)
@@ -147,7 +147,7 @@ def test_an_online_recipe_fits_its_nodes(name):
     assert 2 * num_parameters(hardware.architecture) < 0.6 * share * GPU_BYTES  # the rest is for the cache
 
 
-def sleeping_bytes(hardware: Hardware, config: CriticConfig, layout: Layout) -> float:
+def sleeping_bytes(hardware: Hardware, config: PPOConfig, layout: Layout) -> float:
     """The memory of all sleeping roles on each node."""
     size = num_parameters(hardware.architecture)
     roles = [SleepingRole(size, size, 2, config.deepspeed.of(role).zero_stage, len(layout.of(role))) for role in ROLES]

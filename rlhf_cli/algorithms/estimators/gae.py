@@ -18,10 +18,10 @@ class ActorCriticPolicyConfig(PolicyConfig):
     bootstrap_truncated: bool = False
     """Take the critic's value of the state a cut response ended in for what would have come, instead of 0."""
 
-    @property
-    def bootstraps(self) -> bool:
-        """Whether the critic values the states in which responses were truncated."""
-        return self.bootstrap_truncated
+
+def bootstraps(policy: PolicyConfig) -> bool:
+    """Return whether a critic values the states in which responses were truncated."""
+    return isinstance(policy, ActorCriticPolicyConfig) and policy.bootstrap_truncated
 
 
 def ppo(experience: Experience, settings: ActorCriticPolicyConfig) -> Advantages:

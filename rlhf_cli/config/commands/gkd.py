@@ -2,29 +2,49 @@
 
 from pydantic import model_validator
 
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
 from rlhf_cli.config.distillation import FixedRowsConfig, MixtureConfig
 from rlhf_cli.config.online import ActorOptimConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS
+
+RANKS_OF_OTHERS = frozenset(
+    {
+        "placement.ref_num_nodes",
+        "placement.ref_num_gpus_per_node",
+        "placement.teacher_num_nodes",
+        "placement.teacher_num_gpus_per_node",
+        "placement.colocate_actor_ref",
+        "deepspeed.ref_zero_stage",
+        "deepspeed.ref_sequence_parallel_size",
+        "deepspeed.ref_offload",
+        "deepspeed.teacher_sequence_parallel_size",
+    }
+)
+"""Settings of a reference, which is not loaded, and of a teacher in its own ranks."""
 
 
-class GKDConfig(OwnResponsesConfig):
+class GKDConfig(OnlineConfig):
     """Settings of `rlhf gkd`."""
+
+    unsupported = (
+        NEVER_ONLINE
+        | OF_A_CRITIC
+        | STEP_REWARDS
+        | SHAPING
+        | RANKS_OF_OTHERS
+        | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference"}
+    )
+    # The teacher's distributions over all tokens are too large to send between ranks.
+    hosted_roles = ("teacher",)
 
     distillation: MixtureConfig
     rows: FixedRowsConfig = FixedRowsConfig()
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128)
+    # init_kl_coef 0 loads no reference.
+    policy: PolicyConfig = PolicyConfig(init_kl_coef=0.0)
     optim: ActorOptimConfig = ActorOptimConfig(actor_learning_rate=5e-6)
-
-    @property
-    def teacher_pretrain(self) -> str:
-        """The teacher."""
-        return self.distillation.teacher_pretrain
-
-    @property
-    def hosted_roles(self) -> tuple[str, ...]:
-        """The teacher lives in the actor's ranks: its distributions are too large to travel."""
-        return ("teacher",)
 
     @model_validator(mode="after")
     def _fixed_rows_have_a_share(self) -> "GKDConfig":

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
-from rlhf_cli.config.commands.online import FilteringConfig
+from rlhf_cli.config.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
 from rlhf_cli.config.presets import defaults_of_baseline
 
 
-class ReinforceConfig(FilteringConfig):
+class ReinforceConfig(OnlineConfig):
     """Settings of `rlhf reinforce++`."""
+
+    unsupported = NEVER_ONLINE | OF_A_CRITIC
 
     policy: ReinforcePolicyConfig = ReinforcePolicyConfig()
 

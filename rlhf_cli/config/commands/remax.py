@@ -1,18 +1,11 @@
 """The settings of `rlhf remax`."""
 
-from pydantic import model_validator
-
-from rlhf_cli.config.commands.online import OnlineConfig
-from rlhf_cli.config.teacher import learning_alone
+from rlhf_cli.config.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.config.scoring import STEP_REWARDS
 
 
 class ReMaxConfig(OnlineConfig):
     """Settings of `rlhf remax`."""
 
-    @model_validator(mode="after")
-    def _greedy_responses_are_compared_with(self) -> "ReMaxConfig":
-        if self.distils_alone:
-            raise ValueError(
-                f"greedy responses are compared by their reward, and only the teacher counts here: {learning_alone()}"
-            )
-        return self
+    unsupported = NEVER_ONLINE | OF_A_CRITIC | STEP_REWARDS | {"dynamic"}
+    compares_rewards = "greedy responses are compared by their reward"

@@ -18,7 +18,7 @@ from rlhf_cli.backends.training.deepspeed_config import check_compiler, check_de
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.gkd import GKDConfig
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
@@ -71,7 +71,7 @@ ENDS = 16
 class OnlineRun:
     """The run as it is known before anything heavy starts."""
 
-    config: OwnResponsesConfig
+    config: OnlineConfig
     command: str
     estimator: Estimator
     backend: str
@@ -99,15 +99,15 @@ class OnlineRun:
             self.estimator,
             config.rollout,
             config.reward,
-            config.policy_settings,
+            config.policy,
             config.batch,
-            config.reference_settings,
+            config.reference,
             config.optim,
             config.dynamic_sampling,
-            config.teacher_settings.weight,
+            config.teacher.weight,
             config.reward.prm_weight,
-            config.lag,
-            config.partial_rollout,
+            config.asynchronous.lag,
+            config.asynchronous.partial_rollout,
             self.data.end_ids,
         )
 
@@ -125,7 +125,7 @@ class OnlineRun:
         return count_steps(samples, self.config.batch, iterations=self.total_iterations)
 
 
-def check_run(config: OwnResponsesConfig, command: str, estimator: Estimator) -> OnlineRun:
+def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> OnlineRun:
     """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
     _check_settings(config, estimator)
     backend = rollout_backend(config.rollout)
@@ -141,7 +141,7 @@ def check_run(config: OwnResponsesConfig, command: str, estimator: Estimator) ->
         check_positions(model.architecture, config.prompts.max_len)
     if not (leaves_places_open(config.placement, config.rollout) and may_have_gpus()):
         _check_places(config, models)
-    episodes = find_episodes(config.episode_settings, config.prompts, model.found, model.tokenizer)
+    episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
     data, eval_data, student = _load_data(config, model, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
@@ -164,9 +164,7 @@ def check_run(config: OwnResponsesConfig, command: str, estimator: Estimator) ->
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
-    check_rewards(
-        config.reward, *(read.prompts for read in all_data), is_episode=config.episode_settings.plays_episodes
-    )
+    check_rewards(config.reward, *(read.prompts for read in all_data), is_episode=config.episodes.plays_episodes)
     return run
 
 
@@ -175,7 +173,7 @@ def may_have_gpus() -> bool:
     return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
 
 
-def _check_places(config: OwnResponsesConfig, models: OnlineModels) -> None:
+def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if the ranks of the roles, as many as there are, do not suit the settings."""
     roles = role_names(config, models)
     check_stages(config, roles)
@@ -259,14 +257,14 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
     return replace(run, config=config, models=models, memory_reason=reason)
 
 
-def _needs(config: OwnResponsesConfig, models: OnlineModels) -> Needs:
+def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
     """Return the demands of the settings on a layout."""
     settings = [config.deepspeed.of(role) for role in (*role_names(config, models), *config.hosted_roles)]
     groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
-    return Needs(lcm(*groups), samples_ahead=config.lag > 0, can_sleep=_can_sleep(config))
+    return Needs(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
 
 
-def _can_sleep(config: OwnResponsesConfig) -> bool:
+def _can_sleep(config: OnlineConfig) -> bool:
     """Return whether DeepSpeed can move the states of these settings; at stage 3 it compiles its Adam for that."""
     try:
         for role in ("actor", "critic"):
@@ -278,13 +276,13 @@ def _can_sleep(config: OwnResponsesConfig) -> bool:
     return True
 
 
-def _check_deepspeed(config: OwnResponsesConfig, role: str, *, sleeps: bool) -> None:
+def _check_deepspeed(config: OnlineConfig, role: str, *, sleeps: bool) -> None:
     check_deepspeed(
         config.deepspeed.of(role), param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=sleeps
     )
 
 
-def _check_settings(config: OwnResponsesConfig, estimator: Estimator) -> None:
+def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
     """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
     check_tracking(config.tracking)
     check_batches(config, estimator)
@@ -295,7 +293,7 @@ def _check_settings(config: OwnResponsesConfig, estimator: Estimator) -> None:
 
 
 def _load_data(
-    config: OwnResponsesConfig, model: TrainedModel, episodes: EpisodePlan | None
+    config: OnlineConfig, model: TrainedModel, episodes: EpisodePlan | None
 ) -> tuple[PromptData, PromptData | None, StudentData | None]:
     """Return the prompts to train on, the held-out ones if there are any, and the responses of a student."""
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
@@ -332,10 +330,10 @@ def notices(run: OnlineRun) -> list[str]:
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
-    reference = reference_notice(run.models.policy) if config.policy_settings.init_kl_coef > 0 else []
+    reference = reference_notice(run.models.policy) if config.policy.init_kl_coef > 0 else []
     return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *reference, *files, *layouts]
 
 
-def code_of_others(config: OwnResponsesConfig) -> dict[str, str]:
+def code_of_others(config: OnlineConfig) -> dict[str, str]:
     """Return a hash of each file with others' code but the reward's, by the setting that names it."""
-    return contents_of_plugins(config) | environment_contents(config.episode_settings)
+    return contents_of_plugins(config) | environment_contents(config.episodes)

@@ -6,8 +6,9 @@ Imports no torch at module level, so that what the settings show is checked befo
 import math
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
+from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -17,18 +18,18 @@ OF_ONE_TURN = "is about one response of at most max_new_tokens, and an episode h
 """End of a sentence about a setting that episodes do not have."""
 
 
-def check_without_estimator(config: OwnResponsesConfig) -> None:
+def check_without_estimator(config: OnlineConfig) -> None:
     """Raise UsageError if settings do not go together whatever the estimator."""
     _check_steps(config.rollout, config.batch)
     _check_room(config)
     check_filtering(config)
     check_episodes(config)
     check_lag(config)
-    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
+    if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
 
 
-def check_batches(config: OwnResponsesConfig, estimator: Estimator) -> None:
+def check_batches(config: OnlineConfig, estimator: Estimator) -> None:
     """Raise UsageError if sizes do not fit together; the message names sizes that would."""
     _check_steps(config.rollout, config.batch)
     _check_groups(config, estimator)
@@ -51,7 +52,7 @@ def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
     )
 
 
-def _check_groups(config: OwnResponsesConfig, estimator: Estimator) -> None:
+def _check_groups(config: OnlineConfig, estimator: Estimator) -> None:
     """Raise UsageError if too few responses to a prompt are sampled to be compared."""
     num_samples = config.rollout.n_samples_per_prompt
     if num_samples < estimator.min_group:
@@ -63,7 +64,7 @@ def _check_groups(config: OwnResponsesConfig, estimator: Estimator) -> None:
         raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
 
 
-def _check_shaping(config: OwnResponsesConfig, estimator: Estimator) -> None:
+def _check_shaping(config: OnlineConfig, estimator: Estimator) -> None:
     """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
     reward, longest = config.reward, config.rollout.max_new_tokens
     buffer = reward.overlong_buffer_len
@@ -77,18 +78,18 @@ def _check_shaping(config: OwnResponsesConfig, estimator: Estimator) -> None:
         raise UsageError(f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens {longest}")
 
 
-def _check_room(config: OwnResponsesConfig) -> None:
+def _check_room(config: OnlineConfig) -> None:
     """Raise UsageError if a micro-batch cannot hold the longest sequence."""
     batch, ranks = config.batch, min(config.deepspeed.sequence_sizes)
     room = f"--train_max_tokens_per_gpu {batch.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")
     max_tokens, max_len = batch.max_tokens * ranks, config.prompts.max_len
-    if config.policy_settings.bootstraps and max_tokens == max_len:
+    if bootstraps(config.policy) and max_tokens == max_len:
         raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
     if max_tokens < max_len:
         raise UsageError(f"{room} cannot hold one sequence of --max_len {max_len}: raise the one or lower the other")
 
 
-def check_filtering(config: OwnResponsesConfig) -> None:
+def check_filtering(config: OnlineConfig) -> None:
     """Raise UsageError if dynamic sampling has no score to judge prompts by."""
     if config.dynamic_sampling is None:
         return
@@ -104,7 +105,7 @@ def check_filtering(config: OwnResponsesConfig) -> None:
         )
 
 
-def check_step_rewards(config: OwnResponsesConfig, estimator: Estimator) -> None:
+def check_step_rewards(config: OnlineConfig, estimator: Estimator) -> None:
     """Raise UsageError if the estimator has no place for rewards of steps."""
     if config.reward.prm_pretrain is None:
         return
@@ -113,9 +114,9 @@ def check_step_rewards(config: OwnResponsesConfig, estimator: Estimator) -> None
         raise UsageError(f"--prm_pretrain: {estimator.name} compares whole responses; rewards of steps go with {names}")
 
 
-def check_episodes(config: OwnResponsesConfig) -> None:
+def check_episodes(config: OnlineConfig) -> None:
     """Raise UsageError for settings that do not go with episodes of several turns."""
-    if not config.episode_settings.plays_episodes:
+    if not config.episodes.plays_episodes:
         return
     if config.reward.prm_pretrain is not None:
         raise UsageError(
@@ -133,7 +134,7 @@ def refuse_length_rewards(reward: RewardConfig) -> None:
             raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
 
 
-def check_lag(config: OwnResponsesConfig) -> None:
+def check_lag(config: OnlineConfig) -> None:
     """Raise UsageError if engines cannot sample while the models train, because they share GPUs with them."""
     placement = config.placement
     named = (
@@ -141,24 +142,24 @@ def check_lag(config: OwnResponsesConfig) -> None:
         ("--vllm_enable_sleep", config.rollout.vllm_enable_sleep),
     )
     for flag, is_given in named:
-        if config.lag and is_given:
+        if config.asynchronous.lag and is_given:
             raise UsageError(
                 f"--async_train samples while the models train, so that engines need GPUs of their own: drop {flag}"
             )
 
 
-def check_partial_rollout(config: OwnResponsesConfig, *, backend: str) -> None:
+def check_partial_rollout(config: OnlineConfig, *, backend: str) -> None:
     """Raise UsageError if the engines cannot take weights in the middle of a response."""
-    if config.partial_rollout and backend != "vllm":
+    if config.asynchronous.partial_rollout and backend != "vllm":
         raise UsageError(
             f"--partial_rollout needs vLLM, which takes weights in the middle of responses; {backend} takes them "
             "between batches"
         )
 
 
-def lag_notice(config: OwnResponsesConfig) -> list[str]:
+def lag_notice(config: OnlineConfig) -> list[str]:
     """Return a line if responses of older policies are trained on without a correction."""
-    if not config.lag or config.policy_settings.rollout_correction != "off":
+    if not config.asynchronous.lag or config.policy.rollout_correction != "off":
         return []
     return [
         "--rollout_correction off: with --async_train responses of older policies count as if the present policy had "
@@ -166,7 +167,7 @@ def lag_notice(config: OwnResponsesConfig) -> list[str]:
     ]
 
 
-def most_episodes(config: OwnResponsesConfig, *, num_prompts: int) -> int:
+def most_episodes(config: OnlineConfig, *, num_prompts: int) -> int:
     """Return the largest number of episodes that are played at the same time."""
     rollout, dynamic = config.rollout, config.dynamic_sampling
     share = 0.0 if dynamic is None else dynamic.dynamic_oversample

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
@@ -20,7 +20,7 @@ from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, Evaluatio
 
 
 def load_evaluation_prompts(
-    config: OwnResponsesConfig, tokenizer: object, reader: PictureReader | None, episodes: EpisodePlan | None
+    config: OnlineConfig, tokenizer: object, reader: PictureReader | None, episodes: EpisodePlan | None
 ) -> PromptData | None:
     """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
     evaluation = config.evaluation
@@ -45,7 +45,7 @@ def load_evaluation_prompts(
 
 
 def evaluation_task(
-    config: OwnResponsesConfig,
+    config: OnlineConfig,
     data: PromptData | None,
     decode: Callable[[Sequence[int]], str],
     *,
@@ -55,7 +55,7 @@ def evaluation_task(
     in a rollout.
     """
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
-    is_large = bool(data and data.has_pictures) or config.episode_settings.plays_episodes
+    is_large = bool(data and data.has_pictures) or config.episodes.plays_episodes
     end_ids = data.end_ids if data else ()
     greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop), end_ids=end_ids)
     return EvaluationTask(

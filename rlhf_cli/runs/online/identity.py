@@ -1,9 +1,10 @@
 """The identity of an online run, which must be equal for a checkpoint to be continued."""
 
+from collections.abc import Set
 from pathlib import Path
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.config.commands.online import FilteringConfig, OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
@@ -31,10 +32,12 @@ HOW_REWARDS_RUN = frozenset(
     }
 )
 """Settings of rewards that change how they are computed or where their files are, and not their values."""
+HOW_PROMPTS_ARE_REPLACED = {"dynamic_oversample", "dynamic_max_rounds"}
+"""Settings of dynamic sampling that do not change which groups count."""
 
 
 def online_identity(
-    config: OwnResponsesConfig,
+    config: OnlineConfig,
     models: OnlineModels,
     data: PromptData,
     *,
@@ -59,24 +62,20 @@ def online_identity(
     }
 
 
-def settings_identity(config: OwnResponsesConfig) -> dict[str, object]:
+def settings_identity(config: OnlineConfig) -> dict[str, object]:
     """Return the settings of the objective, of the optimizer and of sampling, by their names in a checkpoint."""
     return {
         **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
         "train_batch_size": config.batch.train_batch_size,
         **config.optim.kept(),
         "aux_loss_coef": config.optim.aux_loss_coef,
-        **objective_identity(
-            config.policy_settings, besides=frozenset({"advantage_estimator"})
-        ),  # the estimator has its name
+        **_supported(config, "policy", besides={"advantage_estimator"}),  # the estimator has its name
         **_rewards(config),
-        **config.episode_settings.identity(max_len=config.prompts.max_len),
-        **config.reference_settings.model_dump(mode="json"),
-        **objective_identity(
-            config.teacher_settings, besides=frozenset({"teacher_pretrain"})
-        ),  # the teacher has hashes
-        **_filtering(config),
-        "max_staleness": config.lag,
+        **config.episodes.identity(max_len=config.prompts.max_len),
+        **_supported(config, "reference"),
+        **_supported(config, "teacher", besides={"teacher_pretrain"}),  # the teacher has hashes
+        **_supported(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
+        "max_staleness": config.asynchronous.lag,
         "seed": config.batch.seed,
     }
 
@@ -99,18 +98,15 @@ def _roles(models: OnlineModels) -> dict[str, object]:
     }
 
 
-def _rewards(config: OwnResponsesConfig) -> dict[str, object]:
+def _rewards(config: OnlineConfig) -> dict[str, object]:
     reward = config.reward
     return {
-        **objective_identity(reward, besides=HOW_REWARDS_RUN | config.unsupported_in("reward")),
+        **_supported(config, "reward", besides=HOW_REWARDS_RUN),
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
         "reward servers": bool(reward.remote_rm_url),
     }
 
 
-def _filtering(config: OwnResponsesConfig) -> dict[str, object]:
-    """Return which groups count; the number of prompts that are asked for them is not part of it."""
-    if not isinstance(config, FilteringConfig):
-        return {}
-    names = {"dynamic_filtering", "dynamic_filtering_reward_range"}
-    return config.dynamic.model_dump(mode="json", include=names)
+def _supported(config: OnlineConfig, group: str, *, besides: Set[str] = frozenset()) -> dict[str, object]:
+    """Return the settings of a group that the command supports, except for those in `besides`."""
+    return objective_identity(getattr(config, group), besides=config.unsupported_in(group) | besides)

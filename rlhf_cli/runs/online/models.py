@@ -9,7 +9,8 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
 from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
-from rlhf_cli.config.commands.online import CriticConfig, OwnResponsesConfig
+from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.online import FROZEN
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
@@ -53,7 +54,7 @@ class OnlineModels:
         return {role: model for role, model in models.items() if model is not None}
 
 
-def find_models(config: OwnResponsesConfig, estimator: Estimator) -> OnlineModels:
+def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     """Return the models of the settings.
 
     Raises:
@@ -63,16 +64,16 @@ def find_models(config: OwnResponsesConfig, estimator: Estimator) -> OnlineModel
     require_language_model(config.model, policy.architecture, policy.plan)
     check_trainable(policy.architecture)
     check_trained_parts(policy.base, config.adapter, policy.architecture, is_adapted=policy.plan is not None)
-    if policy.plan is not None and config.reference_settings.ref_sync_steps:
+    if policy.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     reward = None
     if config.reward.reward_pretrain is not None:
         reward = find_reward_model(
             config.reward.reward_pretrain, policy.base, policy.tokenizer, normalize=config.reward.normalize_reward
         )
-    teacher = None
-    if config.teacher_pretrain is not None:
-        teacher = find_teacher(config.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
+    teacher, teacher_pretrain = None, teacher_of(config)
+    if teacher_pretrain is not None:
+        teacher = find_teacher(teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
     if config.reward.prm_pretrain is not None:
         reward = find_process_reward_model(config.reward.prm_pretrain, policy.base, policy.tokenizer)
         _check_room_for_separator(config, reward)
@@ -84,7 +85,13 @@ def find_models(config: OwnResponsesConfig, estimator: Estimator) -> OnlineModel
     return OnlineModels(policy, critic, reward, teacher)
 
 
-def _check_room_for_separator(config: OwnResponsesConfig, model: RewardModelPlan) -> None:
+def teacher_of(config: OnlineConfig) -> str | None:
+    """Return the teacher's model, wherever its ranks are."""
+    # gkd leaves config.teacher at its default: a weight there would make the loop compute old log-probs for nothing.
+    return config.distillation.teacher_pretrain if isinstance(config, GKDConfig) else config.teacher.teacher_pretrain
+
+
+def _check_room_for_separator(config: OnlineConfig, model: RewardModelPlan) -> None:
     """Raise UsageError if a micro-batch cannot hold a separator behind the longest sequence."""
     batch, longest = config.batch, config.prompts.max_len + len(model.last_separator)
     if batch.max_tokens * config.deepspeed.of("reward").sequence_parallel_size < longest:
@@ -101,9 +108,8 @@ def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:
     return {"Reward model" if model.separator is None else "Process reward model": model.source.pretrain}
 
 
-def _critic(config: OwnResponsesConfig, policy: TrainedModel) -> TrainedModel:
+def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
     """Return the model of `critic_pretrain`, else the policy's, under its own adapter if the run trains adapters."""
-    assert isinstance(config, CriticConfig)
     pretrain = config.critic.critic_pretrain
     if pretrain is None:
         refuse_several_labels(policy.architecture, f"the critic by --pretrain {policy.source.pretrain!r}")
@@ -120,13 +126,13 @@ def _critic(config: OwnResponsesConfig, policy: TrainedModel) -> TrainedModel:
     return critic
 
 
-def role_names(config: OwnResponsesConfig, models: OnlineModels) -> tuple[str, ...]:
+def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
     """Return the roles of this run besides the engines.
 
     A reference is among them only if the KL divergence counts and no adapter can be switched off instead.
     """
     critic = ("critic",) if models.critic else ()
-    reference = ("ref",) if config.policy_settings.init_kl_coef > 0 and models.policy.plan is None else ()
+    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
     reward = ("reward",) if models.reward else ()
     teacher = ("teacher",) if models.teacher and "teacher" not in config.hosted_roles else ()
     return ("actor", *critic, *reference, *reward, *teacher)
@@ -140,7 +146,7 @@ _ABSENT = {
 _TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
 
 
-def idle_settings(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
+def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     """Return a sentence for each role that the run lacks and that has settings.
 
     They are not refused: a command line keeps working if the KL divergence is turned off or an adapter comes in.
@@ -167,13 +173,13 @@ def truncation_notice(rollout: RolloutConfig) -> list[str]:
     ]
 
 
-def check_ranks_together(config: OwnResponsesConfig, models: OnlineModels) -> None:
+def check_ranks_together(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a role cannot share sequences, or split layers, as the settings request."""
     check_shared_sequences(config, models)
     check_split_layers(config, models)
 
 
-def check_shared_sequences(config: OwnResponsesConfig, models: OnlineModels) -> None:
+def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
     deepspeed, policy = config.deepspeed, models.policy
     check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
@@ -189,7 +195,7 @@ def check_shared_sequences(config: OwnResponsesConfig, models: OnlineModels) -> 
         )
 
 
-def check_split_layers(config: OwnResponsesConfig, models: OnlineModels) -> None:
+def check_split_layers(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a trained role cannot split its layers as the settings request."""
     for role, model in {"actor": models.policy, "critic": models.critic}.items():
         if model is not None:
@@ -212,7 +218,7 @@ def check_split_layers(config: OwnResponsesConfig, models: OnlineModels) -> None
         )
 
 
-def together(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
+def together(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     """Return a text for each number of ranks that share a sequence, with the tokens that such a sequence may have, and
     one if ranks split layers.
     """
@@ -226,14 +232,14 @@ def together(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
     ] + splitting(config.deepspeed, of=" + ".join(role for role in roles if role not in FROZEN))
 
 
-def check_adapters(config: OwnResponsesConfig, models: OnlineModels, *, backend: str) -> None:
+def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
     """Raise UsageError if the actor or the critic cannot have an adapter, or engines cannot get it, as set."""
     check_4_bits(config, models)
     if config.adapter.lora_push == "adapter":
         check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
 
 
-def check_pictures(config: OwnResponsesConfig, models: OnlineModels, *, backend: str) -> None:
+def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
     """Raise UsageError if the engines or another model of the run do not take the policy's pictures."""
     architecture = models.policy.architecture
     check_engine_pictures(architecture, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
@@ -254,7 +260,7 @@ def check_pictures(config: OwnResponsesConfig, models: OnlineModels, *, backend:
             )
 
 
-def check_4_bits(config: OwnResponsesConfig, models: OnlineModels) -> None:
+def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if weights of a trained role are to be in 4 bits and cannot be.
 
     A cluster at RAY_ADDRESS may have GPUs and bitsandbytes that this machine lacks; there the ranks find a fault.
@@ -269,7 +275,7 @@ def check_4_bits(config: OwnResponsesConfig, models: OnlineModels) -> None:
             check_loadable(config.model, model.architecture, in_4bit=True, partitioned=False)
 
 
-def check_stages(config: OwnResponsesConfig, roles: Sequence[str]) -> None:
+def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if a role cannot have its weights in blocks, in parts or in host memory as the settings ask."""
     deepspeed = config.deepspeed
     if deepspeed.offloads_frozen and not set(roles) & set(FROZEN):
@@ -283,7 +289,7 @@ def check_stages(config: OwnResponsesConfig, roles: Sequence[str]) -> None:
             raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")
 
 
-def layout_notices(resume: Checkpoint, config: OwnResponsesConfig, models: OnlineModels) -> list[str]:
+def layout_notices(resume: Checkpoint, config: OnlineConfig, models: OnlineModels) -> list[str]:
     """Return a line for each trained role whose states are cut anew. Raise UsageError if they cannot be."""
     notices = []
     for role in ("actor", "critic") if models.critic else ("actor",):

@@ -15,7 +15,7 @@ from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.rollout.engine_group import described
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError
@@ -28,7 +28,7 @@ from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
-from rlhf_cli.runs.online.models import reward_model_fact, role_names, together
+from rlhf_cli.runs.online.models import reward_model_fact, role_names, teacher_of, together
 from rlhf_cli.runs.online.restarts import with_restarts
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
@@ -49,14 +49,14 @@ STOP = "an iteration is done and saved"
 """Completes "the run ends as soon as ...", if a stop was asked for."""
 
 
-def run_online(config: OwnResponsesConfig, command: str, *, estimator: str) -> None:
+def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
     """Train from the newest checkpoint, or from the start, to the end; save the models and the report.
 
     Args:
         estimator: its name in the table of estimators.
     """
     with held_output(config.checkpoint):
-        row, code = ESTIMATORS[estimator], config.policy_settings.advantage_estimator
+        row, code = ESTIMATORS[estimator], config.policy.advantage_estimator
         row = row if code is None else estimator_from_code(code, row)
         first, stop = check_run(config, command, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
@@ -94,7 +94,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
                 config.reward,
                 tell=lambda text: tracker.message(text),
                 decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
-                needs_environment=config.teacher_pretrain is None and config.reward.asks_environment,
+                needs_environment=teacher_of(config) is None and config.reward.asks_environment,
             )
         )
         resume_collector()
@@ -194,7 +194,7 @@ def _train(
     run: OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
 ) -> tuple[Finished, dict[str, str]]:
     """Train, and return the way it ended and the facts about the best model."""
-    state = first_state(run.config.policy_settings)
+    state = first_state(run.config.policy)
     if run.resume is not None:
         state = load_state(run.resume, lambda place: prompt_at(place, run.data.prompts, run.settings))
         started.load(run.resume.path, iteration=state.iteration)

@@ -8,7 +8,7 @@ import psutil
 
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import FROZEN
 from rlhf_cli.config.train import OptimizerName
@@ -46,9 +46,7 @@ class SleepingRole:
         return num_moved * self.weight_bytes * copies + of_optimizer
 
 
-def sleep_memory_fact(
-    config: OwnResponsesConfig, models: OnlineModels, layout: Layout, *, has_gpus: bool
-) -> dict[str, str]:
+def sleep_memory_fact(config: OnlineConfig, models: OnlineModels, layout: Layout, *, has_gpus: bool) -> dict[str, str]:
     """Return a line about the memory of sleeping roles, if there are any."""
     if not (has_gpus and config.placement.deepspeed_enable_sleep):
         return {}
@@ -63,7 +61,7 @@ def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
     return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS TOO LITTLE" if needed > available else "")}
 
 
-def bytes_by_node(config: OwnResponsesConfig, models: OnlineModels, layout: Layout) -> Mapping[int, float]:
+def bytes_by_node(config: OnlineConfig, models: OnlineModels, layout: Layout) -> Mapping[int, float]:
     """Return the bytes of sleeping roles on each node."""
     found: Counter[int] = Counter()
     for name, role in _roles(config, models, layout).items():
@@ -72,7 +70,7 @@ def bytes_by_node(config: OwnResponsesConfig, models: OnlineModels, layout: Layo
     return found
 
 
-def _roles(config: OwnResponsesConfig, models: OnlineModels, layout: Layout) -> dict[str, SleepingRole]:
+def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[str, SleepingRole]:
     roles = {}
     for name, model in models.of_roles().items():
         ranks = len(layout.of(config.host_of(name)))

@@ -29,7 +29,7 @@ from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
 from rlhf_cli.backends.weight_sync.adapter_push import vllm_config, vllm_rank
 from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
 from rlhf_cli.config.commands.gkd import GKDConfig
-from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.errors import UsageError
@@ -67,7 +67,7 @@ class OnlineRoles:
 
     def __init__(
         self,
-        config: OwnResponsesConfig,
+        config: OnlineConfig,
         where: OnlineCluster,
         models: OnlineModels,
         *,
@@ -218,7 +218,7 @@ class OnlineRoles:
     @property
     def _moving(self) -> ReferenceRole | None:
         """The reference, if it moves."""
-        moves = self._config.reference_settings.ref_sync_steps > 0
+        moves = self._config.reference.ref_sync_steps > 0
         return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
 
     def _reference(
@@ -226,12 +226,12 @@ class OnlineRoles:
     ) -> ReferenceRole | BaseReference | None:
         """Return the reference: a model of its own, the actor without its adapter, or none."""
         if group is None:
-            asks_base = self._config.policy_settings.init_kl_coef > 0 and self._models.policy.plan is not None
+            asks_base = self._config.policy.init_kl_coef > 0 and self._models.policy.plan is not None
             return BaseReference(actor) if asks_base else None
         return ReferenceRole(
             self._frozen_policy(group, self._models.policy),
             actor=actor,
-            alpha=self._config.reference_settings.ref_mixup_alpha,
+            alpha=self._config.reference.ref_mixup_alpha,
         )
 
     def _teacher(self, group: WorkerGroup[Any] | None, model: TeacherModel | None) -> TeacherRole | None:
@@ -351,7 +351,7 @@ class OnlineRoles:
 
 
 def role_settings(
-    config: OwnResponsesConfig,
+    config: OnlineConfig,
     role: str,
     model: ModelConfig,
     *,
@@ -370,7 +370,7 @@ def role_settings(
         seed=config.batch.seed,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
-        policy=config.policy_settings,
+        policy=config.policy,
         share_prompts=config.batch.share_prompts,
         adapter=adapter,
         ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
@@ -379,7 +379,7 @@ def role_settings(
     )
 
 
-def engine_adapter(config: OwnResponsesConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
+def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
     """Return the adapter that engines add to the model by themselves; None if they get whole weights.
 
     Raises:

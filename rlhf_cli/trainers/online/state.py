@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.estimator import Estimator
+from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
@@ -65,7 +66,7 @@ class OnlineSettings:
     @property
     def bootstraps(self) -> bool:
         """Return whether the critic values the states in which responses were cut."""
-        return self.policy.bootstraps
+        return bootstraps(self.policy)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.commands.kto import KTOConfig
-from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.ppo import PPOConfig
 from rlhf_cli.config.commands.prm import PRMConfig
 from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.config.commands.sft import SFTConfig
@@ -275,7 +275,7 @@ def test_the_settings_are_those_of_the_commands():
         "prm": PRMConfig,
         "kto": KTOConfig,
         "distill": DistillConfig,
-        "ppo": CriticConfig,
+        "ppo": PPOConfig,
     }
     names = {theirs: ours for ours, theirs in PROMPT_NAMES.items()}
     ours, used = ShownDataConfig.model_fields, {"max_new_tokens"}

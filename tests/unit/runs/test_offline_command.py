@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.commands.grpo import GRPOConfig
-from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.ppo import PPOConfig
 from rlhf_cli.config.commands.reinforce import ReinforceConfig
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.data.preparing import DataReport
@@ -88,8 +88,8 @@ def test_a_reward_model_that_was_not_evaluated_says_nothing_of_its_rewards():
         (DPOConfig, "learning_rate", 5e-7),
         (GRPOConfig, "actor_learning_rate", 1e-6),
         (ReinforceConfig, "actor_learning_rate", 1e-6),
-        (CriticConfig, "actor_learning_rate", 1e-6),
-        (CriticConfig, "critic_learning_rate", 9e-6),
+        (PPOConfig, "actor_learning_rate", 1e-6),
+        (PPOConfig, "critic_learning_rate", 9e-6),
     ],
 )
 def test_an_adapter_has_ten_times_the_default_rate_and_a_given_one_wins(config_class, name, rate):

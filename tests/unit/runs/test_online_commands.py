@@ -301,8 +301,12 @@ def test_a_run_without_reward_and_teacher_is_refused(command):
 
 @pytest.mark.parametrize("command", POLICY_GRADIENT)
 def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
-    assert [resolve(command, **given).lag for given in ({}, AHEAD, AHEAD | {"max_staleness": 3})] == [0, 1, 3]
-    assert resolve(command, **AHEAD, max_staleness=0).lag == 0
+    assert [resolve(command, **given).asynchronous.lag for given in ({}, AHEAD, AHEAD | {"max_staleness": 3})] == [
+        0,
+        1,
+        3,
+    ]
+    assert resolve(command, **AHEAD, max_staleness=0).asynchronous.lag == 0
     with pytest.raises(UsageError, match="max_staleness is about responses that are sampled ahead of training"):
         resolve(command, max_staleness=2)
     with pytest.raises(UsageError, match="max_staleness"):
@@ -313,8 +317,8 @@ def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
 def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command):
     partial = {"partial_rollout": "true"}
     config = resolve(command, **AHEAD, **partial)
-    assert config.partial_rollout
-    assert not resolve(command, **AHEAD).partial_rollout
+    assert config.asynchronous.partial_rollout
+    assert not resolve(command, **AHEAD).asynchronous.partial_rollout
     check_partial_rollout(config, backend="vllm")
     check_partial_rollout(resolve(command, **AHEAD), backend="transformers")
     with pytest.raises(UsageError, match=r"needs vLLM.*; transformers takes them between batches"):

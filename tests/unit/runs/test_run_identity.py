@@ -49,26 +49,29 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 ROWS["rm"], ROWS["distill"] = ROWS["dpo"], ROWS["sft"]
 MODEL = "model.safetensors"
 OF_EVERY_ONLINE_COMMAND = """
-    actor_learning_rate adam_betas adam_eps aux_loss_coef cispo_eps_high distill_coef dual_clip ema_beta
-    enable_ema entropy_delta entropy_loss_coef entropy_max entropy_target environment eps_clip eps_clip_low_high
-    init_kl_coef kl_estimator kl_horizon kl_target l2 loss_agg lr_scheduler lr_warmup_ratio mask_truncated
-    max_new_tokens max_staleness max_turns min_lr_ratio min_p n_samples_per_prompt normalize_reward optim
-    policy_loss ref_mixup_alpha ref_sync_steps remote_rm_weight reward servers reward_by_source reward_func
-    reward_func_args reward_func_weight reward_funcs reward_key reward_model_weight reward_weights
-    rollout_batch_size rollout_correction rollout_correction_cap rollout_correction_range sapo_tau seed stop
-    temperature top_k top_p train_batch_size use_kl_loss warmup_steps
+    actor_learning_rate adam_betas adam_eps aux_loss_coef ema_beta enable_ema environment l2 lr_scheduler
+    lr_warmup_ratio max_new_tokens max_staleness max_turns min_lr_ratio min_p n_samples_per_prompt normalize_reward
+    optim remote_rm_weight reward servers reward_by_source reward_func reward_func_args reward_func_weight
+    reward_funcs reward_key reward_model_weight reward_weights rollout_batch_size seed stop temperature top_k top_p
+    train_batch_size warmup_steps
 """
-SHAPING = "overlong_buffer_len overlong_penalty_factor reward_clip_range stop_properly_penalty_coef"
+OF_A_POLICY_GRADIENT = """
+    cispo_eps_high distill_coef dual_clip entropy_delta entropy_loss_coef entropy_max entropy_target eps_clip
+    eps_clip_low_high init_kl_coef kl_estimator kl_horizon kl_target loss_agg mask_truncated overlong_buffer_len
+    overlong_penalty_factor policy_loss ref_mixup_alpha ref_sync_steps reward_clip_range rollout_correction
+    rollout_correction_cap rollout_correction_range sapo_tau stop_properly_penalty_coef use_kl_loss
+"""
 SETTINGS_OF_IDENTITY = {
     "ppo": (
-        f"{SHAPING} "
+        f"{OF_A_POLICY_GRADIENT} "
         "bootstrap_truncated critic_learning_rate dynamic_filtering dynamic_filtering_reward_range gamma "
         "lambd prm_weight value_clip"
     ),
     "grpo": (
-        f"{SHAPING} advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range prm_weight"
+        f"{OF_A_POLICY_GRADIENT} "
+        "advantage advantage_std aggregate dynamic_filtering dynamic_filtering_reward_range prm_weight"
     ),
-    "remax": SHAPING,
+    "remax": OF_A_POLICY_GRADIENT,
     "gkd": "",
 }
 """Names of settings in checkpoints; a command adds its own to those of every online command."""

@@ -52,7 +52,7 @@ class FakeRun:
         Distilling(roles, online_settings(self.config, "gkd"), self.mixture)(
             prompts=PROMPTS,
             decode=lambda token_ids: "".join(map(str, token_ids)),
-            state=state or first_state(self.config.policy_settings),
+            state=state or first_state(self.config.policy),
             total_iterations=iterations,
             save_steps=1,
             hooks=OnlineHooks(self.tracker, self.saved.append, lambda: False),

@@ -47,7 +47,7 @@ def config_of(student: str, teacher: str, **given: str) -> GKDConfig:
 
 def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> StudentRank:
     found, tokenizer = find_model(config.model), load_tokenizer(config.model)
-    teacher = find_teacher(config.teacher_pretrain, config.model, found.architecture, tokenizer)
+    teacher = find_teacher(config.distillation.teacher_pretrain, config.model, found.architecture, tokenizer)
     return StudentRank(
         RoleSettings(
             model=config.model,
@@ -58,7 +58,7 @@ def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> 
             seed=config.batch.seed,
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
-            policy=config.policy_settings,
+            policy=config.policy,
             share_prompts=shares_prompts(config, teacher),
             sleeps=bool(config.placement.deepspeed_enable_sleep),
             teacher=hosted_teacher(config, teacher),
@@ -120,7 +120,7 @@ def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iteratio
     """Return what iterations logged, and the weights, of a run that saves after the second one; or goes on there."""
     student = make_student(config, learning_rate=1e-2)
     engine, tracker = OneEngine(config.model.pretrain, student, folder), FakeTracker()
-    state = first_state(config.policy_settings)
+    state = first_state(config.policy)
     if resume is not None:
         student.role.load(resume)
         state = LoopState.of(json.loads((resume / "state.json").read_text()))

@@ -1,0 +1,19 @@
+"""The settings of `rlhf ppo`."""
+
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.config.commands.online import NEVER_ONLINE, OnlineConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, ActorCriticDeepSpeedConfig, ActorCriticOptimConfig
+from rlhf_cli.config.placement import CriticPlacementConfig
+
+
+class PPOConfig(OnlineConfig):
+    """Settings of `rlhf ppo`."""
+
+    unsupported = NEVER_ONLINE
+    compares_rewards = "a critic values rewards"
+
+    policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()
+    placement: CriticPlacementConfig = CriticPlacementConfig()
+    batch: ActorCriticBatchConfig = ActorCriticBatchConfig()
+    optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
+    deepspeed: ActorCriticDeepSpeedConfig = ActorCriticDeepSpeedConfig()
