@@ -19,8 +19,10 @@ from rlhf_cli.models.folders import one_at_a_time, whole_folder
 
 MAGIC = b"GGUF"
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-NOTE = "converted_from.txt"
-"""File in a converted folder with the description that every run prints."""
+TYPES = "gguf_types.txt"
+"""File in a converted folder with the tensor types of the GGUF file."""
+LAYOUT = 2
+"""Version of a converted folder's contents, part of its hash: a folder of another version is not read."""
 HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 16 << 20, 1 << 10, 4096
 """Hashed parts of a file: the start, with metadata and tensor names, and evenly spaced samples."""
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -68,14 +70,15 @@ def converted(file: Path) -> Path:
     # Only one rank prints: with torchrun or DeepSpeed, every process reaches this line.
     if folder not in _described and os.environ.get("RANK", "0") == "0":
         _described.add(folder)
-        print(f"{file.name}: {(folder / NOTE).read_text(encoding='utf-8')}, in {folder}", file=sys.stderr)
+        types = (folder / TYPES).read_text(encoding="utf-8").split()
+        print(f"{file.name}: {_description(types)}, in {folder}", file=sys.stderr)
     return folder
 
 
 def _digest(file: Path) -> str:
     # A new transformers release may convert differently. Importing it just for the version would take seconds.
     converter = importlib.metadata.version("transformers")
-    digest = hashlib.sha256(f"{converter} {file.stat().st_size}".encode())
+    digest = hashlib.sha256(f"{LAYOUT} {converter} {file.stat().st_size}".encode())
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents:
         digest.update(contents[:HEAD_BYTES])
         for start in _piece_starts(len(contents)):
@@ -110,29 +113,37 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _write(file: Path, folder: Path) -> None:
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dtype, note = _type_of(file)
+    types = sorted({tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors})
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**place, dtype=dtype, **_whole_weights())
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=_dtype(types), **_whole_weights())
     # The weights are dequantized, but transformers refuses to save a model that still has its quantizer.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
-    (folder / NOTE).write_text(note, encoding="utf-8")
+    (folder / TYPES).write_text(" ".join(types), encoding="utf-8")
 
 
-def _type_of(file: Path) -> tuple[str, str]:
-    """Return the dtype for the converted weights, and a description."""
-    from gguf import GGUFReader
+def _quantized(types: list[str]) -> list[str]:
+    return [name for name in types if name not in PLAIN_TYPES]
 
-    types = {tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors}
-    if quantized := sorted(types - set(PLAIN_TYPES)):
-        return "bfloat16", f"weights dequantized from {', '.join(quantized)} to bf16"
-    plain = next(name for name in ("BF16", "F16", "F32") if name in types)
-    return PLAIN_TYPES[plain], f"{plain} weights converted to a Hugging Face folder"
+
+def _dtype(types: list[str]) -> str:
+    return "bfloat16" if _quantized(types) else PLAIN_TYPES[_plain(types)]
+
+
+def _plain(types: list[str]) -> str:
+    return next(name for name in ("BF16", "F16", "F32") if name in types)
+
+
+def _description(types: list[str]) -> str:
+    if quantized := _quantized(types):
+        return f"weights dequantized from {', '.join(quantized)} to bf16"
+    return f"{_plain(types)} weights converted to a Hugging Face folder"
 
 
 def _whole_weights() -> dict[str, object]:
