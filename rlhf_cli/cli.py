@@ -51,9 +51,9 @@ class CommandGroup(HelpPageGroup):
         ):
             raise UsageError(f"{args[0]} is called here: rlhf {here}")
         if args and ":" in args[0]:
-            return args[0], outside_command(args[0]), args[1:]
+            return args[0], outside_command(args[0], args[1:]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
-        return name, load_command(name, self.table[name]) if name else None, rest
+        return name, load_command(name, self.table[name], rest) if name else None, rest
 
 
 def command_function(entry: Command) -> Callable[..., None]:
@@ -61,12 +61,12 @@ def command_function(entry: Command) -> Callable[..., None]:
     return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
 
 
-def load_command(name: str, entry: Command) -> Any:
-    """Return the Typer command of a table entry; import its module."""
-    return command_of(name, command_function(entry))
+def load_command(name: str, entry: Command, words: Sequence[str]) -> Any:
+    """Return the Typer command of a table entry, called with `words`; import its module."""
+    return command_of(name, command_function(entry), words)
 
 
-def outside_command(text: str) -> Any:
+def outside_command(text: str, words: Sequence[str]) -> Any:
     """Return the Typer command of code outside this program, `file.py:NAME` or `module:NAME`.
 
     Raises:
@@ -83,14 +83,14 @@ def outside_command(text: str) -> Any:
     except (TypeError, KeyError, AssertionError, NameError) as error:
         name = text.rpartition(":")[2]
         raise UsageError(f"{text}: {name} has to take `config`, annotated with a class of settings groups") from error
-    return command_of(text, function)
+    return command_of(text, function, words)
 
 
-def command_of(name: str, function: Callable[..., None]) -> Any:
-    """Return the Typer command of a function that takes a config."""
+def command_of(name: str, function: Callable[..., None], words: Sequence[str] = ()) -> Any:
+    """Return the Typer command of a function that takes a config; code that `words` name may bring settings."""
     from rlhf_cli.options import typer_command  # brings pydantic, which `rlhf --help` does without
 
-    return typer_command(name, _with_trace(function))
+    return typer_command(name, _with_trace(function), words)
 
 
 def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:

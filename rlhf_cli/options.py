@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import GenericAlias
@@ -19,13 +19,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.plugins import require_plugins
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
+from rlhf_cli.config.plugins import Target, absolute, group_of_code, is_target, loaded, require_plugins
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
+from rlhf_cli.flags import RESERVED, Flag, config_class, describe, expected, flags_of, shown
 from rlhf_cli.foreign.files import WrittenSettings, written_settings
 from rlhf_cli.foreign.translation import Translation, translate
 from rlhf_cli.help_page import HelpPageCommand
@@ -51,12 +51,54 @@ def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: 
     Raises:
         UsageError: one line with all faults.
     """
+    config_cls = with_settings_of_code(config_cls, values)
     flags = flags_of(config_cls)
     problems = [_unknown_key(name, flags, spelled) for name in values if name not in flags]
     config, found = _validate(config_cls, values, dict.fromkeys(values, spelled))
     if config is None or problems:
         raise UsageError("; ".join(problems + found))
     return config
+
+
+def with_settings_of_code(config_cls: type[C], values: Mapping[str, object]) -> type[C]:
+    """Return the config class with one more group for each code of the user's, as given, that brings settings.
+
+    `--advantage_estimator median.py:quantile` with `quantile = Estimator(..., settings=QuantileConfig)` adds the group
+    `advantage_estimator_settings: QuantileConfig`, so `--quantile` is a flag, a YAML key and a line of config.yaml.
+
+    Raises:
+        UsageError: the code cannot be loaded, or its settings cannot be flags of this command.
+    """
+    flags, added = flags_of(config_cls), dict[str, tuple[type[SettingsGroup], SettingsGroup]]()
+    for name, plugin in ((flag.name, flag.plugin) for flag in flags.values()):
+        text = values.get(name)
+        if plugin is None or not plugin.may_have_settings or not isinstance(text, str) or not is_target(text):
+            continue
+        group = getattr(loaded(Target(name, plugin, absolute(text))), "settings", None)
+        if group is None:
+            continue
+        for own, field in group.model_fields.items():
+            if own in flags or own in RESERVED:
+                raise UsageError(f"--{name} {text}: its setting {own} is a flag of this command already")
+            if field.is_required():
+                raise UsageError(f"--{name} {text}: its setting {own} needs a default")
+        added[group_of_code(name)] = (group, group())
+    return create_model(config_cls.__name__, __base__=config_cls, **added) if added else config_cls  # type: ignore[call-overload, no-any-return]
+
+
+def _given_early(words: Sequence[str], names: Collection[str]) -> dict[str, object]:
+    """Return the values of a few settings in words and `--config` files, before the other flags are known."""
+    found: dict[str, object] = {}
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        flag, is_joined, value = word.partition("=")
+        name = underscores(flag.removeprefix("--"))
+        if flag.startswith("--") and name in {*names, "config"}:
+            found[name] = value if is_joined else following
+    try:
+        files = read_settings(str(found.pop("config"))) if "config" in found else []
+    except UsageError:
+        files = []  # reported with the other mistakes
+    return {name: value for file in files for name, value in file.values.items() if name in names} | found
 
 
 def from_yaml(config_cls: type[C], path: Path) -> C:
@@ -79,13 +121,12 @@ def to_yaml(config: CommandConfig) -> str:
 _CONFIG_OPTION = typer.Option("--config", help="YAML file with settings, or several with commas: later ones win.")
 
 
-def from_config(run: Callable[..., None]) -> Callable[..., None]:
-    """Return a Typer command function with one option for each setting of `run`'s config class; it calls `run(config)`.
+def from_config(run: Callable[..., None], config_cls: type[CommandConfig]) -> Callable[..., None]:
+    """Return a Typer command function with one option for each setting of a config class; it calls `run(config)`.
 
     `ctx.args` has unknown words (see `typer_command`), so that one message reports all mistakes. The setting that a
     config class names as `positional` may be given as a word without a flag.
     """
-    config_cls = config_class(run)
     flags = flags_of(config_cls)
 
     def command(ctx: typer.Context, config: Path | None, **given: object) -> None:
@@ -145,8 +186,14 @@ class SettingsCommand(HelpPageCommand):
         return super().parse_args(ctx, args)
 
 
-def typer_command(name: str, run: Callable[..., None]) -> Any:
-    """Return the Typer command called `name` that resolves the settings of `run` and calls it."""
+def typer_command(name: str, run: Callable[..., None], words: Sequence[str] = ()) -> Any:
+    """Return the Typer command called `name` that resolves the settings of `run` and calls it.
+
+    Settings of code that `words` name are flags too.
+    """
+    config_cls = config_class(run)
+    names = {flag.name for flag in flags_of(config_cls).values() if flag.plugin and flag.plugin.may_have_settings}
+    config_cls = with_settings_of_code(config_cls, _given_early(words, names))
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # Unknown flags are collected instead of stopping at the first, so that one message reports all mistakes.
     settings = {
@@ -154,9 +201,10 @@ def typer_command(name: str, run: Callable[..., None]) -> Any:
         "allow_extra_args": True,
         "token_normalize_func": underscores,
     }
-    positional = config_class(run).positional
-    words = f"{positional.upper()} {FLAGS}" if positional else FLAGS
-    app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=words)(from_config(run))
+    positional = config_cls.positional
+    usage = f"{positional.upper()} {FLAGS}" if positional else FLAGS
+    command = from_config(run, config_cls)
+    app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=usage)(command)
     return typer.main.get_command(app)
 
 

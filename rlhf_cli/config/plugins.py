@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import UsageError, listed, one_line
 
 FORMS = "file.py:NAME or module:NAME"
@@ -30,7 +30,8 @@ class Plugin:
 
     `parameters`: names of the arguments of a function, in order; `records`: types of objects that may be given instead;
     `methods`: names that a class must have; `is_called`: a name may have numbers behind it, `cosine(max_len=2048)`,
-    which the setting's group checks together with the name.
+    which the setting's group checks together with the name; `may_have_settings`: a record may bring a settings group as
+    its `settings`, whose fields become flags of the command that names the code.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class Plugin:
     records: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     is_called: bool = False
+    may_have_settings: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the annotated type with the check of the name after it."""
@@ -119,13 +121,30 @@ def targets_of(config: CommandConfig) -> Iterator[Target]:
 
 def require_plugins(config: CommandConfig) -> None:
     """Load the code of others that the settings name. Raise UsageError for what cannot be loaded or used."""
-    for setting, plugin, text in targets_of(config):
-        try:
-            fault = plugin.fault_of(load_target(text))
-        except UsageError as error:
-            raise UsageError(f"--{setting} {text}: {error}") from error
-        if fault is not None:
-            raise UsageError(f"--{setting} {text}: {text.rpartition(':')[2]} {fault}")
+    for target in targets_of(config):
+        loaded(target)
+
+
+def loaded(target: Target) -> Any:
+    """Return the object that a setting names. Raise UsageError if it cannot be loaded or used."""
+    setting, plugin, text = target
+    try:
+        found = load_target(text)
+    except UsageError as error:
+        raise UsageError(f"--{setting} {text}: {error}") from error
+    if fault := plugin.fault_of(found):
+        raise UsageError(f"--{setting} {text}: {text.rpartition(':')[2]} {fault}")
+    return found
+
+
+def settings_of_code(config: CommandConfig, setting: str) -> SettingsGroup | None:
+    """Return the settings group that the code named by `setting` brings; None if it brings none."""
+    return getattr(config, group_of_code(setting), None)
+
+
+def group_of_code(setting: str) -> str:
+    """Return the name of the group with the settings that the code named by `setting` brings."""
+    return f"{setting}_settings"
 
 
 @cache

@@ -48,7 +48,9 @@ class PolicyConfig(SettingsGroup):
     )
     """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio; or a
     function of your own."""
-    advantage_estimator: Annotated[str | None, Plugin((), ("experience", "settings"), records=("Estimator",))] = None
+    advantage_estimator: Annotated[
+        str | None, Plugin((), ("experience", "settings"), records=("Estimator",), may_have_settings=True)
+    ] = None
     """Function of your own that computes advantages, or a row of the table of estimators; by default the command's."""
     loss_agg: LossAgg = "token_mean"
     """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""

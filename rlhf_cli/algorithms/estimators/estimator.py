@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_cli.config.base import SettingsGroup
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -73,6 +75,8 @@ class Estimator:
 
     - `advantages`: the function; None for losses without advantages, such as a divergence. User code may also return
       `per_token_N`, or a pair with `returns_N`, instead of `Advantages`.
+    - `settings`: the settings group that user code brings; its fields become flags of the command, and the function
+      gets the group instead of the command's policy settings. Every field needs a default.
     - `critic`: whether a critic is placed, evaluated and trained.
     - `min_group`: minimum number of responses per prompt.
     - `whiten`: whether to whiten advantages over the trained tokens of the rollout.
@@ -84,6 +88,7 @@ class Estimator:
 
     name: str
     advantages: Callable[[Experience, Any], Any] | None
+    settings: type["SettingsGroup"] | None = None
     critic: bool = False
     min_group: int = 1
     whiten: bool = False

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.plugins import settings_of_code
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
@@ -64,12 +65,14 @@ def online_identity(
 
 def settings_identity(config: OnlineConfig) -> dict[str, object]:
     """Return the settings of the objective, of the optimizer and of sampling, by their names in a checkpoint."""
+    own = settings_of_code(config, "advantage_estimator")
     return {
         **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
         "train_batch_size": config.batch.train_batch_size,
         **config.optim.kept(),
         "aux_loss_coef": config.optim.aux_loss_coef,
         **_supported(config, "policy", besides={"advantage_estimator"}),  # the estimator has its name
+        **(objective_identity(own) if own is not None else {}),
         **_rewards(config),
         **config.episodes.identity(max_len=config.prompts.max_len),
         **_supported(config, "reference"),

@@ -64,7 +64,7 @@ def learning_samples(
     if settings.estimator.steps == "tokens" and any(one.episode is not None for one in responses.generations):
         rewards_N = rewards_N + _moved_to_turns(responses, settings.reward)
     experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
-    found = compute_advantages(settings.estimator, experience, settings=policy)
+    found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
     advantages_N, trained_B = found.per_token_N, experience.trained_B
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     if settings.distill_coef is not None:

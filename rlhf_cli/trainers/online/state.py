@@ -8,6 +8,7 @@ from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -36,6 +37,7 @@ class OnlineSettings:
     lag: int = 0  # batches that are sampled ahead of training
     partial_rollout: bool = False  # whether weights are pushed in the middle of responses
     end_ids: tuple[int, ...] = ()  # tokens that end a response besides the model's own
+    estimator_settings: SettingsGroup | None = None  # that user code brings; None for the policy's settings
 
     @property
     def sampling(self) -> SamplingParams:

@@ -5,12 +5,17 @@ import torch
 from extending_page import page_file
 from online_settings import resolve
 
+from rlhf_cli import cli
 from rlhf_cli.algorithms.advantages import compute_advantages, estimator_from_code
 from rlhf_cli.algorithms.estimators.estimator import Experience
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.config.plugins import require_plugins
+from rlhf_cli.config.base import default_settings
+from rlhf_cli.config.plugins import require_plugins, settings_of_code
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.flags import config_class
 from rlhf_cli.foreign.translation import translate, translate_settings
+from rlhf_cli.options import from_yaml, to_yaml
+from rlhf_cli.runs.online.identity import settings_identity
 
 # Five responses of one token but the second, which has two; three answer the first prompt.
 EXPERIENCE = Experience(
@@ -43,10 +48,54 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
     require_plugins(config)
     estimator = estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["grpo"])
     assert estimator.min_group == 3
-    found = compute_advantages(estimator, EXPERIENCE, settings=config.policy)
+    found = compute_advantages(estimator, EXPERIENCE, settings=settings_of_code(config, "advantage_estimator"))
+    assert found.metrics == {"positive": pytest.approx(2 / 5)}
     assert found.per_token_N.mean().item() == pytest.approx(0, abs=1e-6)
     with pytest.raises(UsageError, match="this command trains a critic, and critic is False"):
         estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["ppo"])
+
+
+def test_an_estimator_s_setting_is_a_flag_a_line_of_the_file_and_part_of_the_run_s_identity(tmp_path, capsys) -> None:
+    code = f"{page_file(tmp_path, 'median_baseline.py')}:whitened"
+    config = resolve("grpo", advantage_estimator=code, quantile="0.75")
+    assert settings_identity(config) == settings_identity(resolve("grpo")) | {"quantile": 0.75}
+    assert "quantile: 0.75" in to_yaml(config)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert to_yaml(from_yaml(config_class(cli.command_function(cli.COMMANDS["grpo"])), file)) == to_yaml(config)
+    assert default_settings(config)["quantile"] == 0.5
+    for words in (["--advantage_estimator", code], [f"--advantage-estimator={code}"], ["--config", str(file)]):
+        assert cli.main(["grpo", *words, "--help"]) == 0
+        assert "--quantile" in capsys.readouterr().out
+    assert cli.main(["rloo", "--help"]) == 0
+    assert "--quantile" not in capsys.readouterr().out
+
+
+def test_faults_in_an_estimator_s_setting_are_named_with_the_others(tmp_path, capsys) -> None:
+    code = f"{page_file(tmp_path, 'median_baseline.py')}:whitened"
+    assert cli.main(["grpo", "--advantage_estimator", code, "--quantile", "3", "--pretrain", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "missing --prompt_data, --output" in said
+    assert "--quantile 3: must be a number > 0 and < 1" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("gamma: float = 1.0", "own.py:row: its setting gamma is a flag of this command already"),
+        ("help: float = 1.0", "its setting help is a flag of this command already"),
+        ("strength: float", "its setting strength needs a default"),
+    ],
+)
+def test_settings_that_cannot_be_flags_are_refused(field, reason, tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from rlhf_cli.algorithms.estimators.estimator import Estimator\n"
+        "from rlhf_cli.config.base import SettingsGroup\n"
+        f"class Own(SettingsGroup):\n    {field}\n"
+        "row = Estimator('own', lambda experience, settings: experience.rewards_N, Own, critic=True)\n"
+    )
+    with pytest.raises(UsageError, match=reason):
+        resolve("ppo", advantage_estimator=f"{tmp_path}/own.py:row")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
@@ -146,6 +147,19 @@ def test_samples_of_ppo_by_hand():
     assert samples[1].columns["old_logprobs"].tolist() == [-0.5]
     # .4 nats in the first response, -.2 in the second.
     assert metrics == pytest.approx({"kl": 0.1, "advantage_abs": (0.4651117 + 0.6827328 + 1.1478446) / 3}, rel=1e-4)
+
+
+def test_an_estimator_gets_its_own_settings_and_logs_its_metrics():
+    """The settings stand in for the policy's; the metrics' names begin with `advantage/`."""
+
+    def clipped(experience: Experience, settings: OptimConfig) -> Advantages:
+        return Advantages(experience.rewards_N, metrics={"l2": settings.l2})
+
+    estimator = replace(ESTIMATORS["rloo"], advantages=clipped)
+    settings = replace(settings_of("rloo"), estimator=estimator, estimator_settings=OptimConfig(l2=0.25))
+    responses = responses_of([prompt(0)] * 2, [generation(1), generation(2)], [scored(1.0), scored(0.0)], [0, 0])
+    _, metrics = learning_samples(responses, None, settings, kl_coef=0.0)
+    assert metrics == {"advantage/l2": 0.25, "advantage_abs": 0.5}
 
 
 def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in():
