@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.roles import FROZEN, ROLES
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 
 
@@ -21,8 +22,6 @@ class CriticModelConfig(SettingsGroup):
 
 
 ZeroStage = Literal[0, 1, 2, 3]
-FROZEN = ("ref", "reward", "teacher")
-ROLES = ("actor", "critic", *FROZEN)
 
 
 class ActorDeepSpeedConfig(DeepSpeedConfig):

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.roles import ROLES
 
 
 class ActorPlacementConfig(SettingsGroup):
@@ -24,7 +25,7 @@ class ActorPlacementConfig(SettingsGroup):
     GPUs."""
 
     def shape(self, role: str) -> tuple[int, int]:
-        """Return (nodes, ranks on each) of a role: "actor", "critic", "ref", "reward" or "teacher"; 1 if not given."""
+        """Return (nodes, ranks on each) of a role, by its name; 1 if not given."""
         return getattr(self, f"{role}_num_nodes") or 1, getattr(self, f"{role}_num_gpus_per_node") or 1
 
     def num_ranks(self, role: str) -> int:
@@ -41,7 +42,7 @@ class ActorPlacementConfig(SettingsGroup):
     @property
     def colocated_pairs(self) -> list[tuple[str, str]]:
         """The pairs of roles that share GPUs."""
-        return []
+        return [(role.partner, role.name) for role in ROLES.values() if getattr(self, role.switch, False)]
 
 
 class PlacementConfig(ActorPlacementConfig):
@@ -58,11 +59,6 @@ class PlacementConfig(ActorPlacementConfig):
     colocate_actor_ref: bool = False
     """Actor and reference share GPUs, the smaller one the first of the other's."""
 
-    @property
-    def colocated_pairs(self) -> list[tuple[str, str]]:
-        """The pairs of roles that share GPUs."""
-        return [("actor", "ref")] if self.colocate_actor_ref else []
-
 
 class CriticPlacementConfig(PlacementConfig):
     """Placement"""
@@ -73,8 +69,3 @@ class CriticPlacementConfig(PlacementConfig):
     """Critic ranks per node."""
     colocate_critic_reward: bool = False
     """Critic and reward model share GPUs, the smaller one the first of the other's."""
-
-    @property
-    def colocated_pairs(self) -> list[tuple[str, str]]:
-        """The pairs of roles that share GPUs."""
-        return super().colocated_pairs + ([("critic", "reward")] if self.colocate_critic_reward else [])

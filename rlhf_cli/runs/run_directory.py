@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.process.output_lock import model_lock, output_lock
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
-from rlhf_cli.config.online import ROLES
+from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 

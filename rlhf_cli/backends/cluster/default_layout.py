@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.config.placement import ActorPlacementConfig
+from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -140,9 +141,9 @@ def _apart(
 
 def _all_pairs(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> dict[str, object]:
     """Return the switches of the pairs that share GPUs where engines have their own."""
-    pairs = {"colocate_actor_ref": ("actor", "ref"), "colocate_critic_reward": ("critic", "reward")}
     fields = type(placement).model_fields
-    return {name: True for name, pair in pairs.items() if name in fields and set(pair) <= set(roles)}
+    pairs = [role for role in ROLES.values() if role.switch in fields and {role.partner, role.name} <= set(roles)]
+    return {role.switch: True for role in pairs}
 
 
 def _sizes(roles: tuple[str, ...], shape: tuple[int, int]) -> dict[str, int | bool]:

@@ -96,7 +96,7 @@ def plan_layout(
     """Return the places of the trained and frozen roles and of the rollout engines.
 
     Args:
-        roles: the roles of this run, from `config.online.ROLES`.
+        roles: the roles of this run, from `config.roles.ROLES`.
         node_gpus: free GPUs of each node, largest first.
 
     Raises:

@@ -21,17 +21,6 @@ from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.logit_chunks import HeadWeights
 
-ROLE_CLASSES = {
-    "actor": "rlhf_cli.backends.roles.ranks:ActorRank",
-    "critic": "rlhf_cli.backends.roles.ranks:CriticRank",
-    "ref": "rlhf_cli.backends.roles.ranks:ReferenceRank",
-    "reward": "rlhf_cli.backends.roles.ranks:RewardRank",
-    "teacher": "rlhf_cli.backends.roles.ranks:ReferenceRank",
-}
-"""The class of each role, by name: only the process of a rank imports it."""
-STUDENT_CLASS = "rlhf_cli.backends.roles.student_rank:StudentRank"
-"""The class of an actor that learns the distributions of a teacher in its own ranks."""
-
 
 @dataclass(frozen=True)
 class HostedTeacher:
@@ -66,10 +55,6 @@ class RoleSettings:
     sleeps: bool = False
     teacher: HostedTeacher | None = None
     end_ids: tuple[int, ...] = ()  # tokens that end a response by the chat template, for the saved model
-
-    def class_of(self, role: str) -> str:
-        """Return the name of the class of the role's ranks."""
-        return ROLE_CLASSES[role] if self.teacher is None else STUDENT_CLASS
 
 
 @dataclass(frozen=True)

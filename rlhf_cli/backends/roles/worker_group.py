@@ -97,17 +97,18 @@ class WorkerGroup(Generic[RankT]):
         """Return CUDA_VISIBLE_DEVICES of every rank."""
         return self.wait([worker.visible_gpus.remote() for worker in self._workers])
 
-    def build(self, settings: RoleSettings, *, local_size: int) -> list[object]:
+    def build(self, rank_class: str, settings: RoleSettings, *, local_size: int) -> list[object]:
         """Begin making the role in every rank; `wait` for the calls.
 
         Args:
+            rank_class: "module:class" of a rank.
             local_size: ranks on a node.
         """
         host, port = self.address()
         size = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(local_size)}
         common = size | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         return [
-            worker.build.remote(common | {"RANK": str(rank)}, settings.class_of(self.role), settings)
+            worker.build.remote(common | {"RANK": str(rank)}, rank_class, settings)
             for rank, worker in enumerate(self._workers)
         ]
 

@@ -6,6 +6,7 @@ from rlhf_cli.config.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineCon
 from rlhf_cli.config.distillation import FixedRowsConfig, MixtureConfig
 from rlhf_cli.config.online import ActorOptimConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import STUDENT_ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS
 
@@ -36,8 +37,7 @@ class GKDConfig(OnlineConfig):
         | RANKS_OF_OTHERS
         | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference"}
     )
-    # The teacher's distributions over all tokens are too large to send between ranks.
-    hosted_roles = ("teacher",)
+    roles = STUDENT_ROLES
 
     distillation: MixtureConfig
     rows: FixedRowsConfig = FixedRowsConfig()

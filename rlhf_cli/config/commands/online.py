@@ -16,6 +16,7 @@ from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.presets import defaults_of_adapter, defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.roles import ROLES, Role
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.teacher import TeacherConfig, learning_alone
@@ -31,8 +32,8 @@ OF_A_CRITIC = frozenset({"critic"})
 class OnlineConfig(CommandConfig):
     """Settings of a command that trains on the policy's own samples. Each command lists what it does not support."""
 
-    hosted_roles: ClassVar[tuple[str, ...]] = ()
-    """Roles without ranks of their own: their models are loaded in the actor's ranks."""
+    roles: ClassVar[Mapping[str, Role]] = ROLES
+    """The roles that the command may have."""
     compares_rewards: ClassVar[str] = ""
     """Why the command cannot learn from a teacher without a reward; empty if it can."""
 
@@ -65,7 +66,12 @@ class OnlineConfig(CommandConfig):
 
     def host_of(self, role: str) -> str:
         """Return the role whose ranks load the model of a role: the role itself unless it is hosted."""
-        return "actor" if role in self.hosted_roles else role
+        return self.roles[role].host or role
+
+    @property
+    def hosted_roles(self) -> tuple[str, ...]:
+        """Roles without ranks of their own."""
+        return tuple(name for name, role in self.roles.items() if role.host)
 
     @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:

@@ -21,6 +21,7 @@ from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
 from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.reward_model import RewardModelPlan
@@ -118,7 +119,7 @@ def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup[
     group = start_ranks(
         REWARD, places.layout, places.reservation, log_dir=places.log_dir, threads=places.threads(REWARD)
     )
-    group.wait(group.build(settings, local_size=places.layout.local_size(REWARD)))
+    group.wait(group.build(ROLES[REWARD].rank, settings, local_size=places.layout.local_size(REWARD)))
     return group
 
 

@@ -20,6 +20,7 @@ from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import contents_of_plugins, settings_of_code
+from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
@@ -268,7 +269,7 @@ def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
 def _can_sleep(config: OnlineConfig) -> bool:
     """Return whether DeepSpeed can move the states of these settings; at stage 3 it compiles its Adam for that."""
     try:
-        for role in ("actor", "critic"):
+        for role in TRAINED:
             _check_deepspeed(config, role, sleeps=True)
             if config.deepspeed.of(role).zero_stage == 3:
                 check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
@@ -289,7 +290,7 @@ def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
     check_batches(config, estimator)
     check_step_rewards(config, estimator)
     check_without_estimator(config)
-    for role in ("actor", "critic"):
+    for role in TRAINED:
         _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
 
 

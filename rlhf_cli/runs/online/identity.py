@@ -6,6 +6,7 @@ from pathlib import Path
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import settings_of_code
+from rlhf_cli.config.roles import FROZEN, ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
@@ -84,21 +85,17 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
 
 
 def _roles(models: OnlineModels) -> dict[str, object]:
-    policy, critic = models.policy, models.critic
-    roles = {
-        **model_identity("policy", policy.found, policy.plan),
-        **adapter_identity(policy.plan),
-        **frozen_parts_identity(policy.base),
-        **model_identity("reward model", models.reward.found if models.reward else None),
-        **model_identity("teacher", models.teacher.found if models.teacher else None),
-    }
-    if critic is None:
-        return roles
-    return {
-        **roles,
-        **model_identity("critic", critic.found, critic.plan),
-        **adapter_identity(critic.plan, suffix=" of the critic"),
-    }
+    """Return the facts about the model of each role with a title; frozen ones are recorded where there is none too."""
+    facts = frozen_parts_identity(models.policy.base)
+    for name, model in models.trained.items():
+        suffix = "" if name == "actor" else f" of the {ROLES[name].title}"
+        facts |= model_identity(ROLES[name].title, model.found, model.plan)
+        facts |= adapter_identity(model.plan, suffix=suffix)
+    of_roles = models.of_roles()
+    for name in FROZEN:
+        if title := ROLES[name].title:
+            facts |= model_identity(title, of_roles[name].found if name in of_roles else None)
+    return facts
 
 
 def _rewards(config: OnlineConfig) -> dict[str, object]:

@@ -11,7 +11,7 @@ from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
 from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
 from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.config.commands.online import OnlineConfig
-from rlhf_cli.config.online import FROZEN
+from rlhf_cli.config.roles import FROZEN, ROLES, TRAINED
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
@@ -52,6 +52,11 @@ class OnlineModels:
             "teacher": self.teacher,
         }
         return {role: model for role, model in models.items() if model is not None}
+
+    @property
+    def trained(self) -> dict[str, TrainedModel]:
+        """The models in training, by the name of the role."""
+        return {role: model for role, model in zip(TRAINED, (self.policy, self.critic), strict=True) if model}
 
 
 def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
@@ -138,27 +143,19 @@ def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
     return ("actor", *critic, *reference, *reward, *teacher)
 
 
-_ABSENT = {
-    "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
-    "reward": "there is a reward model only with --reward_pretrain or --prm_pretrain",
-    "teacher": "there is a teacher only with --teacher_pretrain",
-}
-_TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
-
-
 def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     """Return a sentence for each role that the run lacks and that has settings.
 
     They are not refused: a command line keeps working if the KL divergence is turned off or an adapter comes in.
     """
     placement, deepspeed, notices = config.placement, config.deepspeed, []
-    for role in (role for role in _ABSENT if role not in (*roles, *config.hosted_roles)):
-        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER.get(role, ""))
+    for role in (role for role in FROZEN if role not in (*roles, *config.hosted_roles)):
+        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", ROLES[role].switch)
         stages = (f"{role}_zero_stage", f"{role}_sequence_parallel_size")
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
         given = given or deepspeed.changed(*(name for name in stages if name in type(deepspeed).model_fields))
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
-            notices.append(f"--{given} is ignored: {_ABSENT[role]}")
+            notices.append(f"--{given} is ignored: {ROLES[role].absent}")
     return notices
 
 
@@ -197,16 +194,15 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
 
 def check_split_layers(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a trained role cannot split its layers as the settings request."""
-    for role, model in {"actor": models.policy, "critic": models.critic}.items():
-        if model is not None:
-            check_tensor_parallel(
-                model.architecture,
-                config.deepspeed.of(role),
-                num_ranks=config.placement.num_ranks(role),
-                optim=config.optim,
-                adapted=model.plan is not None,
-                compile_model=config.model.compile_model,
-            )
+    for role, model in models.trained.items():
+        check_tensor_parallel(
+            model.architecture,
+            config.deepspeed.of(role),
+            num_ranks=config.placement.num_ranks(role),
+            optim=config.optim,
+            adapted=model.plan is not None,
+            compile_model=config.model.compile_model,
+        )
     if config.deepspeed.tensor_parallel_size == 1:
         return
     if config.optim.enable_ema:
@@ -243,14 +239,12 @@ def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) 
     """Raise UsageError if the engines or another model of the run do not take the policy's pictures."""
     architecture = models.policy.architecture
     check_engine_pictures(architecture, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
-    flags = {
-        "critic": "--critic_pretrain",
-        "reward": "--reward_pretrain" if config.reward.prm_pretrain is None else "--prm_pretrain",
-        "teacher": "--teacher_pretrain",
-    }
+    flags = {role.name: role.pretrain for role in ROLES.values() if role.pretrain}
+    if config.reward.prm_pretrain is not None:
+        flags["reward"] = "prm_pretrain"
     for role, model in models.of_roles().items():
         if role in flags:
-            what = f"{flags[role]} {model.source.pretrain!r}"
+            what = f"--{flags[role]} {model.source.pretrain!r}"
             check_role_pictures(
                 models.policy.found,
                 model.found,
@@ -265,8 +259,8 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
 
     A cluster at RAY_ADDRESS may have GPUs and bitsandbytes that this machine lacks; there the ranks find a fault.
     """
-    for role, model in (("actor", models.policy), ("critic", models.critic)):
-        if model is None or model.plan is None or not model.plan.in_4bit:
+    for role, model in models.trained.items():
+        if model.plan is None or not model.plan.in_4bit:
             continue
         if config.deepspeed.of(role).zero_stage == 3:
             stage = config.deepspeed.name_of(role, "zero_stage")
@@ -279,7 +273,8 @@ def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if a role cannot have its weights in blocks, in parts or in host memory as the settings ask."""
     deepspeed = config.deepspeed
     if deepspeed.offloads_frozen and not set(roles) & set(FROZEN):
-        raise UsageError(f"ref_offload: no model of this run is frozen; {'; '.join(_ABSENT.values())}")
+        reasons = "; ".join(ROLES[role].absent for role in FROZEN)
+        raise UsageError(f"ref_offload: no model of this run is frozen; {reasons}")
     for role in (*roles, *config.hosted_roles):
         num_ranks = config.placement.num_ranks(config.host_of(role))
         check_secondary_parts(deepspeed.of(role), num_ranks=num_ranks, role=role)
@@ -292,7 +287,7 @@ def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
 def layout_notices(resume: Checkpoint, config: OnlineConfig, models: OnlineModels) -> list[str]:
     """Return a line for each trained role whose states are cut anew. Raise UsageError if they cannot be."""
     notices = []
-    for role in ("actor", "critic") if models.critic else ("actor",):
+    for role in models.trained:
         notices += continuation_notice(
             resume.path / role,
             what=role,

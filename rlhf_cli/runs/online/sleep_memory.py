@@ -10,7 +10,7 @@ from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import FROZEN
+from rlhf_cli.config.roles import FROZEN
 from rlhf_cli.config.train import OptimizerName
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.online.models import OnlineModels

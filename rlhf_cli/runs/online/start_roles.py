@@ -198,7 +198,8 @@ class OnlineRoles:
                 sleeper.sleep()
 
     def _begin_building(self, group: WorkerGroup[object]) -> list[object]:
-        return group.build(self._settings(group.role), local_size=self._where.layout.local_size(group.role))
+        role, size = self._config.roles[group.role], self._where.layout.local_size(group.role)
+        return group.build(role.rank, self._settings(group.role), local_size=size)
 
     def _start_engines(self) -> EngineGroup:
         rollout = self._config.rollout

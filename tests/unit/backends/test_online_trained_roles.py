@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, join_and_load
-from rlhf_cli.backends.roles.settings import ROLE_CLASSES, STUDENT_CLASS, RoleSettings
+from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE, host_engine
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.weight_sync.vllm_trainer import tensor_specs
 from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.config.roles import ROLES, STUDENT_ROLES
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.models.adapters import WEIGHTS_FILE, plan_adapter, read_config
@@ -286,12 +287,12 @@ def test_what_is_saved_of_an_adapter_is_an_adapter(tiny_model_dir, tmp_path: Pat
 
 
 def test_every_role_has_a_class_of_that_name():
-    assert {role: resolve_name(name) for role, name in ROLE_CLASSES.items()} == {
+    assert {role.name: resolve_name(role.rank) for role in ROLES.values()} == {
         "actor": ActorRank,
         "critic": CriticRank,
         "ref": ReferenceRank,
         "reward": RewardRank,
         "teacher": ReferenceRank,
     }
-    assert resolve_name(STUDENT_CLASS) is StudentRank
+    assert resolve_name(STUDENT_ROLES["actor"].rank) is StudentRank
     assert resolve_name(HOST_ENGINE) is host_engine

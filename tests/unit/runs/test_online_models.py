@@ -13,7 +13,7 @@ from reward_models import save_reward_model
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import StateLayout, write_layout
-from rlhf_cli.config.online import ROLES
+from rlhf_cli.config.roles import ROLES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,

@@ -11,9 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_cli.backends.process.output_lock import new_output
-from rlhf_cli.backends.roles.settings import ROLE_CLASSES
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
-from rlhf_cli.config.online import ROLES
+from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.folders import whole_folder
@@ -212,10 +211,9 @@ def test_files_of_others_in_the_folder_of_logs_stay(tmp_path):
 
 
 def test_the_logs_of_every_role_are_a_runs_own(tmp_path):
-    assert set(ROLE_CLASSES) == set(ROLES)  # the roles that there are classes of
     logs = tmp_path / "logs"
     logs.mkdir()
-    for role in (*ROLE_CLASSES, "engine"):
+    for role in (*ROLES, "engine"):
         (logs / f"{role}-0.log").write_text("of an earlier run")
     begin_logs(run_directory(settings(tmp_path)), keep=False)
     assert not names(logs)
