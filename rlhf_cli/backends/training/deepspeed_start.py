@@ -8,11 +8,14 @@ SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 def load_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, which no setting here chooses, with a compiler that is loaded already.
+    """Import DeepSpeed's Muon, which no setting here chooses, without loading Inductor.
 
     DeepSpeed imports Muon to compare it with the optimizer that it is given. Its functions are marked for
-    torch.compile, which loads the whole of Inductor at that moment (two seconds of a CPU).
+    torch.compile, which loads Inductor at that moment (two seconds of a CPU). torch before 2.13 cannot change the
+    default backend, and takes the two seconds.
     """
+    if not hasattr(torch.compiler, "set_default_backend"):
+        return
     torch.compiler.set_default_backend("eager")
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
