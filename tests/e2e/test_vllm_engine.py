@@ -255,7 +255,7 @@ def test_a_prompt_that_leaves_no_room_is_named(engine):
 
 
 def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model_dir):
-    with pytest.raises(UsageError, match="heads of size 8; vLLM on a CPU takes 32, 64"):
+    with pytest.raises(UsageError, match="attention head size 8; vLLM on a CPU supports 32, 64"):
         Engine(tiny_model_dir, SETTINGS)
 
 

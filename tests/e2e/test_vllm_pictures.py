@@ -69,8 +69,8 @@ def test_logprobs_are_the_trainers_before_and_after_pushes_of_the_tower_and_of_s
 @both
 def test_wrong_numbers_of_pictures_and_tokens_are_refused_and_change_nothing(found):
     for kind, one in found.items():
-        assert "has 3 pictures; the engine was built for 2" in one.too_many, kind
-        assert "tokens of a prompt with pictures of" in one.wrong_run, kind
+        assert "has 3 images; the engine's limit is 2" in one.too_many, kind
+        assert "a prompt with images (" in one.wrong_run, kind
         assert one.is_as_before, kind
 
 

@@ -1,4 +1,4 @@
-"""The common part of rollout engines: protocol, settings, ends of responses, and the error of a dead engine."""
+"""Shared parts of all rollout engines: protocol, settings, batches, EOS tokens, input checks and the death error."""
 
 import asyncio
 import json
@@ -13,25 +13,28 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.vision.pictures import unexpanded
 
-_WAIT_SECONDS = 1.0  # that a thread waits for a response at a stretch: it must not outlive a call that was cancelled
+# A canceled call cannot interrupt a waiting thread, so threads wait at most this long before they check again.
+_WAIT_SECONDS = 1.0
 
 
 class EngineDead(RunError):
-    """A process of a rollout engine has ended; the engine cannot be used any more and has to be started again."""
+    """A process of a rollout engine has died. The engine is unusable and must be restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How a rollout engine is built; the same for both engines.
+    """Settings for building a rollout engine, shared by all backends.
 
-    `max_model_len` bounds prompt plus response in tokens. `num_threads` are CPU threads of one worker (None: all
-    cores this process may use). `kv_cache_gib` bounds the KV cache if there is no GPU, whose share is
-    `gpu_memory_utilization` instead; it is fixed rather than measured, so that the schedule of a batch, and with it
-    every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
-    the card: on a CPU, and with transformers. `vllm_args` are further engine arguments of vLLM, which win
-    over all others. With `max_lora_rank`, one of vLLM's values, pushes are of adapters alone and the model stays.
-    `max_images_per_prompt` bounds the pictures of a prompt; None for models without a vision tower. `min_pixels` and
-    `max_pixels` are the trainer's bounds of a picture; both None if they are the bounds of the model's processor.
+    - `max_model_len`: limit for prompt plus response in tokens.
+    - `gpu_memory_utilization`: fraction of GPU memory for vLLM.
+    - `num_threads`: CPU threads per worker; None uses all cores available to this process.
+    - `kv_cache_gib`: KV cache size without a GPU. It is fixed instead of measured, so that batches have the same
+      schedule, and the same rounding, in every process.
+    - `max_num_seqs`: sequences per step on a CPU and with transformers. On a GPU, vLLM selects it for the card.
+    - `vllm_args`: additional vLLM engine arguments, which override all others.
+    - `max_lora_rank`: if set, pushes contain only the adapter. Use one of vLLM's allowed values.
+    - `max_images_per_prompt`: image limit; None for models without a vision encoder.
+    - `min_pixels`, `max_pixels`: the trainer's image size limits; None uses the limits from the model's processor.
     """
 
     max_model_len: int
@@ -39,7 +42,8 @@ class EngineSettings:
     seed: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6
-    enforce_eager: bool | None = None  # None: on a CPU
+    # None means eager on a CPU and compiled on a GPU.
+    enforce_eager: bool | None = None
     enable_prefix_caching: bool = True
     enable_sleep: bool = False
     sync_backend: SyncBackend = "shm"
@@ -56,9 +60,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The news of a batch since the last look.
+    """Responses completed since the last `collect`.
 
-    `responses` are (number of the request in the batch, response); `is_last` is true if no more will come, unless
+    `responses` are pairs (request index in the batch, response). If `is_last` is true, the batch is complete until
     requests are added.
     """
 
@@ -67,120 +71,124 @@ class Arrivals:
 
 
 class RolloutEngine(Protocol):
-    """An engine in its own process: one batch of requests at a time, and weights that are replaced between batches.
+    """A rollout engine in a separate process. It serves one batch at a time; weights change between batches.
 
-    An engine is built with the path of a model and `EngineSettings`.
+    Constructor arguments are a model path and `EngineSettings`.
     """
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return the responses to a batch, in its order."""
+        """Generate one response per request, in request order."""
         ...
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start a batch; the place of a request in the list is its number."""
+        """Start a batch. Requests are numbered by list position."""
 
     async def add(self, requests: list[GenerationRequest]) -> None:
-        """Join requests to the batch, also when all its responses have come; their numbers go on from the batch's.
+        """Add requests to the batch, even if it is complete. Numbering continues.
 
         Errors are raised by `collect`.
         """
 
     async def collect(self) -> Arrivals:
-        """Return the responses since the last call; wait for one if more are to come."""
+        """Return responses completed since the last call. Waits for one unless the batch is complete."""
         ...
 
     async def cut(self, max_tokens: int) -> None:
-        """Give up the responses that have more tokens; 0 gives up the batch."""
+        """Cancel responses longer than `max_tokens`; 0 cancels the batch."""
 
     async def check_alive(self) -> None:
-        """Raise EngineDead if the engine cannot generate any more."""
+        """Raise EngineDead if the engine can no longer generate."""
 
     async def sleep(self, level: int = 2) -> None:
-        """Free the memory of the device."""
+        """Free device memory."""
 
     async def wake(self, tags: list[str] | None = None) -> None:
-        """Take memory again, for `weights`, `kv_cache` or both."""
+        """Allocate device memory again, for `weights`, `kv_cache` or both."""
 
     async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        """Prepare for the first push of weights."""
+        """Connect to the trainer before the first push."""
 
     async def start_weight_update(self) -> None:
-        """Begin a push of weights."""
+        """Start a weight push."""
 
     async def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load a part of a push."""
+        """Load a push, or one chunk."""
 
     async def finish_weight_update(self, version: int) -> None:
-        """End a push, after which responses have this version."""
+        """Finish a push. Later responses carry this version."""
 
     async def abort_weight_update(self) -> None:
-        """Give up a push that failed."""
+        """Cancel a failed push."""
 
     async def weight_checksum(self) -> list[int]:
-        """Return a checksum of the weights, one for each device."""
+        """Return one weight checksum per device."""
         ...
 
     async def shutdown(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
 
 
 class RequestBatch:
-    """A batch in the making: responses on their way from an engine to whom collects them.
+    """A batch in progress: passes responses from the engine to the collector.
 
-    Requests come in parts: those that begin the batch, and those that are added. The batch is complete when each part
-    is closed, and another part opens it again. `max_tokens` may be lowered while the batch runs: responses with more
-    tokens than that are given up. Takes no notice of threads and event loops.
+    Requests arrive in groups: the initial one, and one for each `add`. The batch is complete when all groups are
+    closed; a new group reopens it. `max_tokens` may be lowered while the batch runs, which cancels longer responses.
+    All methods are safe to call from any thread and event loop.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
+        # A thread condition, not an asyncio one: the transformers engine adds responses from a worker thread.
         self._change = threading.Condition()
         self._responses: list[tuple[int, Generation]] = []
         self._error: Exception | None = None
         self._num_requests = 0
-        self._num_open = 0  # parts
+        # Groups of requests without a call to `close` yet.
+        self._num_open = 0
 
     def open(self, count: int) -> range:
-        """Return the numbers of `count` requests, which are one part of the batch."""
+        """Open a group of `count` requests and return the request numbers."""
         with self._change:
             first, self._num_requests = self._num_requests, self._num_requests + count
             self._num_open += 1
             return range(first, first + count)
 
     def add(self, number: int, response: Generation) -> None:
-        """Add the response to the request of that number."""
+        """Add the response to request `number`."""
         with self._change:
             self._responses.append((number, response))
             self._change.notify_all()
 
     def close(self, error: Exception | None = None) -> None:
-        """End a part, because all its responses have come, or the batch because of an error."""
+        """Close a group after the last response, or fail the batch with `error`."""
         with self._change:
             self._num_open, self._error = self._num_open - 1, self._error or error
             self._change.notify_all()
 
     @property
     def is_complete(self) -> bool:
-        """Whether no part is open."""
+        """Whether all groups are closed."""
         return self._num_open == 0
 
     async def collect(self) -> Arrivals:
-        """Return the responses since the last call; wait for one while there is any to come. Raise the error that
-        closed the batch.
+        """Return responses completed since the last call. Waits for one unless the batch is complete.
+
+        Raises the error that failed the batch.
         """
         while not (arrivals := self._take()):
+            # In a thread, because waiting for a thread condition would block the event loop.
             await asyncio.to_thread(self._wait)
         return arrivals
 
     async def all(self, count: int) -> list[Generation]:
-        """Return the responses to a batch of `count` requests, in their order."""
-        found: dict[int, Generation] = {}
+        """Wait for a batch of `count` requests and return the responses in request order."""
+        responses: dict[int, Generation] = {}
         is_last = False
         while not is_last:
             arrivals = await self.collect()
-            found |= arrivals.responses
+            responses |= arrivals.responses
             is_last = arrivals.is_last
-        return [found[number] for number in range(count)]
+        return [responses[number] for number in range(count)]
 
     def _take(self) -> Arrivals | None:
         with self._change:
@@ -198,51 +206,47 @@ class RequestBatch:
 
 
 def eos_token_ids(model_path: str | Path) -> list[int]:
-    """Return the token ids that end a response, sorted: from the model's generation config, else from its config or
-    the part of it about text.
-    """
+    """Return the sorted EOS token IDs from the generation config, or otherwise from the model or text config."""
+    # The generation config comes first: for many chat models, only it lists the end-of-turn token.
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         if file.exists():
-            named = json.loads(file.read_text(encoding="utf-8"))
-            found = named.get("eos_token_id", (named.get("text_config") or {}).get("eos_token_id"))
-            if found is not None:
-                return sorted({found} if isinstance(found, int) else set(found))
+            config = json.loads(file.read_text(encoding="utf-8"))
+            ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+            if ids is not None:
+                return sorted({ids} if isinstance(ids, int) else set(ids))
     raise UsageError(
-        f"{model_path}: neither generation_config.json nor config.json names an eos_token_id, "
-        "so that no response would ever end"
+        f"{model_path}: no eos_token_id in generation_config.json or config.json, so responses would never end"
     )
 
 
 def check_lengths(requests: list[GenerationRequest], sampling: SamplingParams, *, max_model_len: int) -> None:
-    """Raise UsageError if a prompt is empty or leaves no room for its response."""
+    """Raise UsageError if a prompt is empty or leaves no space for the response."""
     for index, request in enumerate(requests):
         length = len(request.prompt_ids)
         if length == 0:
             raise UsageError(f"prompt {index} has no tokens")
         if length + request.limit(sampling) > max_model_len:
             raise UsageError(
-                f"prompt {index} has {length} tokens; with max_new_tokens {request.limit(sampling)} that is more "
-                f"than the {max_model_len} tokens the engine was built for"
+                f"prompt {index} has {length} tokens; with max_new_tokens {request.limit(sampling)}, it exceeds the "
+                f"engine's limit of {max_model_len} tokens"
             )
 
 
 def check_pictures(requests: list[GenerationRequest], *, max_images: int | None) -> None:
-    """Raise UsageError if a prompt has more pictures than the engine was built for, or other placeholders than theirs.
-
-    vLLM must never see such a prompt: after a wrong number of pictures it fails every later one too.
-    """
+    """Raise UsageError for too many images, or if image placeholders do not match the images."""
+    # Checked before vLLM: after a prompt with a wrong number of images, vLLM fails all later requests too.
     for index, request in enumerate(requests):
         if not request.pictures:
             continue
         count = len(request.pictures)
         if max_images is None:
-            raise UsageError(f"prompt {index} has {count} pictures; the model of the rollout engine takes text alone")
+            raise UsageError(f"prompt {index} has {count} images; the rollout engine's model supports only text")
         if count > max_images:
             raise UsageError(
-                f"prompt {index} has {count} pictures; the engine was built for {max_images} (--max_images_per_prompt)"
+                f"prompt {index} has {count} images; the engine's limit is {max_images} (--max_images_per_prompt)"
             )
         shortened = unexpanded(request.prompt_ids, request.pictures)
         placeholders = sum(shortened.count(token) for token in {placed.token for placed in request.pictures})
         if placeholders != count:
-            raise UsageError(f"prompt {index} has {count} pictures and {placeholders} image placeholders")
+            raise UsageError(f"prompt {index} has {count} images and {placeholders} image placeholders")

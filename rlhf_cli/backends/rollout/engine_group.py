@@ -1,6 +1,6 @@
-"""All rollout engines as the loop sees them: requests spread over them, weights pushed, a dead one started again.
+"""The group of all rollout engines: distributes requests, pushes weights and restarts dead engines.
 
-Leaves out the engines themselves (`vllm_engine`, `transformers_engine`) and how weights travel (`weight_sync/`).
+Runs in the driver. Engines are in `vllm_engine` and `transformers_engine`, transports in `weight_sync/`.
 """
 
 import importlib.util
@@ -30,11 +30,12 @@ Result = TypeVar("Result")
 EngineCall = Callable[[EngineHost], Awaitable[Result]]
 
 MAX_RESTARTS = 3
-"""Engines started again in one run; more deaths have a cause that a restart does not cure."""
+"""Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
 
 
 def rollout_backend(config: EngineConfig) -> str:
-    """Return the engine that generates: as asked for, or vLLM if it is installed. Raise UsageError if it cannot."""
+    """Return the rollout backend. "auto" selects vLLM if installed. Raises UsageError for an unsupported setting."""
+    # find_spec instead of an import, because importing vLLM takes seconds and changes environment variables.
     installed = importlib.util.find_spec("vllm") is not None
     if config.rollout_backend == "vllm" and not installed:
         raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
@@ -42,24 +43,24 @@ def rollout_backend(config: EngineConfig) -> str:
     if backend == "auto":
         backend = "vllm" if installed else "transformers"
     if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
-        raise UsageError(f"--vllm_tensor_parallel_size needs vLLM; the {backend} rollout backend uses one device")
+        raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
     return backend
 
 
 def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
-    """Return the number of engines, their kind and the arguments that a user adds."""
+    """Describe the engines for the log: count, backend and the user's engine arguments."""
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     return f"{config.vllm_num_engines or 1} x {backend}{added}"
 
 
 @dataclass(frozen=True)
 class CallWorkers:
-    """Calls a method of all engines at once and waits for all of them; travels to the actor's ranks."""
+    """Calls all engines concurrently. It is pickled and sent to the actor's ranks."""
 
     workers: list[Any]
 
     def __call__(self, call: HostCall, given: Sequence[object]) -> None:
-        """Call `call(host, value)` for every engine with its value, and wait."""
+        """Run `call(host, value)` on each engine with the matching value, and wait for all."""
         pairs = zip(self.workers, given, strict=True)
         _get_all([worker.call.remote(call, value) for worker, value in pairs])
 
@@ -68,13 +69,13 @@ class EngineGroup:
     """All rollout engines.
 
     Args:
-        start: begins building the engine of that number; (worker, building call).
+        start: starts building engine `i`. Returns the Ray worker and the pending build call.
         takes_turns: whether engines sleep while models train.
-        sync_backend: how weights travel.
-        ranks_per_engine: GPUs that share one engine.
-        adapter_alone: whether pushes are of the adapter, and engines keep the model under it while they sleep.
-        borrowed_actor: holds the actor for the push to an engine that is started again; gives the version of its
-            weights, None for the version of the last push.
+        sync_backend: weight transfer backend.
+        ranks_per_engine: GPUs per engine.
+        adapter_alone: whether pushes contain only the adapter, and sleeping engines keep the base model.
+        borrowed_actor: context manager that locks the actor for a push to a restarted engine. It yields the version for
+            the actor's weights, or None for the version from the last push.
     """
 
     def __init__(
@@ -95,28 +96,32 @@ class EngineGroup:
         self._sync_backend = sync_backend
         self._ranks_per_engine = ranks_per_engine
         self._adapter_alone = adapter_alone
+        # vLLM's level 1 moves weights to host memory; level 2 drops them, because the next push replaces them.
         self._sleep_level = 1 if adapter_alone else 2
         self._version = 0
         self._adapter: dict[str, object] | None = None
         self._restarts = 0
         self._batch = SharedBatch([], SamplingParams(0), [])
-        self._num_begun = 0  # batches of engines
+        # Batch numbers increase over all engines and restarts, so that late calls for an old batch have no effect.
+        self._num_begun = 0
+        # Start all engines before waiting for the first: each needs seconds to minutes.
         started = [start(number) for number in range(num_engines)]
         self._workers = [worker for worker, _ in started]
         self._building = [building for _, building in started]
 
     def wait_until_built(self) -> None:
-        """Return when every engine is ready; raise what kept one from it."""
+        """Wait until all engines are ready. Raises the error of an engine that failed to start."""
         for number, building in enumerate(self._building):
             try:
                 ray.get(building)
             except RayTaskError as error:
+                # UsageError and RunError are a ValueError and a RuntimeError. Raise them without Ray's traceback.
                 raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
             except PROCESS_DEATHS as error:
-                raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
+                raise RunError(f"rollout engine {number} died during startup ({_reason(error)})") from error
 
     def connect(self, actor: SampledRole) -> None:
-        """Take the weights of this actor from now on; to be called when actor and engines are built."""
+        """Connect the engines to the actor for weight pushes. Call it after both are built, and after every restart."""
         self._actor = actor
         link = EngineLink(
             backend=self._sync_backend,
@@ -129,15 +134,16 @@ class EngineGroup:
         actor.group.all(lambda rank: rank.connect_engines(link))
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return one response per request, in their order."""
+        """Generate one response per request, in request order."""
         self.begin(requests, sampling)
-        found: dict[int, Generation] = {}
+        responses: dict[int, Generation] = {}
         while self.is_generating:
-            found |= self.collect()
-        return [found[number] for number in range(len(requests))]
+            responses |= self.collect()
+        return [responses[number] for number in range(len(requests))]
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start a batch, spread over the engines; its responses are to be collected."""
+        """Start a batch on all engines. Call `collect` for the responses."""
+        # The next turn of an episode reuses the prefix cache, which only the previous turn's engine has.
         if sampling.continues:
             shares = same_shares(requests, self._batch)
         else:
@@ -148,7 +154,7 @@ class EngineGroup:
                 self._ask_for_share(number)
 
     def add(self, requests: list[GenerationRequest]) -> None:
-        """Join requests to the batch; their numbers go on from the batch's."""
+        """Add requests to the batch. Numbering continues."""
         batch = self._batch
         for number, added in batch.add(requests).items():
             if number not in batch.begun:
@@ -157,7 +163,8 @@ class EngineGroup:
                 self._join(number, added)
 
     def _join(self, number: int, added: list[GenerationRequest]) -> None:
-        """Ask an engine for more, and listen to it if it had finished."""
+        """Send additional requests to an engine, and collect from it again if it was finished."""
+        # `row=None`: engines do not need the dataset row, which can be large.
         batch, share = self._batch, [replace(request, row=None) for request in added]
         begun, first = batch.begun[number], len(batch.shares[number]) - len(share)
         self._call(number, lambda host: host.add(begun, first, share))
@@ -166,16 +173,16 @@ class EngineGroup:
 
     @property
     def is_generating(self) -> bool:
-        """Whether responses of the batch are still to come."""
+        """Whether the batch has open requests."""
         return bool(self._batch.calls)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Return the responses that finished since the last call, each with the number of its request.
+        """Return responses completed since the last call, with request numbers.
 
-        Waits for one, at most `timeout` seconds. An engine that died is started again and its share repeated as a
-        whole: a request has the same seed again, and of two responses to it the first one counts.
+        Waits for one, at most `timeout` seconds. If an engine dies, it is restarted and repeats all of its requests
+        with the same seeds; the first response to a request counts.
         """
-        batch, found = self._batch, []
+        batch, responses = self._batch, []
         ready, _ = ray.wait(list(batch.calls), num_returns=1, timeout=timeout) if batch.calls else ([], [])
         for call in ready:
             listening = batch.calls.pop(call)
@@ -184,15 +191,16 @@ class EngineGroup:
             except (*PROCESS_DEATHS, RayTaskError) as error:
                 self._replace(listening.engine, error)
                 continue
-            found += batch.news(listening.engine, arrivals)
+            responses += batch.news(listening.engine, arrivals)
             if not batch.is_over(listening, arrivals):
                 self._listen(listening.engine)
-        return found
+        return responses
 
     def cut(self, max_tokens: int) -> None:
-        """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
+        """Cancel responses that exceed `max_tokens`, now or later. Shorter ones are still returned."""
         self._batch.max_tokens = max_tokens
-        for number in self._batch.begun:  # also of what is added later to an engine that has finished
+        # Include engines that are finished: the limit also applies to requests that are added to them later.
+        for number in self._batch.begun:
             self._cut(number, max_tokens)
 
     def _cut(self, number: int, max_tokens: int) -> None:
@@ -203,6 +211,7 @@ class EngineGroup:
         batch = self._batch
         share = [replace(request, row=None) for request in batch.share_again(number)]
         self._num_begun += 1
+        # Local variables, because the lambda is pickled with the values that it refers to (see `_call`).
         begun, sampling, max_tokens = self._num_begun, batch.sampling, batch.max_tokens
         call = self._call(number, lambda host: host.begin(begun, share, sampling, max_tokens))
         batch.begun[number] = begun
@@ -214,24 +223,25 @@ class EngineGroup:
         self._batch.calls[call] = Listening(number, count)
 
     def _replace(self, number: int, error: Exception) -> None:
-        """Start an engine that died within a batch again, with the present weights, and ask for its share again."""
+        """Restart an engine that died during a batch, push the current weights, and repeat its requests."""
+        # nccl and ipc groups include all engines; with shared GPUs, the actor needs the memory of the KV caches.
         if self._actor is not None and (self._takes_turns or self._sync_backend != "shm"):
             self._repeat_with(self._actor, number, error)
             return
         self._restart({number: error})
         if self._actor is not None:
+            # Restart before locking the actor: building an engine takes long, and training can continue meanwhile.
             with self._borrowed_actor() as version, self._actor.awake():
                 self.connect(self._actor)
                 self._push(self._version if version is None else version, (number,))
         self._ask_for_share(number)
 
     def _repeat_with(self, actor: SampledRole, number: int, error: Exception) -> None:
-        """Do the same when the push concerns all engines: all of them stop, and repeat what they had not finished.
-
-        A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.
-        """
+        """Restart an engine when the push involves all engines: all stop, and repeat unfinished requests."""
         unfinished = [number, *sorted(self._batch.heard)]
         died = {number: error} | self._stop()
+        # Order: the other engines sleep first, because vLLM measures free GPU memory during startup. The new engines
+        # sleep before the actor wakes up, which needs the same memory.
         if self._takes_turns:
             self._sleep(other for other in range(len(self._workers)) if other not in died)
         self._restart(died)
@@ -242,12 +252,13 @@ class EngineGroup:
             actor.sleep_optimizer()
             self.receive_weights(self._version if version is None else version)
         self.wake_cache()
-        self._batch.begun.clear()  # an engine that had finished begins again with what is added to it
+        # All engines start a new batch: unfinished ones below, finished ones at the next `add`.
+        self._batch.begun.clear()
         for other in unfinished:
             self._ask_for_share(other)
 
     def _stop(self) -> dict[int, Exception]:
-        """Make all engines give up their work; return the engines that died meanwhile."""
+        """Cancel the batch on all engines and wait until they stop. Returns engines that died meanwhile."""
         batch, died = self._batch, {}
         for number in batch.heard:
             self._cut(number, 0)
@@ -263,12 +274,12 @@ class EngineGroup:
         return died
 
     def wake_cache(self) -> None:
-        """Be ready to generate."""
+        """Allocate the KV cache, after `receive_weights` and before generating."""
         if self._takes_turns:
             self._all(lambda host: host.engine.wake(["kv_cache"]))
 
     def sleep(self) -> None:
-        """Leave the accelerators to others."""
+        """Release GPU memory to the training roles."""
         if self._takes_turns:
             self._sleep(range(len(self._workers)))
 
@@ -277,12 +288,13 @@ class EngineGroup:
         self._each(numbers, lambda host: host.engine.sleep(level))
 
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer.
+        """Push the actor's weights to all engines. Returns metrics.
 
-        Engines that died meanwhile are started again, and repeat their share of a batch in flight.
+        Dead engines are restarted, and repeat their requests if a batch is in flight.
         """
         dead = self._dead()
         died = set(dead)
+        # Restart before the push: an nccl or ipc push would hang without a member of the group.
         if died:
             with self._actor_aside():
                 self._restart(dead)
@@ -290,6 +302,7 @@ class EngineGroup:
         if died and self._actor is not None:
             self.connect(self._actor)
         begin = time.perf_counter()
+        # Only the weights: the actor is still awake for the push, so the KV cache would not fit yet.
         if self._takes_turns:
             self._all(lambda host: host.engine.wake(["weights"]))
         report, died_within = self._push(version, range(len(self._workers)))
@@ -302,13 +315,13 @@ class EngineGroup:
         }
 
     def take_adapter(self, manifest: dict[str, object], version: int) -> None:
-        """Answer with this adapter on the model from now on; an engine that is started again gets it too."""
+        """Load an adapter on all engines. Restarted engines receive it again."""
         self._revive()
         self._adapter, self._version = manifest, version
         self._each(range(len(self._workers)), lambda host: host.take_push(manifest, version))
 
     def shutdown(self) -> None:
-        """End all engines and their processes."""
+        """Stop all engines and their processes."""
         ending = [self._call(number, lambda host: host.engine.shutdown()) for number in range(len(self._workers))]
         for worker, call in zip(self._workers, ending, strict=True):
             try:
@@ -317,58 +330,61 @@ class EngineGroup:
                 ray.kill(worker)
 
     def _push(self, version: int, numbers: Iterable[int]) -> tuple[PushReport, set[int]]:
-        """Push to these engines; return (report, the engines that died meanwhile and were started again)."""
-        assert self._actor is not None, "there is no actor to take weights from"
+        """Push to these engines. Returns the report and the engines that died and were restarted."""
+        assert self._actor is not None, "the engines have no actor"
+        # On all ranks, because gathering the weights is a collective. Rank 0 returns the manifest.
         report = self._actor.group.all(lambda rank: rank.push_weights(version))[0]
         manifest, died = report.manifest, dict[int, Exception]()
-        if manifest is not None:  # else the engines have taken part in the push already
+        # Without a manifest (nccl, ipc), the trainer ranks have already updated the engines.
+        if manifest is not None:
             try:
                 died = self._failures(numbers, lambda host: host.take_push(manifest, version))
                 self._restart(died)
                 self._each(died, lambda host: host.take_push(manifest, version))
             finally:
-                self._actor.group.all(lambda rank: rank.discard_push())  # shared memory is memory
+                # The files occupy host memory until they are removed.
+                self._actor.group.all(lambda rank: rank.discard_push())
         if died:
             self.connect(self._actor)
         return report, set(died)
 
     def _revive(self) -> set[int]:
-        """Start engines that died again; return them."""
+        """Restart dead engines and return their numbers."""
         died = self._dead()
         self._restart(died)
         return set(died)
 
     def _dead(self) -> dict[int, Exception]:
-        """Return the engines that died, each with the error."""
+        """Return the dead engines with their errors."""
         return self._failures(range(len(self._workers)), lambda host: host.engine.check_alive())
 
     @contextmanager
     def _actor_aside(self) -> Iterator[None]:
-        """Within the block the actor sleeps, whose weights are else on the GPU: an engine that starts measures the free
-        memory.
-        """
+        """Put the actor to sleep inside the block, if engines and actor share GPUs."""
+        # vLLM measures free GPU memory during startup, so the actor's weights must not be on the GPU.
         if self._actor is None or not self._takes_turns:
             yield
             return
         self._actor.sleep()
         yield
+        # Not in a `finally`: after an error, ranks may wait in a collective and never reply.
         self._actor.wake()
         self._actor.sleep_optimizer()
 
     def _failures(self, numbers: Iterable[int], call: EngineCall[object]) -> dict[int, Exception]:
-        """Call these engines; return the errors of those that failed."""
+        """Call these engines concurrently and return errors by engine."""
         failures: dict[int, Exception] = {}
-        for number, asked in [(number, self._call(number, call)) for number in numbers]:
+        for number, pending in [(number, self._call(number, call)) for number in numbers]:
             try:
-                ray.get(asked)
+                ray.get(pending)
             except (*PROCESS_DEATHS, RayTaskError) as error:
                 failures[number] = error
         return failures
 
     def _restart(self, died: Mapping[int, Exception]) -> None:
-        """Replace engines that died by new ones, which have the weights of the start yet, or the adapter again.
+        """Replace dead engines. New engines have the initial weights, and the current adapter if any.
 
-        The actor does not know them yet: it may be in training.
+        Call `connect` afterwards, while the actor is not training.
         """
         for number, error in died.items():
             self._start_again(number, error)
@@ -378,22 +394,22 @@ class EngineGroup:
 
     def _start_again(self, number: int, error: Exception) -> None:
         cause = getattr(error, "cause", None)
+        # The engine is alive but raised an error, such as an invalid request. A restart would not help.
         if isinstance(error, RayTaskError) and not isinstance(cause, EngineDead):
             raise cause if isinstance(cause, ValueError | RuntimeError) else error
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise ProcessDied(
-                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} "
+                f"rollout engines died {self._restarts} times in this run, most recently engine {number} "
                 f"({_reason(error)})"
             )
+        # The Ray worker may be alive even though vLLM's engine core died; it must release the GPU and its memory.
         ray.kill(self._workers[number])
         self._workers[number], building = self._start(number)
         try:
             ray.get(building)
         except (*PROCESS_DEATHS, RayTaskError) as again:
-            raise ProcessDied(
-                f"rollout engine {number} died and could not be started again ({_reason(again)})"
-            ) from again
+            raise ProcessDied(f"rollout engine {number} died and could not be restarted ({_reason(again)})") from again
 
     def _all(self, call: EngineCall[Result]) -> list[Result]:
         return self._each(range(len(self._workers)), call)
@@ -402,12 +418,12 @@ class EngineGroup:
         return _get_all([self._call(number, call) for number in numbers])
 
     def _call(self, number: int, call: EngineCall[object]) -> object:
-        """Begin a call of the host of an engine; the function must name plain values only, as Ray sends it."""
+        """Start a Ray call on an engine's host. `call` must refer only to picklable local values, not to `self`."""
         return self._workers[number].call.remote(call)
 
 
 def _reason(error: Exception) -> str:
-    """Return one line of Ray's error about a failed call, whose text is otherwise a trace through several processes."""
+    """Shorten Ray's error to one line. The full text is a traceback through several processes."""
     return death_reason(error.cause if isinstance(error, RayTaskError) else error)
 
 

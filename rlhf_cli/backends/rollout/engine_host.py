@@ -1,6 +1,6 @@
-"""The process of one rollout engine: the engine, and verbs that always follow each other joined into one call.
+"""Hosts a rollout engine in a Ray worker process.
 
-Imports nothing that trains: the process of an engine starts as early as it can.
+This module imports no training code, so that engine processes start quickly.
 """
 
 import asyncio
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HOST_ENGINE = "rlhf_cli.backends.rollout.engine_host:host_engine"
-"""`host_engine` by name: only the process of an engine imports it."""
+"""Import path of `host_engine`, which only engine processes import."""
 
 
 def make_engine(backend: str, model_path: str, settings: EngineSettings) -> RolloutEngine:
-    """Return the rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
+    """Build a rollout engine in this process. Hub models are downloaded first."""
     model_path = str(folder_of(model_path))
+    # Before anything imports transformers, which checks only once whether torchvision is installed.
     if backend == "vllm":
         use_torchvision(model_path)
     settings = fitted(settings, model_path)
@@ -39,10 +40,8 @@ def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Roll
 
 
 def fitted(settings: EngineSettings, model_path: str) -> EngineSettings:
-    """Return the settings for this model: without pictures for a model of text, with one at least for others.
-
-    vLLM makes the processor of a vision-language model, and keeps its tower for pushes, if pictures are allowed.
-    """
+    """Adapt the image settings to the model: None for text models, at least one image for vision-language models."""
+    # With an image limit of 0, vLLM creates neither the processor nor the vision encoder, so pushes would not match.
     from transformers import AutoConfig
 
     from rlhf_cli.models.vision.families.table import takes_pictures
@@ -58,7 +57,7 @@ def fitted(settings: EngineSettings, model_path: str) -> EngineSettings:
 def _pixel_bounds(
     settings: EngineSettings, model_path: str, architecture: "PretrainedConfig"
 ) -> tuple[int | None, int | None]:
-    """Return the trainer's bounds of a picture: the settings, within the bounds of the model's processor."""
+    """Return the trainer's image size limits: the settings, clamped to the limits of the model's processor."""
     from rlhf_cli.models.vision.families.table import find_processing
 
     if settings.min_pixels is None and settings.max_pixels is None:
@@ -74,69 +73,74 @@ def _pixel_bounds(
 
 
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
-    """Return the engine inside the object that a Ray worker calls."""
+    """Build an engine and wrap it for Ray calls."""
     return EngineHost(make_engine(backend, model_path, settings))
 
 
 class EngineHost:
-    """Holds an engine in its own process and joins verbs that always follow each other into one call.
+    """Receives Ray calls for an engine, and combines engine methods that always follow each other.
 
-    A Ray actor may run calls in another order than the caller made them, so calls about a batch name it by a number
-    that grows, and wait until the batch has the requests before theirs.
+    Ray may reorder calls to an asyncio actor. Each call therefore carries an increasing batch number, and waits until
+    the batch contains all earlier requests.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
-        self._asked = asyncio.Condition()
+        # Signals a change of the pair (batch number, number of requests in the batch), which only grows.
+        self._progress = asyncio.Condition()
         self._batch, self._num_requests = 0, 0
-        self._fault: Exception | None = None  # of requests that should have joined the batch
+        # Error from `add`, raised by the next `collect`.
+        self._add_error: Exception | None = None
 
     async def begin(
         self, batch: int, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
     ) -> Arrivals:
-        """Start a batch, cut at the limit of before, and wait for its first responses."""
-        self._fault = None
+        """Start a batch, with a limit from an earlier `cut` if any, and wait for the first responses."""
+        self._add_error = None
         await self.engine.begin(requests, sampling)
         if max_tokens is not None:
             await self.engine.cut(max_tokens)
+        # After `begin` and before `collect`: waiting calls may start while this one waits for responses.
         await self._note(batch, len(requests))
         return await self.engine.collect()
 
     async def add(self, batch: int, first: int, requests: list[GenerationRequest]) -> None:
-        """Join requests to the batch as soon as it has the `first` ones. Nobody waits for this call: `collect` raises
-        its error.
-        """
+        """Add requests as soon as the batch contains `first` requests. `collect` raises errors."""
         if await self._has(batch, first):
+            # The driver does not wait for this call, so an error raised here would be lost.
             try:
                 await self.engine.add(requests)
             except Exception as error:
-                self._fault = error
+                self._add_error = error
+            # Also after an error: otherwise, a `collect` that waits for these requests would hang.
             await self._note(batch, first + len(requests))
 
     async def cut(self, batch: int, max_tokens: int) -> None:
-        """Give up the responses of this batch that have, or get, more than so many tokens; do nothing if a later batch
-        has begun.
-        """
+        """Cancel responses that exceed `max_tokens`, now or later. No-op if a later batch has started."""
         if await self._has(batch, 0):
             await self.engine.cut(max_tokens)
 
     async def collect(self, batch: int, count: int) -> Arrivals:
-        """Return the responses since the last call, as soon as the batch has `count` requests; wait for one."""
+        """Wait until the batch contains `count` requests, then return responses completed since the last call.
+
+        Waits for a response unless the batch is complete.
+        """
         if not await self._has(batch, count):
             return Arrivals([], is_last=True)
-        if self._fault is not None:
-            raise self._fault
+        if self._add_error is not None:
+            raise self._add_error
         return await self.engine.collect()
 
     async def _note(self, batch: int, count: int) -> None:
-        async with self._asked:
+        async with self._progress:
             self._batch, self._num_requests = batch, count
-            self._asked.notify_all()
+            self._progress.notify_all()
 
     async def _has(self, batch: int, count: int) -> bool:
-        """Wait until the batch has so many requests; return whether it is the present batch."""
-        async with self._asked:
-            await self._asked.wait_for(lambda: (self._batch, self._num_requests) >= (batch, count))
+        """Wait until the batch contains `count` requests. Returns false if a later batch has started."""
+        async with self._progress:
+            # Tuples compare the batch number first, so a later batch also ends the wait.
+            await self._progress.wait_for(lambda: (self._batch, self._num_requests) >= (batch, count))
             return self._batch == batch
 
     async def take_push(self, manifest: dict[str, object], version: int) -> None:

@@ -1,4 +1,4 @@
-"""A batch as its engines share it: the requests of each engine, and the calls that will bring responses."""
+"""Distribution of a batch over engines: requests per engine, and pending calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A call that brings responses of an engine, made when the engine had been asked for so many requests."""
+    """A pending `collect` call. `num_requests` is the engine's number of requests when the call was made."""
 
     engine: int
     num_requests: int
@@ -17,9 +17,12 @@ class Listening:
 
 @dataclass
 class SharedBatch:
-    """The work of the engines: shares are numbers of requests by engine, `calls` those that will bring responses.
+    """A batch spread over engines.
 
-    `begun` names the engines' batches, as their hosts know them.
+    - `shares`: request numbers per engine.
+    - `calls`: pending calls that will return responses.
+    - `begun`: each engine's current batch number.
+    - `seen`: numbers of completed requests.
     """
 
     requests: list[GenerationRequest]
@@ -30,18 +33,20 @@ class SharedBatch:
     max_tokens: int | None = None
     seen: set[int] = field(default_factory=set)
     has_added: bool = False
-    _homes: dict[object, int] = field(default_factory=dict)  # the engine of a prompt and of an episode
-    _loads: list[int] = field(default_factory=list)  # tokens of each engine's open requests
+    # Engine per prompt and per episode. An engine that has already read the beginning can reuse its prefix cache.
+    _homes: dict[object, int] = field(default_factory=dict)
+    # Expected tokens in each engine's open requests. Maintained only after the first `add`.
+    _loads: list[int] = field(default_factory=list)
 
     @property
     def heard(self) -> set[int]:
-        """The engines that will bring responses."""
+        """Engines with a pending call."""
         return {call.engine for call in self.calls.values()}
 
     def forget(self, engines: set[int]) -> set[int]:
-        """Forget the batches of engines that died; return the engines that have to begin their share again.
+        """Remove dead engines' calls and batches. Returns the engines that must repeat unfinished work.
 
-        One that had finished begins with what is added to it.
+        A dead engine without unfinished work starts a new batch at the next `add`.
         """
         unfinished = engines & self.heard
         self.calls = {call: listening for call, listening in self.calls.items() if listening.engine not in engines}
@@ -49,14 +54,14 @@ class SharedBatch:
         return unfinished
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[int, list[GenerationRequest]]:
-        """Add requests to the shares; return them by engine.
+        """Distribute additional requests. Returns the requests per engine.
 
-        The next turn of an episode, and another sample of a prompt, go to the engine that has read the beginning. A new
-        prompt goes to the engine that has the least to do.
+        Later turns in an episode and further samples for a prompt go to the engine that processed the earlier tokens. A
+        new prompt goes to the least loaded engine.
         """
         if not self.has_added:
             self._settle_all()
-        found: dict[int, list[GenerationRequest]] = {}
+        added: dict[int, list[GenerationRequest]] = {}
         for request in requests:
             engine = self._homes.get(request.episode)
             if engine is None:
@@ -65,8 +70,8 @@ class SharedBatch:
             self._loads[engine] += _cost(request)
             self.shares[engine].append(len(self.requests))
             self.requests.append(request)
-            found.setdefault(engine, []).append(request)
-        return found
+            added.setdefault(engine, []).append(request)
+        return added
 
     def _settle_all(self) -> None:
         self.has_added = True
@@ -81,7 +86,8 @@ class SharedBatch:
             self._homes[request.episode] = engine
 
     def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
-        """Return the new responses, under the numbers of the whole batch."""
+        """Return responses not seen before, with request numbers in the full batch."""
+        # After a restart, an engine repeats requests. The first response counts, because it may already be in use.
         named = [(self.shares[engine][place], response) for place, response in arrivals.responses]
         new = [(number, response) for number, response in named if number not in self.seen]
         self.seen |= {number for number, _ in new}
@@ -90,15 +96,15 @@ class SharedBatch:
         return new
 
     def is_over(self, call: Listening, arrivals: Arrivals) -> bool:
-        """Return whether these were the last responses: more may have been asked for since the call was made."""
+        """Return whether these were the engine's last responses."""
+        # The engine reports the last response it knows about. Requests added after the call was made are still open.
         return arrivals.is_last and call.num_requests == len(self.shares[call.engine])
 
     def share_again(self, engine: int) -> list[GenerationRequest]:
-        """Return the requests that an engine gets when it begins, or begins again.
-
-        A batch is repeated as a whole, for rounding depends on what is beside a request. Parts that were added came in
-        an order that nobody knows: of such a batch the engine gets what is missing.
-        """
+        """Return the requests with which an engine starts, or restarts."""
+        # A restarted engine repeats the full batch, because rounding depends on the requests that run together. After
+        # an `add`, the order of arrival is unknown, so repetition cannot be exact and only missing requests are
+        # repeated.
         if self.has_added:
             self.shares[engine] = [number for number in self.shares[engine] if number not in self.seen]
         return [self.requests[number] for number in self.shares[engine]]
@@ -109,10 +115,10 @@ def _cost(request: GenerationRequest) -> int:
 
 
 def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:
-    """Return the numbers of the requests of each engine, ascending: about as many expected tokens for each.
+    """Distribute requests so that each engine has about the same number of expected tokens.
 
-    The samples of a prompt stay together, so that an engine reads it once. Prompts are dealt by their cost, highest
-    first, each to the engine with the least so far (longest processing time first, Graham 1969).
+    Returns ascending request numbers per engine. Samples for the same prompt stay together, so that only one engine
+    prefills it. Prompts are assigned in order of decreasing cost to the least loaded engine (LPT, Graham 1969).
     """
     prompts: dict[object, list[int]] = {}
     for number, request in enumerate(requests):
@@ -128,8 +134,9 @@ def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[
 
 
 def same_shares(requests: list[GenerationRequest], before: SharedBatch) -> list[list[int]]:
-    """Return the numbers of the requests of each engine: each goes where the turn before of its episode was, and an
-    episode without a turn in that batch to the engine with the fewest requests.
+    """Distribute requests so that each episode stays on the engine of the previous turn.
+
+    Returns request numbers per engine. Episodes without a turn in `before` go to the engine with the fewest requests.
     """
     engine_of = {
         before.requests[place].episode: engine for engine, share in enumerate(before.shares) for place in share

@@ -1,6 +1,6 @@
-"""Finds and ends the processes an engine has started.
+"""Finds and kills child processes of a rollout engine.
 
-Leaves out how an engine ends them itself: this is the last resort after it tried, or after its owner was killed.
+This is the last resort, after the engine's shutdown has failed or the owner was killed.
 """
 
 import os
@@ -10,14 +10,12 @@ import time
 import psutil
 
 OWNER_VARIABLE = "RLHF_ROLLOUT_OWNER"
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """Return all living descendants of a process, without Python's resource tracker.
-
-    That one ends by itself with its parent and removes shared memory left behind; killing it leaks the memory.
-    """
+    """List all live descendants of a process, except Python's resource tracker."""
+    # The resource tracker exits with its parent and removes leaked shared memory. Killing it would leak that memory.
     return [child for child in psutil.Process(pid).children(recursive=True) if not _is_resource_tracker(child)]
 
 
@@ -25,28 +23,26 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
     try:
         return any("resource_tracker" in argument for argument in process.cmdline())
     except psutil.Error:
-        return True  # already gone
+        # The process has already exited, so there is nothing to kill.
+        return True
 
 
 def end_processes(processes: list[psutil.Process], *, patience: float = 5.0) -> None:
-    """Wait up to `patience` seconds for the processes to end, then kill those left.
-
-    A process is known by its start time too, so that a number given to another one meanwhile is left alone.
-    """
+    """Wait up to `patience` seconds for the processes to exit, then kill the remaining ones."""
     _, left = psutil.wait_procs(processes, timeout=patience)
     for process in left:
+        # `is_running` also compares the start time, so a process with a reused ID is not killed.
         if process.pid != os.getpid() and process.is_running():
             process.kill()
     psutil.wait_procs(left, timeout=patience)
 
 
 def end_with_owner() -> threading.Thread | None:
-    """End this process when the process named in OWNER_VARIABLE has ended; return the watching thread, None without a
-    name.
+    """Kill this process when the process in OWNER_VARIABLE exits. Returns the watching thread, or None if it is unset.
 
-    vLLM's processes outlive an owner that was killed: its engine core waits for requests for good. Called in the
-    workers, whose parent is that engine core (or the owner itself, if the worker runs inside the core).
+    Call it in vLLM's workers. A worker's parent is the engine core, or the owner if the worker runs inside the core.
     """
+    # Otherwise vLLM's processes outlive a killed owner, because the engine core waits for requests forever.
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is None:
         return None
@@ -59,9 +55,10 @@ def _end_after(owner: int, parent: int) -> None:
     try:
         process = psutil.Process(owner)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     except psutil.NoSuchProcess:
         pass
+    # The engine core imports none of our code, so the worker must kill it. If the parent ID changed, the core is gone.
     if parent != owner and os.getppid() == parent:
         psutil.Process(parent).kill()
     psutil.Process().kill()

@@ -1,7 +1,7 @@
-"""One response at a time on a transformers model in this process, with every token reported as it is sampled.
+"""Streams one response at a time from a transformers model in this process.
 
-Prefill, cache, sampling and seeds are those of the transformers engine, so that `rlhf generate` gives the same response
-to the same tokens and seed.
+Prefill, cache, sampling and seeds are shared with the transformers engine, so `rlhf generate` produces the same
+response for the same tokens and seed.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from rlhf_cli.models.vision.tower import tower_of
 
 @dataclass(frozen=True, slots=True)
 class StreamedResponse:
-    """The sampled tokens, with the token that ended them, and the reason of their end."""
+    """Sampled tokens, including the EOS token, and the finish reason."""
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length", "interrupted"]
 
 
 class StreamingModel:
-    """A transformers model on the GPU, or on the CPU without one."""
+    """A transformers model on the GPU if available, otherwise on the CPU."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StreamingModel:
         hear: Callable[[int], None],
         should_stop: Callable[[], bool],
     ) -> StreamedResponse:
-        """Return the response; `hear` gets each of its tokens, and `should_stop` is asked after each."""
+        """Generate a response. After each token, `hear` receives it and `should_stop` can end the response."""
         stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         batch = TransformersBatch(self.model, [request], sampling, eos=self._eos, stop=stop, tower=self._tower)
         tokens: list[int] = []

@@ -1,7 +1,7 @@
-"""torchvision for vLLM's models of some vision-language families, where the environment has none of its own.
+"""Separate torchvision install for vLLM, which requires it for some vision-language models.
 
-On a CPU `make setup` puts it into a folder that nothing else looks into: transformers imports torchvision wherever it
-finds it, which doubles the time in which every process starts.
+On a CPU, `make setup` installs torchvision into a folder outside the import path. In the main environment, transformers
+would import it in every process, which doubles the startup time.
 """
 
 import json
@@ -11,24 +11,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "torchvision"
-"""Where `make setup` puts the package."""
+"""Folder into which `make setup` installs the package."""
 NEEDS_TORCHVISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")
-"""Types whose models in vLLM, or whose processors, import torchvision."""
+"""Model types that require torchvision in vLLM, for the model or the processor."""
 
 
 def lacks_torchvision(model_type: str, *, folder: Path = FOLDER) -> bool:
-    """Return whether vLLM cannot load models of this type, for want of torchvision."""
+    """Return whether vLLM cannot load this model type because torchvision is missing."""
     return model_type in NEEDS_TORCHVISION and find_spec("torchvision") is None and not _is_there(folder)
 
 
 def use_torchvision(model_path: str, *, folder: Path = FOLDER) -> None:
-    """Let this process and its children import torchvision from the folder, if the model in `model_path` needs it.
+    """Make torchvision importable in this process and its children, if the model requires it.
 
-    To be called before transformers is imported, which looks once whether there is a torchvision.
+    Call it before importing transformers, which checks only once whether torchvision is installed.
     """
     model_type = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("model_type")
     if model_type not in NEEDS_TORCHVISION or find_spec("torchvision") is not None or not _is_there(folder):
         return
+    # Appended, so that the folder never shadows a package of the environment.
     sys.path.append(str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
 

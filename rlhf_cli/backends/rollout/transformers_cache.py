@@ -1,7 +1,7 @@
-"""A key-value cache that is written in place, for decoding with a transformers model.
+"""In-place KV cache for decoding with transformers models.
 
-transformers' DynamicCache copies the whole cache for every token, its StaticCache attends over the full length.
-Leaves out models with other than full attention layers: they get transformers' own DynamicCache.
+transformers' DynamicCache copies the entire cache for every token, and StaticCache attends over the full capacity.
+Models with sliding-window or other attention layers use DynamicCache.
 """
 
 import torch
@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class InPlaceLayer(DynamicLayer):
-    """Keys and values [rows, heads, capacity, head size]; `update` appends entries and returns views."""
+    """Cache layer with keys and values [rows, heads, capacity, head size]. `update` appends and returns views."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -41,18 +41,19 @@ class InPlaceLayer(DynamicLayer):
         return self._length
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Make row i the former row indices[i]; rows may be repeated or left out."""
+        """Replace row i by row indices[i]. Rows may be repeated or dropped."""
         self.keys = self._selected(self.keys, indices)
         self.values = self._selected(self.values, indices)
 
     def _selected(self, states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        # Copy only the filled part of the capacity.
         selected = self._room(states, len(indices))
         torch.index_select(states[:, :, : self._length], 0, indices, out=selected[:, :, : self._length])
         return selected
 
 
 def has_only_full_attention(config: PretrainedConfig) -> bool:
-    """Return whether every layer attends to the whole sequence."""
+    """Return whether all layers use full attention."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         return set(layer_types) == {"full_attention"}
@@ -60,16 +61,16 @@ def has_only_full_attention(config: PretrainedConfig) -> bool:
 
 
 def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
-    """Return an empty cache for sequences of up to `capacity` tokens."""
+    """Create an empty cache for sequences of up to `capacity` tokens."""
     if not has_only_full_attention(config):
         return DynamicCache(config=config)
     return Cache(layers=[InPlaceLayer(capacity) for _ in range(config.num_hidden_layers)])
 
 
 def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Cache:
-    """Return one cache with room for `capacity` tokens whose row i is row rows[i] of all the caches' rows in turn.
+    """Concatenate caches along the rows, select `rows`, and set the capacity to `capacity` tokens.
 
-    The caches hold the same number of tokens. The first one is changed and returned.
+    All caches must contain the same number of tokens. The first one is modified and returned.
     """
     joined = caches[0]
     for index, layer in enumerate(joined.layers):
@@ -84,17 +85,18 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
 
 
 def select_rows(cache: Cache, indices: torch.Tensor) -> None:
-    """Keep, drops or repeats the rows of a cache, in place."""
+    """Select, drop or repeat cache rows, in place."""
     for layer in cache.layers:
         layer.batch_select_indices(indices)
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Size of one attention head."""
+    """Return the attention head size."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that one token of one sequence takes in the cache."""
+    """Compute the KV cache bytes per token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # Factor 2 for keys and values.
     return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize

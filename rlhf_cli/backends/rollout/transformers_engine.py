@@ -1,7 +1,7 @@
-"""A rollout engine on plain transformers, for machines without vLLM: the verbs of `VllmEngine`.
+"""Rollout engine on plain transformers, for machines without vLLM.
 
-Requests are cut into batches that run one after the other (`transformers_batch`). Leaves out refilling a batch as rows
-end, tensor parallelism and weight pushes other than through shared memory.
+Requests are split into batches that run one after the other (`transformers_batch`). Continuous batching, tensor
+parallelism and weight pushes through nccl or ipc are not supported.
 """
 
 import asyncio
@@ -43,9 +43,7 @@ Result = TypeVar("Result")
 
 
 def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    """Return the language model on the device, with its vision tower if it has one, and with the attention that decodes
-    fastest there.
-    """
+    """Load a language model, with vision encoder if any, and select the fastest attention for decoding."""
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     model = language_model_class(architecture).from_pretrained(
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
@@ -59,12 +57,17 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
 
 
 class TransformersEngine:
-    """Generates with a transformers model in this process; all work happens on one thread of its own."""
+    """Generates with a transformers model in this process.
+
+    All model work runs on one dedicated thread. The event loop stays responsive, and pushes, sleep and batches never
+    overlap.
+    """
 
     def __init__(self, model_path: str, settings: EngineSettings) -> None:
         if settings.sync_backend != "shm":
             raise UsageError(
-                f"--vllm_sync_backend {settings.sync_backend} needs vLLM; the transformers rollout backend takes shm"
+                f"--vllm_sync_backend {settings.sync_backend} requires vLLM; "
+                "the transformers rollout backend supports only shm"
             )
         self._settings = settings
         self._model_path = model_path
@@ -85,34 +88,31 @@ class TransformersEngine:
         self._batch = _Batch(RequestBatch(0), SamplingParams(0))
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return one response per request, in their order; the same requests give the same responses from the same
-        weights.
-        """
+        """Generate one response per request, in request order. Equal requests and weights give equal responses."""
         return await self._begin(requests, sampling).arrivals.all(len(requests))
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start a batch, whose responses are to be collected."""
+        """Start a batch. Call `collect` for the responses."""
         self._batch = self._begin(requests, sampling)
 
     async def add(self, requests: list[GenerationRequest]) -> None:
-        """Join requests to the batch: they are generated together as soon as the engine is through with the rows that
-        it works on.
-        """
+        """Add requests to the batch. They are generated together after the rows in progress."""
         batch = self._batch
         numbers = batch.arrivals.open(len(requests))
+        # The protocol requires that `collect` raises errors.
         try:
             self._check(requests, batch.sampling)
-        except Exception as error:  # it belongs to whom collects
+        except Exception as error:
             batch.arrivals.close(error)
             return
         self._submit(batch, numbers, requests)
 
     async def collect(self) -> Arrivals:
-        """Return the responses of the batch that finished since the last call; waits for one."""
+        """Return responses completed since the last call. Waits for one."""
         return await self._batch.arrivals.collect()
 
     async def cut(self, max_tokens: int) -> None:
-        """Give up those responses of the batch that have, or get, more than so many tokens."""
+        """Cancel responses that exceed `max_tokens`, now or later."""
         self._batch.arrivals.max_tokens = max_tokens
 
     def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> "_Batch":
@@ -133,44 +133,44 @@ class TransformersEngine:
         self._thread.submit(self._generate, batch)
 
     async def check_alive(self) -> None:
-        """Nothing to check: the engine has no process of its own."""
+        """No-op: the engine has no separate process."""
 
     async def sleep(self, level: int = 2) -> None:
-        """Move the weights to host memory; nothing is lost at any level."""
+        """Move the weights to host memory. Every level keeps them."""
         self._asleep = True
         await self._run(self._leave_device)
 
     async def wake(self, tags: list[str] | None = None) -> None:
-        """Move the weights back. Tags other than "weights" have nothing to wake."""
+        """Move the weights back. There is no persistent KV cache to allocate."""
         if tags is None or "weights" in tags:
             await self._run(lambda: self._model.to(self._device))
         if tags is None or "kv_cache" in tags:
             self._asleep = False
 
     async def is_asleep(self) -> bool:
-        """Return whether the engine sleeps, fully or in part."""
+        """Return whether the engine is asleep."""
         return self._asleep
 
     async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
-        """Nothing to agree on: pushes are files."""
+        """No-op: pushes are files."""
 
     async def start_weight_update(self) -> None:
-        """Open an update; until it is finished nothing can be generated."""
+        """Start an update. Generating fails until it is finished."""
         self._updating = True
 
     async def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load a push's manifest; RunError, with the weights unchanged, where something about it is wrong."""
+        """Load a push from a manifest. Raises RunError, with weights unchanged, if the push is invalid."""
         if not self._updating:
             raise RunError("weight push: update_weights was called before start_weight_update")
         await self._run(lambda: self._load(update_info))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Close the update: responses carry this version from now on."""
+        """Finish the update. Later responses carry this version."""
         self._updating = False
         self._version = version
 
     async def abort_weight_update(self) -> None:
-        """Close an update that failed; the weights are the former ones."""
+        """Cancel a failed update. The previous weights remain."""
         self._updating = False
 
     @property
@@ -179,9 +179,9 @@ class TransformersEngine:
         return self._version
 
     async def weight_checksum(self) -> list[int]:
-        """Checksum of the last push as it arrived, one per worker; equal to the sender's.
+        """Return the last push's checksum, which equals the sender's.
 
-        Before the first push it is the checksum of the weights that the engine was built with.
+        Before the first push, this is the checksum of the initial weights.
         """
         if self._pushed_checksum is None:
             self._pushed_checksum = await self._run(
@@ -190,7 +190,7 @@ class TransformersEngine:
         return [self._pushed_checksum]
 
     async def shutdown(self) -> None:
-        """End the thread."""
+        """Stop the worker thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
@@ -202,6 +202,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        # Tied weights appear twice in the state dict but only once in a checkpoint.
         tied = getattr(self._model, "_tied_weights_keys", None) or []
         tied_names = set(tied) if self._model.config.tie_word_embeddings else set()
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied_names}
@@ -219,7 +220,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _generate(self, batch: "_Batch") -> None:
-        """Generate for all requests of the batch that wait, which may be more than one part of it."""
+        """Generate all waiting requests, which may include several groups."""
         arrivals, sampling = batch.arrivals, batch.sampling
         try:
             stop = self._stop_strings(sampling)
@@ -235,7 +236,8 @@ class TransformersEngine:
                     tower=self._tower,
                 )
                 wave.run(self._version, add=partial(_add, arrivals, numbers), max_tokens=lambda: arrivals.max_tokens)
-        except Exception as error:  # of a thread: it belongs to whom collects
+        # Nobody reads the thread's future; `collect` raises the error.
+        except Exception as error:
             arrivals.close(error)
         else:
             arrivals.close()
@@ -246,7 +248,8 @@ class TransformersEngine:
         return stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
 
     def _wave(self, requests: Mapping[int, GenerationRequest], sampling: SamplingParams) -> list[int]:
-        """Return the numbers of the requests generated together: the shortest prompts, within the cache's size."""
+        """Select request numbers for the next batch: the shortest prompts that fit the KV cache."""
+        # Sorted by prompt length to reduce padding.
         order = sorted(requests, key=lambda number: (len(requests[number].prompt_ids), number))
         per_token = bytes_per_token(self._model.config.get_text_config(), self._model.dtype)
         budget = self._settings.kv_cache_gib * 2**30
@@ -262,19 +265,20 @@ class TransformersEngine:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch: `waiting` has the requests, with their numbers, that the thread has not seen yet."""
+    """A batch with the queue of numbered requests that the thread has not read yet."""
 
     arrivals: RequestBatch
     sampling: SamplingParams
     waiting: SimpleQueue[tuple[int, GenerationRequest]] = field(default_factory=SimpleQueue)
 
     def arrived(self) -> dict[int, GenerationRequest]:
-        """Return the requests since the last call, by number."""
-        found: dict[int, GenerationRequest] = {}
-        while not self.waiting.empty():  # one thread alone takes from it
+        """Return requests added since the last call, by number."""
+        added: dict[int, GenerationRequest] = {}
+        # `empty` is reliable here, because only one thread reads from the queue.
+        while not self.waiting.empty():
             number, request = self.waiting.get_nowait()
-            found[number] = request
-        return found
+            added[number] = request
+        return added
 
 
 def _add(batch: RequestBatch, indices: list[int], row: int, response: Generation) -> None:

@@ -1,7 +1,7 @@
-"""Arguments of a vLLM engine: this program's, and a user's with `--vllm_args`.
+"""Arguments for vLLM engines: defaults from this program, and `--vllm_args` from the user.
 
-`python -m rlhf_cli.backends.rollout.vllm_arguments JSON` lets vLLM's own parser read a user's arguments, and fails with
-one sentence. It is a process of its own, because importing vLLM changes the environment of a process.
+`python -m rlhf_cli.backends.rollout.vllm_arguments JSON` validates the user's arguments with vLLM's parser and fails
+with a one-line error. It runs as a separate process, because importing vLLM changes environment variables.
 """
 
 import ast
@@ -22,25 +22,30 @@ from rlhf_cli.errors import RunError, UsageError
 _WORKER_MODULE = "rlhf_cli.backends.weight_sync.vllm_worker"
 _SCHEDULER_MODULE = "rlhf_cli.backends.rollout.vllm_scheduler"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_USAGE = 2  # status of a process that found a wrong argument
+# Exit status for an invalid argument, as in argparse.
+_USAGE = 2
 
 
 def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments that this program starts an engine with, without the user's own."""
+    """Build the default engine arguments, without the user's `--vllm_args`."""
     return {
         "model": model_path,
-        "skip_tokenizer_init": settings.max_images_per_prompt is None,  # pictures come through the model's processor
+        # Requests are token IDs. Only images need the model's processor, which includes the tokenizer.
+        "skip_tokenizer_init": settings.max_images_per_prompt is None,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": _DTYPES[settings.dtype],
         "seed": settings.seed,
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        # inside a Ray placement group vLLM would start Ray workers of its own, on GPUs it chooses
+        # Inside a Ray placement group, vLLM selects the Ray executor and starts workers on GPUs of its choice.
         "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else None,
         "enforce_eager": is_eager(settings, on_cpu=on_cpu),
         "enable_prefix_caching": settings.enable_prefix_caching,
+        # Log-probs after temperature and top-k/top-p, because the trainer's importance ratio needs the sampling
+        # distribution. vLLM's default is raw_logprobs.
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # the model's own sampling defaults must not mix into ours
+        # Ignore sampling defaults in the model's generation_config.json.
+        "generation_config": "vllm",
         "disable_log_stats": True,
         "worker_extension_cls": f"{_WORKER_MODULE}.WorkerExtension",
         "scheduler_cls": f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
@@ -52,22 +57,20 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
 
 
 def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Return the engine arguments for adapters that are pushed apart from their model."""
+    """Return engine arguments for adapter-only pushes."""
     if settings.max_lora_rank is None:
         return {}
     return {"enable_lora": True, "max_lora_rank": settings.max_lora_rank}
 
 
 def _picture_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, object]:
-    """Return the engine arguments for models with a vision tower.
-
-    vLLM reserves memory for pictures of the most pixels. On a CPU, whose cache has a fixed size, it need not run the
-    tower on such a picture to measure. Pictures come in their final size, which these bounds do not change.
-    """
+    """Return engine arguments for models with a vision encoder."""
     if settings.max_images_per_prompt is None:
         return {}
     limits = {"image": settings.max_images_per_prompt, "video": 0}
+    # To size the KV cache, vLLM runs the encoder on an image of maximum size. On a CPU, the cache size is fixed.
     arguments: dict[str, object] = {"limit_mm_per_prompt": limits, "skip_mm_profiling": on_cpu}
+    # The limits determine only the reserved memory: requests contain images that are already resized.
     if settings.max_pixels is not None:
         size = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
         arguments["mm_processor_kwargs"] = {"images_kwargs": {"size": size}}
@@ -75,20 +78,22 @@ def _picture_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, o
 
 
 def is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
-    """Return whether vLLM does not compile: as set, else on a CPU, where compiling takes longer than many runs."""
+    """Return whether vLLM runs without compilation: as set, by default only on a CPU."""
+    # On a CPU, compilation takes longer than many runs.
     return on_cpu if settings.enforce_eager is None else settings.enforce_eager
 
 
 def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, object]:
-    """Return the engine arguments that differ between a CPU and GPUs.
-
-    A GPU's limits of sequences and tokens in a step are left to vLLM, which knows the card. On a CPU they are fixed,
-    so that the schedule of a batch is the same everywhere.
-    """
+    """Return engine arguments that differ between CPU and GPU."""
+    # On a CPU, limits for sequences and tokens per step are fixed, so that schedules are reproducible on every machine.
+    # On a GPU, vLLM selects them for the card.
     if on_cpu:
         return {
-            "async_scheduling": False,  # vLLM's own default, which the scheduler has to fit
-            "enable_chunked_prefill": False,  # a chunked prefill with per-request seeds kills the CPU engine
+            # Explicit, because it must match `scheduler_cls`.
+            "async_scheduling": False,
+            # The CPU engine crashes on chunked prefill with per-request seeds.
+            "enable_chunked_prefill": False,
+            # Without chunked prefill, a step must fit the longest prompt.
             "max_num_batched_tokens": max(8192, settings.max_model_len),
             "max_num_seqs": settings.max_num_seqs,
         }
@@ -100,22 +105,20 @@ def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, ob
 
 
 def check_vllm_args(config: EngineConfig, *, backend: str) -> None:
-    """Raise UsageError unless vLLM generates and takes the user's engine arguments.
-
-    Names are compared with vLLM's source first, which takes a moment; importing vLLM takes seconds.
-    """
+    """Raise UsageError for invalid `--vllm_args`, or if the backend is not vLLM."""
     given = config.engine_arguments
     if not given:
         return
     if backend != "vllm":
-        raise UsageError(f"--vllm_args needs vLLM; --rollout_backend {backend} has no such arguments")
+        raise UsageError(f"--vllm_args requires vLLM, not --rollout_backend {backend}")
+    # Names first, from vLLM's source: this takes milliseconds, while the check with vLLM's parser takes seconds.
     for name in given:
         _check_name(name, argument_names())
     check_with([sys.executable, "-m", __name__, json.dumps(given)])
 
 
 def check_with(command: list[str]) -> None:
-    """Run a process that checks engine arguments, and raise its last line if it fails."""
+    """Run a process that checks engine arguments. If it fails, raises an error with the last output line."""
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, VLLM_LOGGING_LEVEL="ERROR"))
     reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
     if done.returncode == _USAGE:
@@ -125,7 +128,8 @@ def check_with(command: list[str]) -> None:
 
 
 def argument_names() -> set[str]:
-    """Return the engine arguments of the installed vLLM, read from its source."""
+    """Return the engine argument names of the installed vLLM."""
+    # Parsed from the source code, because an import takes seconds and changes environment variables.
     spec = find_spec("vllm")
     assert spec is not None, "vLLM is not installed"
     source = Path(str(spec.origin)).with_name("engine") / "arg_utils.py"
@@ -146,13 +150,13 @@ def _check_name(name: str, known: set[str]) -> None:
 
 
 def parsed_arguments(given: Mapping[str, object]) -> dict[str, object]:
-    """Return a user's arguments as vLLM's own parser reads them from a command line. Raises UsageError."""
+    """Parse user arguments with vLLM's command-line parser. Raises UsageError."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            # pydantic's message goes on with the type of the input and an address
+            # After the sentence, pydantic appends the input type and a URL.
             raise UsageError(f"--vllm_args: {' '.join(message.split()).partition(' [type=')[0]}")
 
     if not given:
@@ -160,15 +164,16 @@ def parsed_arguments(given: Mapping[str, object]) -> dict[str, object]:
     parser = AsyncEngineArgs.add_cli_args(Parser())
     actions = {action.dest: action for action in parser._actions}
     switches: dict[str, bool] = {}
-    words: list[str] = []
+    command_line: list[str] = []
     for name, value in given.items():
         _check_name(name, set(actions))
+        # A switch has no value on the command line, so `false` cannot be passed through the parser.
         if actions[name].nargs == 0:
             switches[name] = _switch(name, value)
         else:
-            words += _words(name, value, takes_many=actions[name].nargs == "+")
-    found = vars(parser.parse_args(words))
-    return {name: switches[name] if name in switches else found[name] for name in given}
+            command_line += _command_line(name, value, is_list=actions[name].nargs == "+")
+    parsed = vars(parser.parse_args(command_line))
+    return {name: switches[name] if name in switches else parsed[name] for name in given}
 
 
 def _switch(name: str, value: object) -> bool:
@@ -177,11 +182,11 @@ def _switch(name: str, value: object) -> bool:
     return value
 
 
-def _words(name: str, value: object, *, takes_many: bool) -> list[str]:
-    """Return an argument with its value as words of a command line."""
+def _command_line(name: str, value: object, *, is_list: bool) -> list[str]:
+    """Format an argument for the command line."""
     if value is None:
-        raise UsageError(f"--vllm_args: {name} has no value; leave it out for vLLM's own default")
-    if takes_many and isinstance(value, list):
+        raise UsageError(f"--vllm_args: {name} has no value; remove it to use vLLM's default")
+    if is_list and isinstance(value, list):
         return [f"--{name}", *map(_text, value)]
     return [f"--{name}={_text(value)}"]
 
@@ -191,7 +196,7 @@ def _text(value: object) -> str:
 
 
 def main() -> None:
-    """Check the arguments on the command line."""
+    """Validate the JSON arguments from the command line."""
     try:
         parsed_arguments(json.loads(sys.argv[1]))
     except UsageError as error:

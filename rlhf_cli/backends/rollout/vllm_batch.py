@@ -1,6 +1,6 @@
-"""One batch of requests on vLLM's AsyncLLM, from the scheduler's halt to the last response.
+"""One batch of requests on vLLM's AsyncLLM.
 
-Leaves out the settings and checks of the engine (`vllm_engine`), and the form of its prompts (`vllm_prompts`).
+Settings and checks are in `vllm_engine`, prompt formats in `vllm_prompts`.
 """
 
 import asyncio
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-_CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
-_FIRST_WEIGHTS = "default"  # vLLM's label of the weights that an engine was built with
+# Interval for checking response lengths: short compared to a response, long compared to a decoding step.
+_CUT_POLL_SECONDS = 0.05
+# vLLM's version label for the initial weights.
+_FIRST_WEIGHTS = "default"
 
 
 class VllmBatch:
-    """A batch, of one part that begins it and others that join it; for one event loop.
+    """A batch: an initial group of requests, and groups added later. Use it in one event loop.
 
-    The schedule of the part that begins depends on nothing but its requests: the scheduler is halted until all of them
-    are queued. Parts that join run beside it as they come.
+    The initial group's schedule depends only on the requests, because the scheduler is paused until all are queued.
+    Added groups join as they arrive.
     """
 
     def __init__(
@@ -43,26 +45,35 @@ class VllmBatch:
         adapter: "Callable[[], LoRARequest | None]",
         on_cpu: bool,
     ) -> None:
-        """Args:
-        lock: held while a part is served.
-        halted: halts the scheduler for a block, and empties the caches if it is called with True.
-        names: new names of requests.
-        adapter: returns the adapter that requests have now.
+        """Create a batch without requests.
+
+        Args:
+            llm: vLLM's engine.
+            lock: the engine's batch lock, held while a group is open.
+            sampling: sampling parameters for all requests.
+            halted: context manager that pauses the scheduler, and clears the caches if called with True.
+            names: yields unused request names.
+            eos: EOS token IDs.
+            adapter: returns the current adapter.
+            on_cpu: whether the engine runs on a CPU.
         """
         self.arrivals = RequestBatch(sampling.max_new_tokens)
         self.sampling = sampling
         self._llm, self._lock, self._halted, self._names, self._eos = llm, lock, halted, names, eos
         self._adapter, self._on_cpu = adapter, on_cpu
-        self._running: dict[str, RequestOutputCollector] = {}  # by vLLM's own name of a request
+        # By internal request ID: vLLM appends a random suffix to our names.
+        self._running: dict[str, RequestOutputCollector] = {}
         self._num_holders = 0
         self._taking: asyncio.Task[bool] | None = None
         self._cutting: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Hold the engine's lock, which the parts of a batch share."""
+        """Hold the engine's batch lock. All groups in this batch share it; the last one releases it."""
         self._num_holders += 1
         try:
+            # One task acquires the lock for all groups. It is shielded, because canceling one group must not cancel the
+            # acquisition for the others.
             if self._taking is None:
                 self._taking = asyncio.create_task(self._lock.acquire())
             await asyncio.shield(self._taking)
@@ -74,14 +85,17 @@ class VllmBatch:
 
     def _leave(self) -> None:
         taking, self._taking = self._taking, None
-        if taking is not None and not taking.cancel():  # it is done: the lock is held
+        # `cancel` returns false if the task is done, which means that the lock is held.
+        if taking is not None and not taking.cancel():
             self._lock.release()
 
     async def serve(self, numbers: Sequence[int], requests: Sequence[GenerationRequest], *, begins: bool) -> None:
-        """Return when a part has its responses. A part that begins a batch finds the prefix cache empty, unless the
-        batch continues another one.
+        """Run a group until all responses have arrived.
+
+        An initial group starts with an empty prefix cache, unless the batch continues the previous one.
         """
         llm = self._llm
+        # Render before pausing the scheduler: image processing takes long.
         rendered = await rendered_prompts(llm.renderer, requests)
         names: list[str] = []
         queues: list[RequestOutputCollector] = []
@@ -96,8 +110,9 @@ class VllmBatch:
             self._watch_lengths()
             await asyncio.gather(*map(self._deliver, numbers, queues))
         except BaseException:
+            # Canceled or rejected: without an abort, vLLM would continue these requests. A dead engine cannot abort.
             if not llm.errored:
-                await llm.abort(names)  # a part that was cancelled or refused
+                await llm.abort(names)
             raise
         finally:
             for queue in queues:
@@ -105,38 +120,38 @@ class VllmBatch:
                 queue.close()
 
     async def _deliver(self, number: int, queue: "RequestOutputCollector") -> None:
-        """Add a response when it is finished, unless it was given up."""
+        """Wait for a response and add it, unless it was canceled."""
         output: Any = await queue.get()
         if output.outputs[0].finish_reason != "abort":
             self.arrivals.add(number, _generation(output))
 
     def cut(self, max_tokens: int) -> None:
-        """Give up the responses that have, or get, more than so many tokens."""
+        """Cancel responses that exceed `max_tokens`, now or later."""
         self.arrivals.max_tokens = max_tokens
         self._watch_lengths()
 
     def _watch_lengths(self) -> None:
-        """Look for responses to give up from now on, if there may be any."""
+        """Start to watch response lengths, if a limit below `max_new_tokens` is set."""
         is_watched = self._cutting is not None and not self._cutting.done()
         if self.arrivals.max_tokens < self.sampling.max_new_tokens and not is_watched:
             self._cutting = asyncio.create_task(self._give_up_long())
 
     async def _give_up_long(self) -> None:
-        """Abort responses that got longer than the batch allows, until the batch is complete.
-
-        On a CPU not before every other one has ended, whose rounding the abort would change otherwise.
-        """
+        """Abort responses that exceed the limit, until the batch is complete."""
         while not self.arrivals.is_complete:
             await asyncio.sleep(_CUT_POLL_SECONDS)
+            # FINAL_ONLY requests report no intermediate output, so read the lengths from vLLM's output processor.
             states = map(self._llm.output_processor.request_states.get, [*self._running])
             running = {state.request_id: state.detokenizer.num_output_tokens() for state in states if state}
             too_long = [name for name, length in running.items() if length > self.arrivals.max_tokens]
+            # On a CPU, runs must be reproducible: an abort at a random time would change the rounding of the remaining
+            # requests, so abort only when no others are left.
             if too_long and (len(too_long) == len(running) or not self._on_cpu):
                 await self._llm.abort(too_long, internal=True)
 
 
 def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Sequence[int]) -> object:
-    """Return vLLM's settings of a request."""
+    """Convert sampling parameters to vLLM's."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
@@ -151,9 +166,12 @@ def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Seq
         repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         logprobs=0,
-        flat_logprobs=True,  # else one dict and one object for each token, which the garbage collector walks
+        # Otherwise vLLM creates a dict and an object per token, which slows down the garbage collector.
+        flat_logprobs=True,
+        # All EOS IDs as stop tokens, with vLLM's EOS check disabled: it knows only the IDs in the model's config.
         stop_token_ids=sorted({*eos, *sampling.end_ids}),
-        ignore_eos=True,  # the list above is complete
+        ignore_eos=True,
+        # For the custom scheduler; vLLM's `stop` is not exact (see `vllm_scheduler`).
         extra_args={STOP: list(sampling.stop)},
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -167,7 +185,7 @@ def _generation(output: "RequestOutput") -> Generation:
     token_ids = list(response.token_ids)
     assert response.logprobs is not None
     logprobs = sampled_logprobs(response.logprobs, token_ids)
-    assert response.weight_versions is not None, "vLLM names no version of the weights"
+    assert response.weight_versions is not None, "vLLM reports no weight versions"
     runs = [(_version(span.version), span.end - span.start) for span in response.weight_versions]
     return Generation(token_ids, logprobs, response.finish_reason, oldest(runs), version_runs=joined_runs(runs))
 
@@ -177,7 +195,8 @@ def _version(label: str) -> int:
 
 
 def sampled_logprobs(flat: "FlatLogprobs", token_ids: list[int]) -> list[float]:
-    """Return the log-prob of each sampled token, which vLLM stores before any others of its position."""
+    """Return the log-prob for each sampled token."""
+    # At each position, vLLM stores the sampled token first, then the top tokens.
     starts = flat.start_indices
-    assert [flat.token_ids[start] for start in starts] == token_ids, "vLLM's log-probs are of other tokens"
+    assert [flat.token_ids[start] for start in starts] == token_ids, "vLLM's log-probs are for other tokens"
     return [flat.logprobs[start] for start in starts]

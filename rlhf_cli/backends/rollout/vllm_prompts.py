@@ -1,4 +1,4 @@
-"""Prompts in the form in which vLLM's engine takes them: each distinct one with pictures is made once a batch."""
+"""Conversion of prompts to vLLM's format. Each distinct prompt with images is rendered once per batch."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from vllm.v1.engine.input_processor import InputProcessor
 
 Rendered = Mapping[object, Any]
-"""vLLM's form of the prompts with pictures, by `GenerationRequest.prompt`."""
+"""Rendered prompts with images, by `GenerationRequest.prompt`."""
 
 
 async def rendered_prompts(renderer: "BaseRenderer", requests: Sequence[GenerationRequest]) -> Rendered:
-    """Return vLLM's form of each distinct prompt with pictures.
+    """Render each distinct prompt with images.
 
     Raises:
-        RunError: vLLM makes other tokens of the pictures than the prompt has. The engine has not seen it yet.
+        RunError: vLLM expands image placeholders to other tokens than the trainer. Nothing has been sent to the engine.
     """
     distinct = {request.prompt: request for request in requests if request.pictures}
     if not distinct:
         return {}
-    # Without the cache that mirrors the engine's: it is filled when requests are added, in their order.
+    # Skip the cache that mirrors the engine's cache: it must be filled in the order in which requests are added.
     made = await renderer.render_cmpl_async([_unrendered(one) for one in distinct.values()], skip_mm_cache=True)
     for prompt, request in zip(made, distinct.values(), strict=True):
         check_expansion(prompt["prompt_token_ids"], request)
@@ -37,25 +37,27 @@ def _unrendered(request: GenerationRequest) -> Any:
     return {
         "prompt_token_ids": unexpanded(request.prompt_ids, request.pictures),
         "multi_modal_data": {"image": [_image(picture) for picture in pictures]},
-        # The digest is of the contents, so vLLM need not hash the pixels again.
+        # The digest is a content hash, so vLLM does not need to hash the pixels again.
         "multi_modal_uuids": {"image": [picture.digest for picture in pictures]},
     }
 
 
 def engine_prompt(processor: "InputProcessor", request: GenerationRequest, rendered: Rendered) -> Any:
-    """Return the prompt of a request that is added next.
+    """Build the prompt for the next request to add.
 
-    The engine keeps pictures under their digests. A request sends those that it has not, or not any more.
+    The engine caches images by digest, so a request contains only images that are not in the cache.
     """
     if not request.pictures:
         return {"type": "token", "prompt_token_ids": request.prompt_ids}
     prompt = rendered[request.prompt]
     inputs = {modality: list(items) for modality, items in prompt["mm_kwargs"].items()}
     cache = processor.renderer.mm_processor_cache
-    if cache is not None:  # the engine does so first, and both sides have to drop the same pictures of a full cache
+    # Touch first, as the engine does: both caches must evict the same images when full.
+    if cache is not None:
         for digest in itertools.chain.from_iterable(prompt["mm_hashes"].values()):
             cache.touch_sender_cache_item(digest)
-    processor.inject_into_mm_cache(prompt["mm_hashes"], inputs)  # in place: what the engine has becomes None
+    # Modifies `inputs`: images in the engine's cache become None.
+    processor.inject_into_mm_cache(prompt["mm_hashes"], inputs)
     return {**prompt, "mm_kwargs": inputs}
 
 
@@ -66,7 +68,7 @@ def _image(picture: Picture) -> object:
 
 
 def check_expansion(found: Sequence[int], request: GenerationRequest) -> None:
-    """Raise RunError if the engine's prompt is not the prompt of the request, which is trained on."""
+    """Raise RunError if vLLM's prompt tokens differ from the request's, which the trainer uses."""
     wanted = request.prompt_ids
     if list(found) == wanted:
         return
@@ -74,6 +76,6 @@ def check_expansion(found: Sequence[int], request: GenerationRequest) -> None:
     place = next((place for place, (one, other) in pairs if one != other), min(len(found), len(wanted)))
     sizes = ", ".join(f"{placed.picture.width} x {placed.picture.height}" for placed in request.pictures)
     raise RunError(
-        f"vLLM makes {len(found)} tokens of a prompt with pictures of {sizes} pixels, the trainer {len(wanted)}; they "
-        f"differ from token {place} on: the model's processor cuts or counts pictures in another way"
+        f"a prompt with images ({sizes} pixels) has {len(found)} tokens in vLLM and {len(wanted)} in the trainer; they "
+        f"differ from token {place} on, because vLLM's processor resizes images or counts image tokens differently"
     )

@@ -1,8 +1,8 @@
-"""vLLM's schedulers, which end responses at stop strings besides.
+"""vLLM schedulers that also check stop strings.
 
-vLLM looks for stop strings in the process that asked, and the engine goes on for some steps until it hears of one: how
-many is chance, and with them the rounding of all others of the batch. Here a response ends at the token that completed
-the string, as it does at an end of sequence. vLLM imports this in its engine core.
+vLLM checks stop strings in the client process, so the engine continues for a random number of steps, which changes the
+rounding of the other requests. Here, a response ends at the token that completes the stop string, as with EOS. vLLM
+imports this module in the engine core.
 """
 
 from vllm.config import VllmConfig
@@ -13,13 +13,14 @@ from vllm.v1.request import Request, RequestStatus
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
 
 STOP = "rlhf_stop"
-"""Entry of `SamplingParams.extra_args` with a request's stop strings."""
+"""Key in `SamplingParams.extra_args` for the stop strings."""
 
-Update = tuple[list[int], bool]  # the new tokens of a request, whether it ends with them
+# New tokens for a request, and whether the request is finished.
+Update = tuple[list[int], bool]
 
 
 class StoppingScheduler(Scheduler):
-    """On a CPU a step is scheduled when the step before is done."""
+    """Synchronous scheduler for the CPU: schedules a step after the previous one has finished."""
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
@@ -27,7 +28,7 @@ class StoppingScheduler(Scheduler):
 
 
 class AsyncStoppingScheduler(AsyncScheduler):
-    """On a GPU a step is scheduled while the step before runs."""
+    """Asynchronous scheduler for the GPU: schedules a step while the previous one runs."""
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
@@ -39,10 +40,12 @@ def _ended_at_stop_strings(request: Request, update: Update, config: VllmConfig)
     texts = (request.sampling_params.extra_args or {}).get(STOP)
     if not texts or not new_token_ids or request.status == RequestStatus.FINISHED_STOPPED:
         return update
-    assert len(new_token_ids) == 1, "speculative decoding is off"
+    # Without speculative decoding, each step adds one token, so no token after the stop string needs trimming.
+    assert len(new_token_ids) == 1, "speculative decoding is not supported"
     model = config.model_config
     stop = stop_strings(model.model, tuple(texts), trust_remote_code=model.trust_remote_code)
     if not stop.end(request.output_token_ids[-stop.num_tokens :]):
         return update
-    request.status = RequestStatus.FINISHED_STOPPED  # also at the limit of tokens
+    # Overrides FINISHED_LENGTH_CAPPED if the stop string ends exactly at the length limit.
+    request.status = RequestStatus.FINISHED_STOPPED
     return new_token_ids, True

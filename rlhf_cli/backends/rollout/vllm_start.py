@@ -1,6 +1,6 @@
-"""The start of vLLM's AsyncLLM: environment variables, arguments, the size of a CPU's cache, and reasons of failures.
+"""Startup of vLLM's AsyncLLM: environment variables, arguments, CPU KV cache size and error messages.
 
-The engine that runs then is in `vllm_engine`.
+The engine is in `vllm_engine`.
 """
 
 import json
@@ -26,44 +26,48 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _CPU_BLOCK_TOKENS = 128
-"""Tokens of a block of the KV cache by vLLM's default for CPUs."""
+"""vLLM's default KV cache block size on a CPU, in tokens."""
 
 
 def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
-    """Return the variables the engine's processes need when they start."""
+    """Return environment variables for the engine's processes."""
     variables = {
+        # Ray workers have threads and may have initialized CUDA, so forked children could deadlock or fail.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
         OWNER_VARIABLE: str(os.getpid()),
     }
+    # Even in eager mode, the first request otherwise compiles small functions, which takes 5 to 19 s.
     if is_eager(settings, on_cpu=on_cpu):
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     if on_cpu:
         threads = settings.num_threads or len(os.sched_getaffinity(0))
         variables |= {
             "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
-            # vLLM would bind its threads to cores, which roles and other engines use too
+            # By default, vLLM pins threads to cores, but training roles and other engines use the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
             "GOMP_SPINCOUNT": SPIN_COUNT,
         }
+        # Run the worker inside the engine core. As separate processes, both busy-wait for each other on the same cores.
         if settings.tensor_parallel_size == 1:
-            # the core computes by itself: with a worker of its own, both wait for each other in loops on the same cores
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables
 
 
 def _allow_handles(settings: EngineSettings) -> None:
-    """Let vLLM pickle CUDA handles between our own processes; for good, as this process encodes them in each push."""
+    """Allow vLLM to pickle CUDA IPC handles for weight pushes."""
+    # Permanent, because this process serializes handles in every push. Only our processes exchange them.
     if settings.sync_backend == "ipc":
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 
 @contextmanager
 def engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
-    """Set the variables while the engine starts; vLLM's own additions (LD_PRELOAD) are taken back as well."""
+    """Set environment variables during engine startup, then restore the previous environment."""
+    # Restores everything, because vLLM adds variables too, such as LD_PRELOAD, which child processes would inherit.
     _allow_handles(settings)
     before = dict(os.environ)
     os.environ.update(_environment(settings, on_cpu=on_cpu))
@@ -74,15 +78,8 @@ def engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[No
         os.environ.update(before)
 
 
-@contextmanager
-def cpu_probe() -> Iterator[bool]:
-    import torch
-
-    yield not torch.cuda.is_available()
-
-
 def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
-    """Return the running engine; raise RunError with vLLM's first sentence if it does not start."""
+    """Start the engine. If it fails, raises RunError with vLLM's first sentence, or OutOfMemory."""
     if on_cpu:
         _check_head_size(model_path, settings)
     check_tower_names(model_path, settings)
@@ -97,22 +94,23 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
             ) from error
         raise RunError(
             f"vLLM could not be started with {model_path} ({reason}); "
-            "the engine's log has the cause, --rollout_backend transformers does without vLLM"
+            "see the engine's log for the cause, or use --rollout_backend transformers"
         ) from error
 
 
 LOG = Path("/proc/self/fd/2")
-"""What this process and its children write: the cause of an engine's end stands only there."""
+"""Log file of this process and its children. Only the log contains the cause of an engine's death."""
+# Enough for the last tracebacks, without reading a large log into memory.
 LOG_BYTES = 1 << 20
 
 
 def log_size() -> int:
-    """Return the bytes of this process's log; 0 if its output is no file."""
+    """Return the log size in bytes, or 0 if stderr is not a file."""
     return LOG.stat().st_size if LOG.is_file() else 0
 
 
 def log_since(begin: int) -> str:
-    """Return what the log of this process has got since it had so many bytes."""
+    """Return the log text after offset `begin`, at most the last `LOG_BYTES`."""
     if not LOG.is_file():
         return ""
     with LOG.open("rb") as log:
@@ -121,48 +119,51 @@ def log_since(begin: int) -> str:
 
 
 def _memory_fix(kind: str, settings: EngineSettings) -> str | None:
-    """Return what an engine without enough memory of a GPU needs: another share of it, or shorter sequences."""
+    """Return a fix for full GPU memory: another memory fraction, tensor parallelism, or shorter sequences."""
     if kind != "GPU memory":
         return None
     share, longest = settings.gpu_memory_utilization, settings.max_model_len
     return (
-        f"vLLM may take {share:g} of the GPU: raise --vllm_gpu_memory_utilization to {min(0.95, share + 0.2):.2g} if "
-        f"its weights or cache do not fit, lower it to {share / 2:.2g} if others use the GPU, give "
+        f"vLLM may use {share:g} of the GPU: raise --vllm_gpu_memory_utilization to {min(0.95, share + 0.2):.2g} if "
+        f"weights or KV cache do not fit, lower it to {share / 2:.2g} if other processes use the GPU, set "
         f"--vllm_tensor_parallel_size {2 * settings.tensor_parallel_size}, or lower --max_len {longest}"
     )
 
 
 def _start_failure(error: Exception) -> str:
-    """Return why vLLM refused to start. For a wrong setting it is vLLM's sentence, not pydantic's count of errors."""
+    """Return the reason for a failed start in one line."""
+    # For an invalid setting, pydantic's first line is only a count of errors; vLLM's sentence is inside.
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
     return first_line(error)
 
 
 def _check_head_size(model_path: str, settings: EngineSettings) -> None:
-    """Raise UsageError where vLLM's CPU attention lacks the model's head size: it would start, and die of a request."""
+    """Raise UsageError if vLLM's CPU attention does not support the model's head size."""
+    # vLLM would start and crash at the first request.
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     size, known = head_size(_text_config(model_path, settings)), CPUAttentionBackend.get_supported_head_sizes()
     if size not in known:
         raise UsageError(
-            f"{model_path} has attention heads of size {size}; vLLM on a CPU takes {', '.join(map(str, known))}. "
-            "--rollout_backend transformers takes any"
+            f"{model_path} has attention head size {size}; vLLM on a CPU supports {', '.join(map(str, known))}. "
+            "Use --rollout_backend transformers, which supports any size"
         )
 
 
 def check_tower_names(model_path: str, settings: EngineSettings) -> None:
-    """Raise UsageError if the tower of a LLaVA has the names that transformers 5 gives a model that it makes anew.
+    """Raise UsageError if a LLaVA vision encoder has weight names that vLLM does not support.
 
-    vLLM knows the names of older files alone, which transformers keeps when it loads and saves a model.
+    transformers 5 uses new names for newly created models, but vLLM supports only the names in older checkpoints.
+    transformers keeps the older names when it loads and saves a model.
     """
     if settings.max_images_per_prompt is None or _config(model_path, settings).model_type != "llava":
         return
     names = [name for name in open_weights(Path(model_path)).names() if "vision_tower." in name]
     if names and not any("vision_tower.vision_model." in name for name in names):
         raise UsageError(
-            f"{model_path} has {names[0]}, a name that vLLM does not load: it knows vision_tower.vision_model.* alone. "
-            "Rename the weights (docs/howto/vision-models.md), or give --rollout_backend transformers"
+            f"{model_path} contains {names[0]}, but vLLM supports only names starting with vision_tower.vision_model. "
+            "Rename the weights (docs/howto/vision-models.md), or use --rollout_backend transformers"
         )
 
 
@@ -187,13 +188,14 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
-        # vLLM's limits of whole batches; an AsyncLLM otherwise gets the limits of the smallest machine
+        # Batch limits for offline inference, which depend on the GPU. AsyncLLM's default context gets conservative
+        # ones.
         usage_context=UsageContext.LLM_CLASS,
     )
 
 
 def _cpu_cache(model_path: str, settings: EngineSettings, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return `kv_blocks` for the arguments of vLLM, of which a user may have given some."""
+    """Return `kv_blocks` for these arguments, including the user's."""
     tokens = arguments.get("block_size") or _CPU_BLOCK_TOKENS
     return kv_blocks(model_path, settings, num_sequences=arguments["max_num_seqs"], block_tokens=tokens)
 
@@ -201,11 +203,10 @@ def _cpu_cache(model_path: str, settings: EngineSettings, arguments: Mapping[str
 def kv_blocks(
     model_path: str, settings: EngineSettings, *, num_sequences: int, block_tokens: int = _CPU_BLOCK_TOKENS
 ) -> dict[str, int]:
-    """Return how many blocks of a CPU's KV cache all sequences together can fill; nothing if that is over the bound.
-
-    vLLM takes and clears the whole bound otherwise, and a GiB of fresh memory takes seconds on a virtual machine.
-    """
+    """Return the number of KV cache blocks that all sequences can fill on a CPU; {} if it exceeds `kv_cache_gib`."""
+    # By default, vLLM allocates and clears the full size, which takes seconds per GiB on a virtual machine.
     config = _text_config(model_path, settings)
-    blocks = num_sequences * -(-settings.max_model_len // block_tokens) + 1  # vLLM keeps one empty
+    # One more, because vLLM reserves a null block.
+    blocks = num_sequences * -(-settings.max_model_len // block_tokens) + 1
     num_bytes = blocks * block_tokens * bytes_per_token(config, DTYPES[settings.dtype])
     return {"num_gpu_blocks_override": blocks} if num_bytes <= settings.kv_cache_gib << 30 else {}

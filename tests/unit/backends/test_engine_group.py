@@ -310,7 +310,7 @@ def test_an_engine_that_died_has_its_adapter_again_without_an_actor():
 def test_engines_that_die_again_and_again_end_the_run():
     group, started = make_group("ipc", takes_turns=True, dying={1})
     group._restarts = engine_group.MAX_RESTARTS
-    with pytest.raises(ProcessDied, match="the last one was engine 1"):
+    with pytest.raises(ProcessDied, match="most recently engine 1"):
         group.generate(REQUESTS, SamplingParams(1))
     assert len(started) == 3
 

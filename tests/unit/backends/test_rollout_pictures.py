@@ -81,11 +81,11 @@ def test_pictures_are_refused_beyond_the_engines_number_and_by_a_text_model(fold
     request = pictured_requests(folders["idefics3"])[0]
     engine = Engine(folders["idefics3"])
     twice = replace(request, prompt_ids=request.prompt_ids * 3, pictures=request.pictures * 3)
-    with pytest.raises(UsageError, match="has 3 pictures; the engine was built for 2"):
+    with pytest.raises(UsageError, match="has 3 images; the engine's limit is 2"):
         engine.generate([twice], SAMPLING)
     assert engine.generate([request], SAMPLING)
     engine.shutdown()
     text = Engine(tiny_model_dir, replace(SETTINGS, max_model_len=64, max_images_per_prompt=None))
-    with pytest.raises(UsageError, match="takes text alone"):
+    with pytest.raises(UsageError, match="supports only text"):
         text.generate([replace(request, prompt_ids=request.prompt_ids[:20])], SAMPLING)
     text.shutdown()

@@ -60,7 +60,7 @@ def test_what_the_program_decides_is_refused_with_the_setting_to_use(text, compl
 
 def test_arguments_need_the_engine_of_vllm():
     given = EngineConfig(vllm_args='{"max_num_seqs": 7}')
-    with pytest.raises(UsageError, match="--vllm_args needs vLLM; --rollout_backend transformers"):
+    with pytest.raises(UsageError, match="--vllm_args requires vLLM, not --rollout_backend transformers"):
         check_vllm_args(given, backend="transformers")
     check_vllm_args(EngineConfig(), backend="transformers")
 

@@ -108,7 +108,9 @@ def test_equal_questions_about_other_pictures_are_other_prompts():
 
 def test_a_prompt_that_vllm_expands_in_another_way_is_refused_with_the_difference():
     renderer = Renderer([8, IMAGE, 8], [IMAGE] * 3)
-    complaint = "vLLM makes 9 tokens of a prompt with pictures of 6 x 4, 6 x 4 pixels, the trainer 10; they differ from"
+    complaint = (
+        "a prompt with images (6 x 4, 6 x 4 pixels) has 9 tokens in vLLM and 10 in the trainer; they differ from"
+    )
     with pytest.raises(RunError, match=re.escape(f"{complaint} token 3 on")):
         prompts_for(renderer, [TWO])
 
@@ -116,9 +118,9 @@ def test_a_prompt_that_vllm_expands_in_another_way_is_refused_with_the_differenc
 @pytest.mark.parametrize(
     ("request_", "most", "complaint"),
     [
-        (TWO, 1, "prompt 1 has 2 pictures; the engine was built for 1 (--max_images_per_prompt)"),
-        (TWO, None, "prompt 1 has 2 pictures; the model of the rollout engine takes text alone"),
-        (replace(TWO, prompt_ids=[*TWO.prompt_ids, IMAGE]), 2, "prompt 1 has 2 pictures and 3 image placeholders"),
+        (TWO, 1, "prompt 1 has 2 images; the engine's limit is 1 (--max_images_per_prompt)"),
+        (TWO, None, "prompt 1 has 2 images; the rollout engine's model supports only text"),
+        (replace(TWO, prompt_ids=[*TWO.prompt_ids, IMAGE]), 2, "prompt 1 has 2 images and 3 image placeholders"),
     ],
 )
 def test_wrong_numbers_of_pictures_are_refused_before_the_engine_is_asked(request_, most, complaint):
