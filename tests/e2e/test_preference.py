@@ -148,7 +148,9 @@ def test_one_rank_at_another_stage_ends_a_run_of_two(place, command, stage):
         shutil.rmtree(continued / "checkpoints" / f"step_{step:06d}")
     more = f"{OPTIONS[command]} --zero_stage {stage} --save_steps 1 --load_checkpoint"
     said = run_rlhf(*place.words(command, continued.name, more), environment=place.caches)
-    assert f"The model goes on with 1 rank at ZeRO stage {stage} from a checkpoint of 2 ranks" in " ".join(said.split())
+    assert f"The model resumes with 1 rank at ZeRO stage {stage} from a checkpoint with 2 ranks" in " ".join(
+        said.split()
+    )
     expected, found = metrics_of(place.whole(command)), metrics_of(continued)
     assert found.keys() == expected.keys()
     for step, metrics in found.items():

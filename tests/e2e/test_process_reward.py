@@ -100,7 +100,7 @@ def test_two_ranks_at_another_stage_go_on_from_a_checkpoint_of_one(folder):
     shutil.copytree(folder / "run", folder / "by_two")
     shutil.rmtree(folder / "by_two" / "checkpoints" / f"step_{STEPS:06d}")
     said = run_rlhf(*words(folder, "--num_processes 2 --zero_stage 1 --save_steps 15 --load_checkpoint", "by_two"))
-    assert "The model goes on with 2 ranks at ZeRO stage 1 from a checkpoint of 1 rank" in " ".join(said.split())
+    assert "The model resumes with 2 ranks at ZeRO stage 1 from a checkpoint with 1 rank" in " ".join(said.split())
     expected, found = kept(folder), kept(folder, "by_two")
     assert len(found) == STEPS
     for step in (30, 31, 32):  # the first three of the two ranks

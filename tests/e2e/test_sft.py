@@ -365,7 +365,7 @@ def test_a_full_disk_is_one_sentence_from_all_ranks(place, tmp_path):
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
     said = [line for line in running.log.read_text().splitlines() if line.startswith("rlhf sft: ")]
     assert len(said) == 1
-    assert f"no room for a checkpoint in {tmp_path}" in said[0]
+    assert f"not enough disk space for a checkpoint in {tmp_path}" in said[0]
     assert place.last_step("full") == SAVE_STEPS
 
 

@@ -599,5 +599,5 @@ def test_an_engine_that_does_not_start_says_what_its_settings_lack(model_dir):
 
     positions = json.loads((Path(model_dir) / "config.json").read_text())["max_position_embeddings"]
     too_long = replace(SETTINGS, max_model_len=positions + 1)
-    with pytest.raises(RunError, match=rf"max_model_len \({positions + 1}\) is greater than .*; the engine's log"):
+    with pytest.raises(RunError, match=rf"max_model_len \({positions + 1}\) is greater than .*; see the engine's log"):
         VllmEngine(model_dir, too_long)

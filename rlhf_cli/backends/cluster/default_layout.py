@@ -1,6 +1,6 @@
-"""The nodes, GPUs and sleep of an online run that gives none: a pure function of the settings and the GPUs there are.
+"""Default numbers of nodes, GPUs and engines for online runs, and sleep settings: a pure function of settings and GPUs.
 
-Where each rank sits then is `placement`'s part.
+`placement` then assigns ranks to GPUs.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,19 @@ from rlhf_cli.errors import UsageError
 Placement = TypeVar("Placement", bound=ActorPlacementConfig)
 
 OWN_GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.6
-"""Shares of a GPU's memory that an engine takes by default: the only user of its GPUs, or one of several."""
-TURNS = "models and engines take turns on all GPUs, as no placement flag is given"
-AHEAD = "engines have GPUs of their own, because they sample while the models train"
-NO_SLEEP = "models and engines have GPUs of their own, because these settings do not let models sleep"
+"""Default memory fraction for an engine with exclusive GPUs, and for an engine that shares GPUs."""
+TURNS = "models and engines take turns on all GPUs, because no placement flag is set"
+AHEAD = "engines have separate GPUs, because they sample while the models train"
+NO_SLEEP = "models and engines have separate GPUs, because models cannot sleep with these settings"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The demands on a layout of the settings besides the placement.
+    """Layout requirements from other settings.
 
-    `multiple` divides the ranks of every role. `samples_ahead`: engines sample while models train. `can_sleep`: models
-    can move to host memory while others use their GPUs.
+    - `multiple`: must divide the number of ranks in each role.
+    - `samples_ahead`: engines sample while models train.
+    - `can_sleep`: models can move to host memory while other roles use the GPUs.
     """
 
     multiple: int = 1
@@ -36,19 +37,22 @@ class Needs:
 
 
 def leaves_places_open(placement: ActorPlacementConfig, rollout: RolloutConfig) -> bool:
-    """Return whether the GPUs of the cluster decide about the sizes of roles and engines."""
+    """Return whether the number of ranks and engines depends on the cluster."""
     return not placement.has_sizes and rollout.vllm_num_engines is None
 
 
 def fill_layout(
     placement: Placement, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: Sequence[int], needs: Needs
 ) -> tuple[Placement, RolloutConfig, str]:
-    """Return the settings with a value for each number and switch that is not given, and the reason for the layout.
+    """Fill in all unset numbers and switches. Returns the settings and the reason for the layout.
 
-    Given values are kept. The reason is empty if the layout is the user's.
+    Values set by the user are kept. The reason is empty if the user has chosen the layout.
 
     Args:
-        node_gpus: GPUs of each node, largest first; empty on a cluster without GPUs.
+        placement, rollout: settings, possibly incomplete.
+        roles: roles in this run.
+        node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
+        needs: requirements from other settings.
     """
     reason = ""
     if node_gpus and leaves_places_open(placement, rollout):
@@ -65,12 +69,12 @@ def fill_layout(
 
 
 def memory_share(given: float | None, *, shared: bool) -> float:
-    """Return the share of a GPU's memory for an engine: as given, else by whether other roles are on its GPUs."""
+    """Return an engine's GPU memory fraction: as set, otherwise depending on whether other roles share the GPUs."""
     return given if given is not None else SHARED_GPU_SHARE if shared else OWN_GPU_SHARE
 
 
 def idle_gpus(layout: Layout, node_gpus: Sequence[int]) -> str:
-    """Return how many GPUs of the cluster no role uses, in words; nothing if all are used."""
+    """Describe the number of unused GPUs, such as "2 GPUs idle"; "" if there are none."""
     idle = sum(node_gpus) - layout.num_gpus
     return f"{_sum_in_words([idle])} idle" if idle else ""
 
@@ -83,7 +87,7 @@ def _sum_in_words(node_gpus: Sequence[int]) -> str:
 def _on_all_gpus(
     placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
 ) -> tuple[Placement, RolloutConfig, str]:
-    """Return the settings with sizes that use as many GPUs as can be used, and why."""
+    """Choose sizes that use as many GPUs as possible. Returns the settings and the reason."""
     pairs = [pair for pair in placement.colocated_pairs if set(pair) <= set(roles)]
     wants_turns = not needs.samples_ahead and needs.can_sleep and not pairs
     if placement.colocate_all_models or (placement.colocate_all_models is None and wants_turns):
@@ -96,18 +100,19 @@ def _on_all_gpus(
         return (*apart, reason)
     if needs.samples_ahead:
         raise UsageError(
-            f"--async_train samples while the models train, so that engines need GPUs of their own: "
-            f"{_sum_in_words(node_gpus)} cannot hold {' + '.join(roles)} and an engine apart; drop --async_train"
+            f"--async_train samples while the models train, so engines require separate GPUs: "
+            f"{_sum_in_words(node_gpus)} are not enough for {' + '.join(roles)} and an engine; remove --async_train"
         )
+    # plan_layout then raises an error with the missing resources.
     if placement.colocate_all_models is False:
-        return placement, rollout, ""  # plan_layout says what is missing
+        return placement, rollout, ""
     return (*_together(placement, rollout, roles, node_gpus, needs), TURNS)
 
 
 def _together(
     placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
 ) -> tuple[Placement, RolloutConfig]:
-    """Return the settings of roles that all have the same GPUs, and of engines that cover them."""
+    """Place all roles on the same GPUs, with engines that use all of them."""
     size = rollout.vllm_tensor_parallel_size
     shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
     update = _sizes(roles, shape) | {"colocate_all_models": True}
@@ -118,7 +123,7 @@ def _together(
 def _apart(
     placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
 ) -> tuple[Placement, RolloutConfig] | None:
-    """Return the settings of roles with equal shares of the GPUs, of which engines get the rest; None without room."""
+    """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs."""
     followers = {second for first, second in placement.colocated_pairs if {first, second} <= set(roles)}
     num_pools = len(set(roles) - followers)
     at_most = sum(node_gpus) // (num_pools + 1)
@@ -140,7 +145,7 @@ def _apart(
 
 
 def _all_pairs(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> dict[str, object]:
-    """Return the switches of the pairs that share GPUs where engines have their own."""
+    """Return the switches for all pairs of roles that can share GPUs while engines have separate ones."""
     fields = type(placement).model_fields
     pairs = [role for role in ROLES.values() if role.switch in fields and {role.partner, role.name} <= set(roles)]
     return {role.switch: True for role in pairs}
@@ -153,11 +158,13 @@ def _sizes(roles: tuple[str, ...], shape: tuple[int, int]) -> dict[str, int | bo
 
 
 def _largest_shape(node_gpus: list[int], *, at_most: int, per_node: int, multiple: int) -> tuple[int, int] | None:
-    """Return the (nodes, GPUs on each) with the most GPUs, on few nodes; None if there is none.
+    """Return (nodes, GPUs per node) with the most GPUs, and as few nodes as possible. Returns None if nothing fits.
 
     Args:
-        per_node: divides the GPUs on each node.
-        multiple: divides all GPUs together.
+        node_gpus: GPUs per node, largest first.
+        at_most: limit for the total number of GPUs.
+        per_node: must divide the GPUs per node.
+        multiple: must divide the total number of GPUs.
     """
     shapes = [
         (nodes, gpus)

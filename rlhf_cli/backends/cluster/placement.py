@@ -1,7 +1,6 @@
-"""Who sits on which GPU: a pure function from settings to a layout, and its printed form.
+"""Assignment of ranks and engines to GPUs: a pure function from settings to a layout, and the printed description.
 
-Leaves out asking Ray for the places: see ray_cluster. "GPU" means one place for one rank; on machines without
-GPUs it is a process.
+`ray_cluster` reserves the GPUs. Here, "GPU" means a slot for one rank; on machines without GPUs, it is a process.
 """
 
 import sys
@@ -17,7 +16,7 @@ from rlhf_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Island:
-    """GPUs of one node that are asked for together."""
+    """GPUs on the same node that are reserved together."""
 
     node: int
     num_gpus: int
@@ -25,33 +24,35 @@ class Island:
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one rank of a role, or of one rollout engine."""
+    """Placement slot for one rank or rollout engine."""
 
     role: str
     rank: int
     island: int
-    gpus: tuple[int, ...]  # positions in the island; several for a tensor-parallel engine
-    shared: bool  # whether other roles sit on the same GPUs
+    # GPU indices in the island; more than one for a tensor-parallel engine.
+    gpus: tuple[int, ...]
+    # Whether other roles use the same GPUs.
+    shared: bool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all roles; nodes are numbered as the cluster lists them, from 0, the one with the most GPUs first."""
+    """Placement slots for all roles. Nodes are numbered from 0, in order of decreasing GPU count."""
 
     islands: tuple[Island, ...]
     seats: tuple[Seat, ...]
 
     def of(self, role: str) -> list[Seat]:
-        """Return the seats of a role by rank."""
+        """Return a role's slots in rank order."""
         return [seat for seat in self.seats if seat.role == role]
 
     def local_size(self, role: str) -> int:
-        """Return the ranks of a role on a node, the same number on each."""
+        """Return a role's ranks per node, which is equal on all nodes."""
         seats = self.of(role)
         return sum(seat.island == seats[0].island for seat in seats)
 
     def users(self, island: int, gpu: int) -> list[str]:
-        """Return the roles that sit on one GPU."""
+        """Return the roles on a GPU."""
         return self._users.get((island, gpu), [])
 
     @cached_property
@@ -64,20 +65,22 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in all islands."""
+        """Total number of GPUs."""
         return sum(island.num_gpus for island in self.islands)
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """Roles that share GPUs: each has the first ones of the first nodes, as many as it needs."""
+    """Roles that share GPUs. Each role uses the first GPUs on the first nodes."""
 
-    shapes: dict[str, tuple[int, int]]  # nodes and GPUs on each, by role
-    advice: str  # if there is no room for it
+    # (nodes, GPUs per node) by role.
+    shapes: dict[str, tuple[int, int]]
+    # End of the error message if there are too few GPUs.
+    advice: str
 
     @property
     def gpus_by_node(self) -> list[int]:
-        """GPUs on each of its nodes: the ranks of the largest role that sits there."""
+        """GPUs per node: the rank count of the largest role on the node."""
         num_nodes = max(nodes for nodes, _ in self.shapes.values())
         return [max(gpus for nodes, gpus in self.shapes.values() if nodes > node) for node in range(num_nodes)]
 
@@ -87,20 +90,21 @@ SHARE = "let roles share GPUs with --colocate_all_models"
 ENGINE_FLAGS = "--vllm_num_engines or --vllm_tensor_parallel_size"
 
 _Place = tuple[int, tuple[int, ...]]
-"""Island and positions in it of a rank or engine."""
+"""Island, and GPU indices in it, for a rank or engine."""
 
 
 def plan_layout(
     placement: ActorPlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
 ) -> Layout:
-    """Return the places of the trained and frozen roles and of the rollout engines.
+    """Assign all roles and rollout engines to GPUs.
 
     Args:
-        roles: the roles of this run, from `config.roles.ROLES`.
-        node_gpus: free GPUs of each node, largest first.
+        placement, rollout: settings, with all sizes filled in.
+        roles: roles in this run, from `config.roles.ROLES`.
+        node_gpus: free GPUs per node, largest first.
 
     Raises:
-        UsageError: the roles do not fit; names the needed and the available resources.
+        UsageError: there are too few GPUs. The message names required and available GPUs.
     """
     free = list(node_gpus)
     islands: list[Island] = []
@@ -122,12 +126,12 @@ def plan_layout(
 
 
 def check_layout(placement: ActorPlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
-    """Raise UsageError for roles that fit together on no cluster, however large."""
+    """Raise UsageError if the settings are inconsistent on a cluster of any size."""
     plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
 
 
 def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
-    """Return the ranks in the order of their places; a seat is shared if another role sits on one of its GPUs."""
+    """Create the placement slots in rank order. A slot is shared if another role uses any of the GPUs."""
     users = Counter((island, gpu) for found in places.values() for island, gpus in found for gpu in gpus)
     return [
         Seat(role, rank, island, gpus, any(users[island, gpu] > 1 for gpu in gpus))
@@ -156,7 +160,7 @@ def _pool(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> _Pool:
 
 
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
-    """Return the islands of a pool, on nodes with the least that still suffices, so that large blocks stay whole."""
+    """Reserve islands for a pool on the nodes with the fewest sufficient GPUs (best fit), to keep large blocks free."""
     left = list(free)
     islands = []
     for size in pool.gpus_by_node:
@@ -164,8 +168,8 @@ def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
         if not fitting:
             needed = " + ".join(f"{count} x {gpus}" for gpus, count in Counter(pool.gpus_by_node).items())
             raise UsageError(
-                f"{' + '.join(pool.shapes)}: {needed} GPUs are needed (nodes x GPUs on "
-                f"each), and of {_sizes(total)} there are {_sizes(left)} not taken by other roles; {pool.advice}"
+                f"{' + '.join(pool.shapes)}: {needed} GPUs required (nodes x GPUs per node); the cluster has "
+                f"{_sizes(total)}, of which {_sizes(left)} are not used by other roles; {pool.advice}"
             )
         node = min(fitting, key=lambda candidate: (free[candidate], candidate))
         islands.append(Island(node, size))
@@ -174,44 +178,42 @@ def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
 
 
 def _sizes(node_gpus: list[int]) -> str:
-    """Return the nodes by their number of GPUs, "3 x 8 + 1 x 4"."""
+    """Format node sizes, such as "3 x 8 + 1 x 4" (nodes x GPUs)."""
     counts = Counter(count for count in node_gpus if count)
     return " + ".join(f"{counts[size]} x {size}" for size in sorted(counts, reverse=True)) or "none"
 
 
 def _shared_engines(rollout: RolloutConfig, actor: tuple[int, int]) -> list[_Place]:
-    """Return the places of the engines on the GPUs of the actor, who sits on the first islands: weights reach them
-    there alone.
-    """
+    """Place the engines on the actor's GPUs, which are in the first islands."""
+    # Only there: ipc pushes work only between processes on the same GPU.
     size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines or 1
     num_nodes, gpus_per_node = actor
     if gpus_per_node % size:
         raise UsageError(
             f"--vllm_tensor_parallel_size {size} does not divide the {gpus_per_node} GPUs per node that the "
-            "engines share with the actor under --colocate_all_models"
+            "engines share with the actor (--colocate_all_models)"
         )
     num_gpus = num_nodes * gpus_per_node
     if size * count != num_gpus:
         raise UsageError(
-            f"--colocate_all_models: {count} engines of {size} GPUs do not cover the {num_gpus} GPUs of the actor; "
-            f"give --vllm_num_engines {num_gpus // size} with --vllm_tensor_parallel_size {size}"
+            f"--colocate_all_models: {count} engines with {size} GPUs do not match the actor's {num_gpus} GPUs; "
+            f"set --vllm_num_engines {num_gpus // size} with --vllm_tensor_parallel_size {size}"
         )
     return [(node, tuple(range(gpu, gpu + size))) for node in range(num_nodes) for gpu in range(0, gpus_per_node, size)]
 
 
 def on_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
-    """Return the layout with each island on the node that the cluster has chosen for it, which need not be the planned
-    one.
-    """
+    """Update the layout with the nodes that the cluster has selected, which may differ from the planned ones."""
     moved = (replace(island, node=node) for island, node in zip(layout.islands, nodes, strict=True))
     return replace(layout, islands=tuple(moved))
 
 
 def describe(layout: Layout, *, unit: str) -> list[str]:
-    """Return the layout in a line per distinct set of roles and nodes alike, for printing before anything is loaded.
+    """Describe the layout, with one line per distinct set of roles.
 
     Args:
-        unit: the kind of a place on this cluster, "GPU" or "process".
+        layout: the layout.
+        unit: name of a slot on this cluster, "GPU" or "process".
     """
     places = Counter(
         (island.node, tuple(layout.users(index, gpu)))
@@ -229,7 +231,7 @@ def describe(layout: Layout, *, unit: str) -> list[str]:
 
 
 def _nodes(numbers: list[int]) -> str:
-    """Return the nodes in words: node 3, nodes 0-3 or nodes 0, 2, 5."""
+    """Format node numbers: "node 3", "nodes 0-3" or "nodes 0, 2, 5"."""
     if len(numbers) == 1:
         return f"node {numbers[0]}"
     is_run = numbers == list(range(numbers[0], numbers[-1] + 1))

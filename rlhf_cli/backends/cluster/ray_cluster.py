@@ -1,6 +1,6 @@
-"""The Ray cluster of a run: started or joined, places reserved, and nothing left behind at the end.
+"""Ray cluster: starts or joins one, reserves GPUs, and cleans up at the end.
 
-Leaves out who sits where (placement) and what runs there (worker, worker_group).
+`placement` plans the layout; `worker` and `worker_group` run the roles.
 """
 
 import os
@@ -28,45 +28,49 @@ from rlhf_cli.errors import RunError, UsageError, first_line, full_memory, memor
 RESERVE_SECONDS = 120
 START_TRIES = 2
 SLOW_START = "timed out during startup"
-"""Part of Ray's message where its processes on this machine take longer to start than it waits, on a busy machine."""
+"""Part of Ray's error message if its processes start too slowly, on a busy machine."""
+# More threads would not help: with a GPU, the CPU only packs data and launches kernels.
 GPU_RANK_THREADS = 8
-"""CPU threads that a process with a GPU has use for: they pack, they drive kernels, they sum on no CPU."""
+"""Maximum CPU threads for a process with a GPU."""
+# Effectively unlimited: without GPUs, a slot is a process, and processes share the cores.
 CPU_ONLY_PLACES = 1024
-"""Places offered by a node without GPUs: there a place is a process and the operating system shares the cores."""
+"""Number of slots on a node without GPUs."""
 
 
 PROCESS_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
-"""Ray's errors about a process that is gone; the second one if Ray's memory monitor has ended it."""
+"""Ray's exceptions for a dead process. Ray raises the second one if its memory monitor has killed the process."""
 
 
 def death_reason(error: Exception) -> str:
-    """Return why a process died, in words: full memory by name, else the first line of Ray's error."""
+    """Describe why a process died: full memory, or the first line of Ray's error."""
     kind = full_memory(error)
+    # If the kernel has killed a process for memory, Ray reports only that the process is gone.
     if kind is None and isinstance(error, PROCESS_DEATHS) and kernel_has_killed():
-        kind = "host memory"  # Ray only knows that the process is gone
+        kind = "host memory"
     return first_line(error) if kind is None else memory_sentence(kind, "")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The resources of the nodes of a running Ray cluster."""
+    """Resources of a running Ray cluster."""
 
-    node_ids: list[str]  # Ray's, in the order of their GPUs
-    node_gpus: list[int]  # largest first
+    # Ray's node IDs, in the order of `node_gpus`.
+    node_ids: list[str]
+    # GPUs per node, largest first.
+    node_gpus: list[int]
     num_cpus: float
     has_gpus: bool
-    is_local: bool  # started by this process
+    # Whether this process started the cluster.
+    is_local: bool
 
     @property
     def unit(self) -> str:
-        """Return the kind of a place on this cluster."""
+        """Return the name of a slot on this cluster."""
         return "GPU" if self.has_gpus else "process"
 
     def threads(self, num_processes: int) -> int:
-        """Return the CPU threads of each of a role's processes: roles take turns, the processes of one share the cores.
-
-        OMP_NUM_THREADS counts if this process started Ray; in a submitted job it is Ray's, and of another machine.
-        """
+        """Return the CPU threads for each process in a role. Roles run in turn, so each role can use all cores."""
+        # Use OMP_NUM_THREADS only if this process started Ray: in a submitted job, Ray sets it for another machine.
         chosen = os.environ.get("OMP_NUM_THREADS", "")
         if self.is_local and chosen.isdigit():
             return max(1, int(chosen))
@@ -76,8 +80,10 @@ class Cluster:
 
 @contextmanager
 def ray_cluster() -> Iterator[Cluster]:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine; leave it, or stop it, at the end."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine. At the end, leave or stop it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Older Ray versions clear CUDA_VISIBLE_DEVICES in actors with num_gpus=0, but tensor-parallel engines on shared
+    # GPUs use num_gpus=0 and need it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = os.environ.get("RAY_ADDRESS")
     _join_or_start(partial(_init_ray, address), address=address)
@@ -90,7 +96,9 @@ def ray_cluster() -> Iterator[Cluster]:
 def _init_ray(address: str | None) -> None:
     with children_apart():
         ray.init(
+            # "local" always starts a new cluster. Without an address, Ray could join one that another user started.
             address=address or "local",
+            # No dashboard for a cluster that only this run uses.
             include_dashboard=None if address else False,
             log_to_driver=False,
             logging_level="error",
@@ -98,13 +106,13 @@ def _init_ray(address: str | None) -> None:
 
 
 def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int = START_TRIES) -> None:
-    """Call `init`, again where Ray's own processes were too slow. Raise a sentence for each failure of Ray's start."""
+    """Call `init`, and retry if Ray's processes were too slow. Converts Ray's startup errors to one-line errors."""
     try:
         init()
     except ConnectionError as error:
-        # `ray start` wants tokens once ~/.ray/auth_token exists; Ray shows none to an address that it is given.
+        # `ray start` requires tokens if ~/.ray/auth_token exists, but ray.init with an address sends none by default.
         raise UsageError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); if it was started with a token, set "
+            f"RAY_ADDRESS={address}: no Ray cluster responds ({error}); if it was started with a token, set "
             "RAY_AUTH_MODE=token"
         ) from error
     except OSError as error:
@@ -112,18 +120,20 @@ def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int 
             raise
         variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
         raise UsageError(
-            f"{variable}={os.environ.get(variable)}: too long for the sockets that Ray keeps there, whose paths "
-            "may have 107 bytes; set RAY_TMPDIR to a shorter folder, /tmp say"
+            f"{variable}={os.environ.get(variable)}: too long for Ray's socket paths, which are limited to 107 bytes; "
+            "set RAY_TMPDIR to a shorter folder, such as /tmp"
         ) from error
+    # Ray raises a plain Exception.
     except Exception as error:
-        if SLOW_START not in str(error):  # Ray raises a plain Exception
+        if SLOW_START not in str(error):
             raise
+        # Clean up the partial start before trying again.
         ray.shutdown()
         if tries > 1:
             _join_or_start(init, address=address, tries=tries - 1)
             return
         raise RunError(
-            f"Ray's processes did not start in time, {START_TRIES} times in a row: the machine is too busy or its "
+            f"Ray's processes did not start in time, {START_TRIES} times in a row: the machine is too busy or the "
             "memory is full; try again when it is idle"
         ) from error
 
@@ -146,7 +156,7 @@ def _num_gpus(node: dict[str, Any]) -> int:
 
 
 class Reservation:
-    """Places of a layout, held on the cluster until released; `layout` names their nodes."""
+    """Reserves a layout's slots on the cluster until `release`. `layout` contains the selected nodes."""
 
     def __init__(self, layout: Layout, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -157,7 +167,7 @@ class Reservation:
         self.layout = on_nodes(layout, self._nodes())
 
     def options(self, seat: Seat) -> dict[str, Any]:
-        """Return the options of the Ray actor that takes this seat."""
+        """Return the Ray actor options for this slot."""
         group = self._groups[seat.island]
         users = max(len(self.layout.users(seat.island, gpu)) for gpu in seat.gpus)
         return {
@@ -169,7 +179,7 @@ class Reservation:
         }
 
     def release(self) -> None:
-        """Give all places back; does nothing if the cluster is already gone."""
+        """Release all slots. No-op if the cluster is already gone."""
         with suppress(ray.exceptions.RaySystemError, ConnectionError):
             for group in self._groups:
                 remove_placement_group(group)
@@ -177,13 +187,14 @@ class Reservation:
     def _gpu_share(self, seat: Seat, users: int) -> float:
         if not seat.shared:
             return len(seat.gpus)
-        # an engine over several GPUs that others sit on too takes no share: it receives the ones to use
+        # Ray supports no fractions of multiple GPUs, so a tensor-parallel engine on shared GPUs reserves none. It
+        # receives the GPU IDs separately.
         return _floor(1 / users) if len(seat.gpus) == 1 else 0
 
     def _ask(self, index: int) -> PlacementGroup:
-        """Return a bundle for each GPU of an island, so that ranks do not share one by accident; one for an engine's
-        own.
-        """
+        """Create a placement group for an island."""
+        # One bundle per GPU, so that ranks never share a GPU by accident. A tensor-parallel engine with exclusive GPUs
+        # needs all of them in one bundle, because an actor cannot span bundles.
         size = self.layout.islands[index].num_gpus
         is_engines_own = any(s.island == index and not s.shared and len(s.gpus) > 1 for s in self.layout.seats)
         count, gpus = (1, size) if is_engines_own else (size, 1)
@@ -191,16 +202,15 @@ class Reservation:
         return placement_group([bundle] * count, strategy="STRICT_PACK")
 
     def _nodes(self) -> list[int]:
-        """Return the number of each island's node; nodes that have joined the cluster meanwhile come last."""
+        """Return each island's node number. Nodes that have joined the cluster later are numbered last."""
         numbers = {node: number for number, node in enumerate(self._cluster.node_ids)}
         holders = [placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups]
         return [numbers.setdefault(node, len(numbers)) for node in holders]
 
     def _wait(self) -> None:
-        """Wait for the places a second at a time, so that signals are heard.
-
-        `wait` asks Ray alone, where `ready` would start a process for its task.
-        """
+        """Wait until all slots are reserved."""
+        # One second at a time, because Python handles signals only between calls. `wait` instead of `ready`, which
+        # would start a worker process for a task.
         deadline = time.monotonic() + RESERVE_SECONDS
         for group in self._groups:
             while not group.wait(1):
@@ -210,17 +220,19 @@ class Reservation:
     def _give_up(self) -> NoReturn:
         self.release()
         raise RunError(
-            f"the Ray cluster did not give {self.layout.num_gpus} {self._cluster.unit} places within "
-            f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may hold the rest"
+            f"the Ray cluster did not provide {self.layout.num_gpus} {self._cluster.unit} slots within "
+            f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may use the rest"
         )
 
 
 def _cpus_per_place(layout: Layout, cluster: Cluster) -> float:
-    """Return one core for each place, or an even part of the cores."""
+    """Return the CPUs to reserve per slot: one core, or less if there are more slots than cores."""
+    # 0.9 leaves CPUs for other actors, such as reward workers.
     share = min(1.0, 0.9 * cluster.num_cpus / max(1, layout.num_gpus))
     return _floor(share)
 
 
 def _floor(share: float) -> float:
-    """Return the share in Ray's steps of 0.0001, never more than it was: the users of a place must fit together."""
+    """Round down to Ray's resolution of 0.0001."""
+    # Down, because the sum over all users must not exceed the slot.
     return int(share * 10_000) / 10_000

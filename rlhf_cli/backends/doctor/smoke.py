@@ -1,7 +1,7 @@
-"""Smoke tests of `rlhf doctor`: each part of the program does its work once, in a process of its own.
+"""Smoke tests for `rlhf doctor`: each runs a main component once, in a separate process.
 
-`python -m rlhf_cli.backends.doctor.smoke NAME FOLDER` runs one test and prints its message. A crash of a library, or a
-hang, ends that process alone.
+`python -m rlhf_cli.backends.doctor.smoke NAME FOLDER` runs a test and prints the message. If a library crashes or
+hangs, only this process is affected.
 """
 
 import asyncio
@@ -18,15 +18,17 @@ from pathlib import Path
 from rlhf_cli.backends.doctor.finding import Finding, ok
 from rlhf_cli.environment import prepare_environment
 
+# On first use, DeepSpeed compiles an operator, which takes about a minute.
 SECONDS = 180.0
-"""Limit of one test. On its first use DeepSpeed compiles an operator, which takes about a minute."""
+"""Timeout per test."""
+# On a GPU, kernels run in bf16, which has 8 bits of precision.
 _TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
-"""Largest difference of log-probs from float32: kernels run in bf16 on a GPU, whose numbers have 8 bits."""
+"""Maximum difference between log-probs and the float32 reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmokeTest:
-    """A test: its name for people, its function in this module, and the cure if it fails."""
+    """A smoke test: display name, function, and how to fix a failure."""
 
     part: str
     function: Callable[[Path], str]
@@ -34,10 +36,10 @@ class SmokeTest:
 
 
 def smoke_findings(*, end: float) -> Iterator[Finding]:
-    """Yield the finding of each smoke test as soon as it has run.
+    """Run all smoke tests, and yield each finding when the test is done.
 
     Args:
-        end: the time of the monotonic clock at which all tests must have ended.
+        end: deadline for all tests, on the monotonic clock.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
         for name, test in TESTS.items():
@@ -46,12 +48,12 @@ def smoke_findings(*, end: float) -> Iterator[Finding]:
 
 
 def run_test(command: list[str], test: SmokeTest, *, seconds: float) -> Finding:
-    """Return the message that a test's process printed last, or the reason why it failed."""
+    """Run a test's command. The finding contains the last line printed, or the reason for the failure."""
     start = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Finding(test.part, "error", f"no answer within {seconds:.0f} s", test.cure)
+        return Finding(test.part, "error", f"no result within {seconds:.0f} s", test.cure)
     took = time.monotonic() - start
     if done.returncode == 0:
         return ok(test.part, f"{_last_line(done.stdout)} ({took:.0f} s)")
@@ -65,7 +67,7 @@ def _last_line(text: str) -> str:
 
 
 def check_attention(folder: Path) -> str:
-    """Compare log-probs of a pack under the kernel that training uses with single sequences in float32."""
+    """Compare log-probs of packed sequences in the training kernel with single sequences in float32."""
     import torch
 
     from rlhf_cli.config.model import ModelConfig
@@ -85,7 +87,7 @@ def check_attention(folder: Path) -> str:
         found = PolicyModel(model)(pack(sequences).to(device))[0].float().cpu()
     difference = (found - exact).abs().max().item()
     if not difference < _TOLERANCE[device]:
-        raise AssertionError(f"log-probs of packed sequences differ from single ones by {difference:.2g} nats")
+        raise AssertionError(f"log-probs of packed and single sequences differ by {difference:.2g} nats")
     kernel = attention_name(model.config)
     speed = (
         "" if device == "cuda" or has_bf16_products() else "; bf16 is slow on this processor: use --param_dtype fp32"
@@ -94,7 +96,7 @@ def check_attention(folder: Path) -> str:
 
 
 def check_training(folder: Path) -> str:
-    """Make two DeepSpeed steps on the same pack: the loss has to fall."""
+    """Run three DeepSpeed steps on the same pack, and check that the loss decreases."""
     from rlhf_cli.backends.training import distributed
     from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
     from rlhf_cli.config.model import ModelConfig
@@ -123,12 +125,12 @@ def check_training(folder: Path) -> str:
     losses = [engine.train_step([batch], loss_of)["loss"] for _ in range(3)]
     distributed.leave_process_group()
     if not losses[-1] < losses[0]:
-        raise AssertionError(f"the loss did not fall in three steps: {losses}")
+        raise AssertionError(f"the loss did not decrease in three steps: {losses}")
     return f"DeepSpeed ZeRO-2 lowers the loss from {losses[0]:.2f} to {losses[-1]:.2f}"
 
 
 def check_engine(folder: Path) -> str:
-    """Start the rollout engine, let it answer, push other weights, and compare its log-probs with the trainer's."""
+    """Start a rollout engine, generate, push changed weights, and compare log-probs with the trainer's."""
     return asyncio.run(_check_engine(folder))
 
 
@@ -154,7 +156,8 @@ async def _check_engine(folder: Path) -> str:
             parameter.mul_(1.5)
     sender = WeightSender(ShmTransport())
     report = sender.send(model.named_parameters(), version=1)
-    assert report.manifest is not None  # rank 0 of the sender has it
+    # Only ranks other than 0 have no manifest.
+    assert report.manifest is not None
     await engine.start_weight_update()
     await engine.update_weights(report.manifest)
     await engine.finish_weight_update(1)
@@ -166,13 +169,13 @@ async def _check_engine(folder: Path) -> str:
     exact = logits.gather(-1, torch.tensor(pushed.token_ids)[:, None])[:, 0]
     difference = (exact - torch.tensor(pushed.logprobs)).abs().max().item()
     if not difference < 2e-2:
-        raise AssertionError(f"log-probs after a weight push differ from the trainer's by {difference:.2g} nats")
+        raise AssertionError(f"after a weight push, engine and trainer log-probs differ by {difference:.2g} nats")
     count = len(first.token_ids) + len(pushed.token_ids)
     return f"{backend} sampled {count} tokens; after a weight push it agrees with the trainer to {difference:.1g} nats"
 
 
 def check_ray(folder: Path) -> str:
-    """Join or start Ray as an online run does, and let a worker process answer."""
+    """Join or start Ray like an online run, and call a worker process."""
     import ray
 
     from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
@@ -182,12 +185,12 @@ def check_ray(folder: Path) -> str:
 
     with ray_cluster():
         ray.get(ray.remote(num_cpus=0)(answer).remote())
-    where = f"the cluster at {address}" if (address := os.environ.get("RAY_ADDRESS")) else "a Ray on this machine"
-    return f"{where} starts a worker process, which answers"
+    where = f"the cluster at {address}" if (address := os.environ.get("RAY_ADDRESS")) else "Ray on this machine"
+    return f"{where} starts a worker process, which responds"
 
 
 def tiny_model(folder: Path) -> str:
-    """Return the folder of a tiny random model and tokenizer, made on first use."""
+    """Create a tiny random model with a tokenizer on first use, and return the folder."""
     from rlhf_cli.config.scratch import ArchitectureConfig
     from rlhf_cli.models.scratch import new_model, save_new_model, train_tokenizer
 
@@ -201,7 +204,7 @@ def tiny_model(folder: Path) -> str:
 
 
 def _sequence(length: int):
-    """Return a sequence of ordinary tokens, all but the first trained."""
+    """Create a sequence in which all tokens except the first are trained."""
     import numpy as np
 
     from rlhf_cli.data.packing.packs import TokenSequence
@@ -219,7 +222,7 @@ TESTS = {
 
 
 def main() -> None:
-    """Run the test that the command line names; print its message, or fail with the error as the last line."""
+    """Run the test named on the command line, and print the message. On failure, the last line is the error."""
     name, folder = sys.argv[1:]
     prepare_environment()
     print(TESTS[name].function(Path(folder)), flush=True)

@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes because the memory of this machine was full."""
+"""Detects whether the kernel's OOM killer was active on this machine."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +7,7 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def num_killed(vmstat: Path = VMSTAT) -> int:
-    """Return how many processes the kernel has killed for memory since the machine started; 0 if it is not known."""
+    """Return the number of processes killed for memory since boot; 0 if unknown."""
     with suppress(OSError):
         for line in vmstat.read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -15,6 +15,7 @@ def num_killed(vmstat: Path = VMSTAT) -> int:
     return 0
 
 
+# Read at import: only later kills can belong to this run.
 _AT_START = num_killed()
 
 

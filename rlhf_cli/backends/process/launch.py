@@ -1,4 +1,4 @@
-"""Several ranks on this machine by the deepspeed launcher, stopped and ended together."""
+"""Starts multiple ranks on this machine with the deepspeed launcher, and stops them together."""
 
 import base64
 import json
@@ -25,60 +25,60 @@ LAUNCHER = "deepspeed.launcher.launch"
 
 
 def run_ranks(num_processes: int, arguments: list[str]) -> int:
-    """Return the exit status of `rlhf <arguments>` on this many ranks.
-
-    The launcher kills its ranks when it is interrupted. So it runs in a session of its own, out of the terminal's
-    reach, and the signals that ask for a stop are passed on to the ranks alone, which finish their step and save.
-    """
+    """Run `rlhf <arguments>` on `num_processes` ranks and return the exit status."""
+    # The launcher kills its ranks when it is interrupted. In a separate session, it receives no signals from the
+    # terminal. Stop signals are forwarded only to the ranks, which finish the step and save.
     launcher = subprocess.Popen(
         launch_command(num_processes, arguments, devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
         start_new_session=True,
         stdin=subprocess.DEVNULL,
     )
-    asked: list[int] = []
+    received: list[int] = []
 
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGINT and asked:
+    def forward(signum: int, frame: FrameType | None) -> None:
+        # A second Ctrl-C stops at once.
+        if signum == signal.SIGINT and received:
             _end_session(launcher.pid, grace=0)
             return
-        asked.append(signum)
+        received.append(signum)
+        # Without ranks, the launcher is still starting, so there is nothing to save.
         if not _signal_ranks(launcher, signum):
             launcher.terminate()
 
     for signum in stop_signals():
-        signal.signal(signum, pass_on)
+        signal.signal(signum, forward)
     try:
         while (status := _wait(launcher)) is None:
-            if asked:  # ranks that were being started may have lost it; those that got it ignore a SIGTERM
+            # Ranks that were starting may have missed the signal. Ranks that are already stopping ignore a SIGTERM.
+            if received:
                 _signal_ranks(launcher, signal.SIGTERM)
     finally:
         _end_session(launcher.pid, grace=GRACE_SECONDS)
-    if status != 0 and asked:
+    if status != 0 and received:
         return INTERRUPTED
     check_killed(status, for_memory=kernel_has_killed())
     return status if status in (0, 1, 2, INTERRUPTED) else 1
 
 
 def check_killed(status: int, *, for_memory: bool) -> None:
-    """Raise OutOfMemory if the status of a launcher means that a signal of full memory has ended a rank.
-
-    DeepSpeed's launcher ends with the status of its rank: the number of the signal below 0, of which a byte is left.
-    """
+    """Raise OutOfMemory if the launcher's exit status means that a rank was killed because memory was full."""
+    # DeepSpeed's launcher exits with the rank's return code, which is minus the signal number. The operating system
+    # keeps only the lowest byte.
     if status % 256 == -signal.SIGKILL % 256 and for_memory:
-        raise OutOfMemory(memory_sentence("host memory", "on this machine, whose kernel has killed a rank"))
+        raise OutOfMemory(memory_sentence("host memory", "on this machine: the kernel has killed a rank"))
     if status % 256 == -signal.SIGBUS % 256:
         raise OutOfMemory(memory_sentence("space in /dev/shm", "in a rank"))
 
 
 def _wait(launcher: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit status; None if the process still runs after a moment."""
+    """Wait up to `REPEAT_SECONDS` for the exit status; None if the process is still running."""
     with suppress(subprocess.TimeoutExpired):
         return launcher.wait(timeout=REPEAT_SECONDS)
     return None
 
 
 def _signal_ranks(launcher: subprocess.Popen[bytes], signum: int) -> bool:
-    """Send the signal to all ranks; whether there is any."""
+    """Send a signal to all ranks. Returns whether there are any."""
     ranks = _children(launcher.pid)
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
@@ -87,13 +87,15 @@ def _signal_ranks(launcher: subprocess.Popen[bytes], signum: int) -> bool:
 
 
 def launch_command(num_processes: int, arguments: list[str], *, devices: str | None) -> list[str]:
-    """Return the deepspeed launcher's command line for ranks of `rlhf <arguments>` on this machine.
+    """Build the deepspeed launcher's command line for running `rlhf <arguments>` on this machine.
 
     Args:
+        num_processes: number of ranks.
+        arguments: arguments for `rlhf`.
         devices: CUDA_VISIBLE_DEVICES, which the launcher replaces; "" and "-1" hide all GPUs.
 
     Raises:
-        UsageError: fewer devices are visible than ranks are wanted.
+        UsageError: there are fewer visible devices than ranks.
     """
     names = [str(index) for index in range(num_processes)] if devices is None else devices.split(",")
     if names[0] in ("", "-1"):
@@ -102,22 +104,19 @@ def launch_command(num_processes: int, arguments: list[str], *, devices: str | N
         raise UsageError(f"--num_processes {num_processes}: CUDA_VISIBLE_DEVICES={devices} shows only {len(names)}")
     world = base64.urlsafe_b64encode(json.dumps({"localhost": names[:num_processes]}).encode()).decode()
     options = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    options += ["--log_level=critical"]  # it would add the whole command line to a rank's one sentence
+    # At lower levels, the launcher logs the full command line after a rank's error message.
+    options += ["--log_level=critical"]
     return [sys.executable, "-m", LAUNCHER, *options, "--module", "rlhf_cli", *arguments]
 
 
 def stop_with_launcher() -> None:
-    """Ask this rank to stop, as Ctrl-C does, once the launcher that has started it is gone.
-
-    A launcher that is killed, or `deepspeed` that gets a SIGTERM, leaves its ranks running.
-    """
+    """Stop this rank as with Ctrl-C when the launcher is gone."""
+    # If the launcher is killed, or `deepspeed` receives a SIGTERM, the ranks continue to run.
     threading.Thread(target=_watch, args=(_launchers(),), name="launcher-watch", daemon=True).start()
 
 
 def _launchers() -> list[psutil.Process]:
-    """Return the process that has started this rank; for deepspeed's two launchers, the one that has started that one
-    too.
-    """
+    """Return the process that started this rank. With deepspeed's two nested launchers, return both."""
     parent = psutil.Process().parent()
     if parent is None:
         return []
@@ -146,7 +145,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _end_session(session: int, *, grace: float) -> None:
-    """End the remaining processes of the launcher's session; usually nothing."""
+    """Terminate the remaining processes in the launcher's session; normally there are none."""
     left = [process for process in psutil.process_iter() if _session(process) == session]
     for process in left:
         process.terminate() if grace else process.kill()

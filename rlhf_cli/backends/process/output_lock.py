@@ -1,4 +1,4 @@
-"""A lock on a run's output folder: two runs that write into one folder would mix their files and checkpoints."""
+"""Lock for a run's output folder, so that two runs never mix files and checkpoints."""
 
 import errno
 import fcntl
@@ -20,17 +20,19 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def output_lock(folder: Path, *, flag: str = "--output") -> Iterator[None]:
-    """Hold the folder, which is made if it is missing, until the block ends or this process dies.
+    """Lock the folder until the block ends or this process dies. Creates the folder if it is missing.
 
-    The kernel releases the lock when the process ends, however it ends. The file stays, because a process may just be
-    opening it; only a folder that was made for a run that is refused goes again.
+    The kernel releases the lock whenever the process ends. If locking fails, a newly created folder is removed.
 
     Args:
-        flag: the setting that names the folder.
+        folder: the output folder.
+        flag: name of the flag that sets the folder.
 
     Raises:
-        UsageError: another run holds the folder, or the folder cannot be made.
+        UsageError: another run uses the folder, or the folder cannot be created.
     """
+    # The lock file is never removed from a used folder: another process may be opening it, and would then lock a
+    # deleted file.
     is_new = _make(folder, flag)
     try:
         with _held(folder / LOCK_FILE, folder, flag=flag):
@@ -43,15 +45,17 @@ def output_lock(folder: Path, *, flag: str = "--output") -> Iterator[None]:
 
 @contextmanager
 def model_lock(folder: Path, *, flag: str) -> Iterator[None]:
-    """Hold a folder that is replaced as a whole, by a lock beside it; its parent is made if it is missing.
+    """Lock a folder that will be replaced. The lock file is next to the folder; a missing parent is created.
 
     Args:
-        flag: the setting that names the folder.
+        folder: the folder to replace.
+        flag: name of the flag that sets the folder.
 
     Raises:
-        UsageError: another run holds the folder, or its parent cannot be made.
+        UsageError: another run uses the folder, or the parent cannot be created.
     """
-    folder = folder.resolve()  # names of one folder share a lock
+    # Different paths to the same folder must use the same lock.
+    folder = folder.resolve()
     _make(folder.parent, flag)
     with _held(folder.with_name(f".{folder.name}{LOCK_FILE}"), folder, flag=flag):
         yield
@@ -59,14 +63,15 @@ def model_lock(folder: Path, *, flag: str) -> Iterator[None]:
 
 @contextmanager
 def new_output(folder: Path) -> Iterator[None]:
-    """Hold a folder that the block makes as a whole; a block that fails leaves nothing.
+    """Lock a new folder that the block fills. If the block fails, an empty folder is removed.
 
     Raises:
-        UsageError: the folder exists already, or another command is about to make it.
+        UsageError: the folder already exists, or another command is creating it.
     """
     require_new(folder)
     with output_lock(folder):
-        require_new(folder)  # another command may have made it since
+        # Check again, because another command may have created it before the lock was acquired.
+        require_new(folder)
         try:
             yield
         except BaseException:
@@ -75,24 +80,24 @@ def new_output(folder: Path) -> Iterator[None]:
 
 
 def check_folder_can_be_made(folder: Path, *, flag: str) -> None:
-    """Raise UsageError if the folder is missing and cannot be made where it is to be; nothing is touched."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise UsageError(f"{flag}: {there} is a file, a folder is needed")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{flag} {folder} cannot be made: {os.strerror(errno.EACCES).lower()}")
+    """Raise UsageError if the folder does not exist and cannot be created. Creates nothing."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise UsageError(f"{flag}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"{flag} {folder} cannot be created: {os.strerror(errno.EACCES).lower()}")
 
 
 def require_new(folder: Path) -> None:
-    """Raise UsageError if the folder exists; a folder with the lock of a killed command alone does not count."""
+    """Raise UsageError if the folder exists, unless it contains only the lock file of a killed command."""
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
         return
     if os.path.lexists(folder):
-        raise UsageError(f"--output {folder} exists already; choose another folder")
+        raise UsageError(f"--output {folder} already exists; choose another folder")
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the folder if there is nothing in it but its lock."""
+    """Remove the folder if it contains only the lock file."""
     with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
             (folder / LOCK_FILE).unlink()
@@ -100,15 +105,15 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _make(folder: Path, flag: str) -> bool:
-    """Make the folder; return whether it was missing."""
+    """Create the folder. Returns false if it already exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         if folder.is_dir():
             return False
-        raise UsageError(f"{flag}: {folder} is a file, a folder is needed") from None
+        raise UsageError(f"{flag}: {folder} is a file, not a folder") from None
     except OSError as error:
-        raise UsageError(f"{flag} {folder} cannot be made: {(error.strerror or str(error)).lower()}") from None
+        raise UsageError(f"{flag} {folder} cannot be created: {(error.strerror or str(error)).lower()}") from None
     return True
 
 
@@ -119,8 +124,10 @@ def _held(lock: Path, folder: Path, *, flag: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"{flag} {folder} is in use by another run ({_holder(lock)})") from None
-        except OSError as error:  # some network file systems know no locks
+        # Some network file systems do not support locks.
+        except OSError as error:
             logger.warning("%s cannot be locked (%s): do not start two runs with this %s", folder, error.strerror, flag)
+        # For the error message of other runs (see `_holder`).
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         file.flush()
@@ -128,7 +135,8 @@ def _held(lock: Path, folder: Path, *, flag: str) -> Iterator[None]:
 
 
 def _opened(lock: Path, flag: str) -> IO[str]:
-    """Open the file of the lock. Raise UsageError if its folder cannot be written to."""
+    """Open the lock file. Raises UsageError if the folder is not writable."""
+    # Mode "a+" does not truncate: until the lock is acquired, the content belongs to another run.
     try:
         return lock.open("a+", encoding="utf-8")
     except OSError as error:
@@ -136,9 +144,10 @@ def _opened(lock: Path, flag: str) -> IO[str]:
 
 
 def _holder(lock: Path) -> str:
-    """Return who wrote the lock file, for people."""
+    """Describe the process in the lock file."""
     try:
         holder = json.loads(lock.read_text(encoding="utf-8"))
         return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError):  # it is being written at this moment
-        return "its process is not known"
+    # The other process may be writing the file at this moment.
+    except (OSError, ValueError, KeyError):
+        return "unknown process"

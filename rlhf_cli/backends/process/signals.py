@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a request to stop after the current step."""
+"""Graceful stop after the current step on Ctrl-C, SIGTERM and SIGHUP."""
 
 import os
 import signal
@@ -8,51 +8,54 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = 130
-"""Exit status of a run that was stopped by any of the signals."""
+"""Exit status of a run stopped by a signal."""
 ECHO_SECONDS = 1.0
+# Sent by Ctrl-C; by Slurm, Kubernetes, `docker stop` and `timeout`; and by a closed terminal.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; Slurm, Kubernetes, `docker stop` and `timeout`; a closed terminal."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask for a stop: without SIGHUP under `nohup`, which ignores it on purpose."""
+    """Return the signals that request a stop. Excludes ignored ones, such as SIGHUP under `nohup`."""
     return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 @contextmanager
 def children_apart() -> Iterator[None]:
-    """Start child processes in the block that live on until this process has saved, and keep this process's handlers.
+    """Protect child processes started inside the block from signals to this process group.
 
-    A closed terminal sends SIGHUP to its whole process group, and `timeout` sends SIGTERM to its group. Children that
-    are started in the block, and their children, have SIGHUP blocked and are in a group of their own, if this process
-    may leave its group: the leader of a group may not. Handlers are put back because ray.init takes SIGTERM for itself.
+    The children stay alive until this process has saved. Signal handlers of this process are preserved.
     """
+    # A closed terminal sends SIGHUP, and `timeout` sends SIGTERM, to the complete process group. Children inherit the
+    # signal mask and the process group, so block SIGHUP and change the group while they are started.
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     group = os.getpgrp()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    # A group leader must stay in its group: otherwise, it could not return to it below.
     if group != os.getpid():
         os.setpgid(0, 0)
     try:
         yield
     finally:
-        with suppress(PermissionError):  # the former group is gone
+        # Fails if the previous group no longer exists.
+        with suppress(PermissionError):
             os.setpgid(0, group)
+        # ray.init replaces the SIGTERM handler.
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def keep_quiet() -> None:
-    """Do nothing."""
+    """No-op, the default for `StopSignal.on_request`."""
 
 
 class StopSignal:
-    """True once a stop was asked for. A second Ctrl-C ends the process at once.
+    """Records stop signals. An instance returns true once a stop is requested. A second Ctrl-C exits at once.
 
-    Launchers repeat a Ctrl-C, as SIGTERM (deepspeed) or as SIGINT (torchrun), to the processes that already got it from
-    the terminal. So a repeated SIGTERM or SIGHUP changes nothing, nor does a SIGINT that follows within `echo_seconds`.
+    Repeated SIGTERM and SIGHUP are ignored, as well as a SIGINT within `echo_seconds`: after a Ctrl-C, launchers
+    forward it as SIGTERM (deepspeed) or SIGINT (torchrun) to processes that have already received it from the terminal.
 
-    The first signal calls `on_request`, in the middle of whatever the main thread does.
+    The first signal calls `on_request` inside the signal handler, which may interrupt the main thread anywhere.
     """
 
     def __init__(self, *, echo_seconds: float = 0.0) -> None:
@@ -65,7 +68,7 @@ class StopSignal:
         return self._requested_at is not None
 
     def restore(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the previous signal handlers."""
         for sig, handler in self._previous.items():
             signal.signal(sig, handler)
 
@@ -73,7 +76,8 @@ class StopSignal:
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at = now
-            with suppress(RuntimeError):  # a print that the signal has interrupted may refuse to be entered again
+            # A stream raises RuntimeError for a reentrant call if the signal has interrupted a print.
+            with suppress(RuntimeError):
                 self.on_request()
         elif signum == signal.SIGINT and now - self._requested_at >= self._echo_seconds:
             os._exit(INTERRUPTED)

@@ -1,9 +1,9 @@
-"""AdamW whose weights and moments are all bfloat16: six bytes a parameter, without a float32 copy.
+"""AdamW with bfloat16 weights and moments: six bytes per parameter, without fp32 master weights.
 
-bfloat16 has 8 bits: an update below a 256th of a weight is lost if it is rounded to the nearest value. Each result is
-therefore rounded at random, up with the probability of its distance from the value below, so that it is right in the
-mean (arXiv 2010.06192, section 4.1). The paper's other way, Kahan sums, takes two more bytes a parameter and mends
-the weights alone. The moments need the same: with a decay rate of 0.999 a second moment in bfloat16 would never fall.
+bfloat16 has 8 bits of precision: with rounding to nearest, updates below 1/256 of a weight are lost. This optimizer
+uses stochastic rounding, which is exact on average (arXiv 2010.06192, section 4.1). The paper's alternative, Kahan
+summation, needs two more bytes per parameter and helps only the weights. The moments need it too: with beta2 = 0.999, a
+second moment in bfloat16 would never decrease.
 """
 
 from collections.abc import Iterator
@@ -14,28 +14,31 @@ from torch.optim.optimizer import ParamsT
 
 from rlhf_cli.algorithms.optimizer_steps import ParameterGroup, adamw_step
 
+# The fp32 copies of a chunk need a few hundred MB, independent of the model size.
 CHUNK = 1 << 24
-"""Elements that are updated at a time: their float32 copies take a few hundred MB beside states of any size."""
+"""Elements updated at a time."""
 DROPPED_BITS = 16
-"""Bits of a float32 that a bfloat16 lacks."""
+"""Mantissa bits that bfloat16 drops from float32."""
 
 
 def rounded_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 values as bfloat16, each one of its two neighbours, with the value as their mean."""
+    """Round float32 to bfloat16 stochastically: up or down, with the exact value as the mean."""
+    # Adding uniform noise to the dropped bits and truncating rounds up with a probability proportional to the distance.
     noise = torch.randint(1 << DROPPED_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     bits = (values.view(torch.int32) + noise) & -(1 << DROPPED_BITS)
     return bits.view(torch.float32).bfloat16()
 
 
 class AdamWBf16(torch.optim.Optimizer):
-    """AdamW on bfloat16 weights with bfloat16 moments.
+    """AdamW with bfloat16 weights and moments.
 
-    The noise is a function of step, tensor and rank. It needs no state of its own, so that a continued run goes on bit
-    for bit.
+    The rounding noise is a function of step, tensor and rank. It has no state, so resumed runs are bit-identical.
 
     Args:
-        rank: a number for each rank that holds a part of the parameters; 0 on ranks that hold all of them, because
-            they have to stay equal.
+        params: parameters or groups, as in `torch.optim.AdamW`.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        rank: the rank if each rank has a part of the parameters; 0 if every rank has all of them, because they must
+            stay equal.
     """
 
     def __init__(
@@ -49,17 +52,19 @@ class AdamWBf16(torch.optim.Optimizer):
         rank: int = 0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.found_inf: torch.Tensor | None = None  # set to leave a step out, as of PyTorch's fused kernels
+        # If set, the next step is skipped, as in PyTorch's fused optimizers.
+        self.found_inf: torch.Tensor | None = None
         self._rank = rank
         self._ordinals: dict[torch.Tensor, int] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
+        """Update all parameters with a gradient."""
         if self.found_inf is not None:
             return
         for group in self.param_groups:
             for parameter in group["params"]:
+                # Numbered before checking the gradient, so that numbers do not depend on which gradients exist.
                 ordinal = self._ordinals.setdefault(parameter, len(self._ordinals))
                 if parameter.grad is not None:
                     self._update(parameter, group, ordinal)
@@ -73,18 +78,19 @@ class AdamWBf16(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         generator = torch.Generator(parameter.device).manual_seed(seed_of(self._rank, step, ordinal))
-        assert parameter.grad is not None, "only parameters with a gradient are updated"
+        assert parameter.grad is not None, "the parameter has no gradient"
         for tensors in chunks(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
             update_chunk(*tensors, step=step, group=group, generator=generator)
 
 
 def seed_of(*numbers: int) -> int:
-    """Return 32 bits that depend on all of the numbers: a generator of the CPU reads no more of its seed."""
+    """Hash numbers to a 32-bit seed."""
+    # A CPU generator uses only 32 bits of its seed.
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
 
 
 def chunks(*tensors: torch.Tensor, size: int = CHUNK) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the same rows of tensors of one shape, of about `size` elements."""
+    """Split tensors with equal shapes along the first dimension into chunks with about `size` elements."""
     rows = [torch.atleast_1d(tensor) for tensor in tensors]
     per_row = max(1, rows[0][:1].numel())
     yield from zip(*(tensor.split(max(1, size // per_row)) for tensor in rows), strict=True)
@@ -100,7 +106,7 @@ def update_chunk(
     group: ParameterGroup,
     generator: torch.Generator,
 ) -> None:
-    """Take AdamW's step in float32 and round its results in place."""
+    """Compute AdamW in float32 and round the results in place."""
     exact = [weight.float(), gradient.float(), exp_avg.float(), exp_avg_sq.float()]
     adamw_step(*exact, step=step, settings=group)
     for target, value in ((weight, exact[0]), (exp_avg, exact[2]), (exp_avg_sq, exact[3])):

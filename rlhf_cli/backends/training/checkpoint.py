@@ -1,7 +1,7 @@
-"""Checkpoints on disk: written aside, verified, renamed, and only then are older ones removed.
+"""Atomic checkpoints: written to a temporary folder, verified, renamed, and only then are old ones removed.
 
-A checkpoint is a folder `step_000020` with whatever its writers put there and a manifest of all files, written
-last. Its contents belong to the trainers and engines that write it.
+A checkpoint is a folder such as `step_000020`. Trainers and engines define the content; a manifest of all files is
+written last.
 """
 
 import json
@@ -22,9 +22,10 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 ASIDE = ".writing"
 REMOVED = ".removing"
-PROBE_BYTES = 4 << 20  # checked at both ends of a file: whole files of a large model would take minutes
+# Checksum only this much at both ends of a file: complete files of a large model would take minutes.
+PROBE_BYTES = 4 << 20
+# Longer values, such as hashes, are useless in an error message.
 SHOWN_CHARACTERS = 30
-"""Of a value in a message; hashes are longer, and no reader can use them."""
 SHOWN_DIFFERENCES = 5
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,12 @@ class Checkpoint:
 
     path: Path
     step: int
-    state: dict[str, Any]  # the contents of `state.json`, from the driver of the run
+    # Content of `state.json`, written by the driver.
+    state: dict[str, Any]
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process of the run writes; all may read."""
+    """The checkpoints of a run. Only one process may write; all processes may read."""
 
     def __init__(
         self,
@@ -54,15 +56,16 @@ class CheckpointStore:
         self._free_bytes = free_bytes
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, oldest first."""
+        """List the steps of all complete checkpoints, oldest first."""
+        # Complete means that there is a manifest, which is written last.
         names = [path.parent.name.removeprefix("step_") for path in self._root.glob(f"step_*/{MANIFEST}")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, or None.
+        """Return the latest complete checkpoint, or None.
 
         Raises:
-            UsageError: it is damaged.
+            UsageError: the checkpoint is damaged.
         """
         steps = self.steps()
         if not steps:
@@ -72,26 +75,26 @@ class CheckpointStore:
         return Checkpoint(path, steps[-1], json.loads((path / STATE).read_bytes()))
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint, which may not exist yet."""
+        """Return the checkpoint folder for a step, which may not exist."""
         return self._root / f"step_{step:06d}"
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raise RunError if the disk has no room for a checkpoint of this size."""
+        """Raise RunError if the disk has less than `needed_bytes` free."""
         free = self._free_bytes(self._root)
         if free < needed_bytes:
             raise RunError(
-                f"no room for a checkpoint in {self._root}: it takes about {_size(needed_bytes)} and "
-                f"{_size(free)} are free; free some space and run the same command with --load_checkpoint "
+                f"not enough disk space for a checkpoint in {self._root}: about {_size(needed_bytes)} needed, "
+                f"{_size(free)} free; free some space and run the same command with --load_checkpoint "
                 f"({self._intact()})"
             )
 
     @contextmanager
     def writing(self, step: int, state: dict[str, Any], *, needed_bytes: int) -> Iterator[Path]:
-        """Fill the folder that is yielded; it becomes the checkpoint of `step` when the block ends well.
+        """Yield a temporary folder to fill. When the block ends without an error, it becomes the checkpoint of `step`.
 
         Raises:
-            RunError: it could not be written, as on a full disk; earlier checkpoints are intact and nothing
-                half-written is left.
+            RunError: writing failed, for example because the disk is full. Earlier checkpoints are intact, and the
+                incomplete one is removed.
         """
         aside = self._begin(step, needed_bytes)
         try:
@@ -99,11 +102,13 @@ class CheckpointStore:
             (aside / STATE).write_text(json.dumps(state))
             seal(aside)
             self._publish(aside, self.path(step))
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        # torch.save reports a full disk as RuntimeError.
+        except (OSError, RuntimeError) as error:
             raise self._failure(step, error) from error
         except BaseException:
             self._remove_left_over()
             raise
+        # Only after publishing: an error before this point must leave the earlier checkpoints.
         for old in self.steps()[: -self._max_num]:
             try:
                 self._drop(self.path(old))
@@ -111,14 +116,15 @@ class CheckpointStore:
                 logger.warning("the checkpoint of step %d could not be removed: %s", old, error)
 
     def clear(self) -> None:
-        """Remove every checkpoint, and nothing else that may be in the folder."""
+        """Remove all checkpoints, but no other files in the folder."""
         for step in self.steps():
             self._drop(self.path(step))
         self._remove_left_over()
 
     def _begin(self, step: int, needed_bytes: int) -> Path:
-        """Return a new folder with a name of its own: a rank that outlived a killed run may write into an older one."""
+        """Create a temporary folder for a checkpoint."""
         self._remove_left_over()
+        # A unique name: a surviving rank of a killed run may still write to an older temporary folder.
         aside = self._root / f"{ASIDE}-{uuid4().hex[:8]}"
         try:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -129,13 +135,15 @@ class CheckpointStore:
         return aside
 
     def _remove_left_over(self) -> None:
-        """Remove half-written and half-removed folders; the run holds the folder, so no other run is at work in it."""
+        """Remove folders from interrupted writes and removals."""
+        # Safe because the run holds the output lock, so no other run uses this folder.
         for pattern in (f"{ASIDE}*", f"{REMOVED}*"):
             for left_over in self._root.glob(pattern):
                 shutil.rmtree(left_over, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> RunError:
-        """Return a message about a checkpoint that could not be written, of which nothing stays."""
+        """Remove the incomplete checkpoint and return the error to raise."""
+        # Measure free space before removing files: the removal would hide a full disk.
         free = f"{_size(self._free_bytes(self._root))} were free in" if self._root.is_dir() else "there is no"
         self._remove_left_over()
         return RunError(
@@ -143,16 +151,16 @@ class CheckpointStore:
         )
 
     def _publish(self, aside: Path, path: Path) -> None:
-        self._drop(path)  # a step is written twice only if a run went back to an older checkpoint
+        # The step already exists only if a run has resumed from an older checkpoint.
+        self._drop(path)
         aside.rename(path)
+        # Sync the parent folder too: otherwise, a power failure could undo the rename.
         _sync(self._root)
 
     def _drop(self, path: Path) -> None:
-        """Remove a checkpoint; a kill in the middle never leaves a checkpoint that lacks files.
-
-        Each removal has a name of its own: what cannot be unlinked, as in a folder of another user, stays under it and
-        must not stand in the way of later removals.
-        """
+        """Remove a checkpoint."""
+        # Rename first: if the process is killed during the removal, no checkpoint with missing files remains. The name
+        # is unique, because files that cannot be removed, such as another user's, must not block later removals.
         if path.exists():
             removed = self._root / f"{REMOVED}-{uuid4().hex[:8]}"
             path.rename(removed)
@@ -164,7 +172,7 @@ class CheckpointStore:
 
 
 def seal(directory: Path) -> None:
-    """Write the manifest of every file below `directory` and force all of it to disk."""
+    """Write a manifest of all files in `directory` and sync everything to disk."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     entries = {str(path.relative_to(directory)): [path.stat().st_size, _probe(path)] for path in files}
     (directory / MANIFEST).write_text(json.dumps(entries))
@@ -173,7 +181,7 @@ def seal(directory: Path) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Raise UsageError naming the first file that is not as it was written."""
+    """Raise UsageError for the first file that differs from the manifest."""
     for name, (size, probe) in _entries(directory).items():
         if problem := _problem(directory / name, size, probe):
             raise _damage(directory, name, problem)
@@ -186,7 +194,7 @@ def _damage(directory: Path, name: str, problem: str) -> UsageError:
 
 
 def _entries(directory: Path) -> dict[str, tuple[int, int]]:
-    """Size and checksum of each file as it was written."""
+    """Read size and checksum of each file from the manifest."""
     try:
         entries = json.loads((directory / MANIFEST).read_bytes())
         return {name: (int(size), int(probe)) for name, (size, probe) in entries.items()}
@@ -199,34 +207,33 @@ def _problem(path: Path, size: int, probe: int) -> str | None:
         return "is missing"
     if path.stat().st_size != size:
         return f"has {path.stat().st_size} bytes instead of {size}"
-    return None if _probe(path) == probe else "has other contents than were written"
+    return None if _probe(path) == probe else "has changed since it was written"
 
 
 def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object], defaults: Mapping[str, object]) -> None:
-    """Raise UsageError if the checkpoint was written by a run with another identity.
-
-    A setting that the checkpoint does not record is younger than the checkpoint, which was written as if it had the
-    setting's default. So a newer version of this program continues it with the default, or with a role or an adapter
-    that neither has (None).
+    """Raise UsageError if the checkpoint belongs to a run with a different identity.
 
     Args:
-        identity: the facts that must be equal for continuing to make sense, such as command, weights and batch size.
-        defaults: the default of each setting by name, as JSON.
+        checkpoint: the checkpoint to resume.
+        identity: values that must match for resuming, such as command, weights and batch size.
+        defaults: default by setting name, as JSON values.
     """
     written = checkpoint.state.get("identity", {})
-    younger = {name for name, value in identity.items() if name not in written and value in (None, defaults.get(name))}
-    if found := differences(written, {name: value for name, value in identity.items() if name not in younger}):
+    # A setting that is missing in the checkpoint is newer than the checkpoint, which behaved like the default. The new
+    # version can resume it if the setting has the default, or None for an unused role or adapter.
+    newer = {name for name, value in identity.items() if name not in written and value in (None, defaults.get(name))}
+    if changes := differences(written, {name: value for name, value in identity.items() if name not in newer}):
         raise UsageError(
-            f"checkpoint {checkpoint.path} belongs to another run: {found}; use another --output, or --overwrite to "
+            f"checkpoint {checkpoint.path} belongs to another run: {changes}; use another --output, or --overwrite to "
             "start again"
         )
 
 
 def differences(written: Mapping[str, object], identity: Mapping[str, object]) -> str:
-    """Return a clause for each of the first entries that differ, "" if none does; long values are not shown."""
-    found = [_difference(name, written, value) for name, value in identity.items() if _differs(name, written, value)]
-    more = [f"{len(found) - SHOWN_DIFFERENCES} further differences"] if len(found) > SHOWN_DIFFERENCES else []
-    return "; ".join([*found[:SHOWN_DIFFERENCES], *more])
+    """Describe the first differing entries, without long values; "" if all entries match."""
+    clauses = [_difference(name, written, value) for name, value in identity.items() if _differs(name, written, value)]
+    more = [f"{len(clauses) - SHOWN_DIFFERENCES} further differences"] if len(clauses) > SHOWN_DIFFERENCES else []
+    return "; ".join([*clauses[:SHOWN_DIFFERENCES], *more])
 
 
 def _differs(name: str, written: Mapping[str, object], value: object) -> bool:

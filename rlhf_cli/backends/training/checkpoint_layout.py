@@ -1,7 +1,7 @@
-"""Where the elements of each parameter lie in the files of a saved engine, and who may go on from them.
+"""Layout of a saved DeepSpeed engine: the position of each parameter in the files, and which runs can resume from it.
 
-ZeRO cuts the optimizer's flat tensors at places that depend on its stage and on the number of ranks. Every rank records
-its own places beside DeepSpeed's files. Imports no DeepSpeed: the process that starts a run checks checkpoints by them.
+ZeRO partitions the optimizer's flat tensors depending on stage and number of ranks. Each rank saves a layout file next
+to DeepSpeed's files. This module does not import DeepSpeed, because the driver uses it to check checkpoints.
 """
 
 import json
@@ -11,66 +11,73 @@ from pathlib import Path
 from rlhf_cli.errors import UsageError
 
 DEEPSPEED = "deepspeed"
-"""Folder of DeepSpeed's own files in a saved engine."""
+"""Folder with DeepSpeed's files in a saved engine."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements of a parameter that are next to each other in a flat tensor of the optimizer."""
+    """Contiguous elements of a parameter in one of the optimizer's flat tensors."""
 
     name: str
-    start: int  # of the first one in the flattened parameter
+    # Index of the first element in the flattened parameter.
+    start: int
     length: int
-    flat: int  # the number of the flat tensor
-    offset: int  # of the first one in it
+    # Index of the flat tensor.
+    flat: int
+    # Index of the first element in the flat tensor.
+    offset: int
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter that a rank has which splits layers with others."""
+    """A parameter's part on one tensor-parallel rank."""
 
     shape: list[int]
-    dimension: int | None  # in which the parameter is split; None if each rank has the whole
+    # Split dimension; None if the parameter is replicated.
+    dimension: int | None
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One rank's flat tensors, and the facts that decide how DeepSpeed cuts them."""
+    """One rank's flat tensors, and the settings that determine DeepSpeed's partitioning."""
 
     zero_stage: int
     num_ranks: int
-    optimizer: str  # the class; another one keeps its count of steps in another way
-    uncut_states: list[str]  # names of states without an element for each element of the parameter
+    # Class name. Optimizers store the step count in different ways.
+    optimizer: str
+    # Names of states that are not elementwise and cannot be partitioned again.
+    uncut_states: list[str]
     fragments: list[Fragment]
-    tensor_parallel_size: int = 1  # neighbouring ranks that split layers
-    shards: dict[str, Shard] = field(default_factory=dict)  # of all parameters, if ranks split layers
+    tensor_parallel_size: int = 1
+    # Shards of all parameters; empty without tensor parallelism.
+    shards: dict[str, Shard] = field(default_factory=dict)
 
     def is_cut_as(self, other: "StateLayout") -> bool:
-        """Return whether DeepSpeed can load files of the other layout by itself."""
-        own, others = (
+        """Return whether DeepSpeed can load files with the other layout directly."""
+        first, second = (
             (one.zero_stage, one.num_ranks, one.tensor_parallel_size, one.optimizer) for one in (self, other)
         )
-        return own == others
+        return first == second
 
     def described(self) -> str:
-        """Return the ranks and the stage in words."""
+        """Describe ranks and stage for a message."""
         return _ranks_and_stage(self.num_ranks, self.zero_stage, self.tensor_parallel_size)
 
 
 def write_layout(layout: StateLayout, directory: Path, *, rank: int) -> None:
-    """Write a rank's layout beside the files of its engine."""
+    """Write a rank's layout file."""
     record = asdict(layout) | {"fragments": [astuple(fragment) for fragment in layout.fragments]}
     _file(directory, rank).write_text(json.dumps(record))
 
 
 def read_layout(directory: Path, *, rank: int = 0) -> StateLayout:
-    """Return what `write_layout` wrote. Raise UsageError if there is no such file."""
+    """Read a rank's layout file. Raises UsageError if there is none."""
     try:
         record = json.loads(_file(directory, rank).read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"checkpoint {directory} cannot be continued: it has no {_file(directory, rank).name}, as an earlier "
-            "version of rlhf wrote it"
+            f"checkpoint {directory} cannot be resumed: {_file(directory, rank).name} is missing, because an older "
+            "version of rlhf wrote the checkpoint"
         ) from None
     fragments = [Fragment(*values) for values in record["fragments"]]
     shards = {name: Shard(**shard) for name, shard in record.get("shards", {}).items()}
@@ -80,13 +87,15 @@ def read_layout(directory: Path, *, rank: int = 0) -> StateLayout:
 def continuation_notice(
     directory: Path, *, what: str, zero_stage: int, num_ranks: int, tensor_parallel_size: int = 1
 ) -> list[str]:
-    """Return a line if these ranks at this stage cut the states of a saved engine anew, else nothing.
+    """Return a notice if resuming requires partitioning the states again, otherwise an empty list.
 
     Args:
-        what: the name of the trained model in the line, "actor".
+        directory: the saved engine.
+        what: name of the trained model in the notice, such as "actor".
+        zero_stage, num_ranks, tensor_parallel_size: settings of the resumed run.
 
     Raises:
-        UsageError: the optimizer has states that cannot be cut anew, or ranks split layers.
+        UsageError: the states cannot be partitioned again, because of the optimizer or tensor parallelism.
     """
     saved = read_layout(directory)
     own = _ranks_and_stage(num_ranks, zero_stage, tensor_parallel_size)
@@ -94,18 +103,18 @@ def continuation_notice(
         return []
     if max(saved.tensor_parallel_size, tensor_parallel_size) > 1:
         raise UsageError(
-            f"checkpoint {directory} cannot be continued by {own}: states of split layers are not cut anew; go on with "
-            f"{saved.described()}, or start from the model that `rlhf merge` makes of it"
+            f"checkpoint {directory} cannot be resumed with {own}: tensor-parallel states cannot be partitioned again; "
+            f"use {saved.described()}, or convert it with `rlhf merge` and start from this model"
         )
     if saved.uncut_states:
         raise UsageError(
-            f"checkpoint {directory} cannot be continued by {own}: its optimizer {saved.optimizer} has states that "
-            f"cannot be cut anew ({', '.join(saved.uncut_states)}); go on with {saved.described()}"
+            f"checkpoint {directory} cannot be resumed with {own}: the optimizer {saved.optimizer} has states that "
+            f"cannot be partitioned again ({', '.join(saved.uncut_states)}); use {saved.described()}"
         )
     random = "" if saved.num_ranks == num_ranks else " and random numbers start from the seed"
     return [
-        f"The {what} goes on with {own} from a checkpoint of {saved.described()}: sums are cut in another way{random}, "
-        "so that numbers are equal up to rounding, not to the bit"
+        f"The {what} resumes with {own} from a checkpoint with {saved.described()}: sums are grouped differently"
+        f"{random}, so results are equal up to rounding, not bit-identical"
     ]
 
 

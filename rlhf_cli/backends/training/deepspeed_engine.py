@@ -1,8 +1,7 @@
-"""A model under DeepSpeed: one optimizer step over packed micro-batches, its states on disk and off the device.
+"""Training with DeepSpeed: optimizer steps over packed micro-batches, checkpoints, and offloading to host memory.
 
-The caller's loss is already divided by the global number of tokens (or sequences) of the step, so gradients are
-summed over micro-batches and ranks; DeepSpeed averages over ranks, which is undone here. How a step is cut into
-micro-batches therefore does not change the update.
+Micro-batching never changes the update. The caller divides the loss by the step's global number of tokens (or
+sequences), so gradients are summed over micro-batches and ranks. DeepSpeed averages over ranks, which is undone here.
 """
 
 import math
@@ -36,12 +35,13 @@ from rlhf_cli.models.tensor_parallel import whole_shape
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
 
+# 256 MiB: large enough for few collectives, small compared to a GPU's memory.
 BUCKET_BYTES = 1 << 28
-"""Weights that are whole at a time under ZeRO-3."""
+"""Bytes of weights gathered at a time under ZeRO-3."""
 
 
 class DeepSpeedEngine:
-    """Owns one rank's share of a trained model, its optimizer and its learning rate schedule."""
+    """One rank's part of a trained model, with optimizer and learning rate schedule."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class DeepSpeedEngine:
             settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus, optimizer=optim.optim
         )
         config |= tensor_parallel_config(module, settings.tensor_parallel_size)
+        # Before the optimizer is created, which keeps references to the parameters.
         module.to(distributed.device())
         optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
@@ -68,8 +69,9 @@ class DeepSpeedEngine:
             lr_scheduler=scheduler,
             config=config,
         )
+        # DeepSpeed's hook compares the inputs of tensor-parallel ranks, but supports only tensors, not packs.
         if settings.tensor_parallel_size > 1:
-            self._engine.first_dataloader_check.remove()  # it compares tensors alone, and packs are none
+            self._engine.first_dataloader_check.remove()
         self._stage = settings.zero_stage
         self._ranks_per_pack = settings.ranks_per_pack
         self._ranks_per_layer = settings.tensor_parallel_size
@@ -87,22 +89,23 @@ class DeepSpeedEngine:
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped model; its forward must go through the engine's methods."""
+        """The wrapped model. Do not call its forward directly; use the engine's methods."""
         return self._engine.module
 
     def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
-        """Take one optimizer step; return the metrics of the whole step over all ranks, `grad_norm` and `lr`.
+        """Run one optimizer step. Returns the step's metrics over all ranks, with `grad_norm` and `lr`.
 
-        If a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the run,
-        `skipped_in_a_row` those since the last good one, or since the start of this process.
+        If a loss or gradient is not finite, all ranks skip the step. `skipped_steps` counts skipped steps in the run,
+        `skipped_in_a_row` counts them since the last successful step or the start of this process.
 
         Args:
-            micro_batches: this rank's share; every rank has the same number.
-            compute_loss: (model, micro-batch) -> (loss, metrics), both as this micro-batch's additive part of the
-                global mean; metrics whose name ends in `_max` are combined as maxima.
+            micro_batches: this rank's micro-batches. Every rank must pass the same number.
+            compute_loss: (model, micro-batch) -> (loss, metrics), both as additive contributions to the global mean.
+                Metrics with names ending in `_max` are combined as maxima.
         """
         metrics = self._accumulate_gradients(micro_batches, compute_loss)
-        lr = self._engine.get_lr()[0]  # before the step, which moves the schedule
+        # Before the optimizer step, which advances the schedule.
+        lr = self._engine.get_lr()[0]
         norm = self._optimizer_step()
         reduced = self._reduced(metrics)
         return reduced | {
@@ -113,23 +116,25 @@ class DeepSpeedEngine:
         }
 
     def _accumulate_gradients(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> Metrics:
-        """Run forward and backward of all micro-batches; return this rank's metrics."""
+        """Run forward and backward passes for all micro-batches. Returns this rank's metrics."""
         self._engine.train()
         if self._router_loss is not None:
             compute_loss = self._router_loss.added_to(compute_loss, model=self._engine, micro_batches=micro_batches)
         total: Metrics = {}
         for index, micro_batch in enumerate(micro_batches):
+            # The boundary must be set before the backward pass, inside which DeepSpeed reduces gradients.
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             with named_shortage("training", self.module, micro_batch):
                 loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
-                # Ranks that split layers have parts of one gradient: DeepSpeed averages over groups of them.
+                # Undo DeepSpeed's average over ranks. Tensor-parallel ranks hold parts of the same gradient, so
+                # DeepSpeed averages over groups of them.
                 num_gradients = dist.get_world_size() // self._ranks_per_layer
                 self._engine.backward(spreading_nan(loss) * num_gradients)
             total = combine_metrics(total, metrics)
         return total
 
     def _optimizer_step(self) -> float:
-        """Let the optimizer step, or skip the step on every rank; return the gradient norm before clipping."""
+        """Run or skip the optimizer step on all ranks. Returns the gradient norm before clipping."""
         own_norm = self._plain_grad_norm()
         if own_norm is not None:
             self._skip_plainly(not math.isfinite(own_norm))
@@ -142,21 +147,22 @@ class DeepSpeedEngine:
         return float(norm)
 
     def _plain_grad_norm(self) -> float | None:
-        """Return the gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else
-        None.
-        """
+        """Return the gradient norm with a plain torch optimizer (fp32 at stage 0), otherwise None."""
+        # In this case DeepSpeed has no optimizer wrapper, and therefore neither a norm nor an overflow check.
         if self._stage > 0 or self._engine.bfloat16_enabled():
             return None
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
 
     def _skip_plainly(self, skip: bool) -> None:
-        """If the step is the plain optimizer's, pass to its fused kernel, and to DeepSpeed, whether it is skipped."""
+        """Make a plain torch optimizer skip the next step, or not."""
+        # `found_inf` makes PyTorch's fused kernels skip the update. DeepSpeed reads `overflow` after the step: it
+        # counts a skipped step and does not advance the schedule.
         self._engine.optimizer.found_inf = torch.ones((), device=distributed.device()) if skip else None
         self._engine.optimizer.overflow = skip
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any], compute_loss: ComputeLoss) -> dict[str, float]:
-        """Return the metrics of `compute_loss` over all micro-batches of all ranks, without training."""
+        """Compute the metrics from `compute_loss` over all micro-batches and ranks, without training."""
         self._engine.eval()
         total: Metrics = {}
         for micro_batch in micro_batches:
@@ -165,22 +171,22 @@ class DeepSpeedEngine:
         return self._reduced(total)
 
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
-        """Return the metrics over all ranks."""
+        """Reduce metrics over all ranks."""
         own = {name: float(value) for name, value in metrics.items()}
         return distributed.reduce_metrics(own, ranks_per_pack=self._ranks_per_pack)
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
-        """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        """Run `forward(model, micro_batch)` on this rank's micro-batches. Returns results on the CPU."""
         self._engine.eval()
         return _inferred(self._engine, self.module, micro_batches, forward)
 
     def named_weights(
         self, part: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, only_trained: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights (name, tensor) of a part of the module; every rank must iterate to the end.
+        """Yield full weights (name, tensor) of a submodule. Every rank must iterate to the end.
 
-        Under ZeRO-3 they are gathered bucket by bucket and valid only until the next one is asked for.
+        Under ZeRO-3, weights are gathered in buckets. Each tensor is valid only until the next iteration.
         """
         chosen = [(name, p) for name, p in part.named_parameters() if p.requires_grad or not only_trained]
         yield from self.whole(chosen, bucket_bytes=bucket_bytes)
@@ -188,32 +194,34 @@ class DeepSpeedEngine:
     def whole(
         self, parameters: list[tuple[str, nn.Parameter]], *, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same for parameters of the module under given names."""
+        """Yield full weights like `named_weights`, for these named parameters."""
         yield from whole_weights(parameters, gather=self._stage == 3, bucket_bytes=bucket_bytes)
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes that `save` writes over all ranks: trained weights and all that the optimizer holds."""
+        """Estimate the bytes that `save` writes on all ranks: trained weights and optimizer states."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
         return sum(math.prod(whole_shape(p)) * (p.element_size() + self._optimizer_bytes) for p in trained)
 
     def save(self, directory: Path) -> None:
-        """Write trained weights, optimizer, schedule and RNG states of all ranks below `directory`; all call it.
+        """Save trained weights, optimizer, schedule and RNG states in `directory`. Call it on all ranks.
 
-        Frozen weights are left out: they are those the model was loaded with.
+        Frozen weights are excluded, because they are loaded from the model.
         """
+        # `exclude_frozen_parameters` misses the second names of tied parameters, which the hook removes.
         with without_frozen_weights(self.module):
             self._engine.save_checkpoint(
                 str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
             )
         write_layout(self._layout(), directory, rank=dist.get_rank())
         torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
+        # The driver publishes the checkpoint as soon as rank 0 returns, so all files must exist by then.
         distributed.barrier()
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, to the bit on the same number of ranks and at the same stage.
+        """Restore a checkpoint from `save`. With the same number of ranks and ZeRO stage, it is bit-identical.
 
-        Else states are cut anew. Of another number of ranks there are no random states to restore: they start from this
-        process's seed and the number of steps.
+        Otherwise, states are partitioned again. With a different number of ranks, RNG states cannot be restored: they
+        start from this process's seed and the step number.
         """
         saved, own = read_layout(directory), self._layout()
         if saved.is_cut_as(own):
@@ -221,6 +229,7 @@ class DeepSpeedEngine:
             assert path is not None, f"{directory} has no DeepSpeed checkpoint"
         else:
             load_cut_anew(self._engine, directory, own)
+        # After loading, which restores the optimizer's learning rates from the checkpoint.
         set_rates(self._engine.optimizer, self._engine.lr_scheduler)
         if saved.num_ranks == own.num_ranks:
             set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
@@ -228,32 +237,33 @@ class DeepSpeedEngine:
             seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
 
     def _layout(self) -> StateLayout:
-        """Return where this rank's states lie."""
+        """Describe the layout of this rank's states."""
         return layout_of(self._engine, zero_stage=self._stage, tensor_parallel_size=self._ranks_per_layer)
 
     def sleep(self) -> None:
-        """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
+        """Move optimizer states, gradients and weights to host memory. No-op without a GPU."""
         if torch.cuda.is_available():
             self._states.leave(with_weights=True)
+            # Return cached blocks to the driver, so that other processes on the GPU can allocate them.
             torch.cuda.empty_cache()
 
     def sleep_optimizer(self) -> None:
-        """Move all but the low-precision weights to host memory; a no-op without an accelerator."""
+        """Move optimizer states and gradients to host memory, and keep the weights. No-op without a GPU."""
         if torch.cuda.is_available():
             self._states.leave(with_weights=False)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Bring back what `sleep` moved away."""
+        """Move all states back to the GPU."""
         if torch.cuda.is_available():
             self._states.come_back()
 
 
 class FrozenEngine:
-    """Owns one rank's share of a model that is only read: partitioned under ZeRO-3, else whole.
+    """One rank's part of a frozen model: partitioned under ZeRO-3, otherwise complete.
 
-    With `param_offload` whole weights are in host memory but while they are used; DeepSpeed does so with partitioned
-    ones, layer by layer. `staying` are parameters that never leave the device if they are whole.
+    With `param_offload`, weights stay in host memory and are on the GPU only during use. Under ZeRO-3, DeepSpeed does
+    this layer by layer. Unless partitioned, `staying` parameters always remain on the GPU.
     """
 
     def __init__(
@@ -283,13 +293,13 @@ class FrozenEngine:
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
-        """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        """Run `forward(model, micro_batch)` on this rank's micro-batches. Returns results on the CPU."""
         with self._on_device():
             return _inferred(self._module, self._module, micro_batches, forward)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Within the block weights that are kept in host memory are on the device."""
+        """Move offloaded weights to the GPU inside the block."""
         if not self._is_offloaded:
             yield
             return
@@ -300,13 +310,13 @@ class FrozenEngine:
             self._weights.leave()
 
     def sleep(self) -> None:
-        """Move whole weights to host memory; partitioned ones stay, being small on every rank."""
+        """Move unpartitioned weights to host memory. Partitioned weights stay, because they are small on each rank."""
         if not self._partitioned and torch.cuda.is_available():
             self._weights.leave()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Bring back what `sleep` moved away."""
+        """Move weights back to the GPU."""
         if not self._is_offloaded:
             self._weights.come_back(distributed.device())
 
@@ -314,7 +324,7 @@ class FrozenEngine:
 def _inferred(
     model: nn.Module, module: nn.Module, micro_batches: Sequence[Any], forward: Forward
 ) -> list[torch.Tensor]:
-    """Return the results of `forward(model, micro_batch)`, on the CPU; `module` is the model without its engine."""
+    """Run `forward(model, micro_batch)` and return results on the CPU. `module` is the unwrapped model."""
     results = []
     for micro_batch in micro_batches:
         with named_shortage("computing a forward pass", module, micro_batch):
@@ -323,40 +333,40 @@ def _inferred(
 
 
 def spreading_nan(loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss, or NaN with gradients of NaN if it is not finite, which every rank sees in the gradient's
-    norm.
-    """
+    """Replace a non-finite loss by NaN with NaN gradients."""
+    # An infinite loss can have finite gradients. NaN gradients reach all ranks through the gradient norm, so that all
+    # ranks skip the step without an additional collective.
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def undo_first_step(optimizer: Any) -> None:
-    """Take back the step with zero gradients that DeepSpeed's stage 0 in bf16 makes to allocate Adam's moments.
-
-    It decays the weights once and counts as a step in Adam's bias correction, which makes the first real one smaller.
-    """
+    """Undo the initial optimizer step with zero gradients that DeepSpeed runs at stage 0 in bf16."""
+    # DeepSpeed steps to allocate Adam's moments. This step decays the weights and counts in Adam's bias correction,
+    # which would make the first real step smaller.
     for state in optimizer.optimizer.state.values():
-        if "step" in state:  # Muon's momentum has none
-            state["step"] *= 0  # a tensor, or bitsandbytes' number
+        # Muon's momentum state has no step count. In-place, because it is a tensor, or a number with bitsandbytes.
+        if "step" in state:
+            state["step"] *= 0
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):
             master.data.copy_(weight.data)
 
 
 def register_external_parameters(module: nn.Module) -> None:
-    """Register parameters with ZeRO-3 that are used outside the module that owns them."""
+    """Register parameters that are used outside their module, so that ZeRO-3 gathers them there."""
     head = module.external_parameters() if isinstance(module, LanguageModel) else []
     for user, parameter in [*head, *weights_read_by_others(module)]:
         deepspeed.zero.register_external_parameter(user, parameter)
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """Return the names of parameters that are not trained, each under all its names."""
+    """Return the names of frozen parameters, including all names of tied ones."""
     return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 @contextmanager
 def without_frozen_weights(module: nn.Module) -> Iterator[None]:
-    """Within the block the state dict has no frozen weights; DeepSpeed itself forgets the second names of tied ones."""
+    """Exclude frozen weights from the module's state dict inside the block."""
     frozen = frozen_names(module)
 
     def drop(_: nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
@@ -371,16 +381,16 @@ def without_frozen_weights(module: nn.Module) -> Iterator[None]:
 
 
 def load_trained_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-    """Load a state dict that has every weight of the module but frozen ones."""
+    """Load a state dict that contains exactly the trained weights."""
     result = dst.load_state_dict(src, strict=False)
-    others = (set(result.missing_keys) - frozen_names(dst)) | set(result.unexpected_keys)
-    assert not others, f"the checkpoint has other weights than the model: {sorted(others)}"
+    mismatched = (set(result.missing_keys) - frozen_names(dst)) | set(result.unexpected_keys)
+    assert not mismatched, f"checkpoint and model have different weights: {sorted(mismatched)}"
 
 
 def whole_weights(
     parameters: list[tuple[str, nn.Parameter]], *, gather: bool, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of the parameters."""
+    """Yield (name, full tensor). With `gather`, parameters are gathered in buckets."""
     if not gather:
         yield from ((name, joined(parameter)) for name, parameter in parameters)
         return
@@ -391,9 +401,9 @@ def whole_weights(
 
 @torch.no_grad()
 def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: float) -> None:
-    """Make the named parameters `alpha` of the given whole tensors and the rest of their own; all ranks call it.
+    """Interpolate parameters in place: (1 - alpha) * parameter + alpha * full tensor. Call it on all ranks.
 
-    Of partitioned ones the first rank's tensors count.
+    For partitioned parameters, the tensors on rank 0 are used.
     """
     own = dict(module.named_parameters())
     for name, weight in towards.items():
@@ -401,6 +411,7 @@ def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: 
         if not hasattr(parameter, "ds_tensor"):
             parameter.lerp_(weight.to(parameter.device), alpha)
             continue
+        # On exit, DeepSpeed broadcasts the modified parameter from rank 0 and partitions it again.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank() == 0:
                 parameter.lerp_(weight.to(parameter.device), alpha)
@@ -409,10 +420,11 @@ def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: 
 def buckets(
     parameters: list[tuple[str, nn.Parameter]], limit: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield the parameters in their order, as many at a time as have no more bytes than `limit`, and at least one."""
+    """Group parameters, in order, into buckets of up to `limit` bytes, with at least one parameter each."""
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in parameters:
+        # Under ZeRO-3, `numel` of a partitioned parameter is 0; `ds_numel` is the full size.
         num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
         if bucket and size + num_bytes > limit:
             yield bucket
@@ -424,7 +436,7 @@ def buckets(
 
 
 def rng_state() -> dict[str, object]:
-    """Return every random generator's state of this process."""
+    """Return the states of all random generators in this process."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -432,7 +444,7 @@ def rng_state() -> dict[str, object]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set what `rng_state` returned."""
+    """Restore random generator states from `rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -441,7 +453,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every random generator of this process."""
+    """Seed all random generators in this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

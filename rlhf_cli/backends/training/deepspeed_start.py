@@ -1,19 +1,16 @@
-"""What DeepSpeed loads and compiles when it starts and this program has no use for: seconds of every start."""
+"""Workarounds that skip unneeded work during DeepSpeed's startup, which takes seconds in each process."""
 
 import deepspeed
 import torch
 
 SHARED_MEMORY = "deepspeed_shm_comm"
-"""The operator with which the ranks of a CPU exchange tensors; to compile it once takes a minute and more."""
+"""DeepSpeed's operator for shared-memory communication between CPU ranks. Compiling it takes over a minute."""
 
 
 def load_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, which no setting here chooses, without loading Inductor.
-
-    DeepSpeed imports Muon to compare it with the optimizer that it is given. Its functions are marked for
-    torch.compile, which loads Inductor at that moment (two seconds of a CPU). torch before 2.13 cannot change the
-    default backend, and takes the two seconds.
-    """
+    """Import DeepSpeed's Muon without loading Inductor. With torch before 2.13, Inductor is loaded (about 2 s)."""
+    # DeepSpeed imports Muon for a type check of the optimizer. The module decorates functions with torch.compile, which
+    # loads Inductor (two seconds) unless another backend is set. torch before 2.13 cannot set the default backend.
     if not hasattr(torch.compiler, "set_default_backend"):
         return
     torch.compiler.set_default_backend("eager")
@@ -24,5 +21,6 @@ def load_muon_uncompiled() -> None:
 
 
 def leave_out_shared_memory() -> None:
-    """Keep DeepSpeed from compiling the operator between ranks: for a group of one rank."""
+    """Prevent DeepSpeed from compiling the shared-memory operator. Use it only with a single rank."""
+    # deepspeed.comm compiles the operator only if it is listed as compatible.
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False

@@ -1,6 +1,6 @@
-"""Weights of a saved engine, at any ZeRO stage, read one tensor at a time under the names of the Hugging Face model.
+"""Reads weights from a saved DeepSpeed engine at any ZeRO stage, one tensor at a time, with Hugging Face names.
 
-They are the weights the model computed with: float32 copies of the optimizer are rounded to the type of the run.
+The result equals the weights used in training: fp32 master weights are rounded to the run's dtype.
 """
 
 import contextlib
@@ -16,18 +16,22 @@ from rlhf_cli.backends.training.saved_states import PARTITIONED, WHOLE, SavedSta
 from rlhf_cli.errors import UsageError
 
 DESCRIPTION = "huggingface"
-"""Folder beside it with a Hugging Face folder's files besides weights."""
+"""Sibling folder with the Hugging Face files except weights."""
 SPLIT = "*mp_rank_01_model_states.pt"
-"""Files of the second of the ranks that split layers, at any stage."""
+"""Files that exist only with tensor parallelism: the second tensor-parallel rank's, at any stage."""
 WRAPPER = "model."
-"""Before the Hugging Face name in every key: the attribute of PolicyModel and ValueModel."""
+"""Prefix of all keys before the Hugging Face name: the attribute in PolicyModel and ValueModel."""
 
 
 class EngineWeights:
-    """Tensors of a saved engine: parts of mapped files that are put together when they are asked for."""
+    """Tensors of a saved engine, assembled on access from memory-mapped files."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, *, tied: Collection[str] = ()) -> None:
-        """`dtype` is the type of the run, for stage 3 keeps float32 copies alone; `tied` names are left out."""
+        """Open a saved engine. `tied` names are excluded.
+
+        `dtype` is the run's dtype. It is used at stage 3 and with tensor parallelism, where only fp32 weights are
+        saved.
+        """
         self._tied = tied
         self._dtype: torch.dtype | None = None
         folder = directory / DEEPSPEED
@@ -39,7 +43,7 @@ class EngineWeights:
         elif (folder / WHOLE).is_file():
             self._tensors = torch.load(folder / WHOLE, map_location="cpu", mmap=True, weights_only=False)["module"]
         else:
-            raise UsageError(f"{directory} is no saved model of a checkpoint: {folder} has no model states")
+            raise UsageError(f"{directory} is not a checkpoint: {folder} contains no model states")
 
     def names(self) -> list[str]:
         return [name for key in self._tensors if (name := key.removeprefix(WRAPPER)) not in self._tied]
@@ -55,28 +59,29 @@ class EngineWeights:
 
 
 def _split(states: SavedStates) -> dict[str, Any]:
-    """Return the tensors of ranks that split layers by name, put together by `contiguous`."""
+    """Return tensor-parallel weights by name. `contiguous` assembles a tensor."""
     return {name: _SplitTensor(states, name) for name in states.names()} | states.buffers()
 
 
 class _SplitTensor:
-    """A parameter of which ranks have saved parts."""
+    """A parameter saved in parts by tensor-parallel ranks."""
 
     def __init__(self, states: SavedStates, name: str) -> None:
         self._states, self._name = states, name
         self.shape = states.shape(name)
 
     def contiguous(self) -> torch.Tensor:
-        """Return the whole parameter."""
+        """Assemble the full parameter."""
         return self._states.joined(self._name)
 
 
 def _partitioned(directory: Path) -> dict[str, Any]:
-    """Return the tensors of stage 3 by name, put together from the ranks' mapped files by `contiguous`."""
+    """Return weights saved at stage 3 by name. `contiguous` assembles a tensor from the ranks' memory-mapped files."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    # DeepSpeed prints progress to stdout and stderr.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
             return get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=DEEPSPEED, lazy_mode=True)
         except (FileNotFoundError, ValueError) as error:
-            raise UsageError(f"{directory} cannot be put together from the files of its ranks: {error}") from error
+            raise UsageError(f"{directory}: the weights cannot be assembled from the ranks' files: {error}") from error

@@ -1,7 +1,7 @@
-"""This process's place among the ranks of one training group.
+"""Process group of a training role, and collectives over the ranks.
 
-Leaves out how ranks are started: by nobody (one process), by a launcher, or by Ray actors, which set the same
-environment variables.
+Ranks are started by a launcher or as Ray actors, which set the same environment variables. A process without these
+variables is the only rank.
 """
 
 import functools
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Join the ranks announced in the environment, or make a group of one where nothing is announced."""
+    """Join the process group described by environment variables, or create a group with a single rank."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
@@ -37,29 +37,30 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
     if not torch.cuda.is_available():
         keep_freed_memory()
     else:
+        # Before NCCL starts, which uses the current device.
         if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
             raise UsageError(
-                f"{os.environ['LOCAL_SIZE']} ranks are wanted on this machine, which shows "
-                f"{torch.cuda.device_count()} GPUs: start as many, or hide them with CUDA_VISIBLE_DEVICES=-1"
+                f"{os.environ['LOCAL_SIZE']} ranks on this machine, but only {torch.cuda.device_count()} GPUs are "
+                "visible: start one rank per GPU, or run on the CPU with CUDA_VISIBLE_DEVICES=-1"
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Before deepspeed.init_distributed, which may compile operators.
     use_own_ninja()
     remove_stale_locks()
     load_muon_uncompiled()
     if os.environ["WORLD_SIZE"] == "1":
         leave_out_shared_memory()
-    gc.freeze()  # DeepSpeed collects garbage up to a dozen times for each engine, and modules are none
+    # DeepSpeed calls gc.collect up to a dozen times per engine. Frozen objects, such as imported modules, are skipped.
+    gc.freeze()
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     _unlink_shared_buffers()
 
 
 def _unlink_shared_buffers() -> None:
-    """Take the names of DeepSpeed's shared buffers away once every rank has opened them.
-
-    On a CPU it keeps hundreds of megabytes for each rank in /dev/shm. Without names they go when the last rank does,
-    however it ends; with names a killed run would leave them there for good, and a later one on the same port would
-    open them.
-    """
+    """Unlink DeepSpeed's shared-memory buffers as soon as all ranks have opened them."""
+    # On a CPU, DeepSpeed keeps hundreds of megabytes per rank in /dev/shm. Unlinked files disappear with the last rank,
+    # even if it is killed. Otherwise, a killed run would leave them forever, and a later run with the same port would
+    # open them.
     dist.barrier()
     group = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*{group}_*"):
@@ -67,29 +68,27 @@ def _unlink_shared_buffers() -> None:
 
 
 def leave_process_group() -> None:
-    """Leave the group, so that no rank waits for this one; does nothing outside a group."""
+    """Leave the process group, so that no rank waits for this one. No-op outside a group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def device() -> torch.device:
-    """Return the device this rank computes on."""
+    """Return this rank's device."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that compute as one group: one for each rank, or none."""
+    """Return the number of GPUs in the group: one per rank, or 0."""
     return dist.get_world_size() if torch.cuda.is_available() else 0
 
 
 @functools.cache
 def sequence_group(ranks_per_sequence: int) -> dist.ProcessGroup | None:
-    """Return the group of neighbouring ranks that share each sequence with this one; None for one rank a sequence.
-
-    Every rank must call it.
-    """
+    """Return the sequence-parallel group of this rank, or None without sequence parallelism. Call it on all ranks."""
     if ranks_per_sequence == 1:
         return None
+    # Every rank must create every group: `new_group` is a collective over all ranks.
     own = None
     for first in range(0, dist.get_world_size(), ranks_per_sequence):
         members = list(range(first, first + ranks_per_sequence))
@@ -99,10 +98,9 @@ def sequence_group(ranks_per_sequence: int) -> dist.ProcessGroup | None:
 
 
 def reduce_metrics(metrics: dict[str, float], *, ranks_per_pack: int = 1) -> dict[str, float]:
-    """Return the same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
+    """Reduce metrics over all ranks: maximum for names ending in `_max`, sum for all others.
 
-    Ranks that compute a pack together have the same metrics, which count once. Every rank must call it with the same
-    names in the same order.
+    Ranks that share a pack have equal metrics, which count once. All ranks must pass the same names in the same order.
     """
     if dist.get_world_size() == 1:
         return metrics
@@ -111,26 +109,27 @@ def reduce_metrics(metrics: dict[str, float], *, ranks_per_pack: int = 1) -> dic
     sums, maxima = values.clone(), values
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    # Each value was summed once for every rank that shares the pack.
     sums /= ranks_per_pack
     return dict(zip(metrics, torch.where(is_max, maxima, sums).tolist(), strict=True))
 
 
 def summed(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor over all ranks; every rank must call it."""
+    """Sum a tensor over all ranks, in place. Call it on all ranks."""
     if dist.get_world_size() > 1:
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
 
 
 def gather_rows(rows: torch.Tensor, *, ranks_per_pack: int = 1) -> tuple[torch.Tensor, int]:
-    """Return the rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call
-    it.
+    """Concatenate rows from all ranks. Returns the rows on this rank's device, and the index of this rank's first row.
 
-    Ranks may have different numbers of rows, of the same shape and type. Ranks that compute a pack together have the
-    same rows, which are there once.
+    The number of rows may differ between ranks. Ranks that share a pack have equal rows, which are included once. Call
+    it on all ranks.
     """
     if dist.get_world_size() == 1:
         return rows, 0
+    # Objects instead of tensors, because `all_gather` requires equal sizes.
     parts: list[torch.Tensor] = [rows] * dist.get_world_size()
     dist.all_gather_object(parts, rows.cpu())
     parts = parts[::ranks_per_pack]
@@ -139,7 +138,7 @@ def gather_rows(rows: torch.Tensor, *, ranks_per_pack: int = 1) -> tuple[torch.T
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether `flag` is true on at least one rank; every rank must call it."""
+    """Return whether `flag` is true on any rank. Call it on all ranks."""
     if dist.get_world_size() == 1:
         return flag
     votes = torch.tensor(int(flag), device=device())
@@ -148,10 +147,12 @@ def any_rank(flag: bool) -> bool:
 
 
 def by_first_rank(decide: Callable[[], T]) -> T:
-    """Return what `decide` returns on the first rank; its UsageError is raised on every rank. Every rank must call it.
+    """Run `decide` on rank 0 and return the result on all ranks. A UsageError is raised on all ranks.
 
-    Other ranks would wait for a first rank that refuses to go on, and their own files may differ from its files.
+    Call it on all ranks.
     """
+    # If each rank decided alone, files that differ between machines would lead to different decisions, and the other
+    # ranks would wait forever for a rank that has raised an error.
     outcome: list[object] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -166,6 +167,6 @@ def by_first_rank(decide: Callable[[], T]) -> T:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until all ranks have reached this point."""
     if dist.get_world_size() > 1:
         dist.barrier()

@@ -1,7 +1,7 @@
-"""What PyTorch needs to compile DeepSpeed's operators: ninja on PATH, and no lock that a killed process has left.
+"""Prepares compiling DeepSpeed's operators with PyTorch: ninja on PATH, and no stale lock files.
 
-PyTorch makes a file while it compiles and waits for another's without an end. The process that compiles has the file
-open; a file that nobody has open is of a killed process, or of another machine with the same home directory.
+PyTorch creates a lock file while compiling and waits forever if it already exists. The compiling process has the file
+open. If no process has it open, it belongs to a killed process, or to another machine that shares the home directory.
 """
 
 import glob
@@ -14,46 +14,46 @@ from pathlib import Path
 import ninja
 from torch.utils.cpp_extension import get_default_build_root
 
+# Longer than compiling an operator takes, because another machine may own the lock.
 STALE_SECONDS = 300.0
-"""Age from which a lock that nobody here has open counts as left behind: longer than operators take to compile."""
+"""Age at which a lock file is stale if no process on this machine has it open."""
 
 logger = logging.getLogger(__name__)
 
 
 def use_own_ninja() -> None:
-    """Put the ninja that was installed with this program first on PATH.
-
-    Where its environment is not activated there may be none, or the system's, and another version compiles all anew.
-    """
+    """Put the ninja from this environment first on PATH."""
+    # If the environment is not activated, ninja may be missing, or the system's version would rebuild everything.
     paths = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if paths[0] != ninja.BIN_DIR:
         os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, *paths])
 
 
 def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:
-    """Wait until no lock is left whose owner is not on this machine, removing locks that are too old."""
+    """Wait for lock files that no process on this machine has open, and remove stale ones."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
         while (age := _age(lock)) is not None and not _is_open(lock):
             if age > STALE_SECONDS:
-                logger.warning("removing %s, which a process that was killed has left", lock)
+                logger.warning("removing the stale lock file %s of a killed process", lock)
                 lock.unlink(missing_ok=True)
             else:
                 time.sleep(poll_seconds)
 
 
 def _age(lock: Path) -> float | None:
-    """Return the seconds since the file was made; None if there is none."""
+    """Return the file's age in seconds, or None if it does not exist."""
     with suppress(FileNotFoundError):
         return time.time() - lock.stat().st_mtime
     return None
 
 
 def _is_open(lock: Path) -> bool:
-    """Return whether a process of this machine has the file open."""
+    """Return whether a process on this machine has the file open."""
     wanted = str(lock.resolve())
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
-        with suppress(OSError):  # a process that has ended, or is not ours
+        # The process may have exited, or belong to another user.
+        with suppress(OSError):
             if os.readlink(descriptor) == wanted:
                 return True
     return False

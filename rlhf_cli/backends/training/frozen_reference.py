@@ -1,5 +1,4 @@
-"""The model that a preference command compares with: a second model, the base under an adapter, or results kept on
-disk."""
+"""Reference models for preference training: a second model, the base model of an adapter, or cached log-probs."""
 
 import hashlib
 import tempfile
@@ -31,7 +30,7 @@ Results = Callable[[DeepSpeedEngine, list[object]], list[torch.Tensor]]
 
 
 class FrozenReference:
-    """A second model that is only asked. Owns it, and may move it towards the trained one."""
+    """A frozen second model, which may be moved toward the trained model."""
 
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
@@ -40,29 +39,29 @@ class FrozenReference:
         self.engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[object], forward: Forward) -> list[torch.Tensor]:
-        """Return the results of `forward` on each micro-batch."""
+        """Run `forward` on each micro-batch."""
         return self.engine.infer(batches, forward)
 
     def results(self, forward: Forward) -> Results:
-        """Return a function from (trained engine, micro-batches) to the results of `forward` by this model."""
+        """Return a function (trained engine, micro-batches) -> results that runs `forward` on this model."""
         return lambda engine, batches: self.infer(batches, forward)
 
     def move(self, engine: DeepSpeedEngine, alpha: float) -> None:
-        """Make the weights `alpha` of the trained model's and the rest of their own (TR-DPO, arXiv 2404.09656).
+        """Interpolate: (1 - alpha) * weight + alpha * trained weight (TR-DPO, arXiv 2404.09656).
 
-        Not under ZeRO-3, which partitions both models' weights.
+        ZeRO-3 is not supported, because it partitions the weights in both models.
         """
         trained = engine.module.get_submodule("model")
         move_weights(self._hf_model, dict(engine.named_weights(trained)), alpha)
 
     def save(self, folder: Path) -> None:
-        """Write the weights into a checkpoint's folder; rank 0 does."""
+        """Save the weights in a checkpoint folder, on rank 0."""
         if dist.get_rank() == 0:
             weights = {name: p.detach().cpu().contiguous() for name, p in self._hf_model.named_parameters()}
             save_file(weights, folder / SYNC_FILE)
 
     def load(self, folder: Path) -> None:
-        """Take the weights from a checkpoint's folder."""
+        """Load the weights from a checkpoint folder."""
         stored = load_file(folder / SYNC_FILE)
         with torch.no_grad():
             for name, parameter in self._hf_model.named_parameters():
@@ -70,7 +69,7 @@ class FrozenReference:
 
 
 def base_results(forward: Forward) -> Results:
-    """Return a function from (engine, micro-batches) to the results of `forward` by the base of the adapter."""
+    """Return a function (engine, micro-batches) -> results that runs `forward` with the adapter disabled."""
 
     def infer(engine: DeepSpeedEngine, batches: list[object]) -> list[torch.Tensor]:
         with adapter_off(engine.module):
@@ -80,26 +79,29 @@ def base_results(forward: Forward) -> Results:
 
 
 def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns]) -> Columns:
-    """Return the results of a model on data that `digest` stands for: of an earlier run, or computed by all ranks and
-    kept.
+    """Return reference results for a dataset, from the cache or computed on all ranks.
+
+    The cache key consists of model fingerprint, dtype and `digest`, which must identify the data.
     """
     key = hashlib.blake2b(digest_size=16)
     key.update(f"{find_model(source).fingerprint()} {source.param_dtype} {digest}".encode())
     path = user_cache("reference") / f"{key.hexdigest()}.npz"
     stored = _read(path)
+    # `compute` is a collective: if one rank has no cached file, such as on another machine, all must compute.
     if not distributed.any_rank(stored is None):
-        assert stored is not None, "no rank is without"
+        assert stored is not None, "every rank has the columns"
         return stored
     columns = compute()
     if dist.get_rank() == 0:
-        with suppress(OSError):  # a folder that cannot be written: the next run computes anew
+        # The cache is optional: if the folder is not writable, the next run computes again.
+        with suppress(OSError):
             _write(path, columns)
     distributed.barrier()
     return columns
 
 
 def _read(path: Path) -> Columns | None:
-    """Return the columns kept at `path`; None if there are none or they are damaged."""
+    """Read cached columns, or return None if the file is missing or damaged."""
     try:
         with np.load(path) as stored:
             return dict(stored)
@@ -109,6 +111,7 @@ def _read(path: Path) -> Columns | None:
 
 def _write(path: Path, columns: Columns) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Write to a temporary file and rename it, so that concurrent runs never read an incomplete file.
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
         try:
             np.savez(file, **columns)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The teacher of distillation: a second model that is only asked, with a ZeRO stage of its own."""
+"""Teacher model for distillation: a frozen second model with a separate ZeRO stage."""
 
 from collections.abc import Sequence
 
@@ -18,36 +18,37 @@ from rlhf_cli.models.student import HiddenStateModel
 
 
 class FrozenTeacher:
-    """Owns one rank's share of the teacher, and its whole head, which every rank needs in each step."""
+    """One rank's part of the teacher, with the full language model head, which every rank uses in each step."""
 
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
         hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
         module = HiddenStateModel(hf_model, sequence_ranks(settings, hf_model.config))
-        staying = module.head.parameters_used()  # the objective reads them in every step, beside the student
+        # The loss reads the head in every step, while the other weights are needed only for the teacher's forward pass.
+        staying = module.head.parameters_used()
         self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype, staying=staying)
         self.head = whole_head(module.head) if partition else module.head.weights()
         of_head = [part for part in (self.head.weight_VD, self.head.bias_V) if part is not None]
         self._of_head = HostCopies(of_head, pin=torch.cuda.is_available())
 
     def hidden_states(self, packs: Sequence[object]) -> list[torch.Tensor]:
-        """Return the states [k, D] that predict this rank's targets of each pack, on the CPU."""
+        """Compute hidden states [k, D] at the positions that predict this rank's targets, for each pack, on the CPU."""
         return self._engine.infer(packs, lambda model, pack: model(pack))
 
     def sleep(self) -> None:
-        """Leave the accelerator to others."""
+        """Move all weights to host memory."""
         self._engine.sleep()
         if torch.cuda.is_available():
             self._of_head.leave()
 
     def wake(self) -> None:
-        """Be ready to compute."""
+        """Move all weights back to the GPU."""
         self._engine.wake()
         self._of_head.come_back(distributed.device())
 
 
 def whole_head(head: TokenHead) -> HeadWeights:
-    """Return a copy of a partitioned head; every rank must call it."""
+    """Gather a copy of a partitioned head. Call it on all ranks."""
     partitioned = head.weights()
     named = [("weight", partitioned.weight_VD), ("bias", partitioned.bias_V)]
     present = [(name, parameter) for name, parameter in named if isinstance(parameter, torch.nn.Parameter)]

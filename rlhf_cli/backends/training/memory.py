@@ -1,6 +1,6 @@
-"""Running out of memory in a step, by name: the phase, the tokens of the pack, and the flag to change.
+"""Out-of-memory errors that name the phase, the pack size and the flag to change.
 
-Leaves out the role and its rank, which `WorkerGroup` adds.
+`WorkerGroup` adds role and rank.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,12 @@ from rlhf_cli.errors import OutOfMemory, full_memory, memory_sentence
 
 @contextmanager
 def named_shortage(phase: str, module: nn.Module, micro_batch: Any) -> Iterator[None]:
-    """Raise OutOfMemory for memory that runs out within the block, which computes a micro-batch of a model.
+    """Convert an out-of-memory error inside the block to OutOfMemory.
 
     Args:
-        micro_batch: a pack, or a batch that has one as `pack`; None for the optimizer's step.
+        phase: what the block does, such as "training".
+        module: the model.
+        micro_batch: a pack, or a batch with an attribute `pack`; None for the optimizer step.
     """
     try:
         yield
@@ -37,17 +39,18 @@ def _num_tokens(micro_batch: Any) -> int:
 
 
 def _of_states() -> str:
-    return "give --optim adamw_bf16, --adam_offload, --lora_rank, or --zero_stage 3 on several GPUs"
+    return "set --optim adamw_bf16, --adam_offload, --lora_rank, or --zero_stage 3 on multiple GPUs"
 
 
 def _of_pack(module: nn.Module, micro_batch: Any, *, trains: bool) -> str:
-    """Return what makes the activations of a pack smaller: recomputing, then half of the tokens."""
+    """Return flags that reduce activation memory: gradient checkpointing first, then half the tokens per pack."""
     pack = getattr(micro_batch, "pack", micro_batch)
     tokens = _num_tokens(micro_batch)
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
     first = [] if recomputes or not trains else ["--gradient_checkpointing"]
     if pack.num_sequences > 1:
         half = max(int(pack.max_seqlen), tokens // 2)
-        return f"give {' or '.join([*first, f'--train_max_tokens_per_gpu {half}'])}"
+        return f"set {' or '.join([*first, f'--train_max_tokens_per_gpu {half}'])}"
+    # A single sequence cannot be split over packs.
     rest = f"--max_len {tokens // 2}, or --sequence_parallel_size 2 on two GPUs"
-    return f"the pack is one sequence: give {', '.join([*first, rest])}"
+    return f"the pack is one sequence: set {', '.join([*first, rest])}"

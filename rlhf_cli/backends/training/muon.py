@@ -1,7 +1,7 @@
-"""Muon (kellerjordan.github.io/posts/muon, arXiv 2502.16982) for matrices of hidden layers, AdamW for all else.
+"""Muon (kellerjordan.github.io/posts/muon, arXiv 2502.16982) for hidden matrices, AdamW for all other parameters.
 
-DeepSpeed has a Muon too. At ZeRO 2 it clips the orthogonalized update instead of the gradient and reports the norm of
-the update, so its steps depend on the stage. Here an optimizer gets clipped gradients at every stage.
+DeepSpeed's Muon is not used: at ZeRO 2, it clips the orthogonalized update instead of the gradient, so results depend
+on the stage. This optimizer receives clipped gradients at every stage.
 """
 
 from dataclasses import dataclass
@@ -19,36 +19,38 @@ MOMENTUM = 0.95
 
 @dataclass(frozen=True)
 class FlatPart:
-    """This rank's part of the matrices of a group, which ZeRO lays end to end and cuts into parts of one size."""
+    """This rank's partition of a parameter group. ZeRO concatenates the matrices and splits them into equal parts."""
 
     start: int
     size: int
-    matrices: tuple[tuple[int, torch.Size], ...]  # where each one begins in the whole, and its shape
+    # Offset in the concatenation, and shape.
+    matrices: tuple[tuple[int, torch.Size], ...]
 
     def is_cut(self, offset: int, shape: torch.Size) -> bool:
-        """Return whether several ranks have a part of this matrix."""
+        """Return whether this matrix is split over ranks."""
         return offset // self.size != (offset + shape.numel() - 1) // self.size
 
     def range_of(self, offset: int, shape: torch.Size) -> tuple[int, int]:
-        """Return the elements of a matrix that this rank has, as a range within the matrix; empty if it has none."""
+        """Return the range of a matrix's elements on this rank; empty if there are none."""
         low = max(offset, self.start) - offset
         return low, max(low, min(offset + shape.numel(), self.start + self.size) - offset)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for groups with `use_muon`, AdamW for the others.
+    """Muon for groups with `use_muon`, AdamW for all other groups.
 
-    `flat_parts` has an entry for each parameter that is a part of a group's flat tensor instead of a matrix.
+    Under ZeRO, parameters are partitions of flat tensors instead of matrices. `flat_parts` describes them.
     """
 
     def __init__(self, params: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "use_muon": False})
         self.flat_parts: dict[torch.Tensor, FlatPart] = {}
-        self.found_inf: torch.Tensor | None = None  # set to leave a step out, as of PyTorch's fused kernels
+        # If set, the next step is skipped, as in PyTorch's fused optimizers.
+        self.found_inf: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; every rank calls it."""
+        """Update all parameters with a gradient. Call it on all ranks."""
         if self.found_inf is not None:
             return
         for group in self.param_groups:
@@ -70,7 +72,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-        direction = gradient.lerp(momentum, MOMENTUM)  # Nesterov's: the momentum of the next step's gradient
+        # Nesterov momentum.
+        direction = gradient.lerp(momentum, MOMENTUM)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         part = self.flat_parts.get(weight)
         if part is None:
@@ -83,34 +86,37 @@ class Muon(torch.optim.Optimizer):
 def _update_flat(
     weight: torch.Tensor, direction: torch.Tensor, part: FlatPart, *, offset: int, shape: torch.Size, lr: float
 ) -> None:
-    """Update this rank's elements of one matrix; ranks put a matrix together that several of them have."""
+    """Update this rank's elements of a matrix. If the matrix is split, ranks first gather the full direction."""
     low, high = part.range_of(offset, shape)
     own = slice(low + offset - part.start, high + offset - part.start)
+    # Orthogonalization needs the full matrix. The sum of disjoint parts is exact. All ranks join, even those without a
+    # part, because the reduction is a collective.
     if part.is_cut(offset, shape):
-        whole = direction.new_zeros(shape.numel())
-        whole[low:high] = direction[own]
-        dist.all_reduce(whole)
+        full = direction.new_zeros(shape.numel())
+        full[low:high] = direction[own]
+        dist.all_reduce(full)
     else:
-        whole = direction[own]
+        full = direction[own]
     if low < high:
-        weight[own].add_(muon_update(whole.view(shape)).reshape(-1)[low:high], alpha=-lr)
+        weight[own].add_(muon_update(full.view(shape)).reshape(-1)[low:high], alpha=-lr)
 
 
 def flat_parts(zero: ZeROOptimizer, *, rank: int) -> dict[torch.Tensor, FlatPart]:
-    """Return this rank's parts under DeepSpeed's optimizer of stage 1 or 2, by the tensors that are stepped."""
+    """Return this rank's partitions in DeepSpeed's optimizer for stage 1 or 2, by optimizer parameter."""
+    # Stage 1 in bf16 with fp32 gradients uses BF16_Optimizer, which has other attributes than stages 1 and 2 otherwise.
     is_plain = hasattr(zero, "round_robin_bit16_groups")
-    groups = zero.round_robin_bit16_groups if is_plain else zero.bf16_groups  # the latter at stage 1 in bf16
-    found = {}
+    groups = zero.round_robin_bit16_groups if is_plain else zero.bf16_groups
+    parts = {}
     for number, (group, parameters) in enumerate(zip(zero.optimizer.param_groups, groups, strict=True)):
         if not group["use_muon"]:
             continue
         (flat,) = group["params"]
         offsets = zero.round_robin_bit16_offsets[number] if is_plain else _ends([p.numel() for p in parameters])
         matrices = tuple((int(at), p.shape) for at, p in zip(offsets, parameters, strict=False))
-        found[flat] = FlatPart(rank * flat.numel(), flat.numel(), matrices)
-    return found
+        parts[flat] = FlatPart(rank * flat.numel(), flat.numel(), matrices)
+    return parts
 
 
 def _ends(sizes: list[int]) -> list[int]:
-    """Return where each of several tensors begins that lie end to end, and the end of the last one."""
+    """Return the offset of each tensor in their concatenation, and the total size."""
     return list(accumulate(sizes, initial=0))

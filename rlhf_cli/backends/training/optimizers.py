@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate schedule of a model in training, from their settings."""
+"""Optimizers and learning rate schedules."""
 
 from typing import Any
 
@@ -22,9 +22,10 @@ Groups = list[dict[str, Any]]
 def make_optimizer(
     module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the trainable parameters, without weight decay on vectors (biases, norms)."""
+    """Create the optimizer for all trainable parameters, without weight decay on vectors (biases, norms)."""
     groups = parameter_groups(module, optim.l2)
     lr, betas, eps = learning_rate, optim.adam_betas, optim.adam_eps
+    # At stage 0 all ranks hold the same weights, so the rounding noise must not depend on the rank.
     if optim.optim == "adamw_bf16":
         rank = dist.get_rank() if settings.zero_stage > 0 else 0
         return AdamWBf16(groups, lr=lr, betas=betas, eps=eps, rank=rank)
@@ -37,7 +38,8 @@ def make_optimizer(
 
         return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
     if sleeps and settings.zero_stage == 3 and torch.cuda.is_available():
-        from deepspeed.ops.adam import FusedAdam  # the only one whose states stage 3 can move to host memory
+        # The only optimizer with states that DeepSpeed can move to host memory at stage 3. The constructor compiles it.
+        from deepspeed.ops.adam import FusedAdam
 
         check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
         return FusedAdam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
@@ -45,7 +47,7 @@ def make_optimizer(
 
 
 def adamw_8bit(groups: Groups, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """Return AdamW with moments of 8 bits in blocks of 256 values (arXiv 2110.02861)."""
+    """Create AdamW with 8-bit blockwise-quantized moments, 256 values per block (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
@@ -54,7 +56,8 @@ def adamw_8bit(groups: Groups, *, lr: float, betas: tuple[float, float], eps: fl
 
 
 def leave_out_if_not_finite(optimizer: torch.optim.Optimizer, _: object, __: object) -> None:
-    """Let a step with `found_inf` change nothing, as of PyTorch's fused kernels: parameters have no gradient then."""
+    """Skip a step if `found_inf` is set, as PyTorch's fused optimizers do."""
+    # bitsandbytes ignores `found_inf` but skips parameters without a gradient.
     if getattr(optimizer, "found_inf", None) is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -62,7 +65,7 @@ def leave_out_if_not_finite(optimizer: torch.optim.Optimizer, _: object, __: obj
 
 
 def muon_groups(groups: Groups, matrices: list[nn.Parameter]) -> Groups:
-    """Return the groups without these matrices, and then groups of the matrices with the same settings for Muon."""
+    """Move matrices from each group into a new group for Muon with the same settings."""
     chosen = set(matrices)
     for_adamw = [group | {"params": [p for p in group["params"] if p not in chosen]} for group in groups]
     for_muon = [group | {"params": [p for p in group["params"] if p in chosen], "use_muon": True} for group in groups]
@@ -70,7 +73,7 @@ def muon_groups(groups: Groups, matrices: list[nn.Parameter]) -> Groups:
 
 
 def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: ZeROOptimizer) -> None:
-    """Let an optimizer work on the parts of its parameters that DeepSpeed's optimizer `zero` of stage 1 or 2 made."""
+    """Adapt an optimizer to the parameter partitions in DeepSpeed's optimizer `zero` for stage 1 or 2."""
     if isinstance(optimizer, AdamWBf16):
         share_weights(zero)
     if isinstance(optimizer, Muon):
@@ -78,16 +81,17 @@ def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: ZeROOptimizer) -> 
 
 
 def share_weights(zero: ZeROOptimizer) -> None:
-    """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
+    """Make the optimizer update the bf16 weights directly, instead of DeepSpeed's bf16 copy."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
         copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.dp_process_group)].data
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
-    """Return the learning-rate schedule, by transformers' formulas: step k of n has the rate at position k - 1.
+    """Create the learning rate schedule with transformers' formulas, without the first step at rate 0.
 
-    Step k of a warm-up of w steps has k / w of the peak, which transformers gives to the step after it: there the first
-    step has rate 0 and trains nothing. The last step is the last one above the rate that the schedule ends in.
+    During a warm-up of w steps, step k has k/w of the peak rate. transformers would assign this rate to step k + 1, and
+    train the first step with rate 0. After the warm-up, step k has the rate at position k - 1, so the last step is
+    still above the final rate.
     """
     special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
     num_warmup_steps = optim.num_warmup_steps(total_steps)
@@ -103,9 +107,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> None:
-    """Give the optimizer the schedule's rates for the next step.
-
-    Those in a checkpoint may be of a release with another schedule.
-    """
+    """Set the optimizer's learning rates to the schedule's rates for the next step."""
+    # The rates in a checkpoint may come from a release with another schedule.
     for group, peak, factor_at in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor_at(schedule.last_epoch)

@@ -1,8 +1,9 @@
-"""States of a trained engine cut anew: saved at one ZeRO stage by some ranks, loaded at any stage by any number.
+"""Loads training states at a different ZeRO stage or number of ranks than they were saved with.
 
-DeepSpeed loads its files on the same ranks and stage alone; its universal checkpoints take no stage 0, do not cross
-from stage 3, and give all groups of stage 3 the settings of the first. Here each rank takes its own elements from the
-saved files, writes them into its own flat tensors, and lets DeepSpeed load the result as its own state dict.
+DeepSpeed loads files only at the same stage with the same number of ranks. Universal checkpoints do not support stage
+0, cannot change from or to stage 3, and apply the first group's settings to all groups at stage 3. Here, each rank
+reads the required elements from the saved files into its flat tensors, and DeepSpeed loads the result as a normal state
+dict.
 """
 
 from collections.abc import Sequence
@@ -18,16 +19,16 @@ from rlhf_cli.backends.training.saved_states import MASTER, SavedStates, StateDi
 from rlhf_cli.models.tensor_parallel import split_dimension
 
 Engine = Any
-"""DeepSpeed's engine, which has no types."""
+"""DeepSpeed's engine, which is untyped."""
 Optimizer = Any
-"""Its optimizer: of another class for each stage and type, without a common one; or the torch optimizer under it."""
+"""DeepSpeed's optimizer, with a different class for each stage and dtype, or the torch optimizer inside it."""
 
 STEP = "step"
-"""The torch optimizer's name for its count of steps."""
+"""Key of the step count in a torch optimizer's state."""
 
 
 def layout_of(engine: Engine, *, zero_stage: int, tensor_parallel_size: int = 1) -> StateLayout:
-    """Return the layout of this rank's states in a DeepSpeed engine."""
+    """Describe the layout of this rank's states in a DeepSpeed engine."""
     base = _base(engine.optimizer)
     states = ((flat, base.state.get(flat, {})) for flat in _flats(engine.optimizer, zero_stage))
     uncut = {key for flat, state in states for key, value in state.items() if not _can_be_cut(key, value, flat)}
@@ -39,12 +40,13 @@ def layout_of(engine: Engine, *, zero_stage: int, tensor_parallel_size: int = 1)
 
 @torch.no_grad()
 def load_cut_anew(engine: Engine, directory: Path, layout: StateLayout) -> None:
-    """Give a DeepSpeed engine of this layout the states that an engine of another one saved; every rank calls it."""
+    """Load states saved with another layout into an engine with `layout`. Call it on all ranks."""
     saved, optimizer = SavedStates(directory), engine.optimizer
-    assert not saved.uncut_states, f"{saved.uncut_states} cannot be cut anew"
-    others = saved.names() ^ _trained_names(engine.module)
-    assert not others, f"the checkpoint has other weights than the model: {sorted(others)}"
-    if hasattr(optimizer, "checkpoint_event_prologue"):  # stage 3: partitions weights that are whole
+    assert not saved.uncut_states, f"{saved.uncut_states} cannot be partitioned again"
+    mismatched = saved.names() ^ _trained_names(engine.module)
+    assert not mismatched, f"checkpoint and model have different weights: {sorted(mismatched)}"
+    # Stage 3: partitions weights that are still gathered, as DeepSpeed does before loading.
+    if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
     flats = _flats(optimizer, layout.zero_stage)
     for fragment in layout.fragments:
@@ -62,12 +64,12 @@ def load_cut_anew(engine: Engine, directory: Path, layout: StateLayout) -> None:
 
 
 def _base(optimizer: Optimizer) -> Optimizer:
-    """Return the torch optimizer under DeepSpeed's, which fp32 at stage 0 does without."""
+    """Return the torch optimizer inside DeepSpeed's. In fp32 at stage 0, there is no wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _can_be_cut(key: str, value: object, flat: torch.Tensor) -> bool:
-    """Return whether a state is the count of steps, or has one element for each element of its flat tensor."""
+    """Return whether a state can be partitioned: the step count, or an elementwise state."""
     return key == STEP or (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel())
 
 
@@ -76,7 +78,7 @@ def _trained_names(module: torch.nn.Module) -> set[str]:
 
 
 def _shards(module: torch.nn.Module) -> dict[str, Shard]:
-    """Return the parts of the trained parameters that this rank has among the ranks that split layers."""
+    """Return this tensor-parallel rank's shards of all parameters."""
     return {
         name: Shard(list(getattr(parameter, "ds_shape", parameter.shape)), split_dimension(parameter))
         for name, parameter in module.named_parameters()
@@ -84,7 +86,7 @@ def _shards(module: torch.nn.Module) -> dict[str, Shard]:
 
 
 def _flats(optimizer: Optimizer, zero_stage: int) -> list[torch.Tensor]:
-    """Return the tensors that the torch optimizer updates, in the order of its state dict."""
+    """Return the tensors that the torch optimizer updates, in state dict order."""
     if zero_stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -102,7 +104,7 @@ def _fragments(engine: Engine, zero_stage: int) -> list[Fragment]:
 
 
 def _fragments_of_mappings(module: torch.nn.Module) -> list[Fragment]:
-    """Return the fragments at stages 1 and 2: each group of parameters end to end, cut into one part a rank."""
+    """Return the fragments at stages 1 and 2: each parameter group is concatenated and split into one part per rank."""
     named = ((name, getattr(parameter, "_hp_mapping", None)) for name, parameter in module.named_parameters())
     return [
         Fragment(
@@ -118,14 +120,15 @@ def _fragments_of_mappings(module: torch.nn.Module) -> list[Fragment]:
 
 
 def _fragments_of_partitions(groups: Sequence[Sequence[Any]], names: dict[int, str]) -> list[Fragment]:
-    """Return the fragments at stage 3: each parameter cut into one part a rank, these parts end to end."""
+    """Return the fragments at stage 3: each parameter is split into one part per rank, and parts are concatenated."""
     fragments = []
     for number, group in enumerate(groups):
         offset = 0
         for parameter in group:
             size = parameter.partition_numel()
             start = dist.get_rank(parameter.ds_process_group) * size
-            length = min(size, parameter.ds_numel - start)  # the last parts may be padding
+            # The last ranks may have only padding.
+            length = min(size, parameter.ds_numel - start)
             if length > 0:
                 fragments.append(Fragment(names[id(parameter)], start, length, number, offset))
             offset += size
@@ -137,7 +140,7 @@ def _part(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
 
 
 def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, base: Optimizer) -> StateDict:
-    """Return the torch optimizer's state of a flat tensor; elements of padding are zero."""
+    """Assemble the torch optimizer's state for a flat tensor. Padding is zero."""
     state: StateDict = {}
     for key, example in saved.first_state(fragment.name for fragment in fragments).items():
         if key == STEP:
@@ -150,12 +153,14 @@ def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, ba
 
 
 def _count(number: int, base: Optimizer) -> int | torch.Tensor:
-    """Return a count of steps as the torch optimizer keeps it: DeepSpeed's own kernels take no tensor."""
+    """Convert a step count to the optimizer's type."""
+    # torch optimizers store a tensor, but DeepSpeed's kernels require an int.
     return number if type(base).__module__.startswith("deepspeed.ops") else torch.tensor(float(number))
 
 
 def _load(optimizer: Optimizer, state_dict: StateDict, *, is_partitioned: bool) -> None:
-    if is_partitioned:  # DeepSpeed picks this rank's from a list
+    # ZeRO optimizers expect a list with one state dict per rank and select this rank's.
+    if is_partitioned:
         by_rank = [state_dict] * dist.get_world_size()
         optimizer.load_state_dict(by_rank, load_optimizer_states=True, load_from_fp32_weights=True)
     else:
@@ -163,17 +168,19 @@ def _load(optimizer: Optimizer, state_dict: StateDict, *, is_partitioned: bool) 
 
 
 def _take_over_masters(optimizer: Optimizer) -> None:
-    """Round the master weights to the weights that the model computes with, if DeepSpeed has not done it yet."""
-    if hasattr(optimizer, "update_lp_params"):  # stages 1 and 2
+    """Copy master weights to the model's weights where DeepSpeed does not do it on loading."""
+    # Stages 1 and 2.
+    if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_groups"):  # stage 0 in bf16
+    # Stage 0 in bf16.
+    elif hasattr(optimizer, "fp32_groups"):
         pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
         for weight, master in pairs:
             weight.data.copy_(master.data)
 
 
 def _restore_common(engine: Engine, common: StateDict) -> None:
-    """Restore the schedule, with the learning rates that it has come to, and the counts of steps."""
+    """Restore learning rate schedule, current learning rates and step counts."""
     engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     for group, rate in zip(_base(engine.optimizer).param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""The router loss of one optimizer step, added to the objective of any trained model."""
+"""Router load-balancing loss, added to the loss of any trained model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Loss = Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]
 
 
 class RouterLoss:
-    """Adds `coefficient` times the load-balancing loss over all micro-batches and ranks of a step."""
+    """Adds `coefficient` times the load-balancing loss, computed over the step's micro-batches and ranks."""
 
     def __init__(self, recorder: RouterRecorder, coefficient: float) -> None:
         self._recorder = recorder
@@ -23,23 +23,22 @@ class RouterLoss:
 
     @torch.no_grad()
     def added_to(self, compute_loss: Loss, *, model: nn.Module, micro_batches: Sequence[Any]) -> Loss:
-        """Return the loss with this micro-batch's part of the router loss, which is also the metric `aux_loss`.
-
-        The loss is not linear in the micro-batches. A forward pass over all of them comes first and counts how often
-        each expert is taken, so that the result does not depend on how the step is cut. Every rank calls this.
-        """
+        """Add a micro-batch's contribution to the router loss, with the metric `aux_loss`. Call it on all ranks."""
         counts = []
+        # The router loss is not linear in the micro-batches. An extra forward pass over all of them first counts how
+        # often each expert is selected, so that micro-batching does not change the result.
         for micro_batch in micro_batches:
-            with self._recorder.recorded() as found:
+            with self._recorder.recorded() as recorded:
                 compute_loss(model, micro_batch.to(distributed.device()))
-            counts += [torch.cat([sums.counts_E, sums.num_rows[None]]) for sums in found]
-        whole = distributed.summed(torch.stack(counts).sum(0, dtype=torch.float64)).float()
-        counts_E, num_rows = whole[:-1], whole[-1]
+            counts += [torch.cat([sums.counts_E, sums.num_rows[None]]) for sums in recorded]
+        # float64, because float32 counts are exact only up to 2^24.
+        total = distributed.summed(torch.stack(counts).sum(0, dtype=torch.float64)).float()
+        counts_E, num_rows = total[:-1], total[-1]
 
         def with_router_loss(model: nn.Module, micro_batch: object) -> tuple[torch.Tensor, Metrics]:
-            with self._recorder.recorded() as found:
+            with self._recorder.recorded() as recorded:
                 loss, metrics = compute_loss(model, micro_batch)
-            part = torch.stack([balance_part(sums, counts_E, num_rows) for sums in found]).sum()
+            part = torch.stack([balance_part(sums, counts_E, num_rows) for sums in recorded]).sum()
             return loss + self._coefficient * part, metrics | {"aux_loss": part.detach()}
 
         return with_router_loss

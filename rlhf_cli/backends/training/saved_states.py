@@ -1,7 +1,7 @@
-"""Master weights and optimizer states of a saved engine by parameter, from DeepSpeed's files of any stage and ranks.
+"""Reads master weights and optimizer states by parameter from DeepSpeed's files, for any stage and number of ranks.
 
-Files are mapped into memory when an element in them is first needed, and only those elements are read. Nothing is
-written: a checkpoint in a folder that cannot be written is enough, and a kill leaves nothing behind.
+Files are memory-mapped on first access, and only the required elements are read. Nothing is written, so checkpoints may
+be on a read-only disk.
 """
 
 import math
@@ -20,18 +20,19 @@ from rlhf_cli.errors import UsageError
 WHOLE = "mp_rank_00_model_states.pt"
 PARTITIONED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 MASTER = "master"
-"""The name of the master weight among the names of the states."""
+"""Key for the master weight, in addition to the optimizer's state names."""
 StateDict = dict[str, Any]
 PARTS = "*zero_pp_rank_{}_mp_rank_{:02}_optim_states.pt"
 
 
 class SavedStates:
-    """The elements of every trained parameter, wherever they are."""
+    """Master weights and optimizer states of all trained parameters in a saved engine."""
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / DEEPSPEED
         first = read_layout(directory)
-        num_files = first.num_ranks if first.zero_stage else 1  # stage 0 has everything on every rank
+        # At stage 0, every rank has all states, so one file is enough.
+        num_files = first.num_ranks if first.zero_stage else 1
         self._layouts = [first, *(read_layout(directory, rank=rank) for rank in range(1, num_files))]
         self._places: dict[str, list[tuple[int, Fragment]]] = {}
         for rank, layout in enumerate(self._layouts):
@@ -43,32 +44,32 @@ class SavedStates:
 
     @property
     def common(self) -> StateDict:
-        """What is equal on all ranks: schedule and counts of steps."""
+        """States that are equal on all ranks: learning rate schedule and step counts."""
         return _mapped(self._folder, PARTITIONED if self._layouts[0].zero_stage == 3 else WHOLE)
 
     def names(self) -> set[str]:
-        """Return the names of the parameters."""
+        """Return all parameter names."""
         return set(self._places)
 
     def first_state(self, names: Iterable[str]) -> StateDict:
-        """Return the whole state that the first of these parameters is a part of; an empty one if none was updated."""
+        """Return the flat tensor state with the first updated parameter among these; {} if none was updated."""
         places = (place for name in names for place in self._places[name])
         states = (self._flats(rank).states.get(fragment.flat) for rank, fragment in places)
         return next((state for state in states if state), {})
 
     def buffers(self) -> StateDict:
-        """Return the buffers that are saved beside split layers, by name."""
+        """Return the saved buffers by name, with tensor parallelism."""
         file = self.common
         return {name: file["module"][name] for name in file["buffer_names"] if name in file["module"]}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter of split layers."""
+        """Return the full shape of a parameter, with tensor parallelism."""
         shard = self._shards[name]
         lengths = enumerate(shard.shape)
         return tuple(length * (self._size if number == shard.dimension else 1) for number, length in lengths)
 
     def joined(self, name: str) -> torch.Tensor:
-        """Return the whole master weight of a parameter of which ranks that split layers have saved parts."""
+        """Assemble the full master weight of a parameter, with tensor parallelism."""
         shard = self._shards[name]
         if shard.dimension is None:
             return self._master(name, shard)
@@ -80,10 +81,10 @@ class SavedStates:
         return flat.view(shard.shape)
 
     def fill(self, target: torch.Tensor, *, name: str, key: str, start: int, split: int | None = None) -> None:
-        """Copy a parameter's elements from `start` on into a flat tensor: of its master weight, or of a state.
+        """Copy a parameter's elements, beginning at `start`, into a flat tensor.
 
-        A state of a parameter that was never updated is left as it is. Of a split layer `split` is the number of the
-        part whose elements are copied.
+        `key` selects the master weight or a state. If the parameter was never updated, a state is not changed. With
+        tensor parallelism, `split` selects the tensor-parallel rank.
         """
         stop = start + target.numel()
         for rank, fragment in self._places[name]:
@@ -106,7 +107,8 @@ class SavedStates:
 
 
 def base_states(state_dict: StateDict) -> StateDict:
-    """Return the state dict of the torch optimizer within the state dict of DeepSpeed's optimizer."""
+    """Extract the torch optimizer's state dict from the state dict of DeepSpeed's optimizer."""
+    # The key depends on the ZeRO stage; in fp32 at stage 0, there is no wrapper.
     names = (name for name in ("base_optimizer_state", "optimizer_state_dict") if name in state_dict)
     name = next(names, None)
     return state_dict if name is None else state_dict[name]
@@ -114,7 +116,7 @@ def base_states(state_dict: StateDict) -> StateDict:
 
 @dataclass(frozen=True)
 class _Flats:
-    """The flat tensors of a rank's file, and the optimizer's states of each."""
+    """Flat master weights in a rank's file, and optimizer states by flat tensor."""
 
     masters: list[torch.Tensor]
     states: dict[int, StateDict]
@@ -125,7 +127,7 @@ class _Flats:
 
 
 def _whole_masters(file: StateDict, layout: StateLayout) -> list[torch.Tensor]:
-    """Return the master weights of stage 0, one for each parameter: float32 copies if the weights are bf16."""
+    """Return the master weights at stage 0, one per parameter: fp32 copies if the weights are bf16."""
     groups = file["optimizer"].get("fp32_groups")
     if groups is not None:
         return list(chain.from_iterable(groups))
@@ -133,7 +135,7 @@ def _whole_masters(file: StateDict, layout: StateLayout) -> list[torch.Tensor]:
 
 
 def _mapped(folder: Path, pattern: str) -> StateDict:
-    """Return a file's contents; of a tensor only the elements that are used are read."""
+    """Open a file with memory mapping, so that tensors are read on access."""
     path = next(folder.glob(pattern), None)
     if path is None:
         raise UsageError(f"{folder} has no {pattern}: the checkpoint is incomplete")

@@ -1,4 +1,4 @@
-"""The ranks that share sequences with this one, as the settings request them."""
+"""Sequence-parallel ranks, according to the settings."""
 
 from transformers import PretrainedConfig
 
@@ -9,9 +9,9 @@ from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 
 
 def sequence_ranks(settings: DeepSpeedConfig, architecture: PretrainedConfig) -> SequenceRanks | None:
-    """Return the ranks that compute each sequence of this model with this rank; None if it computes alone.
+    """Return the ranks that share sequences with this one, or None without sequence parallelism.
 
-    Every rank must call it.
+    Call it on all ranks.
     """
     group = distributed.sequence_group(settings.sequence_parallel_size)
     return None if group is None else SequenceRanks(group, chosen_mode(architecture, settings))

@@ -1,4 +1,4 @@
-"""Moves a role's states between accelerator and host memory, for roles that take turns on a GPU."""
+"""Moves a role's states between GPU and host memory, for roles that share a GPU in turn."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,9 +9,9 @@ from torch import nn
 
 
 class HostCopies:
-    """Tensors that are only read, with one copy in host memory that is made once and never written back.
+    """Read-only tensors with a permanent copy in host memory, so that moving to the host copies nothing.
 
-    A tensor that was changed on the accelerator, such as the weight of a reference that moves, is copied again.
+    If a tensor was modified on the GPU, such as the weights of a moving reference, it is copied again.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, pin: bool) -> None:
@@ -22,7 +22,7 @@ class HostCopies:
         self._is_away = False
 
     def leave(self) -> None:
-        """Let the tensors use their copies in host memory."""
+        """Switch all tensors to the host copies."""
         if self._is_away:
             return
         for number, tensor in enumerate(self._tensors):
@@ -30,11 +30,13 @@ class HostCopies:
         self._is_away = True
 
     def come_back(self, device: torch.device) -> None:
-        """Put the tensors on the device; the copies stay for the next time."""
+        """Copy all tensors to the device. The host copies are kept."""
         if not self._is_away:
             return
         for number, tensor in enumerate(self._tensors):
+            # Asynchronous with pinned memory. Later kernels on the same stream wait for the copy.
             tensor.data = tensor.data.to(device, non_blocking=True, copy=True)
+            # torch increments the version with each in-place change.
             self._versions[number] = tensor._version
         self._is_away = False
 
@@ -49,10 +51,10 @@ class HostCopies:
 
 
 class TrainedStates:
-    """A DeepSpeed engine's tensors on its accelerator: states of trained weights, and weights that stay frozen.
+    """Moves a DeepSpeed engine's tensors off the GPU: states and trained weights by DeepSpeed, frozen weights here.
 
-    DeepSpeed moves the states. It leaves frozen weights behind at the stages 1 and 2, and at stage 3 it fails on them,
-    so they are moved here; at stage 3 the trained weights beside frozen ones, an adapter's, then stay.
+    DeepSpeed's `offload_states` ignores frozen weights at stages 1 and 2, and fails on them at stage 3. With frozen
+    weights at stage 3, the trained weights (an adapter) therefore stay on the GPU.
     """
 
     def __init__(self, engine: Any, module: nn.Module, *, device: torch.device) -> None:
@@ -66,11 +68,11 @@ class TrainedStates:
 
     @property
     def are_movable(self) -> bool:
-        """Whether DeepSpeed can move its states: not at stage 0, nor at stage 1 with bf16 weights."""
+        """Whether DeepSpeed supports moving the states: not at stage 0, and not at stage 1 with bf16 weights."""
         return hasattr(self._engine.optimizer, "offload_states")
 
     def leave(self, *, with_weights: bool) -> None:
-        """Move the states to host memory, and the weights if asked for."""
+        """Move the states to host memory, and also the weights if `with_weights` is set."""
         if self.are_movable:
             left_out = set() if with_weights else {OffloadStateTypeEnum.lp_params}
             if self._is_partitioned and self._has_frozen:
@@ -81,7 +83,7 @@ class TrainedStates:
             self._frozen.leave()
 
     def come_back(self) -> None:
-        """Bring back what left."""
+        """Move everything back to the GPU."""
         if self._is_away:
             self._engine.reload_states()
             self._is_away = False

@@ -1,4 +1,4 @@
-"""Ranks that split the layers of a trained model: what DeepSpeed's AutoTP is given, and split weights made whole."""
+"""Tensor parallelism with DeepSpeed's AutoTP: configuration, and gathering of full weights."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from rlhf_cli.models.tensor_parallel import split_dimension, split_layers
 
 
 def tensor_parallel_config(module: nn.Module, size: int) -> dict[str, Any]:
-    """Return the part of DeepSpeed's configuration that splits the model in a module over so many ranks, if any."""
+    """Return the DeepSpeed config entries that split the model over `size` ranks; {} for one rank."""
     if size == 1:
         return {}
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
@@ -22,7 +22,7 @@ def tensor_parallel_config(module: nn.Module, size: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def joined(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the whole of a parameter that is not partitioned but may be split; then every rank must call it."""
+    """Return a full parameter. If it is split, it is gathered, so call it on all ranks."""
     own, dimension = parameter.detach(), split_dimension(parameter)
     if dimension is None:
         return own

@@ -1,7 +1,6 @@
-"""A moving average of the weights in training, kept in host memory in float32.
+"""Moving average of trained weights, in float32 host memory.
 
-Whole on the first rank; under ZeRO-3 every rank keeps the average of its own partition, and they are put together when
-the average is saved.
+Rank 0 stores the full average. Under ZeRO-3, each rank stores the average of its partition, and `weights` gathers them.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class WeightAverage:
-    """`average = beta * average + (1 - beta) * weight` of each parameter, from the weights it is built with on."""
+    """Exponential moving average: `average = beta * average + (1 - beta) * weight`, starting at the initial weights."""
 
     def __init__(self, parameters: NamedParameters, *, beta: float) -> None:
         self._parameters = parameters
@@ -26,12 +25,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights in; after every optimizer step."""
+        """Update the average. Call it after every optimizer step."""
         for name, parameter in self._kept():
             self._averages[name].lerp_(_own_part(parameter).to("cpu", torch.float32), 1.0 - self._beta)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole average in the parameter's type) on the first rank; every rank must iterate to the end."""
+        """Yield (name, full average in the parameter's dtype) on rank 0. Every rank must iterate to the end."""
         for name, parameter in self._parameters:
             if _is_partitioned(parameter):
                 yield name, _put_together(self._averages[name], parameter)
@@ -39,24 +38,25 @@ class WeightAverage:
                 yield name, self._averages[name].to(parameter.dtype)
 
     def num_bytes(self) -> int:
-        """Return the bytes that `save` writes over all ranks."""
+        """Return the bytes that `save` writes on all ranks."""
         return sum(4 * getattr(p, "ds_numel", p.numel()) for _, p in self._parameters)
 
     def save(self, directory: Path) -> None:
-        """Write this rank's part."""
+        """Save this rank's part."""
         if self._averages:
             torch.save(self._averages, directory / _file_name(dist.get_rank()))
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, at any ZeRO stage and on any number of ranks; only the own parts are read."""
+        """Load a saved average, from any ZeRO stage and number of ranks. Reads only this rank's elements."""
         parts = _parts(directory)
         for name, average in self._averages.items():
             own = average.view(-1)
-            start = dist.get_rank() * own.numel()  # one rank alone has a whole average
+            # Under ZeRO-3, partitions have equal sizes. Otherwise, only rank 0 has an average, which starts at 0.
+            start = dist.get_rank() * own.numel()
             _fill(own, [part[name].view(-1) for part in parts], start=start)
 
     def _kept(self) -> NamedParameters:
-        """Return the parameters of which this rank has an average."""
+        """Return the parameters for which this rank stores an average."""
         return [(name, p) for name, p in self._parameters if _is_partitioned(p) or dist.get_rank() == 0]
 
 
@@ -65,14 +65,14 @@ def _file_name(rank: int | str) -> str:
 
 
 def _parts(directory: Path) -> list[dict[str, torch.Tensor]]:
-    """Return the averages of all ranks that have written some, in the order of their parts, without reading them."""
+    """Open the saved averages in rank order, memory-mapped."""
     num_files = len(list(directory.glob(_file_name(rank="*"))))
     paths = [directory / _file_name(rank) for rank in range(num_files)]
     return [torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths]
 
 
 def _fill(own: torch.Tensor, parts: list[torch.Tensor], *, start: int) -> None:
-    """Copy the elements from `start` on, of parts of equal length that are end to end, as far as there are any."""
+    """Copy elements, beginning at `start`, from the concatenation of equal-sized parts, as far as available."""
     length = parts[0].numel()
     for rank, part in enumerate(parts):
         first, last = max(start, rank * length), min(start + own.numel(), (rank + 1) * length)
@@ -89,9 +89,8 @@ def _own_part(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _put_together(own: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return the whole tensor, of the parameter's shape and type, from every rank's part, the last of which is
-    padded.
-    """
+    """Gather the full tensor, with the parameter's shape and dtype, from all ranks' parts."""
+    # The last part is padded.
     part = own.to(distributed.device(), parameter.dtype)
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)

@@ -178,10 +178,10 @@ def test_a__and_a_critic_train_and_frozen_weights_stay(tiny_llama_dir, stage):
 @pytest.mark.parametrize(
     ("settings", "others", "reason"),
     [
-        ({}, {"param_dtype": "fp32"}, "adamw_bf16 trains weights in bf16: give --param_dtype bf16"),
+        ({}, {"param_dtype": "fp32"}, "adamw_bf16 requires --param_dtype bf16"),
         ({"adam_offload": True}, {}, "--adam_offload works only with --optim adamw"),
-        ({"zero_stage": 1, "grad_accum_dtype": "fp32"}, {}, "DeepSpeed has it for bf16 weights from --zero_stage 2 on"),
-        ({"zero_stage": 3}, {"sleeps": True}, "DeepSpeed moves the states of its AdamW alone; give --zero_stage 2"),
+        ({"zero_stage": 1, "grad_accum_dtype": "fp32"}, {}, "with bf16 weights requires --zero_stage 2 or higher"),
+        ({"zero_stage": 3}, {"sleeps": True}, "can move only the states of its AdamW; use --zero_stage 2"),
     ],
 )
 def test_combinations_that_deepspeed_lacks_are_refused(settings, others, reason):

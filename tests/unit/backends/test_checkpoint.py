@@ -162,7 +162,7 @@ def change_last_byte(path: Path) -> None:
     ("file", "damage", "said"),
     [
         ("actor/model.bin", truncate, "actor/model.bin has 6 bytes instead of 7"),
-        ("actor/model.bin", change_last_byte, "actor/model.bin has other contents than were written"),
+        ("actor/model.bin", change_last_byte, "actor/model.bin has changed since it was written"),
         ("actor/model.bin", Path.unlink, "actor/model.bin is missing"),
         ("state.json", truncate, "state.json has"),
         ("manifest.json", truncate, "manifest.json cannot be read"),
@@ -184,7 +184,7 @@ def test_a_changed_byte_near_the_end_of_a_large_file_is_noticed(store):
     with path.open("r+b") as file:
         file.seek(-1000, 2)
         file.write(b"\1")
-    with pytest.raises(UsageError, match=r"model\.bin has other contents"):
+    with pytest.raises(UsageError, match=r"model\.bin has changed since"):
         store.latest()
 
 
@@ -235,8 +235,8 @@ def test_no_room_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(RunError) as caught, store.writing(5, {}, needed_bytes=30_000_000):
         pytest.fail("the block must not run")
     assert str(caught.value) == (
-        f"no room for a checkpoint in {tmp_path}: it takes about 0.03 GB and 0.01 GB are free; free some space and run "
-        "the same command with --load_checkpoint (the checkpoint of step 4 is intact)"
+        f"not enough disk space for a checkpoint in {tmp_path}: about 0.03 GB needed, 0.01 GB free; free some space "
+        "and run the same command with --load_checkpoint (the checkpoint of step 4 is intact)"
     )
     assert contents(tmp_path) == before
 
@@ -271,7 +271,7 @@ def test_a_really_full_disk_leaves_the_previous_checkpoint(small_disk):
         save_with_torch(folder / "model.pt")
     gc.collect()  # the error holds torch's writer, and that the file
     assert contents(small_disk) == before
-    with pytest.raises(RunError, match="no room for a checkpoint"):  # the disk itself is asked beforehand
+    with pytest.raises(RunError, match="not enough disk space for a checkpoint"):  # the disk itself is asked beforehand
         store.check_space(2 * MEGABYTE)
     write(store, 3, bytes(MEGABYTE // 2))
     assert store.steps() == [3]

@@ -127,7 +127,7 @@ def test_a_checkpoint_is_only_read(tiny_model_dir, tmp_path):
 
 def test_another_model_is_no_continuation(tiny_model_dir, tiny_llama_dir, tmp_path):
     begun(tiny_model_dir, tmp_path, 2)
-    with pytest.raises(AssertionError, match="the checkpoint has other weights than the model"):
+    with pytest.raises(AssertionError, match="checkpoint and model have different weights"):
         make_engine(load_policy(tiny_llama_dir, 3)[1], 3).load(tmp_path)
 
 
@@ -146,12 +146,12 @@ def test_a_line_names_ranks_and_stages_and_the_numbers_that_are_not_the_same_to_
     begun(tiny_model_dir, tmp_path, 0)
     assert notice(tmp_path, zero_stage=0, num_ranks=1) == []
     assert notice(tmp_path, zero_stage=3, num_ranks=1) == [
-        "The critic goes on with 1 rank at ZeRO stage 3 from a checkpoint of 1 rank at ZeRO stage 0: sums are cut in "
-        "another way, so that numbers are equal up to rounding, not to the bit"
+        "The critic resumes with 1 rank at ZeRO stage 3 from a checkpoint with 1 rank at ZeRO stage 0: sums are "
+        "grouped differently, so results are equal up to rounding, not bit-identical"
     ]
     (line,) = notice(tmp_path, zero_stage=0, num_ranks=8)
     assert "with 8 ranks at ZeRO stage 0 " in line
-    assert "sums are cut in another way and random numbers start from the seed, so" in line
+    assert "sums are grouped differently and random numbers start from the seed, so" in line
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,16 @@ def test_states_of_split_layers_go_on_in_the_same_layout_alone(tmp_path, given):
     assert read_layout(tmp_path).shards == {"weight": Shard([3, 4], 1)}
     place = {"zero_stage": 2, "num_ranks": 4, "tensor_parallel_size": 2}
     assert continuation_notice(tmp_path, what="actor", **place) == []
-    with pytest.raises(UsageError, match="not cut anew; go on with 4 ranks at ZeRO stage 2 and tensor_parallel_size 2"):
+    with pytest.raises(
+        UsageError, match="cannot be partitioned again; use 4 ranks at ZeRO stage 2 and tensor_parallel_size 2"
+    ):
         continuation_notice(tmp_path, what="actor", **place | given)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tiny_model_dir, tmp_path):
     begun(tiny_model_dir, tmp_path, 2)
     (tmp_path / "layout_rank0.json").unlink()
-    with pytest.raises(UsageError, match=r"cannot be continued: it has no layout_rank0\.json"):
+    with pytest.raises(UsageError, match=r"cannot be resumed: layout_rank0\.json is missing"):
         notice(tmp_path, zero_stage=2, num_ranks=1)
 
 
@@ -189,7 +191,9 @@ def test_states_that_cannot_be_cut_anew_are_named(tiny_model_dir, tmp_path):
     record = json.loads(path.read_text()) | {"optimizer": "Adafactor", "uncut_states": ["col_var", "row_var"]}
     path.write_text(json.dumps(record))
     assert notice(tmp_path, zero_stage=2, num_ranks=1) == []
-    with pytest.raises(UsageError, match=r"by 2 ranks at ZeRO stage 2: its optimizer Adafactor has states that cannot"):
+    with pytest.raises(
+        UsageError, match=r"with 2 ranks at ZeRO stage 2: the optimizer Adafactor has states that cannot"
+    ):
         notice(tmp_path, zero_stage=2, num_ranks=2)
 
 

@@ -399,9 +399,7 @@ def test_gradients_add_up_in_the_type_asked_for(stage, dtype, norm):
 
 
 def test_float32_accumulation_at_stage_0_in_bf16_is_refused():
-    with pytest.raises(
-        UsageError, match="--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage 1"
-    ):
+    with pytest.raises(UsageError, match="--grad_accum_dtype fp32 with bf16 weights requires --zero_stage 1"):
         make_engine(Counter(), 0, dtype="bf16", grad_accum_dtype="fp32")
 
 
@@ -509,5 +507,5 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps(tiny_model_dir, items,
 
 
 def test_an_optimizer_in_host_memory_at_stage_0_is_refused():
-    with pytest.raises(UsageError, match=r"--adam_offload: .* from --zero_stage 1 on"):
+    with pytest.raises(UsageError, match=r"--adam_offload requires --zero_stage 1 or higher"):
         make_engine(Scale(), 0, adam_offload=True)

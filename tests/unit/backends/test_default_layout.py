@@ -47,7 +47,7 @@ def test_a_run_that_samples_ahead_has_engines_on_gpus_of_their_own_or_is_refused
         set(roles) - ({"ref"} if "actor" in roles else set()) - ({"reward"} if "critic" in roles else set())
     )
     if sum(node_gpus) < num_pools + 1:
-        with pytest.raises(UsageError, match=r"engines need GPUs of their own: .* drop --async_train"):
+        with pytest.raises(UsageError, match=r"engines require separate GPUs: .* remove --async_train"):
             filled(roles, node_gpus, needs=needs)
         return
     placement, rollout, layout, reason = filled(roles, node_gpus, needs=needs)

@@ -125,7 +125,7 @@ def test_problems_of_gpus_have_their_cures():
     found = of_gpus([old, old], torch_cuda="13.0", topology="SYS")
     assert "driver 535.10 is too old for torch's CUDA 13.0" in found["CUDA"].message
     assert found["GPU generation"].status == "warning"
-    assert found["GPU links"].message == "some GPUs reach each other through the link between processors (SYS) only"
+    assert found["GPU links"].message == "some GPUs are connected only through the link between processors (SYS)"
     cpu_build = of_gpus([old], torch_cuda=None)["CUDA"]
     assert (cpu_build.status, "CPU build" in cpu_build.message) == ("error", True)
 
@@ -136,10 +136,14 @@ def test_problems_of_gpus_have_their_cures():
         (
             "535.10",
             "13.0",
-            "driver 535.10 is too old for torch's CUDA 13.0, which needs 580 or newer: update the NVIDIA",
+            "driver 535.10 is too old for torch's CUDA 13.0, which requires 580 or newer: update the NVIDIA",
         ),
-        ("580.65", None, "torch is a CPU build, so it does not see NVIDIA H100 80GB HBM3: pip install"),
-        ("580.65", "13.0", "torch finds none of the 1 GPUs of this machine: run rlhf doctor, or set CUDA_VISIBLE_DEV"),
+        ("580.65", None, "torch is a CPU build and cannot use NVIDIA H100 80GB HBM3: pip install"),
+        (
+            "580.65",
+            "13.0",
+            "torch detects none of the 1 GPUs on this machine: run rlhf doctor, or set CUDA_VISIBLE_DEV",
+        ),
     ],
 )
 def test_a_run_stops_on_a_gpu_that_torch_cannot_use(monkeypatch, driver, torch_cuda, sentence):
@@ -182,7 +186,7 @@ def test_limits_of_threads_and_locked_memory_are_named_with_the_command_that_rai
     assert (few.status, few.cure) == ("warning", "ulimit -u 65536")
     assert (processes_finding(-1).message, processes_finding(4_096).status) == ("no limit", "ok")
     locked = locked_memory_finding(65_536, has_infiniband=True)
-    assert (locked.status, locked.message) == ("warning", "limit 64 KiB: NCCL over InfiniBand needs more")
+    assert (locked.status, locked.message) == ("warning", "limit 64 KiB: NCCL over InfiniBand requires more")
     assert locked_memory_finding(65_536, has_infiniband=False).status == "ok"
     assert locked_memory_finding(-1, has_infiniband=True).message == "no limit"
 
@@ -199,7 +203,7 @@ def test_a_cluster_that_does_not_answer_is_an_error():
         ("print('noise'); print('3 steps')", "ok", "3 steps ("),
         ("raise ValueError('no kernel')", "error", "ValueError: no kernel"),
         ("import os; os.abort()", "error", "the process ended with status -6"),
-        ("import time; time.sleep(60)", "error", "no answer within 2 s"),
+        ("import time; time.sleep(60)", "error", "no result within 2 s"),
     ],
 )
 def test_a_smoke_test_reports_its_last_line_and_survives_crashes_and_hangs(program, status, message):
@@ -217,7 +221,7 @@ def test_an_import_that_hangs_is_a_failure_and_no_trace(tmp_path, monkeypatch):
 
 def test_smoke_tests_do_not_run_on_after_the_limit_of_all_checks():
     found = list(smoke_findings(end=time.monotonic()))
-    assert {one.message for one in found} == {"no answer within 0 s"}
+    assert {one.message for one in found} == {"no result within 0 s"}
     assert {"Ray worker", "DeepSpeed"} <= {one.part for one in found}
 
 
@@ -264,7 +268,7 @@ def test_the_command_prints_each_finding_with_its_cure_and_fails_if_one_is_an_er
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert cli.main(["doctor", "--no_smoke_tests"]) == 1
     printed = capsys.readouterr()
-    assert "ERROR  Ray: no cluster answers at RAY_ADDRESS=127.0.0.1:1" in printed.out
+    assert "ERROR  Ray: no cluster responds at RAY_ADDRESS=127.0.0.1:1" in printed.out
     assert "         cure: ray start --head" in printed.out
     assert printed.err.strip().endswith("checks failed: Ray")
 
@@ -282,7 +286,7 @@ def test_every_part_of_the_program_works_here(capsys):
     assert {one["status"] for one in found.values()} <= {"ok", "warning"}
     assert found["DeepSpeed"]["message"].startswith("DeepSpeed ZeRO-2 lowers the loss from ")
     assert "after a weight push it agrees with the trainer" in found["rollout engine"]["message"]
-    assert found["Ray worker"]["message"].startswith("a Ray on this machine starts a worker process")
+    assert found["Ray worker"]["message"].startswith("Ray on this machine starts a worker process")
 
 
 BLOCKED = """

@@ -56,10 +56,10 @@ class Layers(nn.Module):
 @pytest.mark.parametrize(
     ("lengths", "recomputes", "end"),
     [
-        ((30, 30, 40), False, "100 tokens: give --gradient_checkpointing or --train_max_tokens_per_gpu 50"),
-        ((30, 30, 40), True, "100 tokens: give --train_max_tokens_per_gpu 50"),
-        ((80, 20), True, "100 tokens: give --train_max_tokens_per_gpu 80"),
-        ((100,), True, "one sequence: give --max_len 50, or --sequence_parallel_size 2 on two GPUs"),
+        ((30, 30, 40), False, "100 tokens: set --gradient_checkpointing or --train_max_tokens_per_gpu 50"),
+        ((30, 30, 40), True, "100 tokens: set --train_max_tokens_per_gpu 50"),
+        ((80, 20), True, "100 tokens: set --train_max_tokens_per_gpu 80"),
+        ((100,), True, "one sequence: set --max_len 50, or --sequence_parallel_size 2 on two GPUs"),
     ],
 )
 def test_a_step_without_memory_names_phase_tokens_and_flag(lengths, recomputes, end):
@@ -73,11 +73,11 @@ def test_a_step_without_memory_names_phase_tokens_and_flag(lengths, recomputes, 
 def test_an_optimizer_step_and_a_forward_pass_have_other_fixes():
     model = Layers(recomputes=False)
     step, forward = "taking an optimizer step", "computing a forward pass"
-    with pytest.raises(OutOfMemory, match=f"while {step}: give --optim adamw_bf16"), named_shortage(step, model, None):
+    with pytest.raises(OutOfMemory, match=f"while {step}: set --optim adamw_bf16"), named_shortage(step, model, None):
         raise torch.OutOfMemoryError(CUDA)
     with pytest.raises(OutOfMemory) as caught, named_shortage(forward, model, pack_of(2, 3)):
         raise torch.OutOfMemoryError(CUDA)
-    assert str(caught.value).endswith("forward pass on a pack of 5 tokens: give --train_max_tokens_per_gpu 3")
+    assert str(caught.value).endswith("forward pass on a pack of 5 tokens: set --train_max_tokens_per_gpu 3")
 
 
 def test_other_errors_of_a_step_stay_what_they_are():
@@ -98,7 +98,7 @@ def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person_killed():
-    with pytest.raises(OutOfMemory, match="out of host memory on this machine, whose kernel has killed a rank"):
+    with pytest.raises(OutOfMemory, match="out of host memory on this machine: the kernel has killed a rank"):
         check_killed(247, for_memory=True)
     with pytest.raises(OutOfMemory, match="out of space in /dev/shm in a rank: remove files"):
         check_killed(249, for_memory=False)

@@ -69,10 +69,10 @@ def test_four_gpus_do_not_hold_five_roles_that_are_apart():
     with pytest.raises(UsageError) as caught:
         layout_of([4], roles=JUDGED)
     assert str(caught.value).startswith(
-        "rollout engines: 1 x 1 GPUs are needed (nodes x GPUs on each), and of 1 x 4 there are none not taken by other "
-        "roles; let roles share GPUs with --colocate_all_models"
+        "rollout engines: 1 x 1 GPUs required (nodes x GPUs per node); the cluster has 1 x 4, of which none are not "
+        "used by other roles; let roles share GPUs with --colocate_all_models"
     )
-    with pytest.raises(UsageError, match=r"reward: 1 x 1 GPUs are needed .* or lower --reward_num_nodes or"):
+    with pytest.raises(UsageError, match=r"reward: 1 x 1 GPUs required .* or lower --reward_num_nodes or"):
         layout_of([3], roles=JUDGED)
     assert_sound(layout_of([4], roles=JUDGED, colocate_critic_reward=True), [4])
 
@@ -81,8 +81,9 @@ def test_one_gpu_does_not_hold_roles_that_are_apart():
     with pytest.raises(UsageError) as caught:
         layout_of([1])
     assert str(caught.value) == (
-        "critic: 1 x 1 GPUs are needed (nodes x GPUs on each), and of 1 x 1 there are none not taken by other roles; "
-        "let roles share GPUs with --colocate_all_models, or lower --critic_num_nodes or --critic_num_gpus_per_node"
+        "critic: 1 x 1 GPUs required (nodes x GPUs per node); the cluster has 1 x 1, of which none are not used by "
+        "other roles; let roles share GPUs with --colocate_all_models, or lower --critic_num_nodes or "
+        "--critic_num_gpus_per_node"
     )
 
 
@@ -291,19 +292,19 @@ def test_an_engine_is_not_split_over_nodes():
     with pytest.raises(UsageError) as caught:
         layout_of([4, 4], **shape(1, 3, "actor", "critic"), roles=("actor", "critic"), tensor_parallel=2)
     assert str(caught.value) == (
-        "rollout engines: 1 x 2 GPUs are needed (nodes x GPUs on each), and of 2 x 4 there are 2 x 1 not taken by "
-        "other roles; let roles share GPUs with --colocate_all_models, or lower --vllm_num_engines or "
+        "rollout engines: 1 x 2 GPUs required (nodes x GPUs per node); the cluster has 2 x 4, of which 2 x 1 are not "
+        "used by other roles; let roles share GPUs with --colocate_all_models, or lower --vllm_num_engines or "
         "--vllm_tensor_parallel_size"
     )
 
 
 def test_ranks_of_a_node_are_not_split_over_nodes():
-    with pytest.raises(UsageError, match=r"actor: 1 x 8 GPUs are needed .* of 1 x 6 \+ 1 x 4 there are 1 x 6"):
+    with pytest.raises(UsageError, match=r"actor: 1 x 8 GPUs required .* has 1 x 6 \+ 1 x 4, of which 1 x 6"):
         layout_of([6, 4], **shape(1, 8, "actor"), roles=("actor",))
 
 
 def test_too_few_gpus_for_a_role_of_several_nodes_counts_what_it_would_take_itself_as_free():
-    with pytest.raises(UsageError, match=r"actor: 4 x 8 GPUs are needed .* of 3 x 8 there are 3 x 8 not taken"):
+    with pytest.raises(UsageError, match=r"actor: 4 x 8 GPUs required .* has 3 x 8, of which 3 x 8 are not used"):
         layout_of([8, 8, 8], **shape(4, 8, "actor"), roles=("actor",))
 
 
@@ -340,7 +341,9 @@ def test_a_rank_that_sits_alone_among_roles_that_share_has_its_gpu_to_itself():
 
 
 def test_shared_engines_that_do_not_cover_the_actor_are_told_the_right_number():
-    with pytest.raises(UsageError, match=r"3 engines of 2 GPUs do not cover the 8 GPUs .* give --vllm_num_engines 4 "):
+    with pytest.raises(
+        UsageError, match=r"3 engines with 2 GPUs do not match the actor's 8 GPUs.* --vllm_num_engines 4 "
+    ):
         layout_of([8], **shape(1, 8, *ROLES), engines=3, tensor_parallel=2, colocate_all_models=True)
 
 
@@ -388,7 +391,7 @@ def test_a_rank_with_a_gpu_gets_eight_threads_of_a_node_with_many_cores(monkeypa
 def test_roles_that_fit_on_no_cluster_are_found_before_there_is_one():
     rollout = RolloutConfig(vllm_num_engines=2)
     check_layout(CriticPlacementConfig(**shape(200, 8, *ROLES)), rollout, roles=ROLES)
-    with pytest.raises(UsageError, match="2 engines of 1 GPUs do not cover the 1 GPUs of the actor"):
+    with pytest.raises(UsageError, match="2 engines with 1 GPUs do not match the actor's 1 GPUs"):
         check_layout(CriticPlacementConfig(colocate_all_models=True), rollout, roles=ROLES)
 
 

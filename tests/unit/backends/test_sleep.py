@@ -117,7 +117,7 @@ def test_frozen_shares_of_stage_3_are_moved_here_and_not_by_deepspeed(tiny_model
 
 def test_a_missing_compiler_is_named_with_the_ways_out():
     check_compiler("/usr/local/cuda", torch_cuda="13.0")
-    with pytest.raises(UsageError, match=r"needs nvcc.*CUDA_HOME.*--zero_stage 2"):
+    with pytest.raises(UsageError, match=r"requires nvcc.*CUDA_HOME.*--zero_stage 2"):
         check_compiler(None, torch_cuda="13.0")
 
 
@@ -127,5 +127,7 @@ def test_a_toolkit_of_another_major_version_than_torchs_is_refused(tmp_path):
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
     check_compiler(str(tmp_path), torch_cuda="12.8")
-    with pytest.raises(UsageError, match=r"is 12\.4, and torch is built for CUDA 13\.0; set CUDA_HOME to a toolkit of"):
+    with pytest.raises(
+        UsageError, match=r"version 12\.4, but torch was built for CUDA 13\.0; set CUDA_HOME to a matching"
+    ):
         check_compiler(str(tmp_path), torch_cuda="13.0")

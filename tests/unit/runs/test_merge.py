@@ -282,7 +282,7 @@ def test_a_base_that_has_moved_is_given(tiny_model_dir, tmp_path):
 
 def test_an_output_that_exists_is_left_alone(tiny_model_dir, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(UsageError, match=r"--output .* exists already"):
+    with pytest.raises(UsageError, match=r"--output .* already exists"):
         run_merge(MergeGroup(model=tiny_model_dir, output=str(tmp_path / "out")))
 
 

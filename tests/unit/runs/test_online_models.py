@@ -259,7 +259,7 @@ def test_each_trained_role_goes_on_from_its_own_ranks_and_stage(tiny_model_dir, 
         return [line.split(" from ")[0] for line in layout_notices(resume, resolve("ppo", **given), models)]
 
     assert notices(zero_stage=2, actor_num_gpus_per_node=2) == []
-    actor = "The actor goes on with 4 ranks at ZeRO stage 3"
+    actor = "The actor resumes with 4 ranks at ZeRO stage 3"
     assert notices(zero_stage=3, critic_zero_stage=2, actor_num_nodes=2, actor_num_gpus_per_node=2) == [actor]
-    with pytest.raises(UsageError, match="critic cannot be continued by 2 ranks at ZeRO stage 2: its optimizer AdamW"):
+    with pytest.raises(UsageError, match="critic cannot be resumed with 2 ranks at ZeRO stage 2: the optimizer AdamW"):
         notices(zero_stage=2, critic_num_gpus_per_node=2)

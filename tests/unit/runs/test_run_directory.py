@@ -194,7 +194,7 @@ def test_a_folder_that_holds_no_model_is_never_taken_for_one(tmp_path, options):
 @pytest.mark.parametrize("flag", ["output", "ckpt_path", "save_path"])
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, flag):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file is a file, a folder is needed"):
+    with pytest.raises(UsageError, match=r"file is a file, not a folder"):
         check_run_directory(CheckpointConfig(**({"output": str(tmp_path / "run")} | {flag: str(tmp_path / "file")})))
 
 
@@ -335,7 +335,7 @@ def test_a_folder_that_is_made_as_a_whole_is_held_meanwhile_and_a_failure_leaves
     (folder / ".lock").write_text("of a command that was killed")
     make(fails=False)
     assert names(folder) == {"config.json"}
-    with pytest.raises(UsageError, match=r"^--output .*model exists already; choose another folder"):
+    with pytest.raises(UsageError, match=r"^--output .*model already exists; choose another folder"):
         make(fails=False)
     assert names(folder) == {"config.json"}
 
@@ -351,7 +351,7 @@ def test_a_refused_run_leaves_no_folder_behind(tmp_path):
         refused(tmp_path)
     assert names(tmp_path) == {".lock"}
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file/run cannot be made: not a directory"):
+    with pytest.raises(UsageError, match=r"file/run cannot be created: not a directory"):
         refused(tmp_path / "file" / "run")
 
 
