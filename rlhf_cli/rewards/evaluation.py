@@ -1,7 +1,7 @@
-"""Evaluation figures of a model from judged responses: accuracy, pass@k, maj@k, rewards and lengths, with intervals.
+"""Evaluation metrics from scored responses: accuracy, pass@k, maj@k, rewards and lengths, with confidence intervals.
 
-Prompts are the random sample: each gives one value, its mean over its samples, and intervals are over prompts.
-Responses whose reward failed are counted and left out of everything that a reward decides. The formulas are in
+Confidence intervals are over prompts: each prompt contributes one value, the mean over the samples. Responses with a
+failed reward are counted and excluded from every metric that depends on rewards. The formulas are in
 algorithms/answer_statistics.py.
 """
 
@@ -18,15 +18,18 @@ from rlhf_cli.algorithms.answer_statistics import (
 )
 from rlhf_cli.rewards.records import Score, Status
 
-QUALITY = ("accuracy", "pass@", "maj@", "prm_", "reward")  # how the names of quality figures begin
+QUALITY = ("accuracy", "pass@", "maj@", "prm_", "reward")
+"""Prefixes of metrics that measure quality. Only these log their confidence intervals."""
 VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One judged response. `length` is in tokens; `truncated` marks a response that was cut at the limit.
+    """One scored response.
 
-    `steps` are the probabilities of its steps by a process reward model, None without one.
+    - `length`: number of tokens.
+    - `truncated`: the response reached the token limit.
+    - `steps`: step probabilities from a process reward model; None without one.
     """
 
     score: Score
@@ -36,12 +39,12 @@ class Answer:
 
 
 Prompts = Sequence[Sequence[Answer]]
-"""The samples of each prompt."""
+"""Scored samples by prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A mean over `num_prompts` prompts and its 95 % interval, None if no interval can be computed."""
+    """A mean over `num_prompts` prompts with a 95 % confidence interval, or None if it cannot be computed."""
 
     value: float
     interval: tuple[float, float] | None
@@ -50,14 +53,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All figures of some prompts by name; those without an interval are in `counts`."""
+    """Metrics by name. `counts` holds the ones without a confidence interval."""
 
     figures: dict[str, Figure]
     counts: dict[str, float]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All values by name; `accuracy_low` and `accuracy_high` are the ends of the interval of `accuracy`."""
+        """Flat metrics to log. `accuracy_low` and `accuracy_high` bound the confidence interval for `accuracy`."""
         metrics: dict[str, float] = {}
         for name, figure in self.figures.items():
             metrics[name] = figure.value
@@ -69,12 +72,16 @@ class Evaluation:
 def evaluate_answers(
     prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None, aggregations: Sequence[str] = ()
 ) -> Evaluation:
-    """Return the figures of these prompts.
+    """Compute evaluation metrics.
 
-    `accuracy` is avg@n, the share of right samples; `pass@k` and `maj@k` for each of `ks` are over the prompts that
-    have k judged samples; `reward` is the mean score, `truncated` and `response_length` count failed ones too. A
-    response is right by the verifier's verdict, or with a score of at least `pass_score`; without either, only rewards
-    and lengths are computed. `prm_min@k` and so on are for `aggregations` of the probabilities of steps.
+    A response is correct if the score is at least `pass_score` or, without `pass_score`, if the verifier accepts it.
+    With neither a verifier nor `pass_score`, only rewards and lengths are computed.
+
+    - `accuracy`: avg@n, the fraction of correct samples.
+    - `pass@k`, `maj@k`: for each k in `ks`, over prompts with at least k judged samples.
+    - `prm_min@k` etc.: best-of-k by step probabilities, for each name in `aggregations`.
+    - `reward`: mean score.
+    - `truncated`, `response_length`: include responses with a failed reward.
     """
     scored = [[answer.score for answer in samples if answer.score.value is not None] for samples in prompts]
     figures = _figures_of_verdicts([samples for samples in scored if samples], ks, pass_score)
@@ -99,28 +106,26 @@ def evaluate_answers(
 
 
 def pass_rate(samples: Sequence[Answer], *, pass_score: float | None = None) -> float | None:
-    """Return the share of a prompt's judged samples that are right; None if none was judged."""
+    """Return the fraction of correct samples for one prompt, or None if no sample was judged."""
     correct = [is_right for answer in samples if (is_right := _is_right(answer.score, pass_score)) is not None]
     return _mean(correct) if correct else None
 
 
 def by_source(prompts: Iterable[tuple[str, Sequence[Answer]]]) -> dict[str, list[Sequence[Answer]]]:
-    """Return the samples of each prompt by the data set it is from; with several data sets, all prompts together come
-    first.
-    """
-    found: dict[str, list[Sequence[Answer]]] = {}
+    """Group prompts by dataset. With two or more datasets, the first entry, `ALL`, holds every prompt."""
+    by_name: dict[str, list[Sequence[Answer]]] = {}
     for source, samples in prompts:
-        found.setdefault(source, []).append(samples)
-    everything = [samples for of_source in found.values() for samples in of_source]
-    return {ALL: everything, **found} if len(found) > 1 else found
+        by_name.setdefault(source, []).append(samples)
+    everything = [samples for of_source in by_name.values() for samples in of_source]
+    return {ALL: everything, **by_name} if len(by_name) > 1 else by_name
 
 
 ALL = "all"
-"""Name of several data sets together."""
+"""Name for all datasets combined."""
 
 
 def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_score: float | None) -> dict[str, Figure]:
-    """Accuracy, pass@k and maj@k, and the share of responses without an answer; empty if nothing was judged."""
+    """Compute accuracy, pass@k, maj@k and the rate of invalid responses. Empty if no response was judged."""
     judged: list[list[tuple[Score, bool]]] = []
     for samples in prompts:
         pairs = [(score, is_right) for score in samples if (is_right := _is_right(score, pass_score)) is not None]
@@ -132,6 +137,7 @@ def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_sco
     shares: dict[str, tuple[list[float], bool]] = {"accuracy": ([_mean(samples) for samples in rights], True)}
     for k in ks:
         shares[f"pass@{k}"] = ([pass_at_k(len(r), sum(r), k=k) for r in rights if len(r) >= k], True)
+    # A majority vote compares normalized answers, which only verifiers provide.
     if any(key is not None for samples in keys for key in samples):
         for k in ks:
             votes = [majority_at_k(a, r, k=k) for a, r in zip(keys, rights, strict=True) if len(r) >= k]
@@ -144,7 +150,7 @@ def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_sco
 def _figures_of_steps(
     prompts: Prompts, ks: Sequence[int], pass_score: float | None, aggregations: Sequence[str]
 ) -> dict[str, Figure]:
-    """Compute how often the sample with the best steps is right, over the prompts that have k judged samples."""
+    """Compute best-of-k accuracy by step probabilities, over prompts with at least k judged samples."""
     judged: list[list[tuple[tuple[float, ...], bool]]] = []
     for samples in prompts:
         rated = ((answer.steps, _is_right(answer.score, pass_score)) for answer in samples)
@@ -152,6 +158,7 @@ def _figures_of_steps(
     shares: dict[str, tuple[list[float], bool]] = {}
     for name in aggregations:
         value_of = STEP_AGGREGATIONS[name]
+        # Best of one sample equals accuracy.
         for k in (k for k in ks if k > 1):
             enough = [samples for samples in judged if len(samples) >= k]
             chosen = [best_at_k([value_of(s) for s, _ in p], [right for _, right in p], k=k) for p in enough]
@@ -160,7 +167,7 @@ def _figures_of_steps(
 
 
 def _is_right(score: Score, pass_score: float | None) -> bool | None:
-    """Return whether the response is right; None if that is unknown."""
+    """Return whether the response is correct, or None if unknown."""
     if score.value is None:
         return None
     if pass_score is not None:
@@ -169,7 +176,7 @@ def _is_right(score: Score, pass_score: float | None) -> bool | None:
 
 
 def _means(values: Mapping[str, tuple[list[float], bool]]) -> dict[str, Figure]:
-    """Compute the mean of each list that is not empty, as a share if its flag is True."""
+    """Compute the mean and confidence interval for each non-empty list. The flag marks fractions in [0, 1]."""
     interval: dict[bool, Callable[[Sequence[float]], tuple[float, float] | None]] = {
         True: share_interval,
         False: mean_interval,

@@ -1,6 +1,6 @@
-"""Calls of the user's reward file, each about the responses to one prompt, beside whatever the caller does.
+"""Background calls to the user's reward function, one call per group of responses to a prompt.
 
-The worker's side is workers/user_file.py; session.py waits until a prompt's responses are complete.
+The worker side is workers/user_file.py. session.py submits a group when all responses to the prompt are complete.
 """
 
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of the file: the responses' numbers, the arguments, and the parts received so far."""
+    """One reward function call: response numbers, arguments, and the results received so far."""
 
     numbers: Sequence[int]
     batch: UserBatch
@@ -30,17 +30,19 @@ class _Call:
 
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of tokens, special ones kept."""
+"""Decodes tokens and keeps special tokens."""
 
+# Sent instead of a row that the reward function does not read.
 NO_ROW = '{"prompt": "", "columns": {}}'
 
 
 def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: Sequence[str]) -> UserBatch:
-    """Return the file's arguments for these responses; large columns only if the file needs them.
+    """Build the reward function's arguments. Large columns are included only if listed in `needs`.
 
-    Without `decode`, a text with special tokens is the same as without.
+    Without `decode`, `raw_responses` equal `responses`.
     """
     rows = [request.row or NO_ROW for request in requests] if "rows" in needs else [NO_ROW] * len(requests)
+    # All samples for a prompt share a row: parse and send it once.
     distinct = list(dict.fromkeys(rows))
     is_raw = decode is not None and "raw_responses" in needs
     pictured = requests if "images" in needs else []
@@ -65,25 +67,27 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
 
 
 def _numbered(requests: Sequence[ScoreRequest]) -> "dict[Picture, int]":
-    """Return the distinct pictures of the requests, numbered: a worker gets each once."""
+    """Number the distinct images, so that each one is encoded and sent once."""
     distinct = dict.fromkeys(picture for request in requests for picture in request.pictures)
     return {picture: number for number, picture in enumerate(distinct)}
 
 
 class FileFeed:
-    """One round of calls; a context manager.
+    """One round of reward function calls; a context manager.
 
-    If a call or some of its values fail, the file is called again with all its responses, at most `retries` times,
-    unless it took too long; values that were good are kept.
+    If a call or any returned value fails, the function is called again with the whole group, up to `retries` times.
+    Valid values from earlier tries are kept. Calls that time out are not retried.
     """
 
     def __init__(self, pool: WorkerPool, *, retries: int, decode: Decode | None) -> None:
         self._pool, self._decode = pool, decode
         self._feed = pool.feed()
         self._retries = retries
-        self._calls: list[_Call] = []  # by number of the item
+        # Indexed by the feed's item number. A retry adds another entry.
+        self._calls: list[_Call] = []
         self._num_open = 0
-        self._found: list[tuple[int, Part]] = []  # not yet given out
+        # Results that `ready` has not returned yet.
+        self._results: list[tuple[int, Part]] = []
         self.failures: list[Failure] = []
 
     def __enter__(self) -> Self:
@@ -95,23 +99,23 @@ class FileFeed:
         self._feed.close()
 
     def add(self, numbers: Sequence[int], requests: Sequence[ScoreRequest]) -> None:
-        """Have the file called with these responses. Returns at once."""
+        """Submit one group of responses. Never blocks."""
         self._num_open += 1
         self._send(_Call(numbers, batch_of(requests, self._decode, needs=self._pool.about["needs"])))
 
     def ready(self) -> list[tuple[int, Part]]:
-        """Return the parts that have come since the last call, each with the number of its response. Never waits."""
+        """Return new results as (response number, result) pairs. Never blocks."""
         self._advance()
-        found, self._found = self._found, []
-        return found
+        results, self._results = self._results, []
+        return results
 
     @property
     def is_open(self) -> bool:
-        """Whether there are parts that `ready` has not given yet."""
-        return self._num_open > 0 or bool(self._found)
+        """Whether results are pending or not yet returned by `ready`."""
+        return self._num_open > 0 or bool(self._results)
 
     def wait(self) -> None:
-        """Wait until a call has ended, or all have."""
+        """Block until a call completes. Returns immediately if no call is pending."""
         self._feed.wait()
 
     def _send(self, call: _Call) -> None:
@@ -119,18 +123,21 @@ class FileFeed:
         self._feed.add([call.batch])
 
     def _advance(self) -> None:
-        """Take what calls have brought, and repeat the calls that failed."""
+        """Collect completed calls and retry failed ones."""
         for item, outcome in self._feed.ready():
             call = self._calls[item]
             self.failures += [outcome.failure] if outcome.failure is not None else []
             new = file_parts(outcome, len(call.numbers))
+            # A retry reruns the whole group, because the function may compare responses. Values that were valid before
+            # stay, so that a flaky function cannot turn a scored response into a failed one.
             call.parts = [
                 old if old.value is not None else now for old, now in zip(call.parts or new, new, strict=True)
             ]
             call.tries += 1
+            # A retry after a timeout would most likely block another worker for the full timeout.
             is_late = outcome.failure is not None and outcome.failure.kind == "timeout"
             if call.tries <= self._retries and not is_late and any(part.value is None for part in call.parts):
                 self._send(call)
             else:
                 self._num_open -= 1
-                self._found += zip(call.numbers, call.parts, strict=True)
+                self._results += zip(call.numbers, call.parts, strict=True)

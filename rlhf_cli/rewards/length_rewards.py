@@ -1,4 +1,4 @@
-"""Rewards for the length of a response in tokens, some by whether its answer is right. Pure functions."""
+"""Length rewards, computed from the token count and, for some, the verifier's verdict. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ def cosine(
     wrong_short: float,
     wrong_long: float,
 ) -> float:
-    """Return the short value at 0 tokens, the long value from `max_len` on, half a cosine between (arXiv 2502.03373).
+    """Cosine length reward: interpolates from the short value at 0 tokens to the long value at `max_len` and above.
 
-    Right and wrong answers have values of their own.
+    Correct and wrong answers use separate value pairs. Source: arXiv 2502.03373.
     """
     short, long = (correct_short, correct_long) if correct else (wrong_short, wrong_long)
     share = min(1.0, request.num_tokens / max_len)
@@ -26,17 +26,18 @@ def cosine(
 
 
 def soft_overlong(request: ScoreRequest, correct: bool | None, *, max_len: int, buffer: int, factor: float) -> float:
-    """Return 0 up to `max_len - buffer` tokens, then in a line down to `-factor` at `max_len` and above (DAPO, arXiv
-    2503.14476, equation 13).
+    """Soft overlong penalty: 0 up to `max_len - buffer` tokens, then linear down to `-factor` at `max_len` and above.
+
+    Source: DAPO, arXiv 2503.14476, equation 13.
     """
     beyond = request.num_tokens - (max_len - buffer)
     return -factor * min(max(beyond, 0), buffer) / buffer
 
 
 def length(requests: Sequence[ScoreRequest], corrects: Sequence[bool | None]) -> list[float]:
-    """Reward a response that is shorter than the others to its prompt: `0.5 - (len - min) / (max - min)` for right
-    answers and no more than 0 for wrong ones; 0 where all are equally long (Kimi k1.5, arXiv 2501.12599, section
-    2.3.3).
+    """Length reward relative to the group: `0.5 - (len - min) / (max - min)`, capped at 0 for wrong answers.
+
+    If all responses have the same length, the reward is 0. Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3.
     """
     shortest = min(request.num_tokens for request in requests)
     spread = max(request.num_tokens for request in requests) - shortest

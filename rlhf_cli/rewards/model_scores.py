@@ -1,7 +1,4 @@
-"""A reward model's scores, added with a weight to the scores of verifiers and files.
-
-The model itself is a role of its own (backends/roles).
-"""
+"""Adds weighted reward model scores to other rewards. The reward model runs as a separate role (backends/roles)."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +9,18 @@ from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import weights_of_parts
 
 MODEL_PART = "reward_model"
-"""Name of the reward model's part of a score."""
+"""Name of the reward model component in a score."""
 
 
 def weights_of_all_parts(reward: RewardConfig) -> dict[str, float]:
-    """Return the weight of every reward by the name of its part of a score."""
+    """Return all reward weights by component name, including the reward model's."""
     return weights_of_parts(reward) | {MODEL_PART: reward.reward_model_weight}
 
 
 def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weight: float) -> list[Score]:
-    """Add `weight` times the reward model's values to the scores; verdicts do not change.
+    """Add `weight` times the reward model's value to each score. Verdicts do not change.
 
-    A failed score stays failed, and a value that is not finite is a failure.
+    Failed scores stay failed. A non-finite value fails the score.
     """
     return [_joined(score, float(value), weight) for score, value in zip(scores, values, strict=True)]
 
@@ -31,7 +28,7 @@ def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weigh
 def _joined(score: Score, value: float, weight: float) -> Score:
     total = None if score.value is None else score.value + weight * value
     if total is not None and not math.isfinite(total):
-        what = "the rewards add up to" if math.isfinite(value) else "the reward model's score is"
+        what = "the rewards sum to" if math.isfinite(value) else "the reward model's score is"
         infinite = total if math.isfinite(value) else value
         return replace(score, value=None, status="failed", detail=f"{what} {infinite}", failure="bad_result")
     if not math.isfinite(value):

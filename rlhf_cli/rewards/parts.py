@@ -1,4 +1,4 @@
-"""The parts of a response's score, one for each reward, and their sum."""
+"""Reward components for one response and their weighted sum."""
 
 import math
 from collections import Counter
@@ -11,28 +11,31 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import FailureKind, Score, ScoreRequest, Status
 from rlhf_cli.rewards.workers.pool import ItemOutcome
 
-FILE_PART = "reward_func"  # name of the reward file's part of a score
-REMOTE_PART = "remote_rm"  # name of the reward servers' part of a score
+# Component names for the reward file and reward servers.
+FILE_PART = "reward_func"
+REMOTE_PART = "remote_rm"
 
 VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
 UNREWARDED = (
-    "has no reward: set self.reward in reset or in a tool, give the class get_reward(self), let an OpenEnv server "
-    "send a reward that is not null, or name only other rewards with --reward_funcs"
+    "has no reward: set self.reward in reset or in a tool, define get_reward(self) in the class, return a non-null "
+    "reward from the OpenEnv server, or remove environment from --reward_funcs"
 )
-"""End of a sentence about the environment of an episode that gave none."""
+"""Completes a sentence about an environment that returned no reward."""
 
-NO_REWARD = 'the agent program printed no reward: its last line has to be JSON like {"reward": 1.0}'
+NO_REWARD = 'the agent program printed no reward: the last output line must be JSON like {"reward": 1.0}'
 
-_SUM_EPS = 1e-14  # rounding of a sum of float64, relative to the sizes of what is added
-_TRACE_LINES = 12  # of a user's traceback kept with a failed score
+# Rounding error of a float64 sum, relative to the summands.
+_SUM_EPS = 1e-14
+# Traceback lines kept with a failed score: samples.jsonl stores them for each sample.
+_TRACE_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One reward's result for one response; if it failed, `value` is None and `failure` the kind.
+    """One reward's result for one response. If it failed, `value` is None and `failure` is set.
 
-    `filter` and `metrics` are as in `Score`.
+    `filter` and `metrics` are defined in `Score`.
     """
 
     value: float | None
@@ -45,7 +48,7 @@ class Part:
 
 
 def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
-    """Return a reward's part from a worker's outcome."""
+    """Convert a worker outcome."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
     if call.row.kind in ("text", "answer"):
@@ -57,21 +60,21 @@ def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
 
 
 def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
-    """Return the part of a length reward; it fails if it needs a verdict and the verdict failed."""
+    """Wrap a length or group reward. It fails if the reward needs a verdict and the verifier failed."""
     if call.row.needs_verdict and verdict is not None and verdict.value is None:
         return Part(None, "failed", verdict.detail, failure=verdict.failure)
     return Part(value, "scored", "")
 
 
 def episode_part(request: ScoreRequest) -> Part:
-    """Return the part of an episode's environment; it fails if there is no reward."""
+    """Return the environment reward. It fails if the episode has none."""
     if request.episode_reward is None:
         return Part(None, "failed", NO_REWARD, failure="environment")
     return Part(request.episode_reward, "scored", "")
 
 
 def unless_broken(score: Score, request: ScoreRequest) -> Score:
-    """Return the score; a failed one if the environment of the episode broke, whatever rewards found in the rest."""
+    """Fail the score if the episode's environment broke, whatever the other rewards returned."""
     if request.episode_failure is None:
         return score
     detail = f"the environment {request.episode_failure}"
@@ -79,7 +82,7 @@ def unless_broken(score: Score, request: ScoreRequest) -> Score:
 
 
 def unless_unrewarded(score: Score, request: ScoreRequest) -> Score:
-    """Return the score; a failed one if the environment of the episode has no reward."""
+    """Fail the score if the episode's environment returned no reward."""
     if not request.lacks_reward:
         return score
     detail = f"the environment {UNREWARDED}"
@@ -87,12 +90,12 @@ def unless_unrewarded(score: Score, request: ScoreRequest) -> Score:
 
 
 def is_correct(verdict: Part | None) -> bool | None:
-    """Return whether an answer is right; None without a verifier."""
+    """Return whether the verifier accepted the answer; None without a verifier."""
     return None if verdict is None else verdict.status == "correct"
 
 
 def file_parts(outcome: ItemOutcome, num_responses: int) -> list[Part]:
-    """Return the parts of all responses from one answer of the reward file."""
+    """Convert the outcome from one reward function call, one result per response."""
     failure = outcome.failure
     if failure is not None:
         trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
@@ -109,16 +112,16 @@ def _file_part(result: dict[str, Any]) -> Part:
 
 
 def remote_part(outcome: ItemOutcome) -> Part:
-    """Return the reward servers' part from one server's outcome."""
+    """Convert a reward server outcome."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)
     return Part(outcome.value, "scored", "")
 
 
 def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
-    """Return the score of all parts. The first verifier, if any, gives the verdict.
+    """Sum weighted components into a score. The first verifier, if any, sets the verdict.
 
-    Without any part, when a reward model alone scores, the value is 0.
+    Without components the value is 0: only a reward model scores, and `with_model_scores` adds that later.
     """
     if not parts:
         return Score(0.0, "scored")
@@ -128,15 +131,16 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
         return Score(None, "failed", failed.detail, values, failure=failed.failure)
     first = next((part for part in parts.values() if part.status != "scored"), next(iter(parts.values())))
     total = _total([weights[name] * value for name, value in values.items()])
-    if not math.isfinite(total):  # finite rewards may add up to more than a number holds
-        return Score(None, "failed", f"the rewards add up to {total}", values, failure="bad_result")
+    # A sum of finite rewards can overflow.
+    if not math.isfinite(total):
+        return Score(None, "failed", f"the rewards sum to {total}", values, failure="bad_result")
     metrics = {name: value for part in parts.values() for name, value in part.metrics.items()}
     found = Score(total, first.status, first.detail, values, first.answer)
     return replace(found, filter=_filter(parts, weights), metrics=metrics)
 
 
 def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | None:
-    """Return the sum for dynamic filtering, None if no reward gives a filter value."""
+    """Return the sum for dynamic filtering, or None if no reward sets a filter value."""
     if all(part.filter is None for part in parts.values()):
         return None
     return _total(
@@ -148,15 +152,17 @@ def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | 
 
 
 def _total(summands: Sequence[float]) -> float:
-    """Return the sum, 0 where only rounding is left of it: 0.1 + 0.2 - 0.3 must not differ from 0 in a group."""
+    """Sum the values and round pure rounding error to 0."""
     total = sum(summands)
+    # 0.1 + 0.2 - 0.3 is 5.6e-17 in float64. Group-relative advantages divide by the std within a group and would turn
+    # this difference into a full-size advantage.
     return 0.0 if abs(total) < sum(_SUM_EPS * abs(value) for value in summands) else total
 
 
 def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_come: int = 0) -> None:
-    """Raise RunError, with the most frequent reason, if more than this share of the scores failed.
+    """Raise RunError with the most frequent reason if more than `limit` (a fraction) of all scores failed.
 
-    If more scores are to come, raise as soon as they cannot bring the share down to the limit.
+    `num_to_come` counts scores still pending: raises as soon as they cannot bring the failure rate down to the limit.
     """
     failed = [score.detail.partition("\n")[0] for score in scores if score.value is None]
     if len(failed) > limit * (len(scores) + num_to_come):
@@ -167,7 +173,7 @@ def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_com
 
 
 def stop_if_all_failed(scores: Sequence[Score], *, iteration: int) -> None:
-    """Raise RunError with the first reason if no score is left."""
+    """Raise RunError with the first reason if every score failed."""
     if all(score.value is None for score in scores):
         reason = next(score.detail for score in scores)
-        raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")
+        raise RunError(f"iteration {iteration}: every reward failed ({reason}), there is nothing to train on")

@@ -1,33 +1,46 @@
-"""Requests to rewards and their scores."""
+"""Reward requests and scores."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # reward workers import no torch
+# Reward workers must start fast, so nothing here imports torch at run time.
+if TYPE_CHECKING:
     from rlhf_cli.models.vision.pictures import Picture
 
 Status = Literal["correct", "wrong", "invalid", "failed", "scored"]
 
 FailureKind = Literal["raised", "bad_result", "timeout", "crashed", "unreachable", "load", "unjudged", "environment"]
-"""Why there is no reward: an exception or an error of a server, an answer that is no reward, no answer in time, a
-process or connection that ended, no connection, a file that cannot be loaded, a label or sandbox that is of no use, an
-environment that broke in an episode."""
+"""Why a reward is missing:
+
+- `raised`: the reward function raised, or the server returned an error status.
+- `bad_result`: the result is not a valid reward.
+- `timeout`: no result within the time limit.
+- `crashed`: the process exited or the connection dropped.
+- `unreachable`: the connection could not be opened.
+- `load`: the reward file could not be loaded.
+- `unjudged`: the label is unusable or the sandbox broke.
+- `environment`: the environment broke during the episode, or returned no reward.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """One response to score.
 
-    `query` is prompt and response together; `label` the prompt's ground truth, if any; `num_tokens` counts the sampled
-    tokens, including the end of sequence; `truncated` marks a response that was cut at the limit; responses of the same
-    `group` are the samples of one prompt (a prompt that is sampled twice makes two groups): `sample` is the index in
-    the group, `group_size` the number of samples.
-
-    `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
-    are the sampled tokens, `pictures` the pictures of the prompt in their order. Of an episode, `token_ids` have the
-    observations too, `messages` are its turns and observations, `episode_reward` is the sum of the environment's
-    rewards, and `episode_failure` completes a sentence about an environment that broke. The environment of an episode
-    that `lacks_reward` has given none at all.
+    - `query`: prompt and response concatenated.
+    - `label`: ground truth, if any.
+    - `num_tokens`: sampled tokens, including the end-of-sequence token.
+    - `truncated`: the response reached the token limit.
+    - `group`: ID shared by the samples for one prompt. A prompt that is sampled twice makes two groups.
+    - `sample`, `group_size`: index within the group, and samples per group.
+    - `source`: dataset name from the row.
+    - `row`: JSON object with `prompt` and `columns`, for reward files.
+    - `token_ids`: sampled tokens; for episodes, observations too.
+    - `pictures`: images from the prompt, in order.
+    - `messages`: turns and observations, for episodes.
+    - `episode_reward`: sum over the environment's rewards.
+    - `episode_failure`: completes a sentence about an environment that broke.
+    - `lacks_reward`: the environment returned no reward during the episode.
     """
 
     query: str
@@ -51,14 +64,16 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of one response, not clipped.
+    """Unclipped score for one response.
 
-    `value` is None exactly if the status is "failed": the reward broke or ran out of time, which is not a score of 0.
-    "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone. `detail` is
-    the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name. `answer` is the
-    verifier's normalized answer (equal answers are equal texts), None if there is none: the key of a majority vote.
-    `failure` is the kind of failure if the status is "failed". `filter` is the number for dynamic filtering, None if
-    that is `value`; `metrics` are numbers that rewards report besides, by name.
+    - `value`: weighted sum; None exactly if the status is "failed". A failed reward is never a score of 0.
+    - `status`: "correct", "wrong" or "invalid" (no answer found) if a verifier ran, "scored" otherwise.
+    - `detail`: the extracted answer, or the failure reason.
+    - `parts`: unweighted value by reward name.
+    - `answer`: normalized answer for majority voting; equal answers are equal strings. None without an answer.
+    - `failure`: failure kind if the status is "failed".
+    - `filter`: value for dynamic filtering; None uses `value`.
+    - `metrics`: extra metrics reported by rewards, by name.
     """
 
     value: float | None
@@ -72,4 +87,4 @@ class Score:
 
 
 class BadResult(Exception):
-    """A reward gave an invalid answer; the message completes a sentence about the reward."""
+    """Invalid reward result. The message completes a sentence about the reward."""

@@ -1,7 +1,7 @@
-"""Scores of responses from the built-in rewards, the user's reward file and reward servers.
+"""Scores responses with built-in rewards, the user's reward file and reward servers.
 
-Several rewards are added up with their weights. A reward that failed is no score of 0: the sample is marked, and the
-run stops when too many are. Clipping and shaping of scores is left to algorithms.shaping.
+The score is a weighted sum. A failed reward never counts as 0: the sample is marked as failed, and the run stops if
+too many samples fail. algorithms/shaping.py clips and shapes scores.
 """
 
 import json
@@ -29,42 +29,47 @@ from rlhf_cli.rewards.workers.user_module import file_and_name
 
 logger = logging.getLogger(__name__)
 
-# Responses that travel to a worker together at most: enough to hide the way there, few enough to balance workers.
+# Maximum responses sent to a worker at once: enough to hide the transfer, few enough to balance the load.
 CHUNK = 64
 
-# Calls of a reward file that travel to a worker together at most; an async function works on them at the same time.
+# Maximum reward file calls sent to a worker at once. An async function handles them concurrently.
 FILE_CHUNK = 16
 
-# Exceptions that a response is hardly the reason of, unless it led to None where something was looked for.
+# Exceptions that indicate a bug in the reward function. With NoneType in the message, the response may be the cause:
+# a regular expression that does not match the made-up text returns None.
 FAULTS_OF_CODE = tuple(
     f"raised {name}" for name in ("TypeError", "NameError", "AttributeError", "ImportError", "ModuleNotFoundError")
 )
 
 TRL = "TRL calls it"
-TRL_HINT = "; completions are texts if the prompt of a row is text, and lists of messages if it is one"
+TRL_HINT = "; completions are strings if the row's prompt is a string, and message lists if it is a message list"
 
-MAX_LISTED = 5  # sources without a verifier that a message names
+# Sources listed in an error message.
+MAX_LISTED = 5
 
-# Worker processes at most if the settings give no number.
+# Worker processes if --reward_num_workers is unset, or fewer on a small machine.
 DEFAULT_MAX_WORKERS = 4
 
 
 def weights_of_parts(config: RewardConfig) -> dict[str, float]:
-    """Return the weight of each reward but a reward model's by the name of its part of a score."""
+    """Return reward weights by component name, without the reward model's."""
     names = [call.name for call in config.rewards]
     weights = dict.fromkeys(names, 1.0) | dict(zip(names, config.reward_weights, strict=False))
     return weights | {FILE_PART: config.reward_func_weight, REMOTE_PART: config.remote_rm_weight}
 
 
 class Scorer:
-    """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
+    """Computes all rewards in a run; a context manager that owns the worker processes and leaves none behind.
 
-    `tell` is called, in a thread of its own, with a sentence about a reward server that goes or comes back. `decode`
-    gives the text of tokens with special ones, for reward files that ask for it. With `needs_environment` an episode
-    fails if its environment has no reward, which counts as 0 otherwise.
+    - `tell`: called from a background thread with a sentence when a reward server fails or recovers.
+    - `decode`: decodes tokens with special tokens kept, for reward files that use `raw_responses`.
+    - `needs_environment`: fail episodes without an environment reward, instead of counting 0.
 
-    Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, if
-    code is to be run and this machine has no sandbox for it, or if a reward server does not answer.
+    Raises UsageError on construction if:
+
+    - the reward file is missing, cannot be imported or has no `reward_func`,
+    - a reward runs code and the sandbox does not work on this machine,
+    - a reward server does not respond.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Scorer:
         self._weights = weights_of_parts(config)
         if any(call.row.runs_code for call in config.rewards):
             _prepare_code(config)
+        # If a later step raises, the stack closes what is already running; `pop_all` keeps it open otherwise.
         with ExitStack() as stack:
             self._workers = stack.enter_context(_worker_pool(config)) if _calls(config) else None
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
@@ -97,33 +103,35 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """End all worker processes and the thread that asks reward servers."""
+        """Stop all worker processes and the reward server client."""
         self._processes.close()
 
     @property
     def form(self) -> str:
-        """How the reward file is called, if another tool calls it so; "" otherwise."""
+        """The reward function's signature if it is another framework's; "" otherwise."""
         return "" if self._file is None else str(self._file.about["form"])
 
     @property
     def reads_images(self) -> bool:
-        """Whether the reward file names `images`."""
+        """Whether the reward function has an `images` parameter."""
         return self._file is not None and "images" in self._file.about["needs"]
 
     def check_labels(self, labels: Sequence[str | None], sources: Sequence[str | None] | None = None) -> None:
-        """See before anything heavy starts that the verifiers can use the labels, and that rows name known verifiers.
+        """Check labels and sources before models are loaded.
 
-        Raises UsageError if the share of prompts without a usable label is above reward_max_failures, or if a row of
-        by_row has a source without a verifier.
+        Raises UsageError if the fraction of unusable labels exceeds `reward_max_failures`, or if a source has no
+        verifier under by_row.
         """
         sources = sources or [None] * len(labels)
         verifiers = row_verifiers(self._config, sources)
+        # by_row may select the code verifier, which the settings do not show.
         if any(read_call(text).row.runs_code for text in set(verifiers)):
             _prepare_code(self._config)
         for place, call in enumerate(_calls(self._config)):
             if call.row.kind != "verifier":
                 continue
             assert self._workers is not None
+            # Verifiers check the label before the response, so an empty response shows whether the label is usable.
             items = [[place, "", label] for label in labels]
             if call.row.by_row:
                 items = [[*item, named] for item, named in zip(items, verifiers, strict=True)]
@@ -131,15 +139,15 @@ class Scorer:
             bad = [part.detail for part in (worker_part(call, outcome) for outcome in outcomes) if part.value is None]
             if len(bad) > self._config.reward_max_failures * len(labels):
                 raise UsageError(
-                    f"--reward_funcs {call.name}: {len(bad)} of {len(labels)} prompts have no label it can use; "
+                    f"--reward_funcs {call.name}: {len(bad)} of {len(labels)} prompts have no usable label; "
                     f"the first: {bad[0]}"
                 )
 
     def try_file(self, requests: Sequence[ScoreRequest]) -> str:
-        """Call the reward file about made-up responses; return a warning, "" if nothing is wrong.
+        """Call the reward function with made-up responses. Returns a warning, or "" on success.
 
-        Raises UsageError for a fault of any response: results of another form, arguments that are not there.
-        An exception that may come from the made-up text is a warning.
+        Raises UsageError for bugs that would affect any response, such as an invalid result type or a missing argument.
+        Exceptions that the made-up text may have caused are only warnings.
         """
         if self._file is None:
             return ""
@@ -148,12 +156,12 @@ class Scorer:
             groups.setdefault(request.group, []).append(request)
         needs = self._file.about["needs"]
         outcomes = self._file.map([batch_of(group, self._decode, needs=needs) for group in groups.values()])
-        trial = f"--reward_func {self._config.reward_func}: a trial call with a made-up response"
+        trial = f"--reward_func {self._config.reward_func}: a test call with a made-up response"
         hint = TRL_HINT if TRL in self.form else ""
         return next(filter(None, (_trial_fault(outcome, trial, hint=hint) for outcome in outcomes)), "")
 
     def session(self) -> ScoringSession:
-        """Return a round of scoring whose responses come bit by bit; one at a time."""
+        """Open a scoring session for incrementally added responses. Only one may be open at a time."""
         return ScoringSession(
             self._config,
             weights=self._weights,
@@ -165,20 +173,20 @@ class Scorer:
         )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Return the score of each response, in order; failed ones have been retried `reward_retries` times.
+        """Score responses and return the scores in order. Failures are retried `reward_retries` times.
 
-        Raises RunError if the share of failed ones is above reward_max_failures.
+        Raises RunError if the fraction of failed scores exceeds `reward_max_failures`.
         """
         with self.session() as session:
             session.add(requests)
-            found = session.finish(is_all=True)
-        scores = [found[number] for number in range(len(requests))]
+            by_number = session.finish(is_all=True)
+        scores = [by_number[number] for number in range(len(requests))]
         stop_if_too_many_failed(scores, self._config.reward_max_failures)
         return scores
 
 
 def _calls(config: RewardConfig) -> list[RewardCall]:
-    """Return the rewards that are computed in workers; they go by their places in this list."""
+    """Return the rewards computed in workers. Worker items refer to them by index."""
     return [call for call in config.rewards if call.row.in_worker]
 
 
@@ -187,11 +195,11 @@ def _settings(config: RewardConfig, call: RewardCall) -> dict[str, object]:
 
 
 def _prepare_code(config: RewardConfig) -> None:
-    """Check that programs can be run, and warn if nothing guards this machine from them."""
+    """Check that code can run here, and warn if it runs without a sandbox."""
     if config.code_unsandboxed:
         logger.warning(
-            "WARNING: --code_unsandboxed: programs that the model writes run as this user, WITHOUT A SANDBOX. "
-            "They can read, change and delete your files and use the network."
+            "WARNING: --code_unsandboxed: model-generated code runs as this user, WITHOUT A SANDBOX. "
+            "It can read, change and delete your files and use the network."
         )
     require_sandbox(sandboxed=not config.code_unsandboxed)
 
@@ -212,10 +220,11 @@ def _worker_pool(config: RewardConfig) -> WorkerPool:
 
 
 def _file_pool(reward_func: str, config: RewardConfig) -> WorkerPool:
-    """Return the workers for the user's file, one of which has loaded it."""
+    """Start the reward file's worker pool, with one worker loaded."""
     path, name = file_and_name(reward_func)
     if not path.is_file():
-        raise UsageError(f"--reward_func {reward_func}: there is no such file")
+        raise UsageError(f"--reward_func {reward_func}: file not found")
+    # No `retries`: FileFeed retries calls, since a retry must keep the values that were valid.
     pool = WorkerPool(
         "rlhf_cli.rewards.workers.user_file:load",
         {"path": str(path), "name": name, "args": json.loads(config.reward_func_args)},
@@ -223,6 +232,7 @@ def _file_pool(reward_func: str, config: RewardConfig) -> WorkerPool:
         num_workers=_num_workers(config),
         chunk_size=FILE_CHUNK,
     )
+    # Load once now, so that an import error stops the command before models are loaded.
     failure = pool.start()
     if failure is not None:
         logger.warning("%s %s\n%s", path, failure.reason, failure.trace)
@@ -231,9 +241,9 @@ def _file_pool(reward_func: str, config: RewardConfig) -> WorkerPool:
 
 
 def row_verifiers(config: RewardConfig, sources: Sequence[str | None]) -> list[str]:
-    """Return the verifier of each row under by_row; empty without it.
+    """Return one verifier per row under by_row; empty without by_row.
 
-    Raises UsageError with the sources that have none, and how many rows name each.
+    Raises UsageError that lists sources without a verifier and counts the rows.
     """
     if not config.is_by_row:
         return []
@@ -246,18 +256,18 @@ def row_verifiers(config: RewardConfig, sources: Sequence[str | None]) -> list[s
     if None in unknown:
         raise UsageError(
             f"--reward_funcs by_row: {unknown[None]} of {len(sources)} rows have no text in column {column!r}, which "
-            "names the verifier: name another one with --reward_key"
+            "selects the verifier; set another column with --reward_key"
         )
     listed = ", ".join(f"{source} ({count} rows)" for source, count in unknown.most_common(MAX_LISTED))
     first = json.dumps({str(unknown.most_common(1)[0][0]): "math"})
     raise UsageError(
-        f"--reward_funcs by_row: no verifier is known for {listed} in column {column!r}; name it with "
+        f"--reward_funcs by_row: no verifier for {listed} in column {column!r}; set one with "
         f"--reward_by_source '{first}'"
     )
 
 
 def _trial_fault(outcome: ItemOutcome, trial: str, *, hint: str) -> str:
-    """Return a warning about a trial call, "" if it went well. Raises UsageError for faults of the code itself."""
+    """Return a warning about a test call, or "" on success. Raises UsageError for bugs in the reward function."""
     failure = outcome.failure
     if failure is None:
         wrong = next((result["problem"] for result in outcome.value if result["malformed"]), None)
@@ -271,7 +281,7 @@ def _trial_fault(outcome: ItemOutcome, trial: str, *, hint: str) -> str:
 
 
 def _reward_servers(config: RewardConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
-    """Return the servers of the settings, all of which have answered."""
+    """Create the reward server client. Checks that every server responds."""
     key = api_key(config.remote_rm_api_key_env)
     check_servers(config.remote_rm_url, key=key, timeout=config.remote_rm_timeout)
     return RemoteRewards(

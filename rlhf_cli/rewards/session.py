@@ -1,4 +1,4 @@
-"""Responses that are scored while others are still being generated."""
+"""Scoring overlapped with generation."""
 
 import logging
 from collections import Counter
@@ -32,12 +32,13 @@ from rlhf_cli.rewards.workers.pool import Failure, Feed, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-_OPENED = "<think>"  # templates that make a model think end in it, so that responses begin behind it
+# Reasoning chat templates put the opening tag into the prompt, so the response starts after it.
+_OPENED = "<think>"
 
 
 @dataclass(eq=False)
 class _Group:
-    """The responses to one prompt: `size` of them are to come, `num_judged` have all parts that workers give."""
+    """Responses to one prompt: `size` expected, `num_judged` with all worker results."""
 
     size: int
     numbers: list[int] = field(default_factory=list)
@@ -49,12 +50,13 @@ class _Group:
 
 
 class ScoringSession:
-    """One round of scoring; a context manager that leaves no work behind it.
+    """One scoring round; a context manager that cancels unfinished work on exit.
 
-    Workers and servers begin with a response when it is added, whatever the caller does meanwhile; which responses come
-    to a server in one request depends on when they are added. The reward file and rewards that compare the responses to
-    a prompt get them all, in the order of their samples, as soon as the last one is there: their values do not depend
-    on which was finished first. Of a group that stays incomplete they are not asked, and it gets no scores.
+    - Workers and servers start on a response when it is added, in the background. How responses are batched for a
+      server depends on timing.
+    - The reward file and group rewards receive a complete group in sample order, so their values do not depend on the
+      completion order.
+    - Incomplete groups are never scored.
     """
 
     def __init__(
@@ -80,11 +82,14 @@ class ScoringSession:
         self._of_groups = [(call, resolve(call)) for call in calls if call.row.kind == "group"]
         self._requests: list[ScoreRequest] = []
         self._groups: dict[str, _Group] = {}
-        self._parts: list[dict[str, Part]] = []  # of each response, by name of the reward
+        # Results so far: for each response, by reward name.
+        self._parts: list[dict[str, Part]] = []
         self._scores: dict[int, Score] = {}
         self._num_failed = 0
-        self._unreported: list[int] = []  # of the scores
+        # Response numbers that `ready` has not returned yet.
+        self._unreported: list[int] = []
         self._failures: list[Failure] = []
+        # If opening one feed fails, the stack closes the feeds opened before it.
         with ExitStack() as stack:
             self._feed: Feed | None = stack.enter_context(workers.feed()) if workers is not None else None
             self._file: FileFeed | None = None
@@ -102,13 +107,13 @@ class ScoringSession:
         self._resources.close()
 
     def add(self, requests: Sequence[ScoreRequest]) -> range:
-        """Begin to score more responses; their numbers, counted from 0. Returns at once."""
+        """Submit responses and return the assigned numbers, counted from 0. Never blocks."""
         numbers = range(len(self._requests), len(self._requests) + len(requests))
         self._requests += requests
         self._parts += [{} for _ in requests]
         for number in numbers:
             group = self._group(number)
-            assert not group.is_complete, f"group {self._requests[number].group} has more responses than it was to have"
+            assert not group.is_complete, f"group {self._requests[number].group} has more responses than group_size"
             group.numbers.append(number)
         if self._feed is not None:
             places = range(len(self._of_workers))
@@ -119,26 +124,26 @@ class ScoringSession:
         if self._remote is not None:
             self._remote.add(requests)
         if self._file is not None:
-            self._collect_from_file(self._file)  # from here on, failed calls are repeated
+            # Retries failed calls now instead of when the caller next collects.
+            self._collect_from_file(self._file)
             for group in dict.fromkeys(map(self._group, numbers)):
                 if group.is_complete:
                     self._ask_file(self._file, group)
         return numbers
 
     def ready(self) -> list[tuple[int, Score]]:
-        """Return the scores that are complete since the last call, each with the number of its response. Never
-        waits.
-        """
+        """Return new scores as (response number, score) pairs. Never blocks."""
         self._collect()
         numbers, self._unreported = self._unreported, []
         return [(number, self._scores[number]) for number in numbers]
 
     def finish(self, *, is_all: bool = False) -> dict[int, Score]:
-        """Wait for all scores, failed ones too; by number of the response.
+        """Block until all scores are complete and return them by response number.
 
-        If no more responses will be added (`is_all`), raises RunError as soon as more than the allowed share must fail.
+        `is_all`: no more responses will be added. Then RunError is raised as soon as the failure limit is exceeded.
         """
         try:
+            # Servers last: they run in their own thread, and waiting for them first would delay file retries.
             for feed in (self._feed, self._file):
                 while feed is not None and feed.is_open:
                     feed.wait()
@@ -155,7 +160,7 @@ class ScoringSession:
         return self._scores
 
     def _item(self, request: ScoreRequest, place: int) -> list[object]:
-        """Return a worker's item; a text reward gets the response with the tag that its prompt ends with."""
+        """Build a worker item. For text rewards, an opening tag at the end of the prompt is moved to the response."""
         row = self._of_workers[place].row
         opened = row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)
         item = [place, (_OPENED if opened else "") + request.response, request.label]
@@ -176,8 +181,9 @@ class ScoringSession:
         file.add(numbers, [self._requests[number] for number in numbers])
 
     def _collect(self) -> None:
-        """Take what workers, servers and the file have found."""
+        """Collect results from workers, servers and the reward file."""
         for item, outcome in self._feed.ready() if self._feed is not None else []:
+            # `add` submits one item per worker reward for each response, in this order.
             number, place = divmod(item, len(self._of_workers))
             call = self._of_workers[place]
             part = worker_part(call, outcome)
@@ -202,7 +208,7 @@ class ScoringSession:
         return None if self._verifier is None else self._parts[number][self._verifier]
 
     def _judge(self, number: int) -> None:
-        """Add the parts that go by lengths of responses and by the workers' results, which are complete."""
+        """Add the rewards that depend on a verdict. All worker results for this response must be complete."""
         verdict = self._verdict(number)
         for call, function in self._of_episodes:
             self._parts[number][call.name] = function(self._requests[number])
@@ -215,7 +221,7 @@ class ScoringSession:
         self._compare_if_judged(group)
 
     def _compare_if_judged(self, group: _Group) -> None:
-        """Add the parts of rewards that compare the responses to a prompt, if all of them are there and judged."""
+        """Add group rewards if every response in the group is judged."""
         if group.num_judged < group.size:
             return
         numbers = self._in_order(group)
@@ -230,9 +236,10 @@ class ScoringSession:
         self._conclude_if_complete(number)
 
     def _conclude_if_complete(self, number: int) -> None:
-        """Make the score of a response whose last part has just come."""
+        """Compute the score if this was the last component."""
         parts = self._parts[number]
         if len(parts) == len(self._names):
+            # Sum in the order of the settings, not of arrival: float addition is not associative.
             score, request = join({name: parts[name] for name in self._names}, self._weights), self._requests[number]
             if self._needs_environment:
                 score = unless_unrewarded(score, request)
@@ -241,7 +248,7 @@ class ScoringSession:
             self._unreported.append(number)
 
     def _log(self) -> None:
-        """Log each kind of failure once and in full; the person at the terminal gets one sentence if it matters."""
+        """Log each distinct failure once, with traceback and count."""
         failures = self._failures + (self._file.failures if self._file is not None else [])
         for failure, count in Counter(failures).items():
             logger.warning("%d rewards failed: %s\n%s", count, failure.reason, failure.trace)

@@ -67,7 +67,7 @@ def test_a_run_goes_on_without_a_killed_server_and_ends_by_name_without_any(
     assert_nothing_left(output)
     log = (output / "logs" / "driver.log").read_text()
     assert f"the reward server {servers[0].url} " in log
-    assert f"the reward server {servers[1].url} did not answer within 5 s: it is left out" in log
+    assert f"the reward server {servers[1].url} did not answer within 5 s: it is skipped" in log
     rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     assert all(row["reward_failed"] == 0.0 for row in rows)
     assert not any(KEY in file.read_text(errors="ignore") for file in output.rglob("*") if file.is_file())

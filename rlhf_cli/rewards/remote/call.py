@@ -1,11 +1,14 @@
-"""One call of a reward server over HTTP: the request, and the meaning of the answers.
+"""HTTP calls to a reward server: request format and response handling.
 
-The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels": [...]}`, answered by `{"rewards":
-[...]}` with one finite number for each query. Other keys are ignored but for `details`, in which `rlhf serve-rm`
-explains why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. A server whose
-`/health` reports `"images": true` gets the pictures of prompts too: each of them once in `"pictures": [...]`, a list of
-`data:` URLs, and `"images": [[...], ...]`, the numbers of its pictures for each query. The choice of the server and
-retries are in client.py.
+The wire format is OpenRLHF's:
+
+- Request: POST `{"query": [...], "prompts": [...], "labels": [...]}`. Token counts and truncation are not sent.
+- Response: `{"rewards": [...]}`, one finite number per query. `rlhf serve-rm` adds `details`, the reason for each null
+  reward; other keys are ignored.
+- Images: sent only if `/health` reports `"images": true`. `"pictures": [...]` lists each distinct image once as a
+  `data:` URL, and `"images": [[...], ...]` lists indices into it for each query.
+
+client.py selects servers and retries.
 """
 
 import asyncio
@@ -24,25 +27,29 @@ from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 SERVICE = "rlhf serve-rm"
-"""The name that our own server reports at `/health`."""
+"""Service name that `rlhf serve-rm` reports at `/health`."""
 HEALTH = "health"
 
 MAX_ANSWER_BYTES = 1 << 20
-"""Largest answer that is read, beside ANSWER_BYTES_EACH for each reward: a broken server must not fill the memory."""
+"""Response size limit, plus ANSWER_BYTES_EACH per reward: a broken server must not exhaust the memory."""
 ANSWER_BYTES_EACH = 4096
+# Health checks are short even if rewards take minutes.
 PROBE_SECONDS = 5.0
-MAX_DETAIL = 200  # characters of a server's message about a failure
+# Characters kept from a server's error message.
+MAX_DETAIL = 200
 BUSY = {429, 503}
+# Too large or invalid as a batch. Single requests may still succeed.
 UNFIT = {413, 422}
 PASSING = {408, 425}
-"""Statuses of 400 to 499, besides BUSY and UNFIT, that may be gone at the next try."""
+"""Temporary 4xx statuses, besides BUSY and UNFIT."""
+# From a proxy whose server is down.
 NO_SERVER_BEHIND = {502, 503, 504}
 
 
 class CallFailed(Exception):
-    """No reward came back: `failure.reason` ends a sentence about the server.
+    """The call returned no rewards. `failure.reason` completes a sentence about the server.
 
-    `counts` is whether the batch itself may be the cause: False if no connection was made.
+    `counts`: the batch may be the cause, so the call counts as a try. False if the connection could not be opened.
     """
 
     def __init__(self, kind: FailureKind, reason: str, *, counts: bool = True) -> None:
@@ -52,24 +59,25 @@ class CallFailed(Exception):
 
 
 class RequestRefused(CallFailed):
-    """The server does not take such requests (status 400 to 499), which will not change at another try."""
+    """The server rejected the request with a 4xx status that a retry would not change."""
 
 
 class ServerBusy(Exception):
-    """The server has no room now; it asks to come again after `seconds`."""
+    """The server is overloaded. Retry after `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(f"is full, and asks to come again in {seconds:g} s")
+        super().__init__(f"is overloaded, retry after {seconds:g} s")
         self.seconds = seconds
 
 
 class UnfitBatch(Exception):
-    """The server does not take this batch as it is: too large, or with a text that is too long."""
+    """The server rejected the batch: it is too large, or one text is too long."""
 
 
 def reward_session(key: str | None) -> aiohttp.ClientSession:
-    """Return a session that shows the key, if there is one, and never follows a server to another address."""
+    """Open an HTTP session that sends the key, if any, with each request."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    # limit=0: client.py bounds the calls per server. aiohttp's default of 100 connections would be a second limit.
     return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
 
 
@@ -81,9 +89,9 @@ async def post_batch(
     timeout: float,
     with_images: bool = False,
 ) -> list[ItemOutcome]:
-    """Return the outcome of each request of a batch, which has its pictures `with_images`.
+    """Score a batch and return one outcome per request. `with_images` sends the images too.
 
-    Raises CallFailed, also as RequestRefused, ServerBusy or UnfitBatch if the server has no rewards for the batch.
+    Raises CallFailed (or RequestRefused), ServerBusy or UnfitBatch if the server returns no rewards.
     """
     body: dict[str, object] = {
         "query": [request.query for request in requests],
@@ -92,11 +100,14 @@ async def post_batch(
     }
     if with_images:
         try:
+            # PNG encoding takes long enough to stall the event loop and, with it, calls to all other servers.
             body |= await asyncio.to_thread(_images_of, requests)
-        except RunError as error:  # a file that has changed since its row was read
-            raise CallFailed("load", f"was not asked: {error}") from error
+        # The image file has changed since the row was read.
+        except RunError as error:
+            raise CallFailed("load", f"was not called: {error}") from error
     limit = MAX_ANSWER_BYTES + ANSWER_BYTES_EACH * len(requests)
     try:
+        # A redirect would send the key and the prompts to an address that the user did not configure.
         async with session.post(
             url, json=body, timeout=aiohttp.ClientTimeout(total=timeout), allow_redirects=False
         ) as response:
@@ -111,7 +122,7 @@ async def post_batch(
 
 
 def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
-    """Return the distinct pictures as `data:` URLs, and the numbers of the pictures of each request."""
+    """Return distinct images as `data:` URLs, and the image indices for each request."""
     distinct = list(dict.fromkeys(picture for request in requests for picture in request.pictures))
     numbers = {picture: number for number, picture in enumerate(distinct)}
     return {
@@ -121,28 +132,29 @@ def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
 
 
 async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Return the body of an answer. Raises CallFailed if it has more than `limit` bytes."""
+    """Read a response body. Raises CallFailed if it is larger than `limit` bytes."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise CallFailed("bad_result", f"sent an answer of more than {limit:,} bytes")
+            raise CallFailed("bad_result", f"sent a response larger than {limit:,} bytes")
     return b"".join(parts)
 
 
 def connection_failure(error: aiohttp.ClientError) -> CallFailed:
-    """Return the failure of a call without an answer, by aiohttp's error."""
+    """Convert an aiohttp error into a failure."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        cause = getattr(error, "os_error", error)  # a wrong certificate has none
+        # Certificate errors have no os_error.
+        cause = getattr(error, "os_error", error)
         reason = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
         return CallFailed("unreachable", reason, counts=False)
     return CallFailed("crashed", f"dropped the connection ({type(error).__name__})")
 
 
 def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:
-    """Return the error for a status other than 200."""
-    reason = f"answered with status {response.status}{_detail(answer)}"
+    """Convert a status other than 200 into an error."""
+    reason = f"returned status {response.status}{_detail(answer)}"
     if response.status in BUSY:
         return ServerBusy(_seconds(response.headers.get("Retry-After")))
     if response.status in UNFIT:
@@ -152,7 +164,7 @@ def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:
 
 
 def _parsed(answer: bytes) -> Any:
-    """Return the JSON of an answer. Raise ValueError, also for one that is nested too deeply."""
+    """Parse JSON. Raises ValueError, also if it is nested too deeply."""
     try:
         return json.loads(answer)
     except RecursionError:
@@ -160,14 +172,16 @@ def _parsed(answer: bytes) -> Any:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Return how long to wait: the server's wish, bounded by a tenth of a second and ten seconds, else one second."""
+    """Return the seconds to wait: `Retry-After` clamped to 0.1 to 10 s, or 1 s without a valid one."""
+    # The lower bound prevents a busy loop. The upper one keeps a server usable that recovers early.
     with suppress(ValueError, TypeError):
         return min(max(0.1, float(retry_after or 1.0)), 10.0)
     return 1.0
 
 
 def _detail(answer: bytes) -> str:
-    """Return `: the server's message` in one line."""
+    """Return `: MESSAGE` from an error response, in one line; "" without a message."""
+    # UTF-8 uses up to 4 bytes per character.
     text = answer[: 4 * MAX_DETAIL].decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
         text = str(_parsed(answer)["detail"])
@@ -176,40 +190,41 @@ def _detail(answer: bytes) -> str:
 
 
 def outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
-    """Return the outcomes in an answer. Raise CallFailed unless it is `{"rewards": [...]}` with as many as expected."""
+    """Parse the outcomes. Raises CallFailed unless the body is `{"rewards": [...]}` with the expected length."""
     try:
         answer = _parsed(content)
     except ValueError:
-        raise CallFailed("bad_result", f"sent an answer that is no JSON{_detail(content)}") from None
+        raise CallFailed("bad_result", f"sent a response that is not JSON{_detail(content)}") from None
     if not isinstance(answer, dict) or "rewards" not in answer:
-        raise CallFailed("bad_result", 'sent an answer without {"rewards": [...]}')
+        raise CallFailed("bad_result", 'sent a response without {"rewards": [...]}')
     try:
         rewards = checked(answer["rewards"], expected)
     except BadResult as error:
         raise CallFailed("bad_result", str(error)) from None
     details = answer.get("details")
-    told = details if isinstance(details, list) and len(details) == expected else [""] * expected
+    reasons = details if isinstance(details, list) and len(details) == expected else [""] * expected
     return [
-        ItemOutcome(found["value"]) if found["value"] is not None else ItemOutcome(failure=_failure(found, detail))
-        for found, detail in zip(rewards, told, strict=True)
+        ItemOutcome(reward["value"]) if reward["value"] is not None else ItemOutcome(failure=_failure(reward, reason))
+        for reward, reason in zip(rewards, reasons, strict=True)
     ]
 
 
-def _failure(found: UserResult, detail: object) -> Failure:
+def _failure(reward: UserResult, detail: object) -> Failure:
     line = " ".join(str(detail or "").split())[:MAX_DETAIL]
-    return Failure("bad_result", f"failed: {line}" if line else found["problem"])
+    return Failure("bad_result", f"failed: {line}" if line else reward["problem"])
 
 
 async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> None:
-    """Raise CallFailed as `health_of`, or if a server of ours does not take the key."""
+    """Run a health check. Raises CallFailed like `health_of`, or if `rlhf serve-rm` rejects the key."""
     state = await health_of(session, url, timeout=timeout)
     if state.get("service") == SERVICE and not state.get("authorised"):
-        raise CallFailed("raised", "does not take this key, or asks for one")
+        raise CallFailed("raised", "rejects this key, or requires one")
 
 
 async def takes_images(session: aiohttp.ClientSession, url: str, *, timeout: float) -> bool:
-    """Return whether a server reports that it takes pictures. Raise CallFailed as `health_of`, also for a server that
-    breaks off or has an error of its own: it may see pictures all the same.
+    """Return whether a server supports images.
+
+    Raises CallFailed like `health_of` with `is_sure`: a server that is in trouble right now may support images.
     """
     return (await health_of(session, url, timeout=timeout, is_sure=True)).get("images") is True
 
@@ -217,10 +232,9 @@ async def takes_images(session: aiohttp.ClientSession, url: str, *, timeout: flo
 async def health_of(
     session: aiohttp.ClientSession, url: str, *, timeout: float, is_sure: bool = False
 ) -> dict[str, Any]:
-    """Return the report of a server at its health endpoint; an empty one if it has none, as servers of others.
+    """Return a server's health report; empty for third-party servers without a health endpoint.
 
-    Raises CallFailed unless a server answers there, in whatever way; if it has to be `is_sure`, also if the connection
-    breaks or the server has an error.
+    Raises CallFailed if no server responds. With `is_sure`, a dropped connection or 5xx status also raises.
     """
     limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
     try:
@@ -233,9 +247,10 @@ async def health_of(
     except aiohttp.ClientError as error:
         if is_sure:
             raise connection_failure(error) from None
-        return {}  # it took the connection, which is all that can be asked of a server that is not ours
+        # The server accepted the connection. Third-party servers need not support GET.
+        return {}
     if response.status in NO_SERVER_BEHIND or (is_sure and response.status >= 500):
-        raise CallFailed("raised", f"answered with status {response.status}{_detail(content)}")
+        raise CallFailed("raised", f"returned status {response.status}{_detail(content)}")
     with suppress(ValueError):
         state = _parsed(content)
         return state if isinstance(state, dict) else {}

@@ -1,8 +1,8 @@
-"""Rewards from one or several HTTP servers, asked in the background.
+"""Reward server client with load balancing and failover, in a background thread.
 
-Responses wait in one line and each server takes batches from it as fast as it answers. A server whose call failed is
-left out until it answers a probe again; its requests go to another server. Runs an event loop in a thread of its
-own. The wire format is in call.py; scorer.py adds up the scores.
+All servers pull batches from one shared queue, so faster servers score more. If a call fails, the server is skipped
+until it passes a health check, and its requests go to another server. The wire format is in call.py; scorer.py sums
+the rewards.
 """
 
 import asyncio
@@ -36,16 +36,15 @@ from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 logger = logging.getLogger(__name__)
 
 CALLS_PER_SERVER = 2
-"""Batches at a server at the same time: one is on its way while the other is computed."""
+"""Concurrent batches per server: one is in transit while the other is scored."""
 
 
 class RemoteRewards:
-    """The reward servers of a run; a context manager that owns the thread that asks them.
+    """Client for all reward servers in a run; a context manager that owns the background thread.
 
-    `timeout` are the seconds a call may take. A response is asked about again `retries` times after a call with it
-    failed, by another server if there is one. If no server could be reached for `timeout` seconds, all waiting
-    responses fail. `tell` is called, in a thread of its own, with a sentence about a server that goes or comes back; it
-    is in the log besides.
+    - `timeout`: seconds per call. If no server has been available for this long, all queued responses fail.
+    - `retries`: tries per response after a failed call, on another server if possible.
+    - `tell`: called from the background thread with a sentence when a server fails or recovers. Also logged.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class RemoteRewards:
         self._servers = [RewardServer(url) for url in urls]
         self._tell = tell
         self._key, self._timeout, self._retries, self._batch_size = key, timeout, retries, batch_size
+        # All state below belongs to the event loop thread, so it needs no lock.
         self._waiting: deque[WaitingItem] = deque()
         self._is_given_up = False
         self._giving_up: asyncio.TimerHandle | None = None
@@ -77,18 +77,19 @@ class RemoteRewards:
         self.close()
 
     def close(self) -> None:
-        """Break off all calls and end the thread; rewards that are still waited for fail."""
+        """Cancel all calls and stop the thread. Pending rewards fail."""
         self._thread.end(self._end_main)
 
     def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[ItemOutcome]]":
-        """Begin to ask about responses; each outcome comes when it is there. No failure is raised."""
-        assert not self._main.done(), "the task that asks reward servers has ended"
+        """Queue responses and return their futures. Failures become outcomes, never exceptions."""
+        # Without the main task, nobody would resolve the futures.
+        assert not self._main.done(), "the reward server task has ended"
         items = [WaitingItem(request, Future()) for request in requests]
         self._thread.call_soon(self._enqueue, items)
         return [item.future for item in items]
 
     def feed(self) -> "RemoteFeed":
-        """Return the responses that arrive bit by bit."""
+        """Open a feed for incrementally added responses."""
         return RemoteFeed(self)
 
     async def _begin(self) -> "asyncio.Task[None]":
@@ -101,10 +102,11 @@ class RemoteRewards:
         await asyncio.wait({self._main})
 
     def _leave_nobody_waiting(self, main: "asyncio.Task[None]") -> None:
+        # A bug here must surface as failed rewards. Unresolved futures would hang the training thread.
         while self._waiting:
-            self._waiting.popleft().end(ItemOutcome(failure=Failure("crashed", "was not waited for any longer")))
+            self._waiting.popleft().end(ItemOutcome(failure=Failure("crashed", "was cancelled")))
         if not main.cancelled() and (defect := main.exception()) is not None:
-            logger.error("reward servers are not asked any longer", exc_info=defect)
+            logger.error("the reward server client has stopped", exc_info=defect)
 
     async def _serve(self) -> None:
         async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:
@@ -114,8 +116,9 @@ class RemoteRewards:
                     tasks.create_task(self._ask(server, session))
 
     async def _watch(self, server: RewardServer, session: aiohttp.ClientSession) -> None:
-        """Probe a server that is left out, until it is there again."""
+        """Health-check an unavailable server until it recovers."""
         while True:
+            # A blind server is healthy: it is excluded for good because others support images.
             await self._until(lambda: server.is_away and not server.is_blind)
             await asyncio.sleep(server.absence)
             try:
@@ -127,11 +130,12 @@ class RemoteRewards:
                 self._take_in(server)
 
     async def _ask(self, server: RewardServer, session: aiohttp.ClientSession) -> None:
-        """Ask a server about batch after batch."""
+        """Send batches to one server."""
         while True:
             await self._until(lambda: self._has_work(server))
             await asyncio.sleep(server.busy_until - time.monotonic())
             batch = self._take_batch(server)
+            # During the sleep, another task may have taken the items.
             if not batch:
                 continue
             try:
@@ -149,7 +153,8 @@ class RemoteRewards:
             except CallFailed as error:
                 self._leave_out(server, error.failure)
                 self._try_again(server, batch, [error.failure] * len(batch), counts=error.counts)
-            except BaseException:  # this is the end of the task, which must leave nobody waiting
+            # The task ends here: return the batch so that `_leave_nobody_waiting` resolves it.
+            except BaseException:
                 self._waiting.extend(batch)
                 raise
             else:
@@ -159,16 +164,18 @@ class RemoteRewards:
     async def _outcomes(
         self, server: RewardServer, session: aiohttp.ClientSession, requests: Sequence[ScoreRequest]
     ) -> list[ItemOutcome]:
-        """Return what a server answers about a batch, with its pictures if the server takes some."""
+        """Score a batch on one server, with images if the server supports them."""
         with_images = bool(server.takes_images) and any(request.pictures for request in requests)
         return await post_batch(session, server.url, requests, timeout=self._timeout, with_images=with_images)
 
     async def _is_blind_beside_others(
         self, server: RewardServer, session: aiohttp.ClientSession, batch: Sequence[WaitingItem]
     ) -> bool:
-        """Return whether a server would judge prompts without the pictures that another server sees: samples of a
-        prompt must be judged alike. Raise CallFailed if the server does not answer.
+        """Return whether this server would score without images that another server supports.
+
+        Raises CallFailed if this server does not respond.
         """
+        # All samples for a prompt must be scored alike, or their advantages compare different rewards.
         if not any(item.request.pictures for item in batch):
             return False
         for other in (server, *self._servers):
@@ -178,11 +185,11 @@ class RemoteRewards:
             return not server.takes_images
         if not server.is_reported:
             server.is_reported = True
-            self._say(f"the reward server {server.url} takes texts alone: it does not see the pictures of prompts")
+            self._say(f"the reward server {server.url} does not support images: it scores text only")
         return False
 
     async def _sees(self, server: RewardServer, session: aiohttp.ClientSession, *, is_needed: bool) -> bool | None:
-        """Return whether a server takes pictures; None for another server that cannot be asked now."""
+        """Return whether a server supports images; None if unknown and not needed now."""
         try:
             return await takes_images(session, server.url, timeout=self._timeout)
         except CallFailed:
@@ -194,14 +201,15 @@ class RemoteRewards:
         if server.is_blind:
             return
         server.is_blind = server.is_away = True
-        reason = "takes texts alone beside servers that see the pictures of prompts"
+        reason = "does not support images, but other reward servers do"
         server.last = Failure("load", reason)
-        self._say(f"the reward server {server.url} {reason}: it is left out")
+        self._say(f"the reward server {server.url} {reason}: it is not used")
         if all(other.is_away for other in self._servers):
             self._giving_up = self._thread.loop.call_later(self._timeout, self._give_up)
         self._news.set()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
+        # Clear before the wait, not after: no other task runs between the check and `wait`, so no news is lost.
         while not is_so():
             self._news.clear()
             await self._news.wait()
@@ -217,14 +225,12 @@ class RemoteRewards:
         return not server.is_away and any(self._is_for(item, server) for item in self._waiting)
 
     def _is_for(self, item: WaitingItem, server: RewardServer) -> bool:
-        """Return whether this server should be asked: it did not fail with the item, or no other is left."""
+        """Return whether to send an item to this server: it has not failed there, or no untried server is available."""
         others = (other.url for other in self._servers if not other.is_away)
         return server.url not in item.tried or item.tried.issuperset(others)
 
     def _take_batch(self, server: RewardServer) -> list[WaitingItem]:
-        """Return items from the head of the line; an item that a call has failed with goes alone, for it may be to
-        blame.
-        """
+        """Take the next batch from the queue. Items from failed calls go one by one, since each may be the cause."""
         batch: list[WaitingItem] = []
         left: deque[WaitingItem] = deque()
         size = 0 if server.is_away else self._batch_size
@@ -250,7 +256,7 @@ class RemoteRewards:
     def _try_again(
         self, server: RewardServer, batch: Sequence[WaitingItem], failures: Sequence[Failure], *, counts: bool = True
     ) -> None:
-        """Put items back at the head of the line, or fail the items that were tried often enough."""
+        """Requeue items at the front, or fail them if no retries are left."""
         again = []
         for item, failure in zip(batch, failures, strict=True):
             item.tries += counts
@@ -263,10 +269,10 @@ class RemoteRewards:
         self._put_back(again)
 
     def _refuse(self, server: RewardServer, batch: Sequence[WaitingItem], failure: Failure) -> None:
-        """Give items that a server refused to servers that have not seen them, or fail them: it would refuse again."""
+        """Pass rejected items to untried servers, or fail them. A retry here would be rejected again."""
         if not server.is_refusing:
             server.is_refusing = True
-            self._say(f"the reward server {server.url} {failure.reason}: requests that it refuses are not repeated")
+            self._say(f"the reward server {server.url} {failure.reason}: rejected requests are not retried there")
         again = []
         for item in batch:
             item.tried.add(server.url)
@@ -284,21 +290,21 @@ class RemoteRewards:
         self._news.set()
 
     def _postpone(self, server: RewardServer, batch: Sequence[WaitingItem], busy: ServerBusy) -> None:
-        """Wait as a full server asks for; an item that found no room for `timeout` seconds has failed."""
+        """Back off from an overloaded server. Items that were turned away for `timeout` seconds fail."""
         now = time.monotonic()
         server.busy_until = now + busy.seconds
         again = []
         for item in batch:
             item.full_since = item.full_since or now
             if now - item.full_since > self._timeout:
-                failure = Failure("timeout", f"was full for {self._timeout:g} s")
+                failure = Failure("timeout", f"was overloaded for {self._timeout:g} s")
                 item.end(ItemOutcome(failure=_naming(server, failure)))
             else:
                 again.append(item)
         self._put_back(again)
 
     def _take_apart(self, server: RewardServer, batch: Sequence[WaitingItem], error: UnfitBatch) -> None:
-        """Send the items of a batch that the server does not take one by one; one that is alone has failed."""
+        """Split a rejected batch into single items. A rejected single item fails."""
         if len(batch) == 1:
             batch[0].end(ItemOutcome(failure=_naming(server, Failure("bad_result", str(error)))))
             return
@@ -312,17 +318,18 @@ class RemoteRewards:
         server.is_away = True
         server.failures += 1
         server.last = failure
-        consequence = "it is left out until it answers a probe"
+        consequence = "it is skipped until it passes a health check"
         if all(other.is_away for other in self._servers):
             self._giving_up = self._thread.loop.call_later(self._timeout, self._give_up)
-            consequence += f", and rewards fail if none does within {self._timeout:g} s"
+            consequence += f"; if no server does within {self._timeout:g} s, rewards fail"
         self._say(f"the reward server {server.url} {failure.reason}: {consequence}")
         self._news.set()
 
     def _take_in(self, server: RewardServer) -> None:
         server.is_away = False
-        server.takes_images = None  # another server may have taken its place
-        self._say(f"the reward server {server.url} answers again")
+        # The server may have been restarted with another reward model.
+        server.takes_images = None
+        self._say(f"the reward server {server.url} is available again")
         if self._giving_up is not None:
             self._giving_up.cancel()
         self._is_given_up = False
@@ -331,11 +338,12 @@ class RemoteRewards:
     def _say(self, sentence: str) -> None:
         logger.warning("%s", sentence)
         if self._tell is not None:
-            with suppress(OSError):  # a terminal that is gone is no reason to stop asking
+            # A closed terminal must not stop scoring.
+            with suppress(OSError):
                 self._tell(sentence)
 
     def _give_up(self) -> None:
-        """Fail waiting and new items until a server is there again, because none has been there for long."""
+        """Fail queued and new items until a server recovers."""
         self._is_given_up = True
         waiting, self._waiting = list(self._waiting), deque()
         self._fail_all(waiting)
@@ -348,15 +356,16 @@ class RemoteRewards:
 
 
 class RemoteFeed:
-    """One round of responses for the servers, like a pool's feed for its workers; a context manager.
+    """One scoring round on the reward servers, like `Feed` for workers; a context manager.
 
-    Ended before all is done, what waits is not asked about any more.
+    On exit, queued responses are cancelled.
     """
 
     def __init__(self, servers: RemoteRewards) -> None:
         self._servers = servers
         self._futures: list[Future[ItemOutcome]] = []
-        self._unseen: list[int] = []  # numbers of responses whose outcome was not given out yet
+        # Response numbers that `ready` has not returned yet.
+        self._unseen: list[int] = []
 
     def __enter__(self) -> Self:
         return self
@@ -368,19 +377,19 @@ class RemoteFeed:
             future.cancel()
 
     def add(self, requests: Sequence[ScoreRequest]) -> None:
-        """Have responses scored; they are numbered from 0. Returns at once."""
+        """Queue responses, numbered from 0. Never blocks."""
         futures = self._servers.submit(requests)
         self._unseen += range(len(self._futures), len(self._futures) + len(futures))
         self._futures += futures
 
     def ready(self) -> list[tuple[int, ItemOutcome]]:
-        """Return the outcomes that have come since the last call, each with the number of its response. Never waits."""
+        """Return new outcomes as (response number, outcome) pairs. Never blocks."""
         done = [number for number in self._unseen if self._futures[number].done()]
         self._unseen = sorted(set(self._unseen).difference(done))
         return [(number, self._futures[number].result()) for number in done]
 
     def finish(self) -> None:
-        """Wait for all outcomes. No failure is raised."""
+        """Block until all outcomes are complete."""
         wait(self._futures)
 
 
@@ -389,7 +398,7 @@ def _naming(server: RewardServer, failure: Failure) -> Failure:
 
 
 def check_servers(urls: Sequence[str], *, key: str | None, timeout: float) -> None:
-    """Raise UsageError, naming the silent servers, unless every server answers."""
+    """Health-check all servers. Raises UsageError that names the failing ones."""
 
     async def failures() -> list[BaseException | None]:
         async with reward_session(key) as session:

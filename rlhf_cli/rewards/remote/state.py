@@ -1,4 +1,4 @@
-"""The state of one response and of one server while rewards are asked for."""
+"""Client-side state for queued responses and reward servers."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -7,12 +7,18 @@ from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
 FIRST_ABSENCE, LONGEST_ABSENCE = 0.5, 30.0
-"""Seconds a server is left out after a failed call; doubled with each further one in a row."""
+"""Seconds until the first health check after a failed call, and the longest interval. It doubles with each failure."""
 
 
 @dataclass(eq=False)
 class WaitingItem:
-    """A response that waits for its reward; `tried` are the servers whose calls with it failed."""
+    """A queued response.
+
+    - `tries`: failed calls that count against the retry limit.
+    - `alone`: send it in a separate batch.
+    - `tried`: URLs with a failed call.
+    - `full_since`: time of the first rejection by an overloaded server, in seconds on the monotonic clock.
+    """
 
     request: ScoreRequest
     future: "Future[ItemOutcome]"
@@ -22,26 +28,37 @@ class WaitingItem:
     full_since: float | None = None
 
     def end(self, outcome: ItemOutcome) -> None:
-        """Give the outcome to whoever waits for it."""
+        """Resolve the future, unless it was cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(outcome)
 
 
 @dataclass(eq=False)
 class RewardServer:
-    """A server as the client knows it."""
+    """Client-side view of a reward server.
+
+    - `is_away`: unavailable; receives no batches.
+    - `busy_until`: end of the requested back-off, on the monotonic clock.
+    - `failures`: consecutive failures.
+    - `last`: the latest failure.
+    - `takes_images`: image support; None until the first prompt with images.
+    - `is_reported`: missing image support has been logged.
+    - `is_refusing`: a 4xx rejection has been logged.
+    - `is_blind`: excluded for good: it does not support images, but another server does.
+    """
 
     url: str
     is_away: bool = False
     busy_until: float = 0.0
-    failures: int = 0  # in a row
+    failures: int = 0
     last: Failure | None = None
-    takes_images: bool | None = None  # not known before the first prompt with pictures
-    is_reported: bool = False  # that it takes texts alone
-    is_refusing: bool = False  # has answered with a status of 400 to 499, which is reported once
-    is_blind: bool = False  # takes texts alone beside servers that see pictures: left out for good
+    takes_images: bool | None = None
+    is_reported: bool = False
+    is_refusing: bool = False
+    is_blind: bool = False
 
     @property
     def absence(self) -> float:
-        """Seconds until the next probe."""
+        """Seconds until the next health check, with exponential back-off."""
+        # `failures` may be 0 here: a concurrent call to the same server may have succeeded since.
         return min(FIRST_ABSENCE * 2 ** max(self.failures - 1, 0), LONGEST_ABSENCE)

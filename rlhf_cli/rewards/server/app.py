@@ -1,6 +1,6 @@
-"""The HTTP side of `rlhf serve-rm`: authentication, limits and answers.
+"""HTTP application for `rlhf serve-rm`: authentication, limits and responses.
 
-Wire format: rewards/remote/call.py. Every refusal is a status and `{"detail": one sentence}`. Leaves out what scores.
+The wire format is in rewards/remote/call.py. Errors are a status and `{"detail": SENTENCE}`.
 """
 
 import asyncio
@@ -30,17 +30,18 @@ logger = logging.getLogger(__name__)
 REWARD_PATH = "/get_reward"
 RETRY_SECONDS = 1
 BODY_SECONDS = 30
-"""Seconds a client may take to send its request."""
+"""Time limit in seconds for sending a request body."""
 MAX_CONNECTIONS = 1024
 GRACE_SECONDS = 30
-"""Seconds in which requests that are being answered may finish when the server is stopped."""
+"""Seconds that open requests get to finish on shutdown."""
 TEXTS_TOGETHER = 256
-"""Texts of several requests that are scored in one go at most."""
+"""Maximum texts scored in one batch, across requests."""
 
 
 class _RequestBody(BaseModel):
-    """The body of a request. A picture in `images` is the picture itself, or its number in `pictures`."""
+    """Request body. Entries in `images` are encoded images, or indices into `pictures`."""
 
+    # Without strict, pydantic accepts `true` and 1.0 as an image index.
     model_config = ConfigDict(strict=True)
 
     query: Annotated[list[str], Field(min_length=1)]
@@ -51,7 +52,7 @@ class _RequestBody(BaseModel):
 
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images: bool = False) -> FastAPI:
-    """Return the application: `POST /get_reward` for clients with the key, `GET /health` for everybody."""
+    """Build the application: `POST /get_reward` requires the key, `GET /health` does not."""
     batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
 
     @asynccontextmanager
@@ -73,23 +74,25 @@ def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images:
     @app.post(REWARD_PATH)
     async def get_reward(request: Request) -> dict[str, Any]:
         if not _shows(request, key):
-            raise HTTPException(401, "the header `Authorization: Bearer KEY` with the key of this server is missing")
-        asked = _asked(await _body(request, config), config, takes_images=takes_images)
-        pictures = await _pictures(asked)
-        return _answer(await _scores(batcher, _score_requests(asked, pictures), request))
+            raise HTTPException(401, "the header `Authorization: Bearer KEY` with this server's key is missing")
+        body = _parsed(await _body(request, config), config, takes_images=takes_images)
+        pictures = await _pictures(body)
+        return _answer(await _scores(batcher, _score_requests(body, pictures), request))
 
     return app
 
 
 def _shows(request: Request, key: str) -> bool:
-    """Return whether a request has the key, found out in a time that does not depend on the key."""
+    """Return whether a request carries the key."""
     shown = request.headers.get("Authorization", "")
+    # Constant-time comparison: response times must not reveal the key.
     return hmac.compare_digest(shown.encode(), f"Bearer {key}".encode())
 
 
 async def _body(request: Request, config: ServeConfig) -> bytes:
     limit = int(config.max_body_mb * 1e6)
-    too_large = HTTPException(413, f"the request has more than {config.max_body_mb:g} MB (--max_body_mb)")
+    too_large = HTTPException(413, f"the request is larger than {config.max_body_mb:g} MB (--max_body_mb)")
+    # Reject early by the declared size. The header may be missing or wrong, so the loop counts bytes too.
     if int(request.headers.get("Content-Length", 0)) > limit:
         raise too_large
     body = bytearray()
@@ -104,78 +107,79 @@ async def _body(request: Request, config: ServeConfig) -> bytes:
     return bytes(body)
 
 
-def _asked(body: bytes, config: ServeConfig, *, takes_images: bool) -> _RequestBody:
-    """Return the body of a request. Raise HTTPException for one that is not as it should be."""
+def _parsed(content: bytes, config: ServeConfig, *, takes_images: bool) -> _RequestBody:
+    """Parse and validate a request body. Raises HTTPException if it is invalid or exceeds a limit."""
     try:
-        asked = _RequestBody.model_validate_json(body)
+        body = _RequestBody.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise HTTPException(422, f"{where + ': ' if where else ''}{first['msg']}") from None
-    count = len(asked.query)
+    count = len(body.query)
     if count > config.max_texts:
-        raise HTTPException(413, f"{count} texts are more than {config.max_texts} (--max_texts)")
+        raise HTTPException(413, f"query has {count} texts, more than {config.max_texts} (--max_texts)")
     for name in ("prompts", "labels", "images"):
-        column = getattr(asked, name)
+        column = getattr(body, name)
         if column is not None and len(column) != count:
-            raise HTTPException(422, f"{name} has {len(column)} entries for {count} texts of query")
-    for number, text in enumerate(asked.query):
+            raise HTTPException(422, f"{name} has {len(column)} entries, but query has {count} texts")
+    for number, text in enumerate(body.query):
         if len(text) > config.max_chars:
-            detail = (
-                f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
-            )
+            detail = f"query text {number} has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
             raise HTTPException(422, detail)
-    _check_images(asked.images or [], config, takes_images=takes_images)
-    return asked
+    _check_images(body.images or [], config, takes_images=takes_images)
+    return body
 
 
 def _check_images(images: Sequence[Sequence[str | int]], config: ServeConfig, *, takes_images: bool) -> None:
-    for number, its in enumerate(images):
-        if its and not takes_images:
-            raise HTTPException(422, "images: the rewards of this server read texts alone")
-        if len(its) > config.max_images:
+    for number, row in enumerate(images):
+        if row and not takes_images:
+            raise HTTPException(422, "images: this server's rewards do not support images")
+        if len(row) > config.max_images:
             raise HTTPException(
-                422, f"text {number} of query has {len(its)} pictures, more than {config.max_images} (--max_images)"
+                422, f"query text {number} has {len(row)} images, more than {config.max_images} (--max_images)"
             )
 
 
-async def _pictures(asked: _RequestBody) -> list[tuple[Picture, ...]]:
-    """Return the pictures of each text. Raise HTTPException for one that cannot be read."""
-    if asked.images is None:
-        return [()] * len(asked.query)
+async def _pictures(body: _RequestBody) -> list[tuple[Picture, ...]]:
+    """Decode the images for each text. Raises HTTPException if one is invalid."""
+    if body.images is None:
+        return [()] * len(body.query)
     try:
-        return await asyncio.to_thread(received_pictures, [_found(its, asked.pictures) for its in asked.images])
+        # Decoding large images would block the event loop, health checks included.
+        return await asyncio.to_thread(received_pictures, [_resolved(row, body.pictures) for row in body.images])
     except PictureFault as fault:
         raise HTTPException(422, str(fault)) from None
 
 
-def _found(images: Sequence[str | int], pictures: Sequence[str]) -> list[str]:
-    """Return the pictures of a text, numbers replaced by what they name."""
+def _resolved(images: Sequence[str | int], pictures: Sequence[str]) -> list[str]:
+    """Replace indices by the images they refer to."""
     if wrong := [one for one in images if isinstance(one, int) and not 0 <= one < len(pictures)]:
-        raise HTTPException(422, f"images names picture {wrong[0]}, and pictures has {len(pictures)}")
+        raise HTTPException(422, f"images refers to image {wrong[0]}, but pictures has {len(pictures)} entries")
     return [pictures[one] if isinstance(one, int) else one for one in images]
 
 
-def _score_requests(asked: _RequestBody, pictures: Sequence[tuple[Picture, ...]]) -> list[ScoreRequest]:
-    """Return the responses to score."""
-    count = len(asked.query)
-    prompts = [""] * count if asked.prompts is None else asked.prompts
-    labels = [None] * count if asked.labels is None else asked.labels
-    group = uuid4().hex  # the texts of one request may be compared
+def _score_requests(body: _RequestBody, pictures: Sequence[tuple[Picture, ...]]) -> list[ScoreRequest]:
+    """Convert a request body into responses to score."""
+    count = len(body.query)
+    prompts = [""] * count if body.prompts is None else body.prompts
+    labels = [None] * count if body.labels is None else body.labels
+    # One group per request: group rewards may compare these texts.
+    group = uuid4().hex
     return [
         ScoreRequest(
             query,
             prompt,
             query.removeprefix(prompt),
             label,
-            num_tokens=0,  # the wire format has no tokens and cuts; no reward that is served goes by them
+            # Not in the wire format. No served reward depends on token counts or truncation.
+            num_tokens=0,
             truncated=False,
             group=group,
             sample=number,
             group_size=count,
-            pictures=its,
+            pictures=images,
         )
-        for number, (query, prompt, label, its) in enumerate(zip(asked.query, prompts, labels, pictures, strict=True))
+        for number, (query, prompt, label, images) in enumerate(zip(body.query, prompts, labels, pictures, strict=True))
     ]
 
 
@@ -183,10 +187,11 @@ async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Reque
     try:
         return await batcher.ask(requests, is_abandoned=request.is_disconnected)
     except QueueFull:
-        detail = f"{batcher.num_waiting} texts are waiting and there is no room for {len(requests)} more (--max_queue)"
+        detail = f"queue full: {batcher.num_waiting} texts are waiting, no room for {len(requests)} more (--max_queue)"
         raise HTTPException(503, detail, headers={"Retry-After": str(RETRY_SECONDS)}) from None
+    # nginx's status for a closed request. Only the log shows it: the client has disconnected.
     except Abandoned:
-        raise HTTPException(499, "the client is gone") from None
+        raise HTTPException(499, "the client has disconnected") from None
     except RunError as error:
         raise HTTPException(500, str(error)) from None
     except Exception as error:
@@ -195,13 +200,13 @@ async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Reque
 
 
 def _answer(scores: list[Score]) -> dict[str, Any]:
-    """Return the body of an answer: a failed reward is null, and its detail is the reason."""
+    """Build the response body. Failed rewards are null, with the reason in `details`."""
     details = ["" if score.value is not None else score.detail.partition("\n")[0] for score in scores]
     return {"rewards": [score.value for score in scores], "details": details}
 
 
 class StoppableServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to this program: it answers open requests and ends after `stop()`."""
+    """A uvicorn server without signal handlers. When `stop()` returns True, it finishes open requests and exits."""
 
     def __init__(
         self,
@@ -225,9 +230,10 @@ class StoppableServer(uvicorn.Server):
         self._stop = stop
 
     async def serve(self, sockets: Any = None) -> None:
-        """Answer on the sockets until `stop()`."""
+        """Serve requests until `stop()` returns True."""
+        # uvicorn's `serve` installs signal handlers around `_serve`; the command has its own.
         await self._serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to end; asked ten times a second."""
+        """Return whether to shut down. uvicorn calls this ten times per second."""
         return await super().on_tick(counter) or self._stop()

@@ -1,7 +1,4 @@
-"""Requests that come at the same time, scored together: a bounded queue in front of something that scores.
-
-HTTP is in app.py.
-"""
+"""Dynamic batching with a bounded queue: concurrent requests are scored together. HTTP is in app.py."""
 
 import asyncio
 from collections import deque
@@ -12,15 +9,15 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 
 ScoreJobs = Callable[[Sequence[Sequence[ScoreRequest]]], Sequence[list[Score] | RunError]]
-"""For each of several requests the scores of its responses, or why it has none; in a thread, one call at a time."""
+"""Scores several requests: a list of scores, or an error, for each. Runs in a thread, one call at a time."""
 
 
 class QueueFull(Exception):
-    """There is no room for the responses of a request."""
+    """The queue has no room for the request."""
 
 
 class Abandoned(Exception):
-    """Whoever asked is gone."""
+    """The client has disconnected."""
 
 
 @dataclass(eq=False)
@@ -31,7 +28,7 @@ class _Job:
 
 
 class Batcher:
-    """At most `max_waiting` responses wait; up to `max_together` of them, of whole requests, are scored in one call."""
+    """Queues up to `max_waiting` responses and scores up to `max_together` in one call. Requests are never split."""
 
     def __init__(self, score: ScoreJobs, *, max_waiting: int, max_together: int) -> None:
         self._score = score
@@ -44,9 +41,9 @@ class Batcher:
     async def ask(
         self, requests: Sequence[ScoreRequest], *, is_abandoned: Callable[[], Awaitable[bool]]
     ) -> list[Score]:
-        """Return the score of each response.
+        """Queue a request and return one score per response.
 
-        Raises QueueFull, Abandoned if the client is gone by its turn, or the error of scoring.
+        Raises QueueFull, Abandoned if the client has disconnected before scoring starts, or the scoring error.
         """
         if self.num_waiting + len(requests) > self._max_waiting:
             raise QueueFull
@@ -57,9 +54,10 @@ class Batcher:
         return await job.result
 
     async def run(self) -> None:
-        """Score incoming requests until the process ends."""
+        """Score queued requests until cancelled."""
         while True:
             await self._news.wait()
+            # Clear before reading the queue: a request that arrives later sets the event again.
             self._news.clear()
             while jobs := await self._next_jobs():
                 await self._run(jobs)
@@ -67,9 +65,11 @@ class Batcher:
     async def _next_jobs(self) -> list[_Job]:
         jobs: list[_Job] = []
         count = 0
+        # The first request is always taken, even if it alone exceeds the limit.
         while self._jobs and (not jobs or count + len(self._jobs[0].requests) <= self._max_together):
             job = self._jobs.popleft()
             self.num_waiting -= len(job.requests)
+            # Scoring is the expensive part, so check for the client at the last moment.
             if not await job.is_abandoned():
                 jobs.append(job)
                 count += len(job.requests)
@@ -79,6 +79,7 @@ class Batcher:
 
     async def _run(self, jobs: list[_Job]) -> None:
         try:
+            # In a thread, so that the event loop continues to accept requests during the forward pass.
             scored = await asyncio.to_thread(self._score, [job.requests for job in jobs])
         except Exception as error:
             for job in jobs:
@@ -87,6 +88,7 @@ class Batcher:
             return
         for job, scores in zip(jobs, scored, strict=True):
             self.num_scored += len(job.requests)
+            # Cancelled: the client disconnected while its request was scored.
             if job.result.done():
                 continue
             if isinstance(scores, RunError):

@@ -1,4 +1,4 @@
-"""Connections of `rlhf serve-rm`: bounded in time and number, so that nobody without the key can hold all of them."""
+"""Connection limits for `rlhf serve-rm`, so that clients without the key cannot exhaust all connections."""
 
 import asyncio
 from typing import Any
@@ -8,23 +8,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class BoundedConnection(H11Protocol):
-    """An HTTP connection that is closed if the head of a request takes too long, or if its address has too many.
+    """An HTTP connection with a header timeout and a limit per client address.
 
-    If the server is full, a new connection takes the place of the oldest that has sent no complete head: a few
-    addresses together could otherwise keep everybody else out.
+    If the server is full, a new connection replaces the oldest one that has not sent complete headers. Otherwise a few
+    addresses together could block all other clients.
     """
 
     head_seconds = 10.0
-    """Seconds a client may take to send a request line and its headers; uvicorn itself waits for good."""
+    """Time limit in seconds for the request line and headers. uvicorn has no such limit."""
     max_per_address = 256
-    """Connections of one address. A client of this program opens at most a few dozen."""
+    """Maximum connections per address. `rlhf` clients open at most a few dozen."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection, or close it if its address has `max_per_address` others."""
+        """Accept the connection, or close it if the address exceeds `max_per_address`."""
+        # First: uvicorn registers the connection in `self.connections`, which the checks below count.
         super().connection_made(transport)
         if self._num_of_this_address() > self.max_per_address:
             transport.abort()
@@ -33,15 +34,16 @@ class BoundedConnection(H11Protocol):
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Read what arrived. The time for a head runs from its first byte until it is complete."""
+        """Receive data and update the header timeout, which runs from the first byte to the complete headers."""
         super().data_received(data)
+        # IDLE until h11 has parsed complete headers.
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
         elif self._head_timer is None:
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Cancel the timeout and unregister."""
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -50,7 +52,8 @@ class BoundedConnection(H11Protocol):
         return 0 if self.client is None else addresses.count(self.client[0])
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a complete head, if uvicorn would refuse this one."""
+        """If the server is full, close the oldest connection without complete headers."""
+        # At this count, uvicorn answers every new request with status 503.
         if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency:
             return
         waiting = {
@@ -60,7 +63,8 @@ class BoundedConnection(H11Protocol):
         }
         if waiting:
             oldest = min(waiting, key=waiting.__getitem__)
-            oldest._stop_timer()  # a connection that is closed already is not chosen again
+            # Without a timer it is not chosen again: `abort` closes the connection later, in the event loop.
+            oldest._stop_timer()
             oldest.transport.abort()
 
     def _start_timer(self) -> None:

@@ -1,4 +1,7 @@
-"""Pictures of requests: text in base64, never a path or an address, which would read files of the server's machine."""
+"""Image decoding for requests.
+
+Only base64 is accepted: paths and URLs from clients would read files on the server or reach into its network.
+"""
 
 from collections.abc import Sequence
 
@@ -9,18 +12,17 @@ from rlhf_cli.models.vision.pictures import Picture
 
 
 def received_pictures(images: Sequence[Sequence[str]]) -> list[tuple[Picture, ...]]:
-    """Return the pictures of each text, checked and in their own sizes; `data:` URLs or base64 alone. Equal ones are
-    read once.
+    """Decode the images for each text from `data:` URLs or base64, at original size. Equal ones are decoded once.
 
     Raises:
-        PictureFault: a picture cannot be read; the message names the text, counted from 0, and the picture.
+        PictureFault: an image is invalid. The message names the text, counted from 0, and the image, counted from 1.
     """
-    found: dict[str, Picture] = {}
-    for number, its in enumerate(images):
-        for place, url in enumerate(its, 1):
-            if url not in found:
-                found[url] = _received(url, f"picture {place} of text {number} of query")
-    return [tuple(found[url] for url in its) for its in images]
+    decoded: dict[str, Picture] = {}
+    for number, row in enumerate(images):
+        for place, url in enumerate(row, 1):
+            if url not in decoded:
+                decoded[url] = _received(url, f"image {place} for query text {number}")
+    return [tuple(decoded[url] for url in row) for row in images]
 
 
 def _received(url: str, where: str) -> Picture:

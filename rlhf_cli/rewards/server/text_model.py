@@ -1,6 +1,6 @@
-"""A reward model that reads texts, and pictures if it takes some, with its own tokenizer, packed, in this process.
+"""Reward model for text input (and images, for vision models), with packed batches, in this process.
 
-Reward models on token ids are a role of the online commands (backends/roles).
+Reward models that read token IDs are a role in online commands (backends/roles).
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 
 class TextRewardModel:
-    """Owns a reward model on this process's GPU, or on the CPU if there is none.
+    """A reward model on the GPU, or on the CPU without one.
 
-    A text of more than `max_len` tokens has no score. `max_tokens` bounds a packed forward pass.
+    Texts longer than `max_len` tokens are not scored. `max_tokens` limits each packed forward pass.
     """
 
     def __init__(
@@ -45,28 +45,27 @@ class TextRewardModel:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model sees pictures."""
+        """Whether the model supports images."""
         return self._family is not None
 
     def scores(self, texts: Sequence[str], pictures: Sequence[Sequence[Picture]] | None = None) -> list[float | str]:
-        """Return the score of each text, read at its end, or why it has none.
+        """Score each text at the last token. Returns a string with the reason for texts that cannot be scored.
 
-        A text gets the tokenizer's beginning of text and end of sequence if it lacks them: a reward model learned to
-        read its score there, and responses come as texts without it. A response that was cut gets one too, unlike in
-        the reward role: its text alone does not show it. `pictures` of a text stand at the placeholders in it; a model
-        of text does not see them.
+        Missing BOS and EOS tokens are added. Truncated responses get an EOS token too, unlike in the reward role,
+        because text does not show truncation. Images replace placeholders in the text; text models ignore them.
         """
+        # The model was trained to predict the score at the EOS token, and clients send text without it.
         ids = [self._ended(prompt) for prompt in self._tokeniser.prompts(list(texts), plain=True)]
-        its = pictures if pictures is not None and self._family is not None else [()] * len(ids)
-        read = [self._sequence(row, shown) for row, shown in zip(ids, its, strict=True)]
-        scores = iter(self._scores([sequence for sequence in read if isinstance(sequence, TokenSequence)]))
-        return [next(scores) if isinstance(found, TokenSequence) else found for found in read]
+        images = pictures if pictures is not None and self._family is not None else [()] * len(ids)
+        inputs = [self._sequence(row, shown) for row, shown in zip(ids, images, strict=True)]
+        scores = iter(self._scores([sequence for sequence in inputs if isinstance(sequence, TokenSequence)]))
+        return [next(scores) if isinstance(sequence, TokenSequence) else sequence for sequence in inputs]
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [self._end] else [*ids, self._end]
 
     def _sequence(self, ids: list[int], pictures: Sequence[Picture]) -> TokenSequence | str:
-        """Return what the model reads of a text, or why it cannot read it."""
+        """Build the model input, or return the reason if the text cannot be scored."""
         placed: tuple[PlacedPicture, ...] = ()
         if self._family is not None:
             try:
@@ -75,6 +74,7 @@ class TextRewardModel:
                 return str(error)
         if len(ids) > self._max_len:
             return f"the text has {len(ids):,} tokens, more than --max_len {self._max_len}"
+        # One token is the EOS added above.
         if len(ids) <= 1:
             return "the text is empty"
         return only_end(TokenSequence(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=bool), placed))

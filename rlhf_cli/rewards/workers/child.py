@@ -1,7 +1,7 @@
-"""A process that runs a module of this package: started, found dead, killed.
+"""Child processes that run a module from this package: start, exit detection, kill.
 
-It is started by executing a new interpreter, never by forking this process, whose threads and locks would not survive
-that. Its module has `main(channel_fd, lifeline_fd, parent)`.
+The module defines `main(channel_fd, lifeline_fd, parent)`. The child is a new interpreter, never a fork: threads and
+locks in this process would not survive a fork.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ from pathlib import Path
 
 _PACKAGE_ROOT = Path(__file__).parents[3]
 
-# Finds this package where this process found it, then forgets the folder, which could hide modules of a user's file.
+# Imports the package from the parent's location, then removes that folder from sys.path: it could shadow modules that
+# the user's file imports.
 _START = """
 import importlib, sys
 root, module, *numbers = sys.argv[1:]
@@ -28,10 +29,10 @@ importlib.import_module(module).main(*map(int, numbers))
 
 
 class ChildProcess:
-    """One process: owns it, its socket and the lifeline that ends it together with this process."""
+    """A child process, with a socket to it and a lifeline that kills it if this process dies."""
 
     def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
-        """Start it; `environment` are variables besides the variables of this process."""
+        """Start the process. `environment` adds variables to the inherited ones."""
         self.socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         numbers = map(str, (theirs.fileno(), lifeline, os.getpid()))
@@ -39,9 +40,11 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT), module, *numbers],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # prints of the user's code go where this process's errors go, never between its results
+                # User code prints to stderr: stdout may carry the command's results.
+                stdout=2,
                 pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,  # a process group of its own, so that its children are killed with it
+                # A separate process group, so that `kill` also kills children.
+                start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
         except BaseException:
@@ -53,33 +56,34 @@ class ChildProcess:
             os.close(lifeline)
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended, whoever holds its socket. It is not reaped, so its number stays
-        taken.
-        """
+        """Return whether the process has exited, even if a child still holds the socket open."""
         return self._exit_status() is not None
 
     def last_words(self) -> str:
-        """Return how a process ended by itself, as the end of a sentence."""
+        """Describe how the process exited. Completes a sentence."""
+        # The socket closes shortly before the process exits: wait up to 1 s for the exit status.
         for _ in range(100):
             status = self._exit_status()
             if status is not None:
                 return describe_end(*status)
-            time.sleep(0.01)  # the socket closes a moment before the process is gone
-        return "closed its connection"
+            time.sleep(0.01)
+        return "closed the connection"
 
     def _exit_status(self) -> tuple[int, int] | None:
-        """Return (CLD_EXITED, exit code) or (another way, signal number) of an ended process."""
+        """Return (`CLD_EXITED`, exit code) or (other `si_code`, signal number); None while the process runs."""
+        # WNOWAIT keeps the zombie, so the pid cannot be reused before `kill` signals the process group.
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if status is None else (status.si_code, status.si_status)
 
     def finish(self, seconds: float) -> None:
-        """Send it the end of the stream and wait for its own end, at most so many seconds."""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the stream has ended
+        """Close the stream and wait up to `seconds` for the process to exit."""
+        # OSError: the stream is already closed.
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             self.socket.shutdown(socket.SHUT_WR)
             self._process.wait(seconds)
 
     def kill(self) -> None:
-        """End the process and its children at once; no harm if they have ended."""
+        """Kill the process group and release all resources. No error if the process has exited."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -88,8 +92,9 @@ class ChildProcess:
 
 
 def describe_end(way: int, code: int) -> str:
-    """Return how a process ended, given the code and the status of `os.waitid`, as the end of a sentence."""
+    """Describe an exit, given `si_code` and `si_status` from `os.waitid`. Completes a sentence."""
     if way == os.CLD_EXITED:
-        return f"ended its process with exit code {code}"
+        return f"exited with code {code}"
+    # The kernel's out-of-memory killer sends SIGKILL.
     memory = " (out of memory?)" if code == signal.SIGKILL else ""
     return f"was killed by {signal.Signals(code).name}{memory}"

@@ -1,4 +1,4 @@
-"""The built-in rewards of a run, inside a worker process: loads the functions that are asked for and calls them."""
+"""Built-in rewards inside a worker process: loads the selected functions and calls them."""
 
 import contextlib
 import json
@@ -9,25 +9,26 @@ from typing import Any, SupportsFloat
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.rewards import RewardCall, RewardRow
 
-# Bytes of address space a worker may take. Algebra on a model's formula can request any amount within its limit of
-# time; this makes it an error of that one item.
+# Address space limit per worker in bytes. Algebra on a model-written formula can allocate any amount of memory before
+# the timeout; with this limit, only that item fails.
 WORKER_MEMORY = 4 << 30
 
 
 def resolve(call: RewardCall) -> Callable[..., Any]:
-    """Return the function of a reward with its parameters."""
+    """Return the reward function with parameters bound."""
     function = call.row.function
     return partial(load_target(function) if isinstance(function, str) else function, **call.parameters)
 
 
 def load(calls: list[list[Any]]) -> Callable[[list[Any]], Any]:
-    """Return the handler of a worker for calls `[name, parameters, target]`.
+    """Return the worker's handler for calls `[name, parameters, target]`.
 
-    It answers `[number of the call, response, label]`, for by_row with the row's verifier as a fourth item. Of a
-    verifier the answer is `[status, detail, answer, value]`, of a text reward a number.
+    - Items: `[index of the call, response, label]`, plus the row's verifier under by_row.
+    - Results: `[status, detail, answer, value]` from verifiers, a number from text rewards.
     """
     rewards = [RewardCall(*call) for call in calls]
-    if not any(reward.target for reward in rewards):  # a library of the user's may reserve any address space
+    # A user's reward may import libraries that reserve far more address space than they use.
+    if not any(reward.target for reward in rewards):
         _limit_memory()
     functions = [with_alternatives(reward.row, resolve(reward)) for reward in rewards]
 
@@ -43,17 +44,16 @@ def load(calls: list[list[Any]]) -> Callable[[list[Any]], Any]:
 
 
 def _number(value: object) -> float:
-    """Return a number, also one of NumPy, as JSON has it. Raise TypeError for anything else."""
+    """Convert any number, including NumPy's, to a float for JSON. Raises TypeError for other types."""
     if isinstance(value, SupportsFloat):
         return float(value)
     raise TypeError(f"returned {value!r}, not a number")
 
 
 def with_alternatives(row: RewardRow, verifier: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the verifier, for which a label that is a JSON list of texts names several right answers, if it compares
-    answers.
+    """Let a verifier that compares answers accept any entry if the label is a JSON list of strings.
 
-    Skywork-OR1's ground truths are such lists.
+    Skywork-OR1 stores ground truths as such lists.
     """
     if row.structured_labels != ("list",):
         return verifier
@@ -76,7 +76,8 @@ def _alternatives(label: str | None) -> list[str | None]:
 
 
 def _limit_memory() -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system, or lower already
+    # Best effort: the module is missing outside POSIX, and a stricter limit may already be set.
+    with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_AS)

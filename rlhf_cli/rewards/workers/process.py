@@ -1,7 +1,4 @@
-"""One worker process as its owner sees it: given lines, heard, found dead, killed.
-
-Limits of time and what becomes of items are the pool's business; the other side is worker.py.
-"""
+"""Parent-side handle to a worker process. pool.py handles timeouts and retries; worker.py is the child side."""
 
 import contextlib
 import json
@@ -10,25 +7,29 @@ from typing import Any
 
 from rlhf_cli.rewards.workers.child import ChildProcess
 
-# Seconds a worker may take from its start until its task is loaded (a reward file may read a model), unless the limit
-# of an item is longer still.
+# Minimum timeout in seconds for loading the task, since a reward file may load a model. A longer item limit replaces
+# it.
 LOAD_LIMIT = 120.0
 
+# Bytes per read. Longer answers arrive in several reads.
 _RECEIVE_SIZE = 1 << 20
 
 
 class WorkerProcess:
-    """One worker process, which has loaded or is loading its task."""
+    """A worker process that has loaded, or is loading, the task."""
 
     def __init__(self, loader: str, argument: object) -> None:
         task = json.dumps([loader, argument])
         self._child = ChildProcess("rlhf_cli.rewards.workers.worker")
         self.socket = self._child.socket
         self._received = b""
-        self.chunk: dict[int, int] = {}  # items it was given and has not answered, by their place in the list
-        self.works_together = False  # whether at all of them; else at the first
+        # Unanswered items: number by position in the list sent last.
+        self.chunk: dict[int, int] = {}
+        # Whether it handles all of them concurrently, instead of one by one.
+        self.works_together = False
         self.is_loaded = False
-        self.since = time.monotonic()  # when its current item began
+        # Start time for the current item, or for the list if handled concurrently.
+        self.since = time.monotonic()
         self.send(task, limit=LOAD_LIMIT)
 
     @property
@@ -36,15 +37,17 @@ class WorkerProcess:
         return bool(self.chunk) or not self.is_loaded
 
     def send(self, line: str, *, limit: float) -> None:
-        """Send one line of JSON; a worker that does not take it within the limit is found out when it answers late."""
+        """Send one line of JSON."""
         self.since, self.works_together = time.monotonic(), False
+        # A stuck worker may not read a line larger than the socket buffer. Errors are ignored here, since the pool then
+        # sees a missing answer or a dead process.
         self.socket.settimeout(limit)
         with contextlib.suppress(OSError):
             self.socket.sendall(line.encode() + b"\n")
         self.socket.setblocking(False)
 
     def receive(self) -> list[Any] | None:
-        """Return the answers that have arrived; None if the worker is gone and all its messages are read."""
+        """Return new answers, or None if the worker is gone and all answers have been read."""
         try:
             data = self.socket.recv(_RECEIVE_SIZE)
         except BlockingIOError:
@@ -57,18 +60,19 @@ class WorkerProcess:
         if b"\n" not in data:
             return []
         *lines, self._received = self._received.split(b"\n")
+        # Each answer restarts the timeout, which is per item.
         if not self.works_together:
             self.since = time.monotonic()
         return [json.loads(line) for line in lines]
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended, whoever holds its socket."""
+        """Return whether the process has exited, even if a child still holds the socket open."""
         return self._child.is_gone()
 
     def last_words(self) -> str:
-        """Return how a process ended by itself, as the end of a sentence."""
+        """Describe how the process exited. Completes a sentence."""
         return self._child.last_words()
 
     def kill(self) -> None:
-        """End the process and its children at once; no harm if they have ended."""
+        """Kill the process group and release all resources. No error if the process has exited."""
         self._child.kill()

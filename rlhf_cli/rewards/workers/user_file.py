@@ -1,8 +1,8 @@
-"""A user's Python file with a reward function, inside a worker process.
+"""Loads the user's reward file inside a worker process.
 
-The function may be async, an object that can be called, or a class whose instances can be. It is called with the
-responses to one prompt; user_forms.py has the signatures, user_results.py the return values. Runs in the worker only:
-nothing of the file is imported into the trainer. Several workers may run the same file, each with its own instance.
+The reward may be a function, an async function, a callable object, or a class with callable instances. Each call
+receives the responses to one prompt. user_forms.py defines the signatures, user_results.py the return values. The
+trainer never imports the file, and each worker creates a separate instance.
 """
 
 import inspect
@@ -16,18 +16,18 @@ from rlhf_cli.rewards.workers.user_module import import_file
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 FUNCTIONS = ("reward_func", "compute_score")
-"""Names of the function in a file if none is given: this program's and OpenRLHF's, then verl's and EasyR1's."""
+"""Default function names: `rlhf`'s and OpenRLHF's, then verl's and EasyR1's."""
 
 
 def load(argument: dict[str, Any]) -> Callable[[UserBatch], object]:
-    """Return the handler of a worker: a result for each response, from a function called `name` of the file at `path`.
+    """Return the worker's handler, which calls function `name` from the file at `path` with extra arguments `args`.
 
-    `args` are parameters of the function. If the function is async, the handler's result has to be awaited. The
-    handler's `about` names the function's form, and the large columns that have to be sent.
+    The handler returns one result per response, or an awaitable if the function is async. Its `about` attribute holds
+    the signature and the large columns that the function needs.
 
     Raises:
-        BadResult: the file has no usable function; the message ends the sentence "reward.py ...".
-        Exception: whatever the file raises while it is imported.
+        BadResult: the file has no usable function. The message completes the sentence "reward.py ...".
+        Exception: any exception raised while importing the file.
     """
     path, args = argument["path"], argument["args"]
     name, reward = _reward_function(import_file(Path(path), "reward_file"), argument["name"])
@@ -41,30 +41,31 @@ def load(argument: dict[str, Any]) -> Callable[[UserBatch], object]:
             return _checked_later(waits, expected, log, is_each=signature.form.each)
         return checked(result, expected, logged=log.metrics)
 
-    form = "" if signature.form is OWN_FORM else f"{name} of {path} is called as {signature.form.name} calls it: "
+    form = "" if signature.form is OWN_FORM else f"{name} in {path} is called as {signature.form.name} calls it: "
     about = {"form": form and form + signature.form.signature, "needs": signature.needs}
     handle.about = about  # type: ignore[attr-defined]
     return handle
 
 
 async def _checked_later(waits: list[Awaitable[object]], expected: int, log: Log, *, is_each: bool) -> list[UserResult]:
-    import asyncio  # 40 ms that a plain function does not need
+    # Imported lazily: it takes 40 ms, which a plain function does not need.
+    import asyncio
 
     found = await asyncio.gather(*waits)
     return checked(found if is_each else found[0], expected, logged=log.metrics)
 
 
 def _reward_function(module: object, name: str | None) -> tuple[str, Callable[..., object]]:
-    found = next((one for one in ([name] if name else FUNCTIONS) if hasattr(module, one)), None)
-    if found is None:
+    chosen = next((one for one in ([name] if name else FUNCTIONS) if hasattr(module, one)), None)
+    if chosen is None:
         defined = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
-        has = f"it has {', '.join(defined)}" if defined else "it defines no function"
+        has = f"it defines {', '.join(defined)}" if defined else "it defines no function"
         wanted = name or f"{FUNCTIONS[0]}(queries, prompts, labels)"
-        hint = "" if name or not defined else f"; another one is named as --reward_func FILE.py:{defined[0]}"
+        hint = "" if name or not defined else f"; to use another one, pass --reward_func FILE.py:{defined[0]}"
         raise BadResult(f"has no function {wanted}; {has}{hint}")
-    reward = getattr(module, found)
+    reward = getattr(module, chosen)
     if inspect.isclass(reward):
         reward = reward()
     if not callable(reward):
-        raise BadResult(f"has {found}, but it is not a function")
-    return found, cast(Callable[..., object], reward)
+        raise BadResult(f"defines {chosen}, but it is not a function")
+    return chosen, cast(Callable[..., object], reward)

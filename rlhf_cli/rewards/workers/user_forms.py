@@ -1,6 +1,6 @@
-"""The signatures that a user's reward function may have, and the arguments that each of them gets.
+"""Supported reward function signatures and the arguments for each.
 
-A function is recognised by the names of its parameters. Runs in the worker only.
+Parameter names select the signature. Runs only in workers.
 """
 
 import base64
@@ -14,18 +14,19 @@ from rlhf_cli.rewards.records import BadResult
 
 
 class UserRow(TypedDict):
-    """A row of the prompts: its columns, and its prompt as text, or as messages if the row has messages."""
+    """A prompt row: the columns, and the prompt as text or, for conversational data, as messages."""
 
     prompt: object
     columns: dict[str, object]
 
 
 class UserBatch(TypedDict):
-    """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row.
+    """Input to one call; lists have one entry per response.
 
-    `messages` are the turns and observations of an episode, [] without an environment. `pictures` are PNG files in
-    base64, each once, and `pictures_of` the places of each response's pictures among them; both are empty if the
-    function takes no pictures.
+    - `rows`, `row_of`: distinct rows, and the row index for each response.
+    - `messages`: turns and observations from an episode; [] without an environment.
+    - `pictures`, `pictures_of`: distinct base64 PNG files, and the image indices for each response. Both are empty if
+      the function does not use images.
     """
 
     queries: list[str]
@@ -46,21 +47,21 @@ class UserBatch(TypedDict):
 
 @dataclass
 class Log:
-    """Metrics that a function reports through the callbacks it gets; lists by response, or one number for all."""
+    """Metrics reported through callbacks: a list with one value per response, or one number for all."""
 
     metrics: dict[str, object] = field(default_factory=dict)
 
     def metric(self, name: str, value: object) -> None:
-        """Log a metric, as TRL's `log_metric`."""
+        """Log a metric, like TRL's `log_metric`."""
         self.metrics[name] = value
 
     def extra(self, column: str, values: object) -> None:
-        """Log a column, as TRL's `log_extra`; columns of text are no metrics."""
+        """Log a column, like TRL's `log_extra`. Text columns are ignored."""
         self.metrics[column] = values
 
 
 OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids", "finish_reasons", "messages")
-"""Names that a function in this program's own form may use besides columns of the rows and parameters."""
+"""Arguments for the native signature, in addition to row columns and `--reward_func_args`."""
 
 
 def _rows(batch: UserBatch) -> list[UserRow]:
@@ -68,19 +69,20 @@ def _rows(batch: UserBatch) -> list[UserRow]:
 
 
 def _columns(batch: UserBatch) -> dict[str, list[object]]:
-    """Return every column of the rows, with None for rows that lack it."""
+    """Transpose rows to columns; missing values are None."""
     rows = [row["columns"] for row in _rows(batch)]
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def _with_images(batch: UserBatch, columns: dict[str, list[object]]) -> dict[str, list[object]]:
-    """Return the columns with `images`, the list of each response's pictures as PIL has them, if they were sent.
+    """Add `images`, a list of PIL images per response, if images were sent.
 
-    A column of that name stays if there are no pictures: a text model's rows may have one.
+    Without images, an existing `images` column is kept: rows for a text model may have one.
     """
     if not batch["pictures_of"]:
         return columns
-    from PIL import Image  # only for functions that take pictures
+    # Imported lazily: only functions with an `images` parameter need PIL.
+    from PIL import Image
 
     files = [io.BytesIO(base64.b64decode(picture)) for picture in batch["pictures"]]
     pictures = [Image.open(file) for file in files]
@@ -105,7 +107,7 @@ def _of_trl(batch: UserBatch, log: Log) -> dict[str, object]:
 
 
 def _truths(batch: UserBatch) -> list[object]:
-    """Return ground truths as the rows have them: verl's may be objects."""
+    """Return ground truths from the rows, since verl allows arbitrary objects; labels are strings."""
     models = [row["columns"].get("reward_model") for row in _rows(batch)]
     return [
         model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else label
@@ -139,7 +141,7 @@ def _of_easyr1_each(batch: UserBatch, log: Log) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One signature, recognised by the parameter `mark`; with `each`, a call is about one response."""
+    """A supported signature, selected by the parameter name `mark`. With `each`, it is called once per response."""
 
     name: str
     mark: str
@@ -156,16 +158,17 @@ FORMS = (
     Form("EasyR1", "reward_inputs", "compute_score(reward_inputs)", _of_easyr1),
     Form("EasyR1", "reward_input", "compute_score(reward_input)", _of_easyr1_each, True),
 )
-"""Signatures of other tools."""
+"""Signatures from other frameworks."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How a function is called.
+    """How to call a function.
 
-    `names` are the parameters that may be given by name, `required` those without a default; with `takes_all` any other
-    name may be given too. With `by_place` the first three arguments are queries, prompts and labels, whatever they are
-    called.
+    - `names`: parameters that accept keyword arguments.
+    - `required`: parameters without a default.
+    - `takes_all`: the function has `**kwargs`.
+    - `by_place`: queries, prompts and labels are passed positionally.
     """
 
     form: Form
@@ -176,10 +179,8 @@ class Signature:
 
     @property
     def needs(self) -> list[str]:
-        """Large inputs that the worker needs: rows, tokens, texts with special tokens, and pictures if they are named.
-
-        A function that takes all arguments need not look at pictures, which take time to send.
-        """
+        """Large inputs to send to the worker: rows, token IDs, raw responses and images."""
+        # Images only if the function names them: encoding is slow, and a function with **kwargs rarely reads them.
         wanted = {"token_ids": "completion_ids" if self.form.name == "TRL" else "token_ids"}
         wanted["raw_responses"] = "raw_responses"
         reads = [name for name, word in wanted.items() if self.takes_all or word in self.names]
@@ -188,25 +189,26 @@ class Signature:
 
 
 def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> Signature:
-    """Return how a user's function is called. Raises BadResult if it has no known form or cannot take `args`."""
+    """Return how to call a user's function. Raises BadResult for an unknown signature or unsupported `args`."""
     try:
         parameters = list(inspect.signature(reward).parameters.values())
-    except ValueError:  # a built-in without a signature
+    # Functions from C extensions may have no signature.
+    except ValueError:
         return Signature(OWN_FORM, frozenset(), frozenset(), takes_all=False, by_place=True)
     if any(one.name == "environments" and one.default is one.empty for one in parameters):
         raise BadResult(
-            "has a function that takes `environments`, as TRL's do: their objects are in other processes, and their "
-            "attribute `reward` is the reward with the name environment (--reward_funcs environment)"
+            "has a function with TRL's `environments` parameter, which is not supported: environments run in other "
+            "processes. To use their `reward` attribute, pass --reward_funcs environment"
         )
-    found = _signature(parameters)
-    if found is None:
+    signature = _signature(parameters)
+    if signature is None:
         forms = "; ".join(form.signature for form in (OWN_FORM, *FORMS))
         named = ", ".join(map(str, parameters))
-        raise BadResult(f"has a function of ({named}), which is none of the forms that are known: {forms}")
-    unknown = [name for name in args if name not in found.names and not found.takes_all]
+        raise BadResult(f"has a function with unsupported parameters ({named}); supported signatures: {forms}")
+    unknown = [name for name in args if name not in signature.names and not signature.takes_all]
     if unknown:
-        raise BadResult(f"takes no parameter {unknown[0]!r} (--reward_func_args)")
-    return found
+        raise BadResult(f"has no parameter {unknown[0]!r} (--reward_func_args)")
+    return signature
 
 
 def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
@@ -234,9 +236,9 @@ def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
 def call(
     reward: Callable[..., Any], signature: Signature, batch: UserBatch, *, args: Mapping[str, Any], log: Log
 ) -> Any:
-    """Return the function's result: a list if the form is called once for each response.
+    """Call the function and return the result; a list of results if it is called once per response.
 
-    Raises BadResult if it needs something that neither the rows nor `args` have.
+    Raises BadResult if a required argument is neither a row column nor in `args`.
     """
     given = signature.form.arguments(batch, log)
     lists = {name: value for name, value in given.items() if signature.takes_all or name in signature.names}
@@ -244,7 +246,7 @@ def call(
     if missing:
         has = ", ".join(_columns(batch)) or "none"
         raise BadResult(
-            f"needs {missing[0]!r}, which is neither a column of the rows nor in --reward_func_args; columns: {has}"
+            f"requires {missing[0]!r}, which is neither a row column nor in --reward_func_args; columns: {has}"
         )
     if signature.form.each:
         count = len(batch["responses"])

@@ -1,7 +1,13 @@
-"""Results of a user's reward function, one a response. Runs in the worker only.
+"""Parsing and validation of reward function results. Runs only in workers.
 
-A function returns a list of numbers; a list of dicts with `overall`, `reward` or `score`; or OpenRLHF's dict of
-`rewards`, `scores` and `extra_logs`; a dict of lists with these keys. None stands for a reward that failed.
+A reward function may return:
+
+- a list of numbers,
+- a list of dicts with `overall`, `reward` or `score`,
+- a dict of lists with one of these keys,
+- OpenRLHF's dict with `rewards`, `scores` and `extra_logs`.
+
+None marks a failed reward.
 """
 
 import math
@@ -10,13 +16,16 @@ from typing import TypedDict
 from rlhf_cli.rewards.records import BadResult
 
 VALUE_KEYS = ("overall", "reward", "score")
-"""Keys of the number that counts in a dict about one response; the first that is there. A `score` beside it filters."""
+"""Reward keys in a dict, in order of precedence. A `score` next to another key is the filter value."""
 
 
 class UserResult(TypedDict):
-    """The reward of one response: a value, or the problem with the returned object, which may be of the wrong type.
+    """Reward for one response.
 
-    `filter` is the number for dynamic filtering, None if it is the value.
+    - `value`: None if the reward failed; then `problem` is the reason.
+    - `malformed`: the result has an invalid type, which indicates a bug in the function.
+    - `filter`: value for dynamic filtering; None uses `value`.
+    - `metrics`: extra metrics by name.
     """
 
     value: float | None
@@ -27,9 +36,9 @@ class UserResult(TypedDict):
 
 
 def checked(result: object, expected: int, *, logged: dict[str, object] | None = None) -> list[UserResult]:
-    """Return the results of `expected` responses. Raises BadResult if there is no list of that length.
+    """Parse the results for `expected` responses. Raises BadResult unless there is one result per response.
 
-    `logged` are metrics that were reported besides, lists by response or one number for all.
+    `logged` holds metrics from callbacks: a list with one value per response, or one number for all.
     """
     filters: list[object] = [None] * expected
     logs = dict(logged or {})
@@ -40,18 +49,19 @@ def checked(result: object, expected: int, *, logged: dict[str, object] | None =
             filters = _listed(result["scores"], expected, "scores")
         logs |= result.get("extra_logs") or {}
         result = result["rewards"]
-    found = [_of_one(value) for value in _listed(result, expected, "values")]
-    for one, filtered in zip(found, filters, strict=True):
+    results = [_of_one(value) for value in _listed(result, expected, "values")]
+    for one, filtered in zip(results, filters, strict=True):
         number = _number(filtered)
         one["filter"] = one["filter"] if number is None else number
     for name, values in logs.items():
-        for one, value in zip(found, _spread(values, expected), strict=True):
+        for one, value in zip(results, _spread(values, expected), strict=True):
             _note(one["metrics"], name, value)
-    return found
+    return results
 
 
 def _plain(value: object) -> object:
-    """Return the numbers and lists in place of numpy's arrays and tensors."""
+    """Convert NumPy arrays and tensors to numbers and lists."""
+    # By attribute: importing numpy or torch here would slow down the worker start.
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -65,17 +75,17 @@ def _listed(values: object, expected: int, what: str) -> list[object]:
 
 
 def _rows(columns: dict[object, object], expected: int) -> list[dict[object, object]]:
-    """Return one dict a response from a dict of lists. Raises BadResult if no list of rewards is among them."""
+    """Convert a dict of lists to one dict per response. Raises BadResult if it contains no rewards."""
     key = next((key for key in VALUE_KEYS if key in columns), None)
     if key is None:
-        raise BadResult(f"returned a dict of {', '.join(map(str, columns)) or 'nothing'}, not of rewards")
+        raise BadResult(f"returned a dict with keys {', '.join(map(str, columns)) or 'none'}, without rewards")
     _listed(columns[key], expected, f"values of {key}")
     spread = [_spread(values, expected) for values in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*spread, strict=True)]
 
 
 def _spread(values: object, expected: int) -> list[object]:
-    """Return a metric by response: one number counts for all; another length gives None."""
+    """Expand a metric to one value per response. A number applies to all; a list with a different length gives None."""
     values = _plain(values)
     if not isinstance(values, list | tuple):
         return [values] * expected
@@ -87,8 +97,8 @@ def _of_one(value: object) -> UserResult:
         return _result(value)
     key = next((key for key in VALUE_KEYS if key in value), None)
     if key is None:
-        names = ", ".join(map(str, value)) or "nothing"
-        return _failed(f"returned a dict of {names} without {', '.join(VALUE_KEYS)}", malformed=True)
+        names = ", ".join(map(str, value)) or "none"
+        return _failed(f"returned a dict with keys {names}, without {', '.join(VALUE_KEYS)}", malformed=True)
     result = _result(value[key])
     result["filter"] = _number(value.get("score")) if key != "score" else None
     for name, other in value.items():
@@ -101,12 +111,13 @@ def _result(value: object) -> UserResult:
     value = _plain(value)
     if value is None:
         return _failed("returned None", malformed=False)
+    # float() would accept strings such as "1" or "nan".
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return _failed(f"returned {type(value).__name__} {str(value)[:40]!r}, not a number", malformed=True)
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        return _failed(f"returned a value that is no number: {error}", malformed=True)
+        return _failed(f"returned an invalid number: {error}", malformed=True)
     if not math.isfinite(number):
         return _failed(f"returned {number}", malformed=False)
     return UserResult(value=number, problem="", malformed=False, filter=None, metrics={})
@@ -117,7 +128,7 @@ def _failed(problem: str, *, malformed: bool) -> UserResult:
 
 
 def _number(value: object) -> float | None:
-    """Return the finite number that something is, None if it is none."""
+    """Return the value as a finite number, or None."""
     return _result(value)["value"]
 
 

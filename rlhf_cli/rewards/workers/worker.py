@@ -1,15 +1,16 @@
-"""A worker process: loads one task, then answers items one by one until it is killed.
+"""Worker process: loads one task, then handles items until it is killed.
 
-Items of one list whose answers have to be awaited are worked on together, in an event loop that serves all lists, and
-answered as each is done.
+Items are handled one by one. Async results from the same list are awaited concurrently in an event loop that persists
+across lists, and sent as they complete. pool.py starts the worker as a new interpreter and enforces timeouts. This
+module imports nothing heavy.
 
-Started by pool.py in an interpreter of its own, so it inherits no threads and no memory of the trainer, and it
-imports nothing heavy itself. Limits of time are the pool's business: a worker may hang.
+Protocol: one JSON value per line over a socket.
 
-Protocol: one JSON value per line over a socket. In: `[loader, argument]`, then lists of items. Out: one answer to the
-loader, whose value is the task's `about`, and one to each item as soon as it is there: `{"value": ...}`
-or `{"kind": ..., "reason": ..., "trace": ...}`, that to an item with its `place` in the list; `{"together": true}`
-before items are worked on together.
+- Input: `[loader, argument]`, then lists of items.
+- Output: one answer to the loader, with the task's `about` as value, then one per item, with `place`, the position in
+  the list.
+- An answer is `{"value": ...}` or `{"kind": ..., "reason": ..., "trace": ...}`.
+- `{"together": true}` announces that the remaining items in the list are handled concurrently.
 """
 
 import contextlib
@@ -27,12 +28,15 @@ from typing import Any
 
 from rlhf_cli.rewards.records import BadResult
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # its frames are ours
-MAX_REASON = 300  # characters of an error's message
+# Frames from these files are hidden in tracebacks.
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
+# Characters kept from an error message.
+MAX_REASON = 300
 
 
 def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
-    """Serve until the other end is gone, given the descriptors of socket and lifeline and the parent's process id."""
+    """Serve until the parent closes the socket. Takes two file descriptors and the parent's pid."""
+    # Processes that user code starts must not hold the socket open after this worker exits.
     for descriptor in (channel_fd, lifeline_fd):
         os.set_inheritable(descriptor, False)
     die_with_parent(lifeline_fd, parent)
@@ -40,7 +44,7 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Load the task that the first line names and answer the items of all further lines."""
+    """Load the task from the first line, then handle the items from all further lines."""
     lines = channel.makefile("rb")
     failure, handle = _attempt(_load, *json.loads(lines.readline()))
     _send(channel, failure or {"value": getattr(handle, "about", None)})
@@ -54,15 +58,17 @@ def serve(channel: socket.socket) -> None:
 
 
 class _Answers:
-    """Sends the outcomes of a list's items."""
+    """Sends item results and awaits async ones."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._runner: Any = None  # an asyncio.Runner, imported when a function has to be awaited
-        self._awaited: list[tuple[int, Awaitable[object]]] = []  # place and result to await
+        # An asyncio.Runner, created for the first async result.
+        self._runner: Any = None
+        # Positions and pending results.
+        self._awaited: list[tuple[int, Awaitable[object]]] = []
 
     def give(self, place: int, attempt: "_Attempt") -> None:
-        """Send it, or keep it if it has to be awaited."""
+        """Send a result, or keep it if it must be awaited."""
         failure, value = attempt
         if isinstance(value, Awaitable):
             self._awaited.append((place, value))
@@ -70,17 +76,19 @@ class _Answers:
             self._send(place, failure, value)
 
     def await_all(self) -> None:
-        """Await the kept results, all at once, and send each as soon as it is there."""
+        """Await all kept results concurrently and send each one when it completes."""
         if not self._awaited:
             return
-        import asyncio  # 40 ms that a plain function does not need
+        # Imported lazily: it takes 40 ms, which a plain function does not need.
+        import asyncio
 
         async def all_at_once(awaited: list[tuple[int, Awaitable[object]]]) -> None:
             await asyncio.gather(*(self._await(place, value) for place, value in awaited))
 
         awaited, self._awaited = self._awaited, []
         _send(self._channel, {"together": True})
-        self._runner = self._runner or asyncio.Runner()  # one for all lists: sessions that a user keeps stay valid
+        # One event loop for all lists: HTTP sessions that user code keeps are bound to it.
+        self._runner = self._runner or asyncio.Runner()
         self._runner.run(all_at_once(awaited))
 
     async def _await(self, place: int, value: Awaitable[object]) -> None:
@@ -99,12 +107,11 @@ def _send(channel: socket.socket, reply: dict[str, object]) -> None:
 
 
 def die_with_parent(lifeline_fd: int, parent: int) -> None:
-    """End this process and its children when the parent is gone, however it ended and whatever runs here.
-
-    A thread covers systems without the lifeline's signal, and a writing end that was inherited by someone else.
-    """
+    """Kill this process group when the parent dies, for whatever reason."""
     die_with_lifeline(lifeline_fd)
-    poller = select.poll()  # unlike select(), it takes descriptors above 1,024
+    # The thread covers systems without F_SETSIG, and write ends that another process has inherited.
+    # poll instead of select, which fails for descriptors above 1,024.
+    poller = select.poll()
     poller.register(lifeline_fd, select.POLLIN)
 
     def watch() -> None:
@@ -116,13 +123,13 @@ def die_with_parent(lifeline_fd: int, parent: int) -> None:
 
 
 def die_with_lifeline(lifeline_fd: int) -> None:
-    """Have the kernel end this process group when the last writer of the lifeline is gone; does nothing elsewhere.
+    """Let the kernel kill this process group when the last writer closes the lifeline. No-op outside Linux.
 
-    The lifeline is the reading end of a pipe nobody writes to. The kernel sends SIGKILL to the process group, which
-    also works while code holds the interpreter lock for good (for example a hopeless regular expression).
-    PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started us ends.
+    The lifeline is the read end of a pipe that nobody writes to.
     """
-    with contextlib.suppress(ImportError, AttributeError, OSError):  # F_SETSIG is Linux's own
+    # A signal from the kernel works even if user code never releases the GIL (catastrophic regular expressions).
+    # PR_SET_PDEATHSIG is not an option: it fires when the parent *thread* that started this process exits.
+    with contextlib.suppress(ImportError, AttributeError, OSError):
         import fcntl
 
         fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
@@ -131,7 +138,7 @@ def die_with_lifeline(lifeline_fd: int) -> None:
 
 
 def own_file(lifeline: int) -> int:
-    """Return the lifeline as a file of its own, because the process group that gets the signal belongs to a file."""
+    """Reopen the lifeline as a separate open file: F_SETOWN sets one process group per open file."""
     try:
         return os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -139,17 +146,18 @@ def own_file(lifeline: int) -> int:
 
 
 def _load(loader: str, argument: object) -> Callable[[object], object]:
-    """Return the function that `module:function` returns for the argument."""
+    """Call `module:function` with the argument and return the handler."""
     module, _, function = loader.partition(":")
     handle: Callable[[object], object] = getattr(importlib.import_module(module), function)(argument)
     return handle
 
 
 _Attempt = tuple[dict[str, object], Any]
-"""(failure or nothing, the function's result)."""
+"""(failure, or an empty dict on success; result)."""
 
 
 def _attempt(function: Callable[..., object], *arguments: object) -> _Attempt:
+    # BaseException: sys.exit() in a reward function is a failure too.
     try:
         return {}, function(*arguments)
     except BaseException as error:
@@ -157,16 +165,14 @@ def _attempt(function: Callable[..., object], *arguments: object) -> _Attempt:
 
 
 def failure_of(error: BaseException) -> dict[str, object]:
-    """Return the answer; sys.exit() in a reward is a failure of that reward as well."""
+    """Convert an exception to a failed answer."""
     if isinstance(error, BadResult):
         return {"kind": "bad_result", "reason": str(error), "trace": ""}
     return {"kind": "raised", "reason": describe_error(error), "trace": own_trace(error)}
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `raised ValueError: message (reward.py, line 7)` in one line; the place is the innermost of the user's
-    own.
-    """
+    """Return `raised ValueError: message (reward.py, line 7)`, with the innermost frame in user code."""
     message = " ".join(str(error).split())[:MAX_REASON]
     raised = f"raised {type(error).__name__}" + (f": {message}" if message else "")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
@@ -175,7 +181,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def own_trace(error: BaseException) -> str:
-    """Return the traceback from the first frame of the user's own on."""
+    """Return the traceback, starting at the first frame in user code."""
     start = error.__traceback__
     while start is not None and not _is_own(start.tb_frame.f_code.co_filename):
         start = start.tb_next
@@ -183,6 +189,6 @@ def own_trace(error: BaseException) -> str:
 
 
 def _is_own(filename: str) -> bool:
-    """Return whether a file is neither of this package nor of Python or an installed package."""
+    """Return whether a file is user code: not in this package, the standard library or site-packages."""
     foreign = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return not filename.startswith(("<", _PACKAGE, *foreign))

@@ -114,7 +114,7 @@ def test_the_last_line_of_output_has_the_reward(tmp_path, text, end):
 
 def test_a_program_that_fails_is_described_by_its_last_line(tmp_path):
     end = end_of(program(tmp_path, "print(json.dumps({'reward': 1.0}), flush=True); raise ValueError('a mood')"))
-    assert end.failure == "ended its process with exit code 1; last stderr line: ValueError: a mood"
+    assert end.failure == "exited with code 1; last stderr line: ValueError: a mood"
     assert end.trace.startswith("Traceback")
     killed = end_of(program(tmp_path, "os.kill(os.getpid(), 9)"))
     assert killed.failure == "was killed by SIGKILL (out of memory?)"

@@ -164,8 +164,8 @@ def test_episodes_are_separate_and_more_than_there_are_workers(moods: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "failure"),
     [
-        ("die", "ended its process with exit code 3"),
-        ("die alone", "ended its process with exit code 4"),
+        ("die", "exited with code 3"),
+        ("die alone", "exited with code 4"),
         ("raise", "raised ValueError: a mood (moods.py, line 35)"),
     ],
 )
@@ -372,7 +372,7 @@ GAME = "class {name}:\n    def reset(self): ...\n    def step(self, text): retur
             TOOL,
             "has Tool.use, which cannot be a tool: Cannot generate JSON schema for use because",
         ),
-        ("import os; os._exit(5)", "ended its process with exit code 5 while it was loading"),
+        ("import os; os._exit(5)", "exited with code 5 while it was loading"),
         (THREAD + GAME.format(name="A"), "starts the thread 'beat' during import; start it in reset"),
     ],
     ids=["syntax", "import", "no class", "function", "two classes", "no docstring", "exit", "thread"],

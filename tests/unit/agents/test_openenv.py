@@ -220,7 +220,7 @@ def test_the_key_of_hugging_face_goes_to_its_spaces_alone(monkeypatch: pytest.Mo
     monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "own")
     assert server_headers("wss://user-space.hf.space") == {"Authorization": "Bearer own"}
     monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "own\nHost: x")
-    with pytest.raises(UsageError, match="the key in RLHF_ENVIRONMENT_API_KEY has to be printable"):
+    with pytest.raises(UsageError, match="the key in RLHF_ENVIRONMENT_API_KEY must be printable"):
         server_headers("ws://localhost:8000")
 
 

@@ -137,17 +137,17 @@ def test_prints_of_a_reward_do_not_get_between_results(reward_file: WriteFile) -
         ("return [1.0] * 3", "returned 3 values for 2 responses"),
         ("return None", "returned NoneType, not a list of numbers"),
         ("return 1.0", "returned float, not a list of numbers"),
-        ("return {'values': [1.0, 1.0]}", "returned a dict of values, not of rewards"),
+        ("return {'values': [1.0, 1.0]}", "returned a dict with keys values, without rewards"),
         ("return {'overall': [1.0]}", "returned 1 values of overall for 2 responses"),
         ("return {'reward': 1.0}", "returned float, not a list of numbers"),
         ("return {'rewards': [1.0]}", "returned 1 values for 2 responses"),
-        ("return [{'accuracy': 1.0}] * 2", "returned a dict of accuracy without overall, reward, score"),
+        ("return [{'accuracy': 1.0}] * 2", "returned a dict with keys accuracy, without overall, reward, score"),
         ("return [float('nan')] * 2", "returned nan"),
         ("return [float('inf')] * 2", "returned inf"),
         ("return ['1.0'] * 2", "returned str '1.0', not a number"),
         ("return [None] * 2", "returned None"),
-        ("return [10 ** 400] * 2", "returned a value that is no number: int too large to convert to float"),
-        ("os._exit(3)", "ended its process with exit code 3"),
+        ("return [10 ** 400] * 2", "returned an invalid number: int too large to convert to float"),
+        ("os._exit(3)", "exited with code 3"),
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
         ("os.abort()", "was killed by SIGABRT"),
         ("raise ValueError('two\\n  lines')", "raised ValueError: two lines (reward.py, line 3)"),
@@ -206,19 +206,19 @@ def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: Writ
     [
         (
             "def score(a): pass\nclass Judge: pass",
-            "has no function reward_func(queries, prompts, labels); it has score",
+            "has no function reward_func(queries, prompts, labels); it defines score",
         ),
         ("x = 1", "it defines no function"),
-        ("reward_func = 3", "has reward_func, but it is not a function"),
+        ("reward_func = 3", "defines reward_func, but it is not a function"),
         (
             "def reward_func(texts): pass",
-            "has a function of (texts), which is none of the forms that are known",
+            "has a function with unsupported parameters (texts)",
         ),
         ("def reward_func(:\n", "is not valid Python: line 1"),
         ("\nimport no_such_module_at_all", "No module named 'no_such_module_at_all' (reward.py, line 2)"),
         ("raise ValueError('no key')", "raised ValueError: no key (reward.py, line 1)"),
         ("class reward_func:\n    def __init__(self, key): pass", "raised TypeError"),
-        ("import os; os._exit(5)", "ended its process with exit code 5"),
+        ("import os; os._exit(5)", "exited with code 5"),
     ],
 )
 def test_an_unusable_reward_file_is_refused_before_anything_starts(
@@ -233,7 +233,7 @@ def test_an_unusable_reward_file_is_refused_before_anything_starts(
 
 
 def test_a_missing_reward_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere\.py: there is no such file"):
+    with pytest.raises(UsageError, match=r"nowhere\.py: file not found"):
         Scorer(config(reward_func=str(tmp_path / "nowhere.py")))
 
 

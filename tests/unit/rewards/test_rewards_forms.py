@@ -171,7 +171,7 @@ def test_a_function_that_names_images_gets_the_pictures_of_each_response(reward_
 def test_another_function_of_a_file_is_named_behind_a_colon(reward_file: WriteFile) -> None:
     path = reward_file("def mine(q, p, l): return [2.0] * len(q)\ndef reward_func(q, p, l): return [1.0] * len(q)")
     assert [scores(name, group("a"))[0].value for name in (path, f"{path}:mine")] == [1.0, 2.0]
-    with pytest.raises(UsageError, match=r"has no function other; it has mine, reward_func"):
+    with pytest.raises(UsageError, match=r"has no function other; it defines mine, reward_func"):
         scores(f"{path}:other", group("a"))
 
 
@@ -200,17 +200,17 @@ PROMPTS = [Prompt([5, 6], "<user>What?", "18", "rows.jsonl", place, "openai/gsm8
     [
         ("(queries, prompts, labels): return 1.0", "returned float, not a list of numbers"),
         ("(queries, prompts, labels): return ['1'] * len(queries)", "returned str '1', not a number"),
-        ("(queries, prompts, labels): return {'value': 1}", "returned a dict of value, not of rewards"),
+        ("(queries, prompts, labels): return {'value': 1}", "returned a dict with keys value, without rewards"),
         ("(queries, prompts, labels): return [1.0] * 9", "returned 9 values for 2 responses"),
-        ("(completions, solution): return [1.0] * 2", "needs 'solution', which is neither a column of the rows nor in"),
-        ("(completions): return [c[0]['content'] for c in completions]", "it is one"),
+        ("(completions, solution): return [1.0] * 2", "requires 'solution', which is neither a row column nor in"),
+        ("(completions): return [c[0]['content'] for c in completions]", "message lists if it is a message list"),
         ("(queries, prompts, labels): return lengths(queries)", "raised NameError: name 'lengths' is not defined"),
     ],
 )
 def test_a_trial_call_refuses_what_would_be_wrong_of_any_response(
     reward_file: WriteFile, body: str, message: str
 ) -> None:
-    with pytest.raises(UsageError, match="a trial call with a made-up response") as caught:
+    with pytest.raises(UsageError, match="a test call with a made-up response") as caught:
         check_rewards(config(reward_func=reward_file(f"def reward_func{body}")), PROMPTS)
     assert message in str(caught.value)
 
@@ -251,14 +251,14 @@ def test_a_trial_call_of_an_episode_has_messages(
     reward_file: WriteFile, capsys: pytest.CaptureFixture[str], source: str
 ) -> None:
     check_rewards(config(reward_func=reward_file(source)), PROMPTS, is_episode=True)
-    assert "trial call" not in capsys.readouterr().err
+    assert "test call" not in capsys.readouterr().err
     if "completions" not in source:
         with pytest.raises(UsageError, match="needs 'messages'"):
             check_rewards(config(reward_func=reward_file(source)), PROMPTS)
 
 
 def test_parameters_that_a_function_does_not_take_are_refused(reward_file: WriteFile) -> None:
-    with pytest.raises(UsageError, match=r"takes no parameter 'weight' \(--reward_func_args\)"):
+    with pytest.raises(UsageError, match=r"has no parameter 'weight' \(--reward_func_args\)"):
         scores(reward_file(EASYR1), group("18"), reward_func_args='{"weight": 1}')
     with pytest.raises(ValueError, match="reward_func_args is about a reward file"):
         config(reward_funcs=["math"], reward_func_args='{"weight": 1}')
@@ -290,7 +290,7 @@ def test_each_row_is_judged_by_the_verifier_of_its_source() -> None:
 def test_sources_without_a_verifier_are_refused_with_their_count_and_the_cure() -> None:
     with pytest.raises(UsageError) as caught:
         check_rewards(config(reward_funcs=["by_row"]), [*MIXED[:2], MIXED[2], MIXED[2]])
-    assert "no verifier is known for mine (2 rows) in column 'data_source'" in str(caught.value)
+    assert "no verifier for mine (2 rows) in column 'data_source'" in str(caught.value)
     assert """--reward_by_source '{"mine": "math"}'""" in str(caught.value)
     with pytest.raises(UsageError, match=r"1 of 2 rows have no text in column 'data_source'.* --reward_key"):
         check_rewards(config(reward_funcs=["by_row"]), [MIXED[0], Prompt([1], "p", "1", "rows.jsonl", 0)])

@@ -82,8 +82,8 @@ def test_only_the_items_that_hang_or_kill_fail(path: str, chunk_size: int) -> No
     with pool_of(path, limit=2.0, chunk_size=chunk_size) as pool:
         expected: list = [float(i) for i in range(100)]
         expected[3] = expected[99] = "did not answer within 2 s"
-        expected[17] = expected[18] = "ended its process with exit code 7"
-        expected[50] = "ended its process with exit code 8"
+        expected[17] = expected[18] = "exited with code 7"
+        expected[50] = "exited with code 8"
         assert values(pool, kinds, 100) == expected
 
 
@@ -112,7 +112,7 @@ def test_a_task_that_can_no_longer_be_loaded_fails_what_waits(path: str) -> None
         assert pool.start() is None
         Path(path).write_text("def reward_func(:")
         results = values(pool, {0: "die"}, 3)
-        assert results[0] == "ended its process with exit code 7"
+        assert results[0] == "exited with code 7"
         assert all("is not valid Python" in result for result in results[1:])
 
 
@@ -126,7 +126,7 @@ def test_a_further_worker_that_cannot_load_the_task_leaves_it_to_those_that_have
         assert pool.start() is None
         assert values(pool, {}, 20) == [float(i) for i in range(20)]
         assert pool.num_workers == 1
-    assert "a further reward worker raised FileExistsError" in caplog.text
+    assert "another reward worker raised FileExistsError" in caplog.text
 
 
 def test_ten_thousand_items_keep_their_order(path: str) -> None:

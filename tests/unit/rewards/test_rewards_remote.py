@@ -177,7 +177,7 @@ def test_a_slow_server_has_failed_after_its_timeout_and_is_named(server, caplog)
         outcomes = ask(client, requests(3))
         released.set()
     assert reasons(outcomes) == {("timeout", f"{server.url} did not answer within 0.2 s")}
-    assert f"the reward server {server.url} did not answer within 0.2 s: it is left out" in caplog.text
+    assert f"the reward server {server.url} did not answer within 0.2 s: it is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,12 @@ def test_a_slow_server_has_failed_after_its_timeout_and_is_named(server, caplog)
         (rewards([None, float("inf")]), "bad_result", "returned inf"),
         (rewards([True, "0.5"]), "bad_result", "returned str '0.5', not a number"),
         ((200, b'{"rewards": 3}', {}), "bad_result", "returned int, not a list of numbers"),
-        ((200, b'{"score": [1, 2]}', {}), "bad_result", 'sent an answer without {"rewards": [...]}'),
-        ((200, b"[" * 100_000, {}), "bad_result", "sent an answer that is no JSON: " + "[" * 200),
-        ((200, b"<html> no", {}), "bad_result", "sent an answer that is no JSON: <html> no"),
-        ((500, b'{"detail": "out of\\n memory"}', {}), "raised", "answered with status 500: out of memory"),
-        ((401, b"", {}), "raised", "answered with status 401"),
-        ((302, b"", {"Location": "http://127.0.0.1:9/"}), "raised", "answered with status 302"),
+        ((200, b'{"score": [1, 2]}', {}), "bad_result", 'sent a response without {"rewards": [...]}'),
+        ((200, b"[" * 100_000, {}), "bad_result", "sent a response that is not JSON: " + "[" * 200),
+        ((200, b"<html> no", {}), "bad_result", "sent a response that is not JSON: <html> no"),
+        ((500, b'{"detail": "out of\\n memory"}', {}), "raised", "returned status 500: out of memory"),
+        ((401, b"", {}), "raised", "returned status 401"),
+        ((302, b"", {"Location": "http://127.0.0.1:9/"}), "raised", "returned status 302"),
         (HANG_UP, "crashed", "dropped the connection (ServerDisconnectedError)"),
     ],
 )
@@ -235,11 +235,11 @@ def test_a_refusal_is_reported_once_and_not_repeated(server, status):
     told: list[str] = []
     with RemoteRewards([server.url], key=None, timeout=10, retries=5, batch_size=4, tell=told.append) as client:
         outcomes = ask(client, requests(8))
-    reason = f"{server.url} answered with status {status}: no such field"
+    reason = f"{server.url} returned status {status}: no such field"
     assert reasons(outcomes) == {("raised", reason)}
     assert len(outcomes) == 8
     assert len(server.asked) == 2, "two batches of four, each asked once"
-    assert told == [f"the reward server {reason}: requests that it refuses are not repeated"]
+    assert told == [f"the reward server {reason}: rejected requests are not retried there"]
 
 
 def test_what_one_server_refuses_another_one_may_take(server):
@@ -286,7 +286,7 @@ def test_a_server_that_comes_back_is_asked_again(caplog):
             time.sleep(0.01)
         with running(Server(), port=int(url.split(":")[2].split("/")[0])):
             assert values([future.result(timeout=20) for future in waiting]) == [1, 2, 3]
-    assert f"the reward server {url} answers again" in caplog.text
+    assert f"the reward server {url} is available again" in caplog.text
 
 
 def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_answers_a_probe(server):
@@ -300,19 +300,17 @@ def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_a
     server.answer, server.health = silent, (503, b"", {})
     with RemoteRewards([server.url], key=None, timeout=2.0, retries=5, batch_size=4, tell=told.append) as client:
         outcomes = ask(client, requests(2))
-        assert reasons(outcomes) == {
-            ("raised", f"{server.url} answered with status 503")
-        }  # the finding of the last probe
+        assert reasons(outcomes) == {("raised", f"{server.url} returned status 503")}  # the finding of the last probe
         assert server.num_queries == [2]  # for all its retries
         assert told == [
-            f"the reward server {server.url} did not answer within 2 s: it is left out until it answers a probe, and "
-            "rewards fail if none does within 2 s"
+            f"the reward server {server.url} did not answer within 2 s: it is skipped until it passes a health check; "
+            "if no server does within 2 s, rewards fail"
         ]
         server.answer, server.health = lengths, (200, b"{}", {})
         while len(told) < 2:
             time.sleep(0.01)
         assert values(ask(client, requests(2))) == [1, 2]
-        assert told[1:] == [f"the reward server {server.url} answers again"]
+        assert told[1:] == [f"the reward server {server.url} is available again"]
     released.set()
 
 
@@ -339,7 +337,7 @@ def test_a_full_server_is_asked_again_later_and_that_is_no_failed_try(server):
 def test_a_server_that_stays_full_fails_in_the_end(server):
     server.answer = lambda _: (503, b"", {"Retry-After": "0.1"})
     with asking(server, timeout=0.3) as client:
-        assert reasons(ask(client, requests(2))) == {("timeout", f"{server.url} was full for 0.3 s")}
+        assert reasons(ask(client, requests(2))) == {("timeout", f"{server.url} was overloaded for 0.3 s")}
 
 
 def test_a_batch_that_is_too_large_is_sent_in_pieces(server):
@@ -356,7 +354,7 @@ def test_a_text_that_is_too_long_fails_alone(server):
     with asking(server) as client:
         outcomes = ask(client, requests(4))
     assert values(outcomes) == [1, 2, None, 4]
-    assert reasons(outcomes) == {("bad_result", f"{server.url} answered with status 422: text 0 is too long")}
+    assert reasons(outcomes) == {("bad_result", f"{server.url} returned status 422: text 0 is too long")}
 
 
 def test_an_endless_answer_is_not_read_to_its_end(server, monkeypatch):
@@ -364,7 +362,7 @@ def test_an_endless_answer_is_not_read_to_its_end(server, monkeypatch):
     server.answer = lambda _: (200, b" " * 100_000, {})
     with asking(server, retries=0) as client:
         assert reasons(ask(client, requests(1))) == {
-            ("bad_result", f"{server.url} sent an answer of more than 4,106 bytes")
+            ("bad_result", f"{server.url} sent a response larger than 4,106 bytes")
         }
 
 
@@ -381,7 +379,7 @@ def test_closing_ends_the_thread_and_lets_nobody_wait(server):
     client.close()
     client.close()
     released.set()
-    assert reasons([future.result(timeout=1) for future in waiting]) == {("crashed", "was not waited for any longer")}
+    assert reasons([future.result(timeout=1) for future in waiting]) == {("crashed", "was cancelled")}
     assert all(future.result().failure for future in waiting)
     assert "remote-rewards" not in {thread.name for thread in threading.enumerate()}
 
@@ -392,7 +390,7 @@ def test_a_defect_is_logged_and_lets_nobody_wait(server, monkeypatch, caplog):
 
     monkeypatch.setattr("rlhf_cli.rewards.remote.client.post_batch", broken)
     with asking(server) as client:
-        assert reasons(ask(client, requests(5))) == {("crashed", "was not waited for any longer")}
+        assert reasons(ask(client, requests(5))) == {("crashed", "was cancelled")}
         client.close()
         with pytest.raises(AssertionError, match="has ended"):
             client.submit(requests(1))
@@ -410,13 +408,13 @@ def test_servers_that_are_not_there_are_named_before_anything_starts(server):
         check_servers([server.url, url], key=None, timeout=10)
     assert str(caught.value).startswith(f"--remote_rm_url {url} cannot be reached (")
     server.health = (502, b"no backend", {})
-    with pytest.raises(UsageError, match="answered with status 502: no backend"):
+    with pytest.raises(UsageError, match="returned status 502: no backend"):
         check_servers([server.url], key=None, timeout=10)
 
 
 def test_a_server_of_ours_that_does_not_take_the_key_is_named_before_anything_starts(server):
     server.health = (200, json.dumps({"service": SERVICE, "authorised": False}).encode(), {})
-    with pytest.raises(UsageError, match="does not take this key, or asks for one"):
+    with pytest.raises(UsageError, match="rejects this key, or requires one"):
         check_servers([server.url], key="wrong", timeout=10)
     server.health = (200, json.dumps({"service": SERVICE, "authorised": True}).encode(), {})
     check_servers([server.url], key="right", timeout=10)

@@ -227,8 +227,8 @@ def test_too_many_failures_stop_a_run_unless_scores_to_come_may_make_up_for_them
 def test_finite_rewards_that_add_up_to_no_number_have_failed(first: float, second: float) -> None:
     parts = {"a": Part(first, "scored", ""), "b": Part(second, "scored", "")}
     total = math.copysign(math.inf, first)
-    failed = Score(None, "failed", f"the rewards add up to {total}", {"a": first, "b": second}, failure="bad_result")
+    failed = Score(None, "failed", f"the rewards sum to {total}", {"a": first, "b": second}, failure="bad_result")
     assert join(parts, {"a": 1.0, "b": 1.0}) == failed
     assert join(parts, {"a": 1.0, "b": 0.5}).value == 1.5 * first
     (joined,) = with_model_scores([Score(first, "scored")], [second], weight=1.0)
-    assert (joined.value, joined.detail) == (None, f"the rewards add up to {total}")
+    assert (joined.value, joined.detail) == (None, f"the rewards sum to {total}")

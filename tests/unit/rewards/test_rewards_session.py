@@ -147,7 +147,7 @@ def test_groups_fail_one_by_one(reward_file: WriteFile) -> None:
     assert [score.failure for score in scores] == [None, None, "raised", "raised", "crashed", "crashed", None]
     assert [score.detail.partition("\n")[0] for score in scores[3:5]] == [
         "reward_func raised ZeroDivisionError: division by zero (reward.py, line 6)",
-        "reward_func ended its process with exit code 3",
+        "reward_func exited with code 3",
     ]
 
 

@@ -211,7 +211,7 @@ def test_nothing_is_scored_without_the_key(key):
         assert KEY not in json.dumps(said)
         _, health, _ = send(url, b"", key=key, path="/health")
         assert (health["service"], health["authorised"]) == ("rlhf serve-rm", False)
-        with pytest.raises(UsageError, match="does not take this key, or asks for one"):
+        with pytest.raises(UsageError, match="rejects this key, or requires one"):
             check_servers([url], key=key, timeout=10)
     assert not asked
 
@@ -219,12 +219,12 @@ def test_nothing_is_scored_without_the_key(key):
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"x" * 20_001, 413, "the request has more than 0.02 MB (--max_body_mb)"),
-        ({"query": ["a"] * 5}, 413, "5 texts are more than 4 (--max_texts)"),
-        ({"query": ["a", "b" * 101]}, 422, "text 1 of query has 101 characters, more than 100 (--max_chars)"),
-        ({"query": ["a", "b"], "labels": ["1"]}, 422, "labels has 1 entries for 2 texts of query"),
-        ({"query": ["a", "b"], "labels": []}, 422, "labels has 0 entries for 2 texts of query"),
-        ({"query": ["a"], "prompts": []}, 422, "prompts has 0 entries for 1 texts of query"),
+        (b"x" * 20_001, 413, "the request is larger than 0.02 MB (--max_body_mb)"),
+        ({"query": ["a"] * 5}, 413, "query has 5 texts, more than 4 (--max_texts)"),
+        ({"query": ["a", "b" * 101]}, 422, "query text 1 has 101 characters, more than 100 (--max_chars)"),
+        ({"query": ["a", "b"], "labels": ["1"]}, 422, "labels has 1 entries, but query has 2 texts"),
+        ({"query": ["a", "b"], "labels": []}, 422, "labels has 0 entries, but query has 2 texts"),
+        ({"query": ["a"], "prompts": []}, 422, "prompts has 0 entries, but query has 1 texts"),
         ({"query": []}, 422, "query: List should have at least 1 item after validation, not 0"),
         ({"query": "a"}, 422, "query: Input should be a valid array"),
         ({"query": [1]}, 422, "query.0: Input should be a valid string"),
@@ -383,7 +383,7 @@ def test_a_full_queue_is_told_to_come_again_and_the_client_does():
         wait_until_waiting(url, 2)
         status, said, headers = send(url, {"query": ["d"]})
         assert (status, headers["retry-after"]) == (503, "1")
-        assert said["detail"] == "2 texts are waiting and there is no room for 1 more (--max_queue)"
+        assert said["detail"] == "queue full: 2 texts are waiting, no room for 1 more (--max_queue)"
         later = client.submit([request("eeee")])
         gate.open.set()
         assert later[0].result(timeout=20).value == 4.0
@@ -453,7 +453,7 @@ def test_other_machines_need_a_given_key(monkeypatch):
     monkeypatch.setenv("OWN", "given")
     assert server_key(ServeConfig(host="0.0.0.0", api_key_env="OWN")) == ("given", False)
     monkeypatch.setenv("OWN", "two\nlines")
-    with pytest.raises(UsageError, match="the key in OWN has to be printable ASCII without spaces"):
+    with pytest.raises(UsageError, match="the key in OWN must be printable ASCII without spaces"):
         server_key(ServeConfig(api_key_env="OWN"))
 
 

@@ -30,8 +30,8 @@ from rlhf_cli.rewards.remote.client import RemoteRewards
 
 MODEL = ServedModelConfig(param_dtype="fp32", max_len=200, max_tokens_per_gpu=200)
 PICTURED = replace(request("a<image>"), pictures=(picture_of_pixels("one", random_picture(28, 56)),))
-LEFT_OUT = "takes texts alone beside servers that see the pictures of prompts: it is left out"
-TEXTS_ALONE = "takes texts alone: it does not see the pictures of prompts"
+LEFT_OUT = "does not support images, but other reward servers do: it is not used"
+TEXTS_ALONE = "does not support images: it scores text only"
 
 
 def as_request(tokenizer: Any, sequence: TokenSequence) -> ScoreRequest:
@@ -147,7 +147,7 @@ def test_a_picture_whose_file_has_changed_fails_its_own_reward() -> None:
         (failed,) = ask(client, [replace(PICTURED, pictures=(Picture("changed", 2, 2, changed),))])
         (answered,) = ask(client, [PICTURED])
     assert failed.failure is not None
-    assert "was not asked: a.png has changed" in failed.failure.reason
+    assert "was not called: a.png has changed" in failed.failure.reason
     assert answered.failure is None
 
 
@@ -157,15 +157,15 @@ PNG = f"data:image/png;base64,{base64.b64encode(encoded()).decode()}"
 @pytest.mark.parametrize(
     ("images", "sees", "said"),
     [
-        ([[PNG]], False, "images: the rewards of this server read texts alone"),
-        ([], True, "images has 0 entries for 1 texts of query"),
-        ([[PNG] * 3], True, "text 0 of query has 3 pictures, more than 2 (--max_images)"),
-        ([[PNG, "/etc/hostname"]], True, "picture 2 of text 0 of query is no base64 text: "),
-        ([["https://x.org/a.png"]], True, "picture 1 of text 0 of query is no base64 text: "),
-        ([["data:text/plain,abc"]], True, "picture 1 of text 0 of query is no base64 text: "),
-        ([["abcd"]], True, "picture 1 of text 0 of query is no picture in a format that is read"),
+        ([[PNG]], False, "images: this server's rewards do not support images"),
+        ([], True, "images has 0 entries, but query has 1 texts"),
+        ([[PNG] * 3], True, "query text 0 has 3 images, more than 2 (--max_images)"),
+        ([[PNG, "/etc/hostname"]], True, "image 2 for query text 0 is no base64 text: "),
+        ([["https://x.org/a.png"]], True, "image 1 for query text 0 is no base64 text: "),
+        ([["data:text/plain,abc"]], True, "image 1 for query text 0 is no base64 text: "),
+        ([["abcd"]], True, "image 1 for query text 0 is no picture in a format that is read"),
         ([PNG], True, "images.0: Input should be a valid array"),
-        ([[0]], True, "images names picture 0, and pictures has 0"),
+        ([[0]], True, "images refers to image 0, but pictures has 0"),
     ],
 )
 def test_pictures_out_of_bounds_are_refused_in_one_sentence(images: Sequence[Any], sees: bool, said: str) -> None:

@@ -366,7 +366,7 @@ def test_an_episode_past_its_turns_is_truncated_and_keeps_what_it_has():
     def program(row):
         yield [asked([user("x")])]
         assert refused_code((yield [asked([user("y")])])) == "max_turns_exceeded"
-        return ProgramEnd(failure="ended its process with exit code 1")
+        return ProgramEnd(failure="exited with code 1")
 
     play = Play(program, max_turns=1)
     assert (play.response.finish_reason, play.response.num_sampled > 0) == ("length", True)

@@ -131,7 +131,7 @@ def test_a_parallel_program_that_dies_of_a_refusal_for_a_limit_is_truncated():
         both = [asked([user("long " * 100)]), asked([user("short")])]
         answers = yield both if row["number"] % 2 else both[::-1]
         assert {type(answer) for answer in answers} == {Refused, Completion}
-        return ProgramEnd(1.0) if row["number"] == 3 else ProgramEnd(failure="ended its process with exit code 1")
+        return ProgramEnd(1.0) if row["number"] == 3 else ProgramEnd(failure="exited with code 1")
 
     play = Play(program, max_len=80, num_episodes=4)
     assert [one.finish_reason for one in play.found] == ["length", "length", "length", "stop"]
@@ -144,11 +144,11 @@ def test_a_parallel_program_that_dies_of_a_refusal_for_a_limit_is_truncated():
 def test_an_episode_whose_first_messages_are_too_long_fails():
     def program(row):
         assert refused_code((yield [asked([user("long " * 100)])])) == "context_length_exceeded"
-        return ProgramEnd(failure="ended its process with exit code 1")
+        return ProgramEnd(failure="exited with code 1")
 
     play = Play(program, max_len=80)
     assert play.response.episode is not None
-    assert play.response.episode.failure == "(an agent program) ended its process with exit code 1"
+    assert play.response.episode.failure == "(an agent program) exited with code 1"
 
 
 def test_an_episode_is_measured_without_copies_of_its_tokens(monkeypatch):
