@@ -1,18 +1,17 @@
-"""The seccomp filter of the sandbox: the system calls that a Python program may make, as a BPF program.
+"""Seccomp filter for the sandbox: an allowlist of system calls for a Python program, as BPF bytecode.
 
-Everything that is not listed does not exist for the program (ENOSYS, which C libraries and Python take as an old
-kernel and work around). Not listed, among others: processes, namespaces, mounts, ptrace, other processes' memory,
-sockets that reach anything, keys, BPF, performance counters, io_uring, userfaultfd, modules, kexec, clocks, swap,
-System V memory and memfd, which no limit of a process bounds. A call by the rules of another architecture (i386, x32)
-ends the program.
+Other system calls fail with ENOSYS, which C libraries and Python handle like an old kernel. Excluded, among others, are
+processes, namespaces, mounts, ptrace, other processes' memory, sockets other than socket pairs, keys, BPF, performance
+counters, io_uring, userfaultfd, modules, kexec, clocks, swap, and System V memory and memfd, which no process limit
+bounds. System calls through another ABI (i386, x32) kill the program.
 
-Pure: the bytes are installed by sandbox_kernel.install_filter.
+Pure functions: `install_filter` in kernel.py installs the bytes.
 """
 
 import errno
 import struct
 
-# Name, number on x86_64, number on aarch64 (None if it has no such call), from the kernel's unistd_64.h and
+# Name, number on x86_64, number on aarch64 ("-" if it has no such call), from the kernel's unistd_64.h and
 # asm-generic/unistd.h.
 ALLOWED = """
     read 0 63, write 1 64, close 3 57, open 2 -, openat 257 56, lseek 8 62, dup 32 23, dup2 33 -, dup3 292 24,
@@ -43,15 +42,18 @@ ALLOWED = """
 _THREAD = 0x00010000  # CLONE_THREAD
 _NEW_NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
 
-# Calls that are allowed with certain values of one argument: numbers, the argument's index, the bits of it that are
-# looked at, the values they may have. Else EPERM.
+# System calls allowed only for certain argument values; otherwise EPERM. Columns: name and numbers, argument index, bit
+# mask, allowed masked values.
 ALLOWED_WITH = (
-    # Threads, no processes: with one process its limits hold for the whole program. clone3, whose flags lie in
-    # memory that no filter can read, does not exist, and C libraries fall back to clone.
+    # Threads but no processes, because resource limits are per process. clone3 is excluded: its flags are in memory,
+    # which a filter cannot read. C libraries fall back to clone on ENOSYS.
     ("clone 56 220", 0, _THREAD | _NEW_NAMESPACES, (_THREAD,)),
-    ("prlimit64 302 261", 0, 0xFFFFFFFF, (0,)),  # its own limits only
-    ("socketpair 53 199", 0, 0xFFFFFFFF, (1,)),  # AF_UNIX, with which asyncio wakes itself
-    # FIONBIO, FIOCLEX, FIONCLEX, FIONREAD, TCGETS, TIOCGWINSZ: what Python asks of any file. No file system's own.
+    # Only for the calling process (pid 0).
+    ("prlimit64 302 261", 0, 0xFFFFFFFF, (0,)),
+    # AF_UNIX: asyncio uses a socket pair to wake up the event loop.
+    ("socketpair 53 199", 0, 0xFFFFFFFF, (1,)),
+    # FIONBIO, FIOCLEX, FIONCLEX, FIONREAD, TCGETS, TIOCGWINSZ: generic requests that Python makes on any file. Requests
+    # to drivers and file systems are excluded.
     ("ioctl 16 29", 1, 0xFFFFFFFF, (0x5421, 0x5451, 0x5450, 0x541B, 0x5401, 0x5413)),
 )
 
@@ -59,20 +61,21 @@ COLUMN = {"x86_64": 1, "aarch64": 2}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 
-# BPF instructions (linux/bpf_common.h) and a filter's return values (linux/seccomp.h).
+# BPF opcodes (linux/bpf_common.h) and filter return values (linux/seccomp.h).
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 
-# Offsets in struct seccomp_data; arguments are 8 bytes each, lower half first.
+# Offsets in struct seccomp_data. Arguments have 8 bytes, lower half first on little-endian machines.
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """Return the filter for a machine named as `platform.machine()` does, an array of `struct sock_filter`.
+    """Build the filter for a `platform.machine()` name, as an array of `struct sock_filter`.
 
-    Raises KeyError for another machine than x86_64 and aarch64.
+    Raises KeyError for machines other than x86_64 and aarch64.
     """
     column = COLUMN[machine]
+    # Check the ABI first: the same number means another system call in i386, and x32 sets a bit in the number.
     code = [_jump(_EQUAL, _AUDIT_ARCH[machine], skip_if_false=0, skip_if_true=1), _return(_KILL)]
     code += [_instruction(_LOAD, _NUMBER), _jump(_AT_LEAST, _X32_BIT, skip_if_true=0, skip_if_false=1), _return(_KILL)]
     for line in ALLOWED.replace("\n", " ").split(","):
@@ -86,10 +89,8 @@ def seccomp_filter(machine: str) -> bytes:
 
 
 def _checked(argument: int, mask: int, values: tuple[int, ...]) -> list[bytes]:
-    """Allow if the masked lower half of an argument is one of the values, else EPERM.
-
-    These arguments are 32 bits wide for the kernel, or their upper half means nothing to it.
-    """
+    """Allow the call if the masked lower half of an argument is one of the values, otherwise return EPERM."""
+    # The lower half is enough: the kernel ignores the upper 32 bits of these arguments.
     code = [_instruction(_LOAD, _ARGUMENTS + 8 * argument), _instruction(_AND, mask)]
     for value in values:
         code += [_jump(_EQUAL, value, skip_if_true=0, skip_if_false=1), _return(_ALLOW)]

@@ -1,15 +1,20 @@
-"""The program that runs one untrusted program: makes the sandbox, waits for the end, leaves nothing behind.
+"""Sandbox launcher: creates the sandbox, runs one untrusted program, and leaves nothing behind.
 
-Started by sandbox.run_program in a bare interpreter of its own, so that it may fork. Its processes:
+`run_program` in run.py starts it as a new minimal interpreter, so that it can fork. Processes:
 
     launcher   on the host, in new user, mount, network, IPC and UTS namespaces; kills at the time limit
-    init       process 1 of a new process namespace, whose end makes the kernel kill everything in it
-    program    limited, without capabilities, behind the seccomp filter; executes Python anew
+    init       process 1 in a new PID namespace; when it exits, the kernel kills everything in the namespace
+    program    with resource limits, without capabilities, behind the seccomp filter; executes a new Python
 
-Protocol: the request is standard input; the descriptors of a control pipe, whose end asks for the program's end, and
-of a status pipe are arguments. On the latter come `{"error": ...}` if the sandbox could not be made, or from the
-one that waits for the program `{"status": wait status, "seconds": ...}` or `{"ended": "time", "seconds": ...}`. All
-are dicts written by marshal, since both sides are the same interpreter. Standard output and error are the program's.
+Protocol:
+
+- stdin: the request.
+- Arguments: file descriptors for a control pipe and a status pipe. Closing the control pipe kills the program.
+- Status pipe: `{"error": ...}` if the sandbox could not be created. Otherwise `{"status": wait status, "seconds": ...}`
+  or `{"ended": "time", "seconds": ...}` from the process that waits for the program.
+- stdout and stderr belong to the program.
+
+Messages are dicts in marshal format, which is safe because both sides run the same interpreter.
 """
 
 import marshal
@@ -21,13 +26,14 @@ import time
 
 from rlhf_cli.rewards.sandbox import kernel
 
-TYPE_CHECKING = False  # typing is not imported: every program that is run waits for what is
+# Importing typing would delay every sandboxed program.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypedDict
 
     class Request(TypedDict):
-        """The program, its limits, and either the parts of its root (`sandboxed`) or its folder."""
+        """Program, limits, and either the root file system (`sandboxed`) or the working folder."""
 
         program: str
         stdin: str
@@ -47,14 +53,17 @@ if TYPE_CHECKING:
 
 SCRATCH = "/box"
 PROGRAM = f"{SCRATCH}/program.py"
-STDIN = "/dev/stdin"  # a file with the program's input, so that it can be opened by this name as well
+# A regular file with the program's input, because programs open it by this name too.
+STDIN = "/dev/stdin"
 
-# The new root is mounted here before it becomes the root: a folder every machine has, and nothing else is needed of.
+# Temporary mount point for the new root: a folder that every machine has and that the sandbox does not need.
 _MOUNT_POINT = "/proc"
 
-_INSIDE_ID = 1000  # user and group of the program inside
+# User and group ID inside the sandbox.
+_INSIDE_ID = 1000
 _MAX_INODES = 4096
-_ROOT_SIZE = 1 << 20  # of empty folders and of files that others are shown in place of
+# The root holds only empty folders and bind mount targets.
+_ROOT_SIZE = 1 << 20
 _STACK_SIZE = 8 << 20
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _NAMESPACES = (
@@ -69,7 +78,7 @@ _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 
 def main(control: int, status: int) -> None:
-    """Run the program of the request on standard input, given the descriptors of both pipes."""
+    """Run the request from stdin. Takes the file descriptors of both pipes."""
     for descriptor in (control, status):
         os.set_inheritable(descriptor, False)
     os.umask(0o022)
@@ -85,6 +94,7 @@ def _run(request: "Request", control: int, status: int) -> None:
     wake = _wake_on_child()
     if request["sandboxed"]:
         _enter_namespaces()
+        # The write end stays open in this process only: init sees the end of file if the launcher is gone.
         alive = os.pipe()
         child = _fork(lambda: _init(request, alive, status), status)
         os.close(alive[0])
@@ -98,16 +108,18 @@ def _run(request: "Request", control: int, status: int) -> None:
         os.waitpid(child, 0)
         _report(status, ended=ended, seconds=seconds)
     elif not request["sandboxed"]:
-        _kill_group(child)  # processes that it left running
+        # Without a PID namespace, the program may leave processes behind.
+        _kill_group(child)
         _report(status, status=ended, seconds=seconds)
 
 
 def _wait(child: int, wake: int, control: int, *, deadline: float) -> int | str:
-    """Return the wait status of a child that has ended, or why it has to: `time`, or `asked` by the control pipe."""
+    """Wait for a child. Returns the wait status, or a reason to kill it: `time`, or `asked` by the control pipe."""
     waiting = select.poll()
     for descriptor in (wake, control):
         waiting.register(descriptor, select.POLLIN)
     while True:
+        # Check before polling: a child that exits in between writes to `wake`, which ends the poll.
         pid, ended = os.waitpid(child, os.WNOHANG)
         if pid:
             return ended
@@ -121,10 +133,11 @@ def _wait(child: int, wake: int, control: int, *, deadline: float) -> int | str:
 
 
 def _wake_on_child() -> int:
-    """Return a descriptor that can be read when a child has ended."""
+    """Return a file descriptor that becomes readable when a child exits."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
+    # Any Python handler will do: without one, Python does not write to the wakeup descriptor.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return reader
 
@@ -132,25 +145,28 @@ def _wake_on_child() -> int:
 def _kill(child: int, *, is_group: bool) -> None:
     if is_group:
         _kill_group(child)
-    os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is its own
+    # The child has not been reaped, so the pid cannot belong to another process.
+    os.kill(child, signal.SIGKILL)
 
 
 def _kill_group(leader: int) -> None:
-    try:  # noqa: SIM105 (contextlib takes longer to import than all that is done here)
+    try:  # noqa: SIM105 (importing contextlib takes longer than everything else here)
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # the latter for a group that is gone, on macOS
+    # macOS raises PermissionError if the group is gone.
+    except (ProcessLookupError, PermissionError):
         pass
 
 
 def _fork(run: "Callable[[], None]", status: int) -> int:
-    """Return a child that does something and ends, never returning into this program."""
+    """Fork a child that calls `run` and exits without returning. Returns the child's pid."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT):  # Python's handler would let process 1 be interrupted
+        # The kernel ignores signals with default action for process 1, but Python's handlers would interrupt it.
+        for number in (signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         run()
         code = 0
@@ -168,16 +184,17 @@ def _report(report: int, **line: object) -> None:
     os.write(report, marshal.dumps(line))
 
 
-# --- launcher: namespaces and who is who in them
+# --- launcher: namespaces and user mapping
 
 
 def _enter_namespaces() -> None:
-    """Move to new namespaces, in which the program's user is another than root of this machine."""
+    """Move to new namespaces, with the program's user mapped to a host user other than root."""
     _ask_kernel_to_take_this_first()
     other = _other_id() if os.geteuid() == 0 else None
     if other is None:
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(_NAMESPACES)
+        # The kernel requires this before an unprivileged process may write gid_map.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{_INSIDE_ID} {user} 1")
         _write("/proc/self/gid_map", f"{_INSIDE_ID} {group} 1")
@@ -187,7 +204,9 @@ def _enter_namespaces() -> None:
 
 
 def _enter_as_root(other: int) -> None:
-    """Enter as root, whom the kernel does not hold to a number of processes: the program runs as another user."""
+    """Enter as root, with the program mapped to another user: RLIMIT_NPROC does not apply to root."""
+    # A process in the parent namespace must write the maps, since they map two users. It waits until `unshare` is done,
+    # which the end of file on the pipe signals.
     launcher = os.getpid()
     entered, enter = os.pipe()
     mapper = os.fork()
@@ -203,11 +222,11 @@ def _enter_as_root(other: int) -> None:
     os.close(enter)
     os.waitpid(mapper, 0)
     if os.geteuid() != 0:
-        raise PermissionError("the users of a new user namespace cannot be mapped (is CAP_SETUID missing?)")
+        raise PermissionError("users in the new user namespace cannot be mapped (is CAP_SETUID missing?)")
 
 
 def _other_id() -> int | None:
-    """Return a user of this machine who is not root, `nobody` if it exists; None if there is nobody else."""
+    """Return a non-root user ID on the host, `nobody` if possible; None if only root is mapped."""
     with open("/proc/self/uid_map") as lines:
         ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     last = max(first + count - 1 for first, count in ranges)
@@ -215,7 +234,7 @@ def _other_id() -> int | None:
 
 
 def _ask_kernel_to_take_this_first() -> None:
-    """If the machine runs out of memory, the kernel must kill this process first, not another one."""
+    """If the machine runs out of memory, let the kernel kill this process first, not the trainer."""
     _write("/proc/self/oom_score_adj", "1000")
 
 
@@ -227,21 +246,24 @@ def _write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-# --- init: process 1 of the sandbox
+# --- init: process 1 in the sandbox
 
 
 def _init(request: "Request", alive: tuple[int, int], status: int) -> None:
     kernel.die_with_parent(signal.SIGKILL)
     os.close(alive[1])
+    # The launcher may have died before `die_with_parent` took effect: no signal comes then.
     if select.select([alive[0]], [], [], 0)[0]:
-        return  # the launcher ended before it was tied to
+        return
     kernel.hide_from_debuggers()
     _make_root(request)
     started = time.monotonic()
     program = _fork(lambda: _program(request), status)
+    # After the fork: the program still needs capabilities to change the user.
     kernel.empty_bounding_set()
     kernel.drop_capabilities()
-    while True:  # process 1 is parent to whom others leave behind
+    # Process 1 inherits orphans, so `wait` also returns other pids.
+    while True:
         pid, ended = os.wait()
         if pid == program:
             break
@@ -249,8 +271,9 @@ def _init(request: "Request", alive: tuple[int, int], status: int) -> None:
 
 
 def _make_root(request: "Request") -> None:
-    """Make a root in memory with the interpreter, its libraries, scratch folders and the program's input files."""
+    """Build a tmpfs root with the interpreter, libraries, scratch folders and the program's input files."""
     sealed_folder = _SEALED | kernel.MOUNT_ATTR_NODEV
+    # Private: otherwise these mounts would propagate to the host.
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     _mount_memory(_MOUNT_POINT, size=_ROOT_SIZE)
     for folder in request["folders"]:
@@ -265,12 +288,13 @@ def _make_root(request: "Request") -> None:
         _bind_file(device, device, _SEALED | kernel.MOUNT_ATTR_NOEXEC)
     _bind_file(request["python"], request["python"], sealed_folder)
     _make_scratch(request)
+    # Read-only last, because everything above creates mount targets in the root.
     kernel.set_attributes(_MOUNT_POINT, sealed_folder)
     kernel.change_root(_MOUNT_POINT)
 
 
 def _make_scratch(request: "Request") -> None:
-    """Make all writable folders, which share one bounded piece of memory, with the program and its input files."""
+    """Create all writable folders, with the program and stdin. They share one size-limited tmpfs."""
     scratch = f"{_MOUNT_POINT}/scratch"
     os.mkdir(scratch)
     texts = {"program": request["program"].encode(), "stdin": request["stdin"].encode()}
@@ -288,6 +312,7 @@ def _make_scratch(request: "Request") -> None:
             os.rename(f"{scratch}/program", source + "/" + os.path.basename(PROGRAM))
         kernel.bind(source, _MOUNT_POINT + folder, kernel.MOUNT_ATTR_NOSUID)
     _bind_file(f"{scratch}/stdin", STDIN, kernel.MOUNT_ATTR_NOSUID)
+    # The bind mounts keep the tmpfs alive. This path would expose all of it.
     kernel.detach(scratch)
 
 
@@ -297,7 +322,7 @@ def _mount_memory(place: str, *, size: int) -> None:
 
 
 def _bind_file(source: str, path: str, attributes: int) -> None:
-    """Show a file of this machine as `path` of the new root, unless it lies in a folder that is shown."""
+    """Bind-mount a host file to `path` in the new root, unless a mounted folder already contains it."""
     target = _MOUNT_POINT + path
     if not os.path.exists(target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -309,12 +334,16 @@ def _bind_file(source: str, path: str, attributes: int) -> None:
 
 
 def _program(request: "Request") -> None:
-    """Become the program, with nothing it could use against anybody."""
-    os.setsid()  # a process group of its own: signals to its group must not reach the host's
+    """Drop all privileges and execute the program."""
+    # A separate process group: signals to the group must not reach the launcher.
+    os.setsid()
     os.chdir(SCRATCH)
     os.dup2(os.open(STDIN, os.O_RDONLY), 0)
+    # Order matters: the bounding set and the user change need capabilities, and `drop_capabilities` sets no_new_privs,
+    # which the seccomp filter requires. The filter comes last, since it blocks these calls.
     kernel.empty_bounding_set()
     if os.geteuid() != _INSIDE_ID:
+        # Groups before the user, who may not change them.
         os.setgroups([])
         os.setresgid(_INSIDE_ID, _INSIDE_ID, _INSIDE_ID)
         os.setresuid(_INSIDE_ID, _INSIDE_ID, _INSIDE_ID)
@@ -326,7 +355,7 @@ def _program(request: "Request") -> None:
 
 
 def _unguarded(request: "Request") -> None:
-    """Become the program with limits alone, in a folder and a process group of its own."""
+    """Execute the program with resource limits only, in a temporary folder and a separate process group."""
     os.setsid()
     kernel.die_with_parent(signal.SIGKILL)
     os.chdir(request["folder"])
@@ -342,7 +371,8 @@ def _unguarded(request: "Request") -> None:
 
 
 def _limit(request: "Request", *, max_processes: int | None) -> None:
-    cpu = int(request["seconds"]) + 2  # whole seconds, never before the limit on the clock
+    # RLIMIT_CPU has whole seconds and must not fire before the wall-clock limit.
+    cpu = int(request["seconds"]) + 2
     for limit, soft, hard in (
         (resource.RLIMIT_CPU, cpu, cpu + 1),
         (resource.RLIMIT_AS, request["memory_bytes"], request["memory_bytes"]),
@@ -360,7 +390,7 @@ def _limit(request: "Request", *, max_processes: int | None) -> None:
 
 
 def _execute(python: str, path: str, environment: dict[str, str]) -> None:
-    # Equal programs give equal rewards: the order of sets does not change. One arena of memory, because each further
-    # one reserves 64 MiB of the limited address space for every thread.
+    # PYTHONHASHSEED: a fixed set order, so that equal programs get equal rewards. MALLOC_ARENA_MAX: glibc would reserve
+    # 64 MiB of the limited address space for each thread's arena.
     environment |= {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
     os.execve(python, [python, "-P", "-s", "-B", "-X", "utf8", path], environment)

@@ -1,7 +1,7 @@
-"""The part of this machine that a program in the sandbox sees: the interpreter, its standard library, shared libraries.
+"""Root file system plan for the sandbox: interpreter, standard library and shared libraries.
 
-Computed once in the process that asks for programs to be run; sandbox_launcher makes it. Left out are installed
-packages: they are the user's, and hundreds of megabytes of them would be open to any program.
+Computed once in the calling process; launcher.py builds it. Installed packages are excluded: they may contain the
+user's private code.
 """
 
 import functools
@@ -11,16 +11,18 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-# Where the loader looks for shared libraries.
+# Search paths of the dynamic loader.
 _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _PACKAGE_FOLDERS = ("python*/site-packages", "python*/dist-packages", "site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, slots=True)
 class RootPlan:
-    """Contents of the sandbox's root besides its scratch folders. Paths are the same inside and outside.
+    """Root contents besides the scratch folders. Paths are the same inside and outside.
 
-    `folders` are shown read-only, `hidden` folders in them appear empty; `links` are symbolic links and their targets.
+    - `folders`: mounted read-only.
+    - `hidden`: folders that appear empty.
+    - `links`: symbolic links with targets.
     """
 
     python: str
@@ -31,7 +33,7 @@ class RootPlan:
 
 @functools.cache
 def root_plan() -> RootPlan:
-    """Return the root for the interpreter of this process, without the virtual environment it may run in."""
+    """Return the root for this process's interpreter, without the virtual environment."""
     present = [folder for folder in _LIBRARY_FOLDERS if os.path.isdir(folder)]
     links = tuple((folder, os.readlink(folder)) for folder in present if os.path.islink(folder))
     folders: list[str] = []
@@ -44,14 +46,13 @@ def root_plan() -> RootPlan:
 
 
 def base_python() -> str:
-    """Return the interpreter that a virtual environment's one leads to."""
+    """Return the interpreter behind the virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _python_folders() -> list[str]:
-    """Return the interpreter's library folders, under the name it was built or started with and under their real
-    one.
-    """
+    """Return the interpreter's library folders, as configured and with symbolic links resolved."""
+    # Without the overrides, sysconfig returns paths in the virtual environment.
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix}
     base |= {"installed_platbase": sys.base_exec_prefix}
     standard = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]

@@ -1,7 +1,7 @@
-"""Running untrusted Python programs: requests, results, and a check of this machine.
+"""Runs untrusted Python programs in the sandbox, and checks whether the sandbox works on this machine.
 
-Every program is run by a launcher process of its own (launcher.py), started by executing an interpreter, never by
-forking this process. The guards are listed in docs/sandbox.md.
+A launcher process per program (launcher.py) creates the sandbox. It is a new interpreter, never a fork. docs/sandbox.md
+lists the protections.
 """
 
 import functools
@@ -24,11 +24,11 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.sandbox.filter import seccomp_filter
 from rlhf_cli.rewards.sandbox.root import base_python, root_plan
 
-# Processes are counted by user namespace from this kernel on (before, by user of the machine), which makes the limit
-# on them mean something; mount_setattr is there as well.
+# From this kernel on, RLIMIT_NPROC counts processes per user namespace, not per host user. mount_setattr exists since
+# 5.12.
 MIN_KERNEL = (5, 14)
 
-# Seconds past a program's limit after which its launcher counts as broken.
+# Seconds after the program's time limit until the launcher is considered broken.
 _GRACE = 20.0
 
 _CHUNK = 1 << 16
@@ -48,34 +48,36 @@ Ended = Literal["finished", "raised", "time", "memory", "output", "killed"]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not be made or broke: nothing is known about the program. The message gives the reason."""
+    """The sandbox could not be created, or it broke. Nothing is known about the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a program. Its processes are threads of one process: it cannot start others."""
+    """Resource limits. A program is one process: it may start threads, but no processes."""
 
     seconds: float = 5.0
-    """On the clock, from its start; of processor time, over all threads, 2 to 3 more."""
+    """Wall-clock time. The CPU time limit over all threads is 2 to 3 s higher."""
     memory_bytes: int = 512 << 20
     """Address space."""
     output_bytes: int = 1 << 20
-    """Of standard output and of standard error, each."""
+    """Limit for stdout and stderr, each."""
     scratch_bytes: int = 16 << 20
-    """Of all files it writes, which lie in memory."""
+    """Total size of written files, which are in memory."""
     max_processes: int = 64
-    """Threads, a few of the sandbox's own processes among them."""
+    """Threads, including a few sandbox processes."""
     max_files: int = 64
-    """Open at a time."""
+    """Open files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutcome:
     """How a program ended.
 
-    `ended`: "finished" with exit code 0, "raised" with another one, by its limit of "time", "memory" or "output", or
-    "killed" by `signal`. `exit_code` and `signal` are None if they do not apply; `seconds` are on the clock.
-    Output that is no UTF-8 has replacement characters; past the limit it is cut.
+    - `ended`: "finished" with exit code 0, "raised" with another exit code, "killed" by a signal, or "time", "memory"
+      or "output" if it exceeded that limit.
+    - `exit_code`, `signal`: None if not applicable.
+    - `stdout`, `stderr`: truncated at the limit; invalid UTF-8 is replaced.
+    - `seconds`: wall-clock time.
     """
 
     ended: Ended
@@ -89,12 +91,12 @@ class ProgramOutcome:
 def run_program(
     program: str, stdin: str = "", *, limits: Limits | None = None, sandboxed: bool = True
 ) -> ProgramOutcome:
-    """Run Python source as a program of its own and return how it ended; nothing of it is left when this returns.
+    """Run Python source as a program and return the outcome. No process or file is left behind.
 
-    Without `sandboxed` it runs as this user on this machine, with limits and a killed process group alone.
+    Without `sandboxed`, the program runs as this user, and only resource limits and the process group kill apply.
 
     Raises:
-        SandboxError: the sandbox could not be made.
+        SandboxError: the sandbox could not be created.
     """
     limits = limits or Limits()
     if sandboxed:
@@ -105,7 +107,7 @@ def run_program(
 
 
 def sandboxed_request(program: str, stdin: str, limits: Limits) -> dict[str, object]:
-    """Return the launcher's request."""
+    """Build the launcher's request for a sandboxed program."""
     return _request(program, stdin, limits) | {"sandboxed": True, "filter": _filter()} | asdict(root_plan())
 
 
@@ -114,60 +116,61 @@ def _request(program: str, stdin: str, limits: Limits) -> dict[str, object]:
 
 
 def require_sandbox(*, sandboxed: bool = True) -> None:
-    """See that programs can be run here, by running one that looks around.
+    """Check that programs can run here, with a probe program that tests the protections.
 
-    Raises UsageError, with the reason and a remedy, if they cannot.
+    Raises UsageError with the reason and a fix.
     """
     problem = _problem() if sandboxed else _unsandboxed_problem()
     if problem is None:
         return
-    way_out = "; --code_unsandboxed runs them as this user, with all its files in their reach" if sandboxed else ""
-    raise UsageError(f"code cannot be run here: {problem}{way_out}")
+    fix = "; --code_unsandboxed runs code as this user, with access to all of the user's files" if sandboxed else ""
+    raise UsageError(f"code cannot run on this machine: {problem}{fix}")
 
 
 def _problem() -> str | None:
     if sys.platform != "linux":
-        return f"the sandbox is made of what Linux has, and this is {platform.system()}"
+        return f"the sandbox requires Linux, this is {platform.system()}"
     if platform.machine() not in ("x86_64", "aarch64"):
-        return f"the sandbox knows the system calls of x86_64 and aarch64, and this is {platform.machine()}"
+        return f"the sandbox supports x86_64 and aarch64, this is {platform.machine()}"
     release = platform.release()
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
     if numbers < MIN_KERNEL:
-        return f"the sandbox needs Linux {'.'.join(map(str, MIN_KERNEL))} or newer, and this is {release}"
+        return f"the sandbox requires Linux {'.'.join(map(str, MIN_KERNEL))} or newer, this is {release}"
     try:
+        # 20 s: a loaded machine may take far longer than the default to start an interpreter.
         seen = run_program(_PROBE, limits=Limits(seconds=20.0, max_processes=_PROBE_PROCESSES))
     except SandboxError as error:
-        return f"{error}; the sandbox needs unprivileged user namespaces"
+        return f"{error}; the sandbox requires unprivileged user namespaces"
     if seen.ended != "finished":
         last = (seen.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"a first program in the sandbox ended otherwise than it should ({seen.ended}: {last})"
+        return f"a test program in the sandbox failed ({seen.ended}: {last})"
     return None
 
 
 def _unsandboxed_problem() -> str | None:
     if os.name != "posix":
-        return f"limits are set as POSIX systems do, and this is {platform.system()}"
+        return f"resource limits require a POSIX system, this is {platform.system()}"
     try:
         seen = run_program("", limits=Limits(seconds=20.0), sandboxed=False)
     except SandboxError as error:
         return str(error)
-    return None if seen.ended == "finished" else f"a first program did not end as it should: {seen.stderr[-300:]}"
+    return None if seen.ended == "finished" else f"a test program failed: {seen.stderr[-300:]}"
 
 
 _PROBE_PROCESSES = 16
 
-# Sees that what guards this machine is really there; the terminal reports an assertion that fails.
+# Tests that the protections are in effect. A failed assertion becomes the error message.
 _PROBE = f"""
 import os, socket, threading
-assert os.getuid() != 0 and os.getpid() == 2, "it is not in namespaces of its own"
-assert not os.path.exists("/etc/passwd"), "it sees the files of this machine"
+assert os.getuid() != 0 and os.getpid() == 2, "it is not in separate namespaces"
+assert not os.path.exists("/etc/passwd"), "it can read this machine's files"
 def refused(attempt):
     try:
         attempt()
     except OSError:
         return True
-assert refused(socket.socket), "it may use the network"
-assert refused(os.fork), "it may start processes"
+assert refused(socket.socket), "it can use the network"
+assert refused(os.fork), "it can start processes"
 end = threading.Event()
 started = 0
 try:
@@ -176,7 +179,7 @@ try:
 except RuntimeError:
     pass
 else:
-    raise AssertionError("the number of its threads is not limited")
+    raise AssertionError("its threads are not limited")
 finally:
     end.set()
 """
@@ -188,12 +191,12 @@ def _filter() -> bytes:
 
 
 def _encodable(text: str) -> str:
-    """Return the text as UTF-8 can hold it: a model may write half of a surrogate pair."""
+    """Replace lone surrogates, which a model may write and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 class Launch:
-    """One launcher process from its start to its end."""
+    """One launcher process, from start to exit."""
 
     def __init__(self, request: dict[str, object], limits: Limits) -> None:
         self._request, self._limits = request, limits
@@ -201,7 +204,8 @@ class Launch:
         self._is_over_output = False
 
     def outcome(self) -> ProgramOutcome:
-        """Return the program's result. Raises SandboxError."""
+        """Run the program and return the outcome. Raises SandboxError."""
+        # A file instead of a pipe for the request, which may exceed a pipe's buffer.
         with tempfile.TemporaryFile() as file:
             marshal.dump(self._request, file)
             file.seek(0)
@@ -212,11 +216,11 @@ class Launch:
             reason = (
                 lines.get("error") or self._stderr.decode(errors="replace").strip()[-300:] or "its launcher was killed"
             )
-            raise SandboxError(f"the sandbox could not be made ({reason})")
-        return self._told(lines)
+            raise SandboxError(f"the sandbox could not be created ({reason})")
+        return self._outcome(lines)
 
     def _reports(self) -> dict[str, object]:
-        """Return the messages of launcher and init, together."""
+        """Merge the status messages from launcher and init."""
         reports: dict[str, object] = {}
         stream = io.BytesIO(self._status)
         while stream.tell() < len(self._status):
@@ -224,7 +228,8 @@ class Launch:
         return reports
 
     def _follow(self, file: Any, control: "_End", hold: "_End", status: "_End", report: "_End") -> None:
-        """Start the launcher and read all it and the program write until both are gone."""
+        """Start the launcher and collect all output until launcher and program have exited."""
+        # -I and -S skip site-packages and user settings, which saves start-up time.
         process = subprocess.Popen(
             [base_python(), "-I", "-S", "-c", _START, str(_PACKAGE_ROOT), str(control.number), str(report.number)],
             stdin=file,
@@ -236,6 +241,7 @@ class Launch:
         )
         with process:
             try:
+                # Close this process's copies: the status pipe then ends when launcher and init have exited.
                 control.close()
                 report.close()
                 assert process.stdout is not None
@@ -246,7 +252,7 @@ class Launch:
                 process.kill()
 
     def _read(self, into: dict[int, bytearray], status: int, hold: "_End") -> None:
-        """Collect output until the launcher has closed the status pipe, then the rest."""
+        """Collect output until the status pipe is closed, then read what is left."""
         deadline = time.monotonic() + self._limits.seconds + _GRACE
         with selectors.DefaultSelector() as selector:
             for number in into:
@@ -256,29 +262,32 @@ class Launch:
             while is_open:
                 left = deadline - time.monotonic()
                 if left < 0:
-                    raise SandboxError(f"the sandbox did not end the program within {_GRACE:g} s of its limit")
+                    raise SandboxError(f"the sandbox did not kill the program within {_GRACE:g} s after the time limit")
                 for key, _ in selector.select(left):
                     if not self._take(key.fd, into[key.fd]):
                         selector.unregister(key.fd)
                         is_open = is_open and key.fd != status
+                # Closing the control pipe makes the launcher kill the program.
                 if self._is_over_output:
                     hold.close()
+        # Not until end of file: without the sandbox, a surviving process may hold stdout open.
         for number, collected in into.items():
             while self._take(number, collected):
                 pass
 
     def _take(self, number: int, collected: bytearray) -> bool:
-        """Read once; return False at the end, or if there is nothing to read."""
+        """Read once. Returns False at end of file, or if no data is available."""
         try:
             data = os.read(number, _CHUNK)
         except BlockingIOError:
             return False
+        # Keep reading past the limit without storing, so that the program does not block on a full pipe.
         room = len(data) if collected is self._status else max(0, self._limits.output_bytes - len(collected))
         collected += data[:room]
         self._is_over_output |= len(data) > room
         return bool(data)
 
-    def _told(self, lines: dict[str, Any]) -> ProgramOutcome:
+    def _outcome(self, lines: dict[str, Any]) -> ProgramOutcome:
         code = os.waitstatus_to_exitcode(lines["status"]) if "status" in lines else None
         stdout, stderr = (text.decode(errors="replace") for text in (self._stdout, self._stderr))
         return ProgramOutcome(
@@ -299,12 +308,13 @@ class Launch:
             return "killed"
         if code == 0:
             return "finished"
+        # The address space limit shows up as a MemoryError, not as a signal.
         last = stderr.rstrip().rpartition("\n")[2]
         return "memory" if last.startswith("MemoryError") else "raised"
 
 
 class _End:
-    """One end of a pipe, closed once."""
+    """One end of a pipe, which may be closed more than once."""
 
     def __init__(self, number: int) -> None:
         self.number, self._is_open = number, True
@@ -317,7 +327,7 @@ class _End:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[_End, _End]]:
-    """Return the reading and the writing end of a pipe."""
+    """Open a pipe and yield the read and write ends."""
     ends = tuple(map(_End, os.pipe()))
     try:
         yield ends[0], ends[1]

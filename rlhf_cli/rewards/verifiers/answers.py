@@ -1,4 +1,4 @@
-r"""The place of a response's answer: the last balanced `\boxed{}` or the last `<answer>..</answer>`."""
+r"""Answer extraction: the last balanced `\boxed{}` or the last `<answer>..</answer>` in a response."""
 
 import re
 
@@ -7,9 +7,7 @@ _OPEN_TAG, _CLOSE_TAG = "<answer>", "</answer>"
 
 
 def tagged_answer(text: str) -> tuple[str, bool] | None:
-    r"""Return (content of the last `\boxed{}` or of the last `<answer>`, whichever begins later; whether it is a
-    box's).
-    """
+    r"""Return (content of the last `\boxed{}` or `<answer>`, whichever begins later; whether it is from a box)."""
     box, tag = _boxed_span(text), _tag_span(text)
     if box is not None and (tag is None or box[0] > tag[0]):
         return text[slice(*box)].strip(), True
@@ -17,14 +15,15 @@ def tagged_answer(text: str) -> tuple[str, bool] | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the balanced `\boxed{}` or `\fbox{}` that begins last; escaped braces are text."""
+    r"""Return the content of the last balanced `\boxed{}` or `\fbox{}`. Escaped braces count as text."""
     span = _boxed_span(text)
     return None if span is None else text[slice(*span)]
 
 
 def _boxed_span(text: str) -> tuple[int, int] | None:
-    """Return the bounds of that box's content."""
-    open_braces: list[int | None] = []  # for each open brace the start of its box's content, None if it is no box
+    """Return the bounds of the last box's content."""
+    # Content start for each open brace that belongs to a box, None for other braces.
+    open_braces: list[int | None] = []
     last: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         if match["box"]:
@@ -33,6 +32,7 @@ def _boxed_span(text: str) -> tuple[int, int] | None:
             open_braces.append(None)
         elif match[0] == "}" and open_braces:
             start = open_braces.pop()
+            # Nested boxes close from the inside out, so compare where they start.
             if start is not None and (last is None or start > last[0]):
                 last = (start, match.start())
     return last
@@ -45,6 +45,6 @@ def _tag_span(text: str) -> tuple[int, int] | None:
 
 
 def after_marker(text: str) -> tuple[str, str]:
-    """Return (`####` if the text has it else nothing, the first line behind the last of them)."""
+    """Return (`####`, first line after the last `####`), or ("", first line) without one."""
     _, marker, tail = text.rpartition("####")
     return marker, tail.strip().partition("\n")[0]

@@ -1,7 +1,7 @@
-"""Built-in verifiers: whether a response gives the answer of its label.
+"""Built-in verifiers: compare the answer in a response with the label.
 
-Pure functions, each linear in the length of the response. Nothing a model wrote is ever evaluated. Answers that need
-algebra to compare are in mathematics.py: `boxed` and `gsm8k` know plain numbers.
+Pure functions in linear time. Model output is never evaluated. `boxed` and `gsm8k` compare plain numbers only; answers
+that require algebra are in mathematics.py.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,18 @@ from typing import Literal
 from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed
 from rlhf_cli.rewards.verifiers.number_parsing import Number, leading_number, parse_number, same_number
 
-# "#### 18 dollars, because ...": the number and its signs are among the first words.
+# "#### 18 dollars, because ...": the number, with signs, is within the first words. Bounds the work on long lines.
 _LEADING_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verifier's result: the answer in `detail`, or why there is none (invalid) or no judgement (failed).
+    """A verifier's result.
 
-    `answer` is the answer in a form in which equal ones are equal texts, None if there is none. `value` is the
-    reward if it is not simply 1 for correct and 0 for wrong and invalid, for example the share of tests that passed.
+    - `status`: "invalid" if no answer was found, "failed" if the response could not be judged.
+    - `detail`: the answer, or the reason for "invalid" and "failed".
+    - `answer`: normalized answer; equal answers are equal strings. None without an answer.
+    - `value`: the reward if it is not 1 for correct and 0 otherwise, such as the fraction of passed tests.
     """
 
     status: Literal["correct", "wrong", "invalid", "failed"]
@@ -32,7 +34,7 @@ NO_LABEL = Verdict("failed", "the prompt has no label to compare with")
 
 
 def exact(response: str, label: str | None) -> Verdict:
-    """Return whether the whole response is the label, apart from white space around it."""
+    """Exact match between response and label, ignoring surrounding whitespace."""
     if label is None:
         return NO_LABEL
     answer = response.strip()
@@ -42,10 +44,10 @@ def exact(response: str, label: str | None) -> Verdict:
 
 
 def gsm8k(response: str, label: str | None) -> Verdict:
-    """Return whether the number behind the last `####` is the label's, words after it ignored as in the data set's own
-    metric.
+    """Compare the number after the last `####` with the label.
 
-    The label is a number or a solution that ends in `#### number`.
+    Words after the number are ignored, as in GSM8K's official metric. The label is a number, or a solution that ends in
+    `#### number`.
     """
     marker, line = after_marker(response)
     number = leading_number(" ".join(line.split(maxsplit=_LEADING_WORDS)[:_LEADING_WORDS])) if marker else None
@@ -53,18 +55,16 @@ def gsm8k(response: str, label: str | None) -> Verdict:
 
 
 def boxed(response: str, label: str | None) -> Verdict:
-    """Return whether the number in the last balanced `\boxed{}` (or `\fbox{}`) is the label's; text around it is
-    ignored.
-    """
+    r"""Compare the number in the last balanced `\boxed{}` or `\fbox{}` with the label."""
     content = last_boxed(response)
     number = None if content is None else parse_number(content)
     return _compare(number, content, label, missing=r"no balanced \boxed{} in the response")
 
 
 def _compare(number: Number | None, answer: str | None, label: str | None, *, missing: str) -> Verdict:
-    """Return the verdict on an answer, None if there is none. A useless label comes first: it is no fault of the
-    response.
-    """
+    """Return the verdict on an extracted answer. `answer` is None if there was none."""
+    # Check the label first: an unusable label fails the reward for every response, and the startup check relies on this
+    # order (`Scorer.check_labels` passes empty responses).
     if label is None:
         return NO_LABEL
     expected = label_number(label)
@@ -79,12 +79,12 @@ def _compare(number: Number | None, answer: str | None, label: str | None, *, mi
 
 
 def label_number(label: str) -> Number | None:
-    """Return the number of a label: the label itself, what stands behind its last `####`, or in its last box."""
+    """Parse the number from a label: after the last `####`, in the last box, or the whole label."""
     marker, line = after_marker(label)
     content = last_boxed(label)
     return parse_number(line if marker else label if content is None else content)
 
 
 def short(text: str, limit: int = 100) -> str:
-    """Return the text as it may stand in a sentence."""
+    """Shorten text for messages."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

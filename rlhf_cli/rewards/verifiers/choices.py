@@ -1,4 +1,4 @@
-"""The verifier `multiple_choice`: one letter out of a few. Pure, linear in the length of the response."""
+"""The `multiple_choice` verifier. Pure functions in linear time."""
 
 import re
 import string
@@ -13,10 +13,13 @@ _LEADING = re.compile(r"\s*\(?\s*(?P<letter>[A-Za-z])\s*(?:[).:]|$)")
 
 
 def multiple_choice(response: str, label: str | None, *, choices: int) -> Verdict:
-    """Return whether the response chooses the letter of the label, out of the first `choices` of the alphabet.
+    r"""Compare the chosen letter with the label. Valid letters are the first `choices` letters in the alphabet.
 
-    The choice is in the last `\boxed{}` or `<answer>`: `B`, `(B)` or `B. because`; else behind the last "answer is",
-    "answer:", "choice" or "option", else a line that begins with a letter as a list does or is nothing but one.
+    The choice is the first match in this order:
+
+    1. the last `\boxed{}` or `<answer>`: `B`, `(B)` or `B. because`,
+    2. the letter after the last "answer is", "answer:", "choice" or "option",
+    3. the last line that starts like a list item (`B.`, `B)`) or consists only of the letter.
     """
     if label is None:
         return NO_LABEL
@@ -26,7 +29,7 @@ def multiple_choice(response: str, label: str | None, *, choices: int) -> Verdic
         return Verdict("failed", f"label {short(label)!r} is not one of the letters {letters[0]} to {letters[-1]}")
     chosen = _chosen(response, letters)
     if chosen is None:
-        return Verdict("invalid", f"no letter from {letters[0]} to {letters[-1]} is chosen")
+        return Verdict("invalid", f"no letter from {letters[0]} to {letters[-1]} in the response")
     return Verdict("correct" if chosen == expected else "wrong", chosen, chosen)
 
 
@@ -38,14 +41,15 @@ def _chosen(response: str, letters: str) -> str | None:
             return letter
     plain = _STYLE.sub(r"\1", response)
     for pattern in (_STATED, _ALONE):
-        found = [match["letter"] for match in pattern.finditer(plain) if match["letter"] in letters]
-        if found:
-            return found[-1]
+        matches = [match["letter"] for match in pattern.finditer(plain) if match["letter"] in letters]
+        # The last match: reasoning often discusses several options before the answer.
+        if matches:
+            return matches[-1]
     return None
 
 
 def _leading(text: str, letters: str) -> str | None:
-    """Return the letter that a text is or begins with, as in `(b) because`."""
+    """Return the leading letter, as in `(b) because`."""
     match = _LEADING.match(_STYLE.sub(r"\1", text))
     letter = match["letter"].upper() if match else ""
     return letter if letter and letter in letters else None

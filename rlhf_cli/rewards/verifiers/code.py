@@ -1,7 +1,7 @@
-"""The code reward: the answer's last block of Python against the tests of the label, in the sandbox.
+"""The `code` verifier: runs the last Python code block in the sandbox against the tests in the label.
 
-Its value is the share of tests passed. Output is compared line by line and word by word, values by equality; numbers
-are not rounded. The expected results of tests stay outside the sandbox.
+The reward is the fraction of tests passed. Output is compared by lines and words, values by equality, and numbers are
+not rounded. Expected output and return values never enter the sandbox.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ _PYTHON = ("python", "python3", "py")
 _HARNESS = Path(code_harness.__file__).read_text()
 _SIGALRM = 14
 
-# Seconds of all tests together that loading and one last limit may add.
+# Extra seconds per run for interpreter startup and the last test's timeout.
 _SLACK = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLimits:
-    """Limits for the code of one answer: seconds for each test and for all of them, megabytes of memory."""
+    """Limits for one response: seconds per test, memory in megabytes, and seconds for all tests."""
 
     timeout: float
     memory_mb: int
@@ -38,16 +38,19 @@ class CodeLimits:
 def code(
     response: str, label: str | None, *, timeout: float, memory_mb: int, code_unsandboxed: bool, reward_timeout: float
 ) -> Verdict:
-    """Return `grade` with the settings of a run. A worker has to answer before its own time is over."""
+    """Run `grade` with the run's settings."""
+    # Only a share of the reward timeout: the worker must return a partial result before the pool kills it.
     limits = CodeLimits(timeout, memory_mb, total_seconds=CODE_SHARE * reward_timeout)
     return grade(response, label, limits=limits, sandboxed=not code_unsandboxed)
 
 
 def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bool) -> Verdict:
-    """Return the verdict on an answer, whose value is the share of tests that it passes.
+    """Grade a response. The reward is the fraction of tests passed.
 
-    correct if it passes all, wrong if it does not, invalid without a block of code; failed if the label has no tests or
-    the sandbox broke. Tests that are not over within the seconds of all are not passed.
+    - correct: all tests pass.
+    - wrong: at least one test fails. Tests that do not finish within `total_seconds` fail.
+    - invalid: there is no code block.
+    - failed: the label has no tests, or the sandbox broke.
     """
     if label is None:
         return NO_LABEL
@@ -57,7 +60,7 @@ def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bo
         return Verdict("failed", f"the label {error}")
     code = last_code_block(response)
     if code is None:
-        return Verdict("invalid", "no block of Python in the response")
+        return Verdict("invalid", "no Python code block in the response")
     grading = _Grading(code, limits, sandboxed=sandboxed)
     try:
         passed = list(grading.passed(tests))
@@ -70,10 +73,8 @@ def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bo
 
 
 def last_code_block(text: str) -> str | None:
-    """Return the content of the last closed ``` block that is marked as Python, else of the last unmarked block; else
-    None.
-    """
-    found: dict[bool, str] = {}
+    """Return the last closed ``` block tagged as Python, or else the last untagged block, or None."""
+    blocks: dict[bool, str] = {}
     fence, tag, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
         bare = line.strip()
@@ -83,24 +84,23 @@ def last_code_block(text: str) -> str | None:
                 fence, tag, lines = ticks, bare[len(ticks) :].strip().partition(" ")[0].lower(), []
         elif bare == ticks and len(ticks) >= len(fence):
             if tag in ("", *_PYTHON):
-                found[bool(tag)] = "".join(lines)
+                blocks[bool(tag)] = "".join(lines)
             fence = ""
         else:
             lines.append(line)
-    return found.get(True, found.get(False))
+    return blocks.get(True, blocks.get(False))
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Return whether two texts have the same words in the same lines, apart from white space and empty lines around
-    them.
-    """
+    """Return whether two outputs match line by line, ignoring whitespace and leading and trailing empty lines."""
     return _words(printed) == _words(expected)
 
 
 def same_value(value: object, expected: object) -> bool:
-    """Return whether two JSON values are equal; a truth value is no number. Arguments nested too deep are not."""
+    """Return whether two JSON values are equal. Booleans never equal numbers."""
     try:
         return _same(value, expected)
+    # The value is from model code and may be nested arbitrarily deep.
     except RecursionError:
         return False
 
@@ -118,7 +118,7 @@ def _words(text: str) -> list[list[str]]:
 
 
 class _Grading:
-    """The tests of one answer, and what went wrong first."""
+    """Runs the tests for one response. `trouble` holds the first problem."""
 
     def __init__(self, code: str, limits: CodeLimits, *, sandboxed: bool) -> None:
         self._code, self._limits, self._sandboxed = code, limits, sandboxed
@@ -126,7 +126,7 @@ class _Grading:
         self.trouble = ""
 
     def passed(self, tests: Tests) -> Iterator[bool]:
-        """Yield whether each test is passed, in order. Raise SandboxError."""
+        """Yield the result for each test, in order. Raises SandboxError."""
         if isinstance(tests, StdinTests):
             for given, expected in zip(tests.inputs, tests.outputs, strict=True):
                 yield self._prints(given, expected)
@@ -146,28 +146,34 @@ class _Grading:
         return outcome is not None and outcome.ended == "finished" and same_output(outcome.stdout, expected)
 
     def _results(self, request: dict[str, object], count: int) -> list[object]:
-        """Return the harness's report on each test; None if it has none. A test that ends it is not tried again."""
+        """Return the harness's result for each test, or None if it reported none.
+
+        If a test kills the harness, a new run continues after that test.
+        """
         results: list[object] = [None] * count
         first = 0
         while first < count:
+            # Unpredictable, so that model code cannot print a line that looks like a passed test.
             word = secrets.token_hex(16)
-            asked = {**request, "code": self._code, "word": word, "first": first, "seconds": self._limits.timeout}
+            run = {**request, "code": self._code, "word": word, "first": first, "seconds": self._limits.timeout}
             seconds = self._limits.timeout * (count - first + 1) + _SLACK
-            outcome = self._run(_HARNESS, json.dumps(asked), seconds=seconds)
+            outcome = self._run(_HARNESS, json.dumps(run), seconds=seconds)
             reported = _results_of(outcome.stdout, word) if outcome else {}
+            # The code does not load, or no time is left.
             if -1 not in reported:
-                break  # the answer cannot even be loaded, or there is no time left
+                break
             known = [number for number in reported if first <= number < count]
             for number in known:
                 results[number] = reported[number]
+            # The first unreported test killed the harness: skip it.
             first = max(known, default=first - 1) + 2
         return results
 
     def _run(self, program: str, stdin: str, *, seconds: float) -> ProgramOutcome | None:
-        """Return the end of a program; None if there is no time left to run it."""
+        """Run a program, or return None if no time is left."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            self.trouble = self.trouble or f"{self._limits.total_seconds:g} s were not enough for all of them"
+            self.trouble = self.trouble or f"all tests together exceeded {self._limits.total_seconds:g} s"
             return None
         limits = replace(Limits(), seconds=min(seconds, left), memory_bytes=self._limits.memory_mb << 20)
         outcome = run_program(program, stdin, limits=limits, sandboxed=self._sandboxed)
@@ -176,10 +182,11 @@ class _Grading:
 
 
 def _results_of(stdout: str, word: str) -> dict[int, object]:
-    """Return the results by the number of the test; the last line may have been cut."""
+    """Parse results by test number."""
     results: dict[int, object] = {}
     for line in stdout.split("\n"):
         if line.startswith(word):
+            # The last line may be incomplete.
             with contextlib.suppress(ValueError, RecursionError, TypeError):
                 number, result = json.loads(line[len(word) :])
                 results[int(number)] = result
@@ -187,11 +194,12 @@ def _results_of(stdout: str, word: str) -> dict[int, object]:
 
 
 def _is_value(text: str, expected: object) -> bool:
-    """Return whether the JSON of a returned value is the expected one, which some data sets wrap in a list."""
+    """Return whether a returned JSON value equals the expected one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return False
+    # Some datasets wrap the expected value in a list.
     wrapped = isinstance(expected, list) and len(expected) == 1 and same_value(value, expected[0])
     return wrapped or same_value(value, expected)
 
@@ -200,8 +208,9 @@ def _trouble(outcome: ProgramOutcome) -> str:
     if outcome.ended == "finished":
         return ""
     if outcome.ended == "time" or outcome.signal == _SIGALRM:
-        return "one took too long"
+        return "a test timed out"
     if outcome.ended == "raised":
         last = outcome.stderr.strip().rpartition("\n")[2]
-        return f"it raised {last[:200]}" if last else f"it ended with exit code {outcome.exit_code}"
-    return {"memory": "it took too much memory", "output": "it printed too much"}.get(outcome.ended, "it was killed")
+        return f"it raised {last[:200]}" if last else f"it exited with code {outcome.exit_code}"
+    limits = {"memory": "it exceeded the memory limit", "output": "it exceeded the output limit"}
+    return limits.get(outcome.ended, "it was killed")

@@ -1,9 +1,12 @@
-"""The program that runs an answer's functions or the assertions on them inside the sandbox, one test after another.
+"""Test harness that runs inside the sandbox: calls functions from the response, or executes assertions on them.
 
-Executed there as its own main program, so it imports nothing of this package. It reads JSON from standard input: the
-answer's code, `tests` and which of them to begin with. For every test that ends it prints a line, the given word and
-JSON `[number, result]` behind it: the value of a function as JSON text, `true` for an assertion that holds, else null.
-The expected values of tests are not known here, so an answer cannot look it up; assertions have to be.
+It runs as the main program, so it imports nothing from this package.
+
+- Input: JSON on stdin with the response's code, `tests`, and the first test to run.
+- Output: one line per finished test, the given word followed by JSON `[number, result]`. The result is a function's
+  return value as JSON text, `true` for an assertion that holds, or null.
+
+Expected return values are not passed in, so a response cannot read them. Assertions contain theirs.
 """
 
 import contextlib
@@ -16,33 +19,37 @@ Result = str | bool | None
 
 
 class _Report:
-    """Lines to the one who asked, apart from whatever the answer prints."""
+    """Writes results to the original stdout. The response's own output is discarded."""
 
     def __init__(self, word: str) -> None:
         self._word, self._channel = word, os.dup(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def __call__(self, number: int, result: Result) -> None:
+        # os.write may write only a part.
         line = f"{self._word}{json.dumps([number, result])}\n".encode()
         while line:
             line = line[os.write(self._channel, line) :]
 
 
 def main() -> None:
-    """Load the answer, then run its tests. The number -1 stands for the loading."""
+    """Load the response's code, then run the tests. The number -1 reports a successful load."""
     request = json.load(sys.stdin)
+    # The code must not read the tests from stdin.
     if os.access("/dev/stdin", os.W_OK) and os.path.isfile("/dev/stdin"):
-        os.truncate("/dev/stdin", 0)  # the answer must not read its tests
+        os.truncate("/dev/stdin", 0)
     report = _Report(request["word"])
     names = {"__name__": "answer", "__builtins__": __builtins__}
     _limit(request["seconds"])
-    with contextlib.suppress(SystemExit):  # many a program ends so; its definitions are there
+    # Scripts often end with sys.exit(), after they have defined everything.
+    with contextlib.suppress(SystemExit):
         exec(compile(request["code"], "answer.py", "exec"), names)
     if "function" in request:
         _call(request, names, report)
     else:
         _assert(request, names, report)
-    os._exit(0)  # whatever the answer has set up for the end
+    # Skips exit handlers and non-daemon threads from the response's code.
+    os._exit(0)
 
 
 def _call(request: dict, names: dict, report: _Report) -> None:
@@ -52,6 +59,7 @@ def _call(request: dict, names: dict, report: _Report) -> None:
     for number, arguments in enumerate(request["tests"]):
         if number >= request["first"]:
             _limit(request["seconds"])
+            # A new `Solution` per test, so that no state is carried over.
             try:
                 function = names[name] if owner is None else getattr(owner(), name)
                 report(number, json.dumps(function(*arguments)))
@@ -64,6 +72,7 @@ def _assert(request: dict, names: dict, report: _Report) -> None:
     numbers = {place: number for number, place in enumerate(request["places"])}
     for place, piece in enumerate(request["tests"]):
         number = numbers.get(place)
+        # Only tests are skipped. Statements between them prepare the ones that follow.
         if number is not None and number < request["first"]:
             continue
         _limit(request["seconds"])
@@ -77,7 +86,9 @@ def _assert(request: dict, names: dict, report: _Report) -> None:
 
 
 def _limit(seconds: float) -> None:
-    """Let the kernel end this process if the next test takes longer."""
+    """Let the kernel kill this process if the next test takes longer."""
+    # The default action kills. A Python handler would not run while C code holds the GIL, and the code may have
+    # installed one.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 

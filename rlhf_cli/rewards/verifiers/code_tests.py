@@ -1,9 +1,13 @@
-"""Labels of programming tasks: the tests in them, in the formats that data sets have.
+"""Test parsing for coding tasks, in the label formats that datasets use.
 
-A label is text: JSON of `{"inputs": [...], "outputs": [...]}`, for a program that reads an input and prints the output;
-the same with `"fn_name"`, for a function of arguments that returns a value; a JSON list of pieces of Python that
-assert something; or Python itself, of which every statement that asserts is a test. Labels of Skywork-OR1 are such
-pieces under `"assert_case"`, or a function `check` under `"test_code"` with its argument under `"entry_point"`.
+A label is one of:
+
+- JSON `{"inputs": [...], "outputs": [...]}`: a program that reads the input and prints the output.
+- The same with `"fn_name"`: a function with these arguments and return values.
+- A JSON list of Python snippets with assertions.
+- Python code: each top-level assertion is a test.
+- Skywork-OR1: snippets under `"assert_case"`, or a function `check` under `"test_code"` with its argument under
+  `"entry_point"`.
 """
 
 import ast
@@ -14,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StdinTests:
-    """A program's input and expected output, test by test."""
+    """Program input and expected output for each test."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -22,7 +26,7 @@ class StdinTests:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTests:
-    """A function (or a method of a class `Solution`), its arguments and the value it has to return, test by test."""
+    """Function (or method of a class `Solution`), with arguments and expected return value for each test."""
 
     name: str
     arguments: tuple[list[object], ...]
@@ -31,19 +35,19 @@ class FunctionTests:
 
 @dataclass(frozen=True, slots=True)
 class AssertTests:
-    """Pieces of Python in the order they run; those at the places `tests` are tests, others prepare them."""
+    """Python snippets in execution order. `tests` holds the indices of tests; other snippets are setup code."""
 
     pieces: tuple[str, ...]
     tests: tuple[int, ...]
     prefix: str = ""
-    """Python that runs before the answer: imports that it may take for granted."""
+    """Code that runs before the response's code, such as imports."""
 
 
 Tests = StdinTests | FunctionTests | AssertTests
 
 
 def parse_tests(label: str) -> Tests:
-    """Return the tests of a label. Raise ValueError, whose message ends the sentence "the label ..."."""
+    """Parse tests from a label. Raises ValueError, whose message completes the sentence "the label ..."."""
     try:
         content = json.loads(label)
     except (ValueError, RecursionError):
@@ -65,7 +69,7 @@ def _of_pairs(content: dict[str, Any]) -> Tests:
         return replace(tests, prefix=str(content.get("import_prefix") or ""))
     inputs, outputs, name = (content.get(key) for key in ("inputs", "outputs", "fn_name"))
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise ValueError(f"has no lists 'inputs' and 'outputs'; it has {', '.join(map(repr, content)) or 'nothing'}")
+        raise ValueError(f"has no lists 'inputs' and 'outputs'; keys: {', '.join(map(repr, content)) or 'none'}")
     if len(inputs) != len(outputs):
         raise ValueError(f"has {len(inputs)} inputs and {len(outputs)} outputs")
     if not inputs:
@@ -76,30 +80,28 @@ def _of_pairs(content: dict[str, Any]) -> Tests:
 
 
 def _text(value: object) -> str:
-    """Return a program's input or output: text, or a list of its lines."""
+    """Return program input or output as text; datasets store text or a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise ValueError(f"has a test that is no text: {json.dumps(value)[:60]}")
+        raise ValueError(f"has a test that is not text: {json.dumps(value)[:60]}")
     return value
 
 
 def _of_function(name: str, inputs: list[Any], outputs: list[object]) -> FunctionTests:
-    """Return the tests of a function: arguments are a list, or text with one JSON value a line; then the value is JSON
-    too.
-    """
+    """Build function tests. Arguments are a list, or text with one JSON value per line and a JSON return value."""
     if not name.isidentifier():
-        raise ValueError(f"has fn_name {name!r}, which is no name of a function")
+        raise ValueError(f"has fn_name {name!r}, which is not a valid function name")
     arguments, values = [], []
     for given, value in zip(inputs, outputs, strict=True):
         is_text = isinstance(given, str)
         if not is_text and not isinstance(given, list):
-            raise ValueError(f"has arguments of {name} that are no list: {json.dumps(given)[:60]}")
+            raise ValueError(f"has arguments for {name} that are not a list: {json.dumps(given)[:60]}")
         try:
             arguments.append([json.loads(line) for line in given.splitlines() if line.strip()] if is_text else given)
             values.append(json.loads(value) if is_text and isinstance(value, str) else value)
         except (ValueError, RecursionError):
-            raise ValueError(f"has arguments or a value of {name} that are no JSON: {str(given)[:60]!r}") from None
+            raise ValueError(f"has arguments or a value for {name} that are not JSON: {str(given)[:60]!r}") from None
     return FunctionTests(name, tuple(arguments), tuple(values))
 
 
@@ -112,13 +114,14 @@ def _of_pieces(pieces: list[str]) -> AssertTests:
 
 
 def _of_text(text: str) -> AssertTests:
-    """Return the top-level assertions; without any, the last statement is one (`check(candidate)`)."""
+    """Split code into top-level assertions. Without any, the last statement is the test (`check(candidate)`)."""
     statements = _parsed(text).body
     if not statements:
         raise ValueError("has no tests: it is empty")
     tests = [number for number, statement in enumerate(statements) if isinstance(statement, ast.Assert)]
     if not tests and not any(isinstance(node, ast.Assert) for statement in statements for node in ast.walk(statement)):
-        raise ValueError(f"asserts nothing: {text[:60]!r}")
+        raise ValueError(f"has no assertions: {text[:60]!r}")
+    # Unparsed statement by statement, so that a failing one does not stop the rest.
     return AssertTests(tuple(map(ast.unparse, statements)), tuple(tests or [len(statements) - 1]))
 
 

@@ -1,6 +1,6 @@
-"""How long the numbers become that a formula evaluates to, without evaluating it.
+"""Bounds the digits in a formula's value without evaluating it.
 
-`10^{10^{10}}` and `1000000!` are short to write and take hours to compute; a worker that tries is killed after
+`10^{10^{10}}` and `1000000!` are short to write but take hours to compute: a worker that tries is killed after
 `--reward_timeout`.
 """
 
@@ -9,22 +9,24 @@ import math
 import sympy
 
 MAX_DIGITS = 10**6
-"""Digits of the longest number that is computed: a second on one core."""
+"""Largest number that is computed, in digits: about one second on one core."""
 _LOG10_2 = 0.30103
+# Functions with values far longer than the arguments.
 _GROWING = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.FallingFactorial, sympy.RisingFactorial)
+# A float64 overflows at 1.8e308.
 _MAX_FLOAT_DIGITS = 300
 _MAX_BINOMIAL = 10**4
 
 
 def is_too_large(form: object) -> bool:
-    """Return whether evaluating a parsed formula makes a number of more than a million digits."""
+    """Return whether evaluating a parsed formula could produce more than `MAX_DIGITS` digits."""
     if isinstance(form, sympy.MatrixBase):
         return any(map(is_too_large, form.flat()))
     return isinstance(form, sympy.Basic) and _digits(form) > MAX_DIGITS
 
 
 def _digits(form: sympy.Basic) -> float:
-    """Return a bound of the digits of a formula's value, numerator and denominator together; infinity for too many."""
+    """Return an upper bound for the digits in numerator plus denominator; infinity if it exceeds the limit."""
     if isinstance(form, sympy.Rational):
         return (int(form.p).bit_length() + int(form.q).bit_length()) * _LOG10_2
     if isinstance(form, sympy.Float):
@@ -36,14 +38,15 @@ def _digits(form: sympy.Basic) -> float:
         return max(parts[0], 1) * max(1, _size(form.exp, parts[1]))
     if isinstance(form, _GROWING):
         size = max(_size(part, digits) for part, digits in zip(form.args, parts, strict=True))
-        if isinstance(form, sympy.binomial) and size > _MAX_BINOMIAL:  # sympy goes through all primes below it
+        # sympy computes large binomials from all primes below the argument.
+        if isinstance(form, sympy.binomial) and size > _MAX_BINOMIAL:
             return math.inf
         return size * math.log10(size + 1) if size <= MAX_DIGITS else math.inf
     return max(1, sum(parts))
 
 
 def _size(form: sympy.Basic, digits: float) -> float:
-    """Return the size of a number that may be computed, 1 for a formula with symbols, infinity for a huge number."""
+    """Return the magnitude of a value: 1 for a formula with symbols, infinity if it is too large for a float."""
     if form.free_symbols:
         return 1
     if digits > _MAX_FLOAT_DIGITS:

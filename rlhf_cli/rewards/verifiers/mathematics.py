@@ -1,10 +1,13 @@
-r"""The verifier `math`: answers that are numbers, formulas, tuples, sets, intervals or equations.
+r"""The `math` verifier: numbers, formulas, tuples, sets, intervals and equations.
 
-Numbers are compared by number_parsing.py, lists part by part, equations by their sides, units with each other. Two
-formulas that remain are parsed by math-verify. If both are constants, they are compared here, exactly; its own
-comparison has absolute tolerances, for which all small numbers are equal. Others are compared by it. It parses LaTeX
-with a grammar and never evaluates code; its limits of time are off, because they are signals: what takes too long is
-killed with the worker. Formulas whose numbers would be too long are equal only if they are written alike.
+Numbers are compared by number_parsing.py, lists element by element, equations by both sides, and units with each other.
+Remaining formulas are parsed by math-verify, which uses a LaTeX grammar and never evaluates code:
+
+- Two constants are compared here, exactly. math-verify's comparison has absolute tolerances, so all small numbers would
+  be equal.
+- Other formulas are compared by math-verify. The timeouts in math-verify are off, because they use signals; the pool
+  kills a slow worker.
+- Formulas with too many digits (formula_size.py) are equal only if they are written alike.
 """
 
 import logging
@@ -29,13 +32,16 @@ from rlhf_cli.rewards.verifiers.number_parsing import (
     without_repetend,
 )
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+# math-verify warns on each call that timeouts are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# Characters of an answer that algebra is tried on; of longer ones only equal texts are equal.
+# Longest answer, in characters, to parse as a formula. Longer answers must be equal as text.
 MAX_FORMULA_LENGTH = MAX_NUMBER_LENGTH
 
-_DIGITS = 100  # to which irrational numbers are compared
-_LEAST_DIGITS = 6  # of a decimal that may stand for an irrational number: 3.14 is not pi, 3.14159 is
+# Precision for comparing irrational numbers.
+_DIGITS = 100
+# Significant digits that a decimal needs to equal an irrational number: 3.14 is not pi, 3.14159 is.
+_LEAST_DIGITS = 6
 
 _FORMULA = [LatexExtractionConfig()]
 _IN_SENTENCE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)", re.DOTALL)
@@ -54,7 +60,8 @@ _CHARACTERS = str.maketrans(
      "\u222a": r"\cup ", "\u2208": r"\in ", "\u211d": r"\mathbb{R}", "\u00d7": r"\times ", "\u00b7": r"\cdot ",
      "\u00f7": "/", "\u00b1": r"\pm ", "\u00bc": r"\frac{1}{4}", "\u00bd": r"\frac{1}{2}", "\u00be": r"\frac{3}{4}"}
 )  # fmt: skip
-_DASH = re.compile("(?<![\\w)}])\u2013")  # a minus; between numbers it is a range
+# An en dash is a minus sign, except between numbers, where it denotes a range.
+_DASH = re.compile("(?<![\\w)}])\u2013")
 _ROOT_SIGN = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-z]))")
 _RAISED = re.compile("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -63,20 +70,21 @@ _UNIT = re.compile(
 )
 _NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?"
 _SYMBOL = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
-# An answer that may be an interval without having its two ends.
+# May denote an interval without listing both ends.
 _ONE_SIDED = re.compile(r"[<>]|\\(?:[lg](?:t|eq?|eqslant)|mathbb)(?![a-z])|[\u2264\u2265\u211d]")
 _EQUALS = re.compile(r"=|\\in(?![a-z])")
 _TOKEN = re.compile(r"\\[{}]|\\.|[()\[\]{}]|(?P<separator>\s*[,;]\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+)", re.DOTALL)
 _OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 _EMPTY_SET = re.compile(r"\\varnothing(?![a-z])|\\\{\s*\\\}|\u2205")
-_LONGEST_SET = 16  # members that are compared with each other in any order
+# Unordered comparison takes quadratic time, and each comparison may need algebra.
+_LONGEST_SET = 16
 
 
 def math(response: str, label: str | None) -> Verdict:
-    """Return whether the answer of a response equals the label.
+    r"""Compare the answer in a response with the label.
 
-    The answer is the last balanced `\boxed{}` or the last `<answer>..</answer>`, whichever begins later, else the last
-    number. The label is an answer, or a solution with one in its last box or behind `####`.
+    The answer is the last balanced `\boxed{}` or the last `<answer>..</answer>`, whichever begins later, or else the
+    last number. The label is an answer, or a solution with the answer in the last box or after `####`.
     """
     if label is None:
         return NO_LABEL
@@ -92,7 +100,7 @@ def math(response: str, label: str | None) -> Verdict:
 
 
 def find_answer(response: str) -> str | None:
-    """Return the answer of a response as it is written there, None if it has none."""
+    """Extract the answer as written, or None."""
     tagged = tagged_answer(response)
     if tagged is None:
         return last_number(response)
@@ -101,10 +109,10 @@ def find_answer(response: str) -> str | None:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Return whether two answers are the same, whatever their form.
+    """Return whether two answers are equivalent.
 
-    Units and names are taken off step by step as long as numbers and texts decide nothing; then lists are compared part
-    by part, each part as an answer of its own, and single parts as formulas.
+    Compares numbers and text first, then again without units and without names such as `x =`. If that is inconclusive,
+    lists are compared element by element and single elements as formulas.
     """
     while (verdict := _settled(one, other)) is None:
         simpler = _simpler(one, other)
@@ -116,7 +124,7 @@ def same_answer(one: str, other: str) -> bool:
 
 
 def _settled(one: str, other: str) -> bool | None:
-    """Return whether two answers are the same if numbers, texts, lengths or units decide it; None if they do not."""
+    """Compare two answers by numbers, text, length and units. Returns None if that is inconclusive."""
     number, other_number = parse_number(one), parse_number(other)
     if number is not None and other_number is not None:
         return same_number(number, other_number)
@@ -130,7 +138,7 @@ def _settled(one: str, other: str) -> bool | None:
 
 
 def _simpler(one: str, other: str) -> tuple[str, str] | None:
-    """Return two answers without their units, else without names as `x =`; None if they have neither."""
+    """Strip units or, if there are none, names such as `x =`. Returns None if there is nothing to strip."""
     values = _without_unit(one)[0], _without_unit(other)[0]
     if values != (one, other):
         return values
@@ -140,7 +148,7 @@ def _simpler(one: str, other: str) -> tuple[str, str] | None:
 
 
 class _List(NamedTuple):
-    """An answer as its parts between commas; brackets are empty if none enclose all of it."""
+    """An answer split at commas. Brackets are empty unless they enclose the whole answer."""
 
     opening: str
     parts: list[str]
@@ -166,13 +174,13 @@ def _same_lists(one: _List, other: _List) -> bool:
 
 
 def _same_sets(one: list[str], other: list[str]) -> bool:
-    """Return whether each part of either list has its equal in the other: a set may name a member twice."""
-    found = [[same_answer(left, right) for right in other] for left in one]
-    return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
+    """Compare as sets: each element must occur in the other list. Duplicates are allowed."""
+    equal = [[same_answer(left, right) for right in other] for left in one]
+    return all(map(any, equal)) and all(map(any, zip(*equal, strict=True)))
 
 
 def _same_members(one: list[str], other: list[str]) -> bool:
-    """Return whether each part has its equal in the other list, in whatever order."""
+    """Compare as multisets: a one-to-one match in any order."""
     left = list(other)
     for part in one:
         equal = next((candidate for candidate in left if same_answer(part, candidate)), None)
@@ -197,7 +205,8 @@ def _same_formula(answer: str, expected: str) -> bool:
 
 
 def _parsed(text: str) -> list[object]:
-    """Return the readings of a formula, none if it cannot be read; math-verify takes the e of 1e-20 for a constant."""
+    """Parse a formula. Returns an empty list if it cannot be parsed."""
+    # Plain numbers bypass math-verify, which parses the e in 1e-20 as Euler's number.
     number = parse_number(text)
     if number is not None and not number.percent and not number.unit:
         return [sympy.Rational(number.value.numerator, number.value.denominator), text]
@@ -207,7 +216,7 @@ def _parsed(text: str) -> list[object]:
 
 
 def _with_exact_numbers(form: object) -> object:
-    """Return a parsed formula whose decimals are fractions, so that nothing is rounded, and whose `i` is imaginary."""
+    """Replace decimals by fractions, so that nothing is rounded, and the symbol `i` by the imaginary unit."""
     if not isinstance(form, sympy.Basic):
         return form
     exact: sympy.Basic = form.subs({symbol: sympy.I for symbol in form.free_symbols if symbol.name == "i"})
@@ -217,7 +226,7 @@ def _with_exact_numbers(form: object) -> object:
 
 
 def _constant(form: object) -> sympy.Expr | None:
-    """Return the formula if it is a finite number, with all that can be computed in it computed; else None."""
+    """Evaluate a formula and return it if the value is a finite number, or else None."""
     if not isinstance(form, sympy.Expr) or form.free_symbols or form.has(sympy.UnevaluatedExpr):
         return None
     value = form.doit()
@@ -225,17 +234,19 @@ def _constant(form: object) -> sympy.Expr | None:
 
 
 def _same_constant(one: sympy.Expr, text: str, other: sympy.Expr, other_text: str) -> bool:
-    """Return whether two numbers are equal.
+    """Compare two constants.
 
-    Rational numbers are compared exactly, others by 100 digits. A decimal equals an irrational number if it is that
-    number, rounded or truncated, and has six significant digits or more.
+    Rational numbers are compared exactly, others to 100 digits. A decimal with at least six significant digits equals
+    an irrational number that rounds or truncates to it.
     """
     if one.is_Rational and other.is_Rational:
         return bool(one == other)
+    # 20 guard digits; `maxn` stops sympy from raising the precision without bound when terms cancel.
     values = [side.evalf(_DIGITS + 20, maxn=4 * _DIGITS) for side in (one, other)]
     size = max(map(abs, values))
     if abs(values[0] - values[1]) <= size * sympy.Float(10) ** -_DIGITS:
         return True
+    # Relative precision is meaningless this close to 0: both must be 0.
     if size < sympy.Float(10) ** (-3 * _DIGITS):
         return _is_nothing(one) and _is_nothing(other)
     return (one.is_Rational and "." in text and _is_rounded(one, values[1])) or (
@@ -244,7 +255,7 @@ def _same_constant(one: sympy.Expr, text: str, other: sympy.Expr, other_text: st
 
 
 def _is_nothing(number: sympy.Expr) -> bool:
-    """Return whether a number is 0, or so many of its digits cancel that it must be."""
+    """Return whether a number is 0, or cancels to so many digits that it must be."""
     try:
         return bool(number.evalf(_LEAST_DIGITS, maxn=4 * _DIGITS, strict=True) == 0)
     except PrecisionExhausted:
@@ -252,7 +263,7 @@ def _is_nothing(number: sympy.Expr) -> bool:
 
 
 def _is_rounded(decimal: sympy.Expr, value: sympy.Expr) -> bool:
-    """Return whether a number of six significant digits or more is `value`, rounded or truncated at its last digit."""
+    """Return whether a decimal with six or more significant digits is `value`, rounded or truncated."""
     digits, places = sympy.Integer(decimal.p), 0
     denominator = sympy.Integer(decimal.q)
     while denominator != 1 and places < MAX_NUMBER_LENGTH:
@@ -261,7 +272,8 @@ def _is_rounded(decimal: sympy.Expr, value: sympy.Expr) -> bool:
         digits, denominator = digits / common, denominator / common
     if denominator != 1 or abs(digits) < 10 ** (_LEAST_DIGITS - 1) or not value.is_real:
         return False
-    excess = (abs(value) - abs(decimal)) * sympy.Integer(10) ** places  # in units of the last digit
+    # In units in the last place.
+    excess = (abs(value) - abs(decimal)) * sympy.Integer(10) ** places
     return bool(value * decimal > 0 and -0.5 <= excess < 1)
 
 
@@ -274,8 +286,7 @@ def _label_answer(label: str) -> str:
 
 
 def _core(text: str) -> str:
-    """Return the part of an `<answer>` that is compared: all of it, or in a sentence its last formula, else its last
-    number."""
+    """Return the part of an `<answer>` to compare: the last formula or else number in a sentence, otherwise all."""
     if parse_number(text) is not None or _SENTENCE.search(text) is None:
         return text
     formulas = _IN_SENTENCE.findall(text[-MAX_FORMULA_LENGTH:])
@@ -283,7 +294,7 @@ def _core(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text without typesetting, to be compared as text."""
+    """Remove LaTeX typesetting for a text comparison."""
     text = text.strip()
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped["dollars"] or wrapped["round"] or wrapped["square"] or ""
@@ -292,13 +303,14 @@ def _plain(text: str) -> str:
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(FROM_SUPERSCRIPT)}}}", text)
     text = _ROOT_SIGN.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text).translate(_CHARACTERS)
     text = _LONG_EXPONENT.sub(r"^{\1}", _EMPTY_SET.sub(r"\\emptyset", text)).replace(r"\%", "%").strip().rstrip(".")
+    # Words are compared case-insensitively; in formulas, x and X differ.
     if not re.search(r"[\\=+*/^_]", text):
-        text = text.casefold()  # words
+        text = text.casefold()
     return _with_blanks_after_commas(" ".join(text.split()))
 
 
 def _with_blanks_after_commas(text: str) -> str:
-    """Return the text with one blank after each comma inside brackets, because math-verify reads (1,100) as 1100."""
+    """Put one space after each comma inside brackets, because math-verify parses (1,100) as 1100."""
     pieces, end = [], 0
     for match, depth in _tokens(text):
         is_inner_comma = depth > 0 and match[0].strip() == ","
@@ -308,27 +320,27 @@ def _with_blanks_after_commas(text: str) -> str:
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """Return (the text without a unit in \\text{} behind it, that unit)."""
+    """Split off a trailing unit in \\text{}: returns (text, unit)."""
     text = text.strip().rstrip(".")
     match = _UNIT.search(text)
     return (text[: match.start()], match[0].strip()) if match else (text, "")
 
 
 def _readings(text: str) -> list[_List]:
-    """Return the lists that a text may mean: `1,100` is one number, or two."""
+    """Return all readings as a list: `1,100` is one number, or two."""
     whole_numbers = _THOUSANDS.sub("", text)
     texts = [text] if any(_around(text)) or whole_numbers == text else [_joined_thousands(text), text]
     return [_list_of(reading) for reading in texts]
 
 
 def _joined_thousands(text: str) -> str:
-    """Return the text without the commas of thousands, except inside brackets, where a comma separates entries."""
+    """Remove thousands separators, except inside brackets, where a comma separates elements."""
     inner = {match.start() for match, depth in _tokens(text) if depth > 0}
     return _THOUSANDS.sub(lambda match: match[0] if match.start() in inner else "", text)
 
 
 def _list_of(text: str) -> _List:
-    """Cut a text at the commas (and the words `and`, `or`) that are in no bracket but one around all of it."""
+    """Split a text at top-level commas, `and` and `or`, after removing brackets around the whole text."""
     opening, closing = _around(text)
     inner = text[len(opening) : len(text) - len(closing)]
     parts, start = [], 0
@@ -341,7 +353,7 @@ def _list_of(text: str) -> _List:
 
 
 def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield each bracket and separator with the number of brackets that are open after it."""
+    """Yield each bracket and separator with the nesting depth after it."""
     depth = 0
     for match in _TOKEN.finditer(text):
         depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
@@ -349,7 +361,7 @@ def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
 
 
 def _around(text: str) -> tuple[str, str]:
-    """Return the brackets around all of a text, empty if there are none."""
+    """Return the brackets that enclose the whole text, or empty strings."""
     opening = next((bracket for bracket in ("(", "[", r"\{") if text.startswith(bracket)), "")
     closing = next((bracket for bracket in (r"\}", ")", "]") if text.endswith(bracket)), "")
     if not opening or not closing:
@@ -361,7 +373,7 @@ def _around(text: str) -> tuple[str, str]:
 
 
 def _without_names(one: str, other: str) -> tuple[str, str]:
-    """Return two answers without `x =` before them, if both have the same name or one has none."""
+    """Strip `x =` from two answers if both have the same name or only one has a name."""
     (name, value), (other_name, other_value) = _assigned(one), _assigned(other)
     if name == other_name or (not (name and other_name) and not _EQUALS.search(value + other_value)):
         return value, other_value
@@ -369,7 +381,7 @@ def _without_names(one: str, other: str) -> tuple[str, str]:
 
 
 def _assigned(text: str) -> tuple[str, str]:
-    """Return (the symbol on the left of an equation, its right side); an empty symbol if it is none."""
+    """Split `x = value` into (symbol, value). The symbol is empty if the text is not an assignment."""
     name, *values = _EQUALS.split(text)
     if len(values) == 1 and _SYMBOL.fullmatch(name.strip()):
         return name.strip(), values[0].strip()

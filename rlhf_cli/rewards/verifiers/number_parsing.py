@@ -1,21 +1,22 @@
-"""Plain numbers in text, compared as numbers.
+"""Exact parsing and comparison for plain numbers in text.
 
-Knows signs, thousands separators, decimals, repeating ones too, powers of ten in all spellings, fractions, mixed
-numbers, percent, currency signs and a unit behind the number. Values are exact. Algebra is in mathematics.py. Text of a
-model is matched, never evaluated, and every step is linear in its length.
+Supports signs, thousands separators, decimals, repeating decimals, powers of ten in all spellings, fractions, mixed
+numbers, percentages, currency signs and a trailing unit. Model output is matched, never evaluated, in linear time.
+Algebra is in mathematics.py.
 """
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Characters of an answer that are looked at. No number a person asks for is longer, and arithmetic on numbers of this
-# length takes microseconds (Python refuses to read integers of more than 4,300 digits).
+# Longest number that is parsed, in characters. No real answer is longer, and arithmetic on such numbers takes
+# microseconds. Python itself rejects integer strings with more than 4,300 digits.
 MAX_NUMBER_LENGTH = 1_000
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?![\d.]))?"
-# 3 digits, because Python refuses to write integers of more than 4,300 digits. Latin x is a sign of multiplication too.
+# Exponents have at most 3 digits, so that values stay below Python's limit of 4,300 digits for int-to-str conversion.
+# The letter x also counts as a multiplication sign.
 _POWER = r"10\s*(?:\^|\*\*)\s*(?:\{\s*(?:[+-]\s*)?\d{1,3}\s*\}|[+-]?\d{1,3}(?!\d))"
 _TIMES = r"\s*(?:\\times|\\cdot|\\ast|[*\u00d7\u00b7\u22c5xX])\s*"
 _NUMBER = re.compile(
@@ -29,7 +30,8 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.^\\])(?=\S){_NUMBER.pattern}", re.VERBOSE)
-_AFTER_NUMBER = 10  # characters behind the last digit that may belong to its number: braces, a percent sign
+# Characters after the last digit that may belong to the number, such as braces and a percent sign.
+_AFTER_NUMBER = 10
 _UNIT = re.compile(
     r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?-?[1-4]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?-?[1-4]\}?)?){0,3})?"
 )
@@ -49,7 +51,7 @@ _REPLACED = (
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as written: `50 %` has value 50 and `percent`; `unit` is the text behind it."""
+    """A number as written: `50 %` has value 50 with `percent`. `unit` is the text after it."""
 
     value: Fraction
     percent: bool
@@ -57,15 +59,15 @@ class Number:
 
     @property
     def key(self) -> str:
-        """The same text for numbers that are written differently: 0.50, 1/2 and 50 %; units are left out.
+        """Canonical string without the unit, equal for 0.50, 1/2 and 50 %.
 
-        A percentage is its hundredth part: 50 % and 50 are two answers, though a label may accept both.
+        A percentage is divided by 100: 50 % and 50 are different answers, although a label may accept both.
         """
         return str(self.value / 100 if self.percent else self.value)
 
 
 def parse_number(text: str) -> Number | None:
-    """Return the number that the whole text is, with at most a unit behind it; None if it is anything else."""
+    """Parse a text that consists of a number and an optional unit. Returns None for other text."""
     cleaned = _clean(text)
     match = _NUMBER.match(cleaned)
     if match is None:
@@ -75,13 +77,13 @@ def parse_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """Return the number that the text begins with, whatever words follow it; None if it begins with anything else."""
+    """Parse a number at the start of a text, ignoring words after it. Returns None if there is none."""
     match = _NUMBER.match(_clean(text))
     return None if match is None else _number(match, unit="")
 
 
 def without_repetend(text: str) -> str:
-    r"""Return the text with repeating decimals, `0.1\overline{6}` or `0.1\dot{6}`, as fractions."""
+    r"""Replace repeating decimals, `0.1\overline{6}` or `0.1\dot{6}`, by fractions."""
     return _REPETEND.sub(_fraction_of_repetend, text)
 
 
@@ -93,21 +95,23 @@ def _fraction_of_repetend(match: re.Match[str]) -> str:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number in a text as it is written there, sign, fraction and percent sign included."""
+    """Return the last number as written, including sign, fraction and percent sign."""
+    # Search only near the last digit, so that the time does not depend on the text length.
     end = max(map(text.rfind, "0123456789")) + 1
     start = max(end - MAX_NUMBER_LENGTH + _AFTER_NUMBER, 0)
+    # No digit, or a number that is too long: a part of it would be a wrong answer.
     if end == 0 or (start > 0 and text[start].isdigit() and text[start - 1].isdigit()):
-        return None  # no number, or one that is too long
+        return None
     cleaned = _clean(text[start:end] + text[end : end + _AFTER_NUMBER])
-    found = [match[0].strip() for match in _NUMBER_IN_TEXT.finditer(cleaned)]
-    return found[-1] if found else None
+    matches = [match[0].strip() for match in _NUMBER_IN_TEXT.finditer(cleaned)]
+    return matches[-1] if matches else None
 
 
 def same_number(one: Number, other: Number) -> bool:
     """Return whether two numbers are equal.
 
-    Units are compared if both have one. A percentage equals the bare number before the sign as well as the hundredth
-    part of it, because labels are written both ways; two percentages are compared as written.
+    Units are compared if both numbers have one. 50 % equals 50 as well as 0.5, because labels use both notations; two
+    percentages are compared as written.
     """
     if one.unit and other.unit and one.unit != other.unit:
         return False
@@ -118,11 +122,12 @@ def same_number(one: Number, other: Number) -> bool:
 
 
 def _clean(text: str) -> str:
-    """Return the text without typesetting around and inside numbers; empty if it is too long to be one."""
+    """Remove typesetting around and inside numbers. Returns "" if the text is too long."""
     text = text.strip()
     if len(text) > MAX_NUMBER_LENGTH:
         return ""
-    text = _STYLE.sub(r" \1 ", without_repetend(text)).replace(" ^", "^")  # of a unit, as in \text{ m/s}^2
+    # The space before ^ comes from a styled unit: \text{ m/s}^2.
+    text = _STYLE.sub(r" \1 ", without_repetend(text)).replace(" ^", "^")
     text = _SUPERSCRIPT.sub(lambda match: f"10^{{{match[1].translate(FROM_SUPERSCRIPT)}}}", text)
     for written, plain in _REPLACED:
         text = text.replace(written, plain)
@@ -135,7 +140,8 @@ def _number(match: re.Match[str], *, unit: str) -> Number | None:
     numerator, denominator = (
         Fraction((part or "1").strip("{} ").replace(",", "").rstrip(".")) for part in (above, below)
     )
-    signs = match["sign"] + match["sign_after"]  # -$5 and $-5
+    # A sign may precede or follow the currency sign, but not both: -$5 and $-5.
+    signs = match["sign"] + match["sign_after"]
     mixed = int(match["mixed"] or 0)
     if denominator == 0 or len(signs) > 1 or (mixed and not 0 <= numerator < denominator):
         return None
@@ -144,6 +150,6 @@ def _number(match: re.Match[str], *, unit: str) -> Number | None:
 
 
 def _power_of_ten(written: str | None) -> Fraction:
-    """Return the value of a text such as `10^{-19}` or `10**5`, 1 for none."""
+    """Parse a power such as `10^{-19}` or `10**5`. Returns 1 for None."""
     exponent = re.sub(r"[^0-9+-]", "", written[2:]) if written else "0"
     return Fraction(10) ** int(exponent)

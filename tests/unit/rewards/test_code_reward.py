@@ -98,14 +98,20 @@ def test_labels_are_read(label, tests):
     [
         ('{"inputs": ["1"], "outputs": []}', "has 1 inputs and 0 outputs"),
         ('{"inputs": [], "outputs": []}', "has no tests: 'inputs' is empty"),
-        ('{"input": ["1"]}', "has no lists 'inputs' and 'outputs'; it has 'input'"),
-        ('{"inputs": [1], "outputs": ["2"]}', "has a test that is no text: 1"),
-        ('{"fn_name": "f", "inputs": ["x"], "outputs": ["2"]}', "has arguments or a value of f that are no JSON: 'x'"),
-        ('{"fn_name": "a b", "inputs": [[1]], "outputs": [2]}', "has fn_name 'a b', which is no name of a function"),
+        ('{"input": ["1"]}', "has no lists 'inputs' and 'outputs'; keys: 'input'"),
+        ('{"inputs": [1], "outputs": ["2"]}', "has a test that is not text: 1"),
+        (
+            '{"fn_name": "f", "inputs": ["x"], "outputs": ["2"]}',
+            "has arguments or a value for f that are not JSON: 'x'",
+        ),
+        (
+            '{"fn_name": "a b", "inputs": [[1]], "outputs": [2]}',
+            "has fn_name 'a b', which is not a valid function name",
+        ),
         ("[]", "has no tests: it is an empty list"),
         ("42", "is neither"),
         ("the answer", "is neither JSON nor valid Python (invalid syntax): 'the answer'"),
-        ("x = 1", "asserts nothing: 'x = 1'"),
+        ("x = 1", "has no assertions: 'x = 1'"),
         ("", "has no tests: it is empty"),
         ('["assert f("]', "is neither JSON nor valid Python"),
         ("[" * 100_000, "is neither JSON nor valid Python"),
@@ -226,7 +232,7 @@ def test_an_answer_that_hangs_everywhere_ends_with_the_seconds_of_all(judge):
     limits = CodeLimits(timeout=0.3, memory_mb=200, total_seconds=0.8)
     status, share, detail = judge(HANGS, label, limits)
     assert (status, share) == ("wrong", 0.0)
-    assert detail == "0 of 50 tests passed; one took too long"
+    assert detail == "0 of 50 tests passed; a test timed out"
 
 
 def test_the_first_trouble_is_told(judge):

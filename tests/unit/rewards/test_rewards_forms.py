@@ -188,7 +188,7 @@ def test_a_function_that_reads_trls_environments_is_refused_with_the_reward_to_n
     reward_file: WriteFile, parameters: str
 ) -> None:
     source = f"def reward_func({parameters}): return [one.reward for one in environments]"
-    with pytest.raises(UsageError, match=r"takes `environments`.*--reward_funcs environment"):
+    with pytest.raises(UsageError, match=r"`environments` parameter.*--reward_funcs environment"):
         Scorer(config(reward_func=reward_file(source))).__enter__()
 
 

@@ -596,7 +596,7 @@ sandbox.require_sandbox(sandboxed=False)
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.stdout.startswith(
-        "code cannot be run here: the sandbox could not be made (unshare: Operation not permitt"
+        "code cannot run on this machine: the sandbox could not be created (unshare: Operation not permitt"
     )
     assert "--code_unsandboxed" in done.stdout
     assert done.stdout.count("\n") == 1
