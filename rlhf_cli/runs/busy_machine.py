@@ -1,4 +1,4 @@
-"""Hints at the start of a run on CPUs that it will be slow: its cores are busy, or too few for its processes."""
+"""Startup warnings for slow CPU runs: the machine is busy, or there are more processes than cores."""
 
 import os
 
@@ -6,12 +6,13 @@ from rlhf_cli.backends.cluster.placement import ENGINE, Layout
 
 
 def load_notice(load: float | None = None, cores: int | None = None) -> list[str]:
-    """Return a line if other programs use as many cores as there are: threads that wait for each other take turns.
+    """Return a warning if other programs use all cores.
 
     Args:
-        load: runnable threads in the last minute, by default of this machine, which is asked before the run loads it.
-        cores: cores that this process may use, by default all of them.
+        load: load average over the last minute; by default measured here, so call it before the run adds load.
+        cores: cores available to this process; by default measured here.
     """
+    # With fewer free cores than threads, OpenMP threads that busy-wait for each other make steps many times slower.
     load = os.getloadavg()[0] if load is None else load
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if load < cores:
@@ -23,10 +24,10 @@ def load_notice(load: float | None = None, cores: int | None = None) -> list[str
 
 
 def crowd_notice(layout: Layout, cores: float) -> list[str]:
-    """Return a line for each role with more processes than the cluster has cores."""
+    """Return a warning for each role with more processes than cores in the cluster."""
     counts = {role: len(layout.of(role)) for role in dict.fromkeys(seat.role for seat in layout.seats)}
     return [
-        f"{role}: {count} processes on {cores:g} cores, each with a model of its own, take minutes to start; lower "
+        f"{role}: {count} processes on {cores:g} cores, each with a separate model, take minutes to start; lower "
         f"--{'vllm_num_engines' if role == ENGINE else f'{role}_num_gpus_per_node'}"
         for role, count in counts.items()
         if count > cores

@@ -1,4 +1,4 @@
-"""The quickstart with a tool: sums of larger numbers, an environment with a calculator, and practice without it."""
+"""Quickstart with tools: sums with larger numbers, an environment with a calculator, and training without it."""
 
 import shlex
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ENVIRONMENT_FILE = "data/calculator.py"
 
 @dataclass(frozen=True)
 class CalculatorWalkthrough(Walkthrough):
-    """Sums too large for the model: imitation learns the notation of a call, practice learns when to call."""
+    """Sums too large for the model: SFT learns the tool call syntax, RL learns when to call."""
 
     algorithm: str = "grpo"
     max_new_tokens: ClassVar[int] = 48
@@ -26,7 +26,7 @@ class CalculatorWalkthrough(Walkthrough):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The run directories of the stages: practice without the calculator is one more."""
+        """Run directories by stage, including training without the calculator."""
         return {**super().folders, f"{self.algorithm} alone": self.root / "practice_alone"}
 
     @property
@@ -60,7 +60,7 @@ class CalculatorWalkthrough(Walkthrough):
         return self._practice("practice") + self._with_calculator()
 
     def practice_alone(self) -> list[str]:
-        """Return the command that practises as long without the calculator."""
+        """Return the training command without the calculator, with the same number of iterations."""
         return self._practice("practice_alone")
 
     def _practice(self, output: str) -> list[str]:
@@ -74,11 +74,11 @@ class CalculatorWalkthrough(Walkthrough):
         return shlex.split(words)
 
     def evaluation(self) -> list[str]:
-        """Return the command in which the models that may call the calculator answer the held-out sums."""
+        """Return the evaluation command for models with the calculator."""
         return self._evaluation("practice", "eval") + self._with_calculator()
 
     def evaluation_alone(self) -> list[str]:
-        """Return the command in which the models without the calculator answer the held-out sums."""
+        """Return the evaluation command for models without the calculator."""
         return self._evaluation("practice_alone", "eval_alone")
 
     def _evaluation(self, practised: str, output: str) -> list[str]:
@@ -93,7 +93,7 @@ class CalculatorWalkthrough(Walkthrough):
         return shlex.split(f"--environment {self._at(ENVIRONMENT_FILE)} --max_turns 3")
 
     def steps(self) -> list[Step]:
-        """Return the commands in order."""
+        """Return all commands in order."""
         alone = f"{self.algorithm} alone"
         return [
             *self._first_steps(),

@@ -1,4 +1,4 @@
-"""The last lines of a training command on the terminal."""
+"""Final terminal output of a training command."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from rlhf_cli.trainers.offline.loop import Finished
 def conclude(
     tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Show how the run ended, the places of its results, and `facts`."""
+    """Print the outcome, result paths and `facts`."""
     if finished.interrupted:
         tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
     else:

@@ -1,6 +1,6 @@
-"""Data as the command that `rlhf data` stands in for reads them, by that command's own loading function.
+"""Previews for `rlhf data`: loads data with the loading function of the training command.
 
-How they are printed is in data_view.py.
+data_view.py prints them.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +38,12 @@ from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
 from rlhf_cli.trainers.offline.pairs import PairItems
 
 DROPPED_PROMPTS = ("dropped_invalid", "dropped_overlong")
-"""Counters of prompts that are left out for a fault or their length."""
+"""Report counters for prompts that are dropped as invalid or too long."""
 
 
 @dataclass(frozen=True)
 class Happened:
-    """Rows with the same fate: the fate, their number, and a sentence about the first one."""
+    """Rows with the same outcome: description, count, and details about the first rows."""
 
     what: str
     count: int
@@ -52,12 +52,14 @@ class Happened:
 
 @dataclass(frozen=True)
 class Preview:
-    """The data as a command gets them.
+    """Data as loaded by a command.
 
-    `lengths` counts the lengths of all rows in the unit `lengths_are`. Rows longer than `limit` are cut or dropped, and
-    `limit_is` explains the limit. `num_trained` is None if the data are not trained on. `most_tokens` are the tokens
-    that one of the items takes in a micro-batch at most, in words `most_is`; a micro-batch holds `room`. `rehearsal` is
-    an episode to play if there is an environment.
+    - `num_trained`: trained tokens; None for prompts.
+    - `lengths`: number of items by length in tokens; `lengths_are` describes the items.
+    - `limit`: longer rows are truncated or dropped; `limit_is` describes the limit.
+    - `most_tokens`: largest number of tokens that an item uses in a micro-batch, described by `most_is`.
+    - `room`: tokens that fit in a micro-batch, described by `room_is`.
+    - `rehearsal`: an episode to play, if there is an environment.
     """
 
     title: str
@@ -83,10 +85,10 @@ class Preview:
 
 
 def inspect_data(config: DataCommandConfig) -> list[Preview]:
-    """Return the previews of the training data and, if given, of the evaluation data.
+    """Return previews of the training data and, if set, of the evaluation data.
 
     Raises:
-        UsageError: the command would refuse the data.
+        UsageError: the command would reject the data.
     """
     settings: Any = settings_of(config.show.for_, config.data)
     tokenizer = load_tokenizer(config.model)
@@ -115,7 +117,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
 
 
 def _found_model(config: DataCommandConfig) -> FoundModel:
-    """Return the model of the settings, the base of an adapter."""
+    """Find the model, or the base model of an adapter."""
     adapter = adapter_folder(config.model.pretrain)
     base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))
     return find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
@@ -123,9 +125,10 @@ def _found_model(config: DataCommandConfig) -> FoundModel:
 
 @dataclass(frozen=True)
 class DataReading:
-    """How an offline command loads its data, which field of that has the items, and how an item is shown.
+    """How an offline command loads data and how items are shown.
 
-    `takes` returns the tokens that each item takes in a micro-batch.
+    - `items`: name of the field with the items in the loaded data.
+    - `takes`: returns the tokens per item in a micro-batch.
     """
 
     load: Callable[..., object]
@@ -137,9 +140,9 @@ class DataReading:
 
 
 def _controls(report: ControlReport) -> Happened:
-    """Return the rows with special tokens in their messages, with the count of each token."""
+    """Summarize rows with special tokens in messages, with counts per token."""
     listed = [f"{token}: {count:,} rows" for token, count in report.control_tokens.items()]
-    what = "with special tokens in the text of their messages, calls or tools, which become control tokens"
+    what = "with special tokens in message, call or tool text, which become control tokens"
     return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
 
 
@@ -167,7 +170,7 @@ def _offline(title: str, reading: DataReading, data: Any, config: DataCommandCon
         limit=config.data.max_len,
         limit_is=f"max_len {config.data.max_len:,}",
         most_tokens=(most := int(reading.takes(data).max())),
-        most_is=f"the longest of the {report.items_are} takes {most:,} tokens",
+        most_is=f"the longest of the {report.items_are} uses {most:,} tokens",
         room=config.show.room,
         room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
@@ -187,7 +190,7 @@ def _prompts(
     room = config.data.max_len - config.data.max_new_tokens
     counts = [
         Happened("with ground truth", report.labelled, []),
-        Happened("left out by their pass rate", report.dropped_by_pass_rate, []),
+        Happened("dropped by pass rate", report.dropped_by_pass_rate, []),
         *(Happened(COUNTED[name], getattr(report, name), report.noted.get(name, [])) for name in DROPPED_PROMPTS),
         _controls(report),
     ]
@@ -207,9 +210,9 @@ def _prompts(
         lengths=report.lengths,
         lengths_are="prompts",
         limit=room,
-        limit_is=f"max_len {config.data.max_len:,} less max_new_tokens {config.data.max_new_tokens:,}",
+        limit_is=f"max_len {config.data.max_len:,} minus max_new_tokens {config.data.max_new_tokens:,}",
         most_tokens=config.data.max_len,
-        most_is=f"a prompt with its response takes up to {config.data.max_len:,} tokens (max_len)",
+        most_is=f"a prompt with response uses up to {config.data.max_len:,} tokens (max_len)",
         room=config.show.room,
         room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
@@ -219,7 +222,7 @@ def _prompts(
 
 
 def _rehearsal(config: DataCommandConfig, plan: EnvironmentPlan, data: PromptData, decode: Decode) -> Rehearsal:
-    """Return the episode of the first prompt. Raise UsageError if its row or the script cannot be used."""
+    """Prepare an episode with the first prompt. Raises UsageError if the row or the script is invalid."""
     plan.check_rows(data)
     first = data.prompts[0]
     script = None if config.episodes.turns is None else read_turns(config.episodes.turns)
@@ -227,18 +230,18 @@ def _rehearsal(config: DataCommandConfig, plan: EnvironmentPlan, data: PromptDat
 
 
 def _room(show: ShowConfig) -> str:
-    """Return the settings that make the room of a micro-batch, in words."""
+    """Describe the settings that determine the micro-batch size."""
     ranks = f" on {show.sequence_parallel_size} ranks" if show.sequence_parallel_size > 1 else ""
     return f"train_max_tokens_per_gpu {show.train_max_tokens_per_gpu:,}{ranks}"
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Return a decoder of token ids to exactly their text, special tokens included."""
+    """Return a decoder from token IDs to exact text, including special tokens."""
     return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def special_tokens_of(tokenizer: Any) -> list[str]:
-    """Return the special tokens as they look in a decoded text."""
+    """Return the special tokens as they appear in decoded text."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
@@ -262,7 +265,8 @@ def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[PreviewPart]:
 
 
 def _parts_of_solution(item: StepItem, decode: Decode) -> list[PreviewPart]:
-    """Return the prompt and every step, whose last token carries its label."""
+    """Return the prompt and all steps."""
+    # A step's label is at the last token, which is therefore the trained one.
     ids, ends = item.token_ids.tolist(), item.ends.tolist()
     parts = [_untrained("prompt", ids[: item.start], decode, item.pictures)]
     for number, (begin, end, label) in enumerate(zip([item.start, *ends[:-1]], ends, item.labels, strict=True), 1):
@@ -343,4 +347,4 @@ READINGS: dict[type[SettingsGroup], DataReading] = {
         _taken_by_responses,
     ),
 }
-"""How data for offline training are read and shown, by their settings."""
+"""Loading functions for offline data, by settings class."""

@@ -1,4 +1,4 @@
-"""The data settings of the command that `rlhf data` stands in for; imports nothing heavy."""
+"""Converts settings of `rlhf data` to the data settings of the selected command. This module imports nothing heavy."""
 
 from pydantic import create_model
 
@@ -24,19 +24,20 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "distill": DataConfig,
     **dict.fromkeys(ONLINE_TRAINING, PromptConfig),
 }
-"""The data settings of each command."""
+"""Data settings class for each command."""
 PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
-"""What prompts are called in the settings of online commands."""
+"""Names in `rlhf data` and in online commands, where they differ."""
 
 
 def settings_of(command: str, given: ShownDataConfig) -> SettingsGroup:
-    """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
+    """Return the data settings for `command`. Raises UsageError for settings that it does not have."""
     fields = type(given).model_fields
     names = PROMPT_NAMES if command in ONLINE_TRAINING else {}
     values = {name: value for name, value in given if value != fields[name].default}
     cls = DATA_CONFIGS[command]
     if command in ONLINE_TRAINING:
-        values.pop("max_new_tokens", None)  # a setting of the command, though not of its data
+        # Online commands have this setting, but in another group.
+        values.pop("max_new_tokens", None)
     foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
     if foreign:
         raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")

@@ -1,4 +1,4 @@
-"""Previews of data for people: colours and underlines on a terminal, marks and 80 columns elsewhere."""
+"""Prints data previews: with colors and underlines on a terminal, otherwise with marks and 80 columns."""
 
 import os
 import unicodedata
@@ -12,12 +12,12 @@ from rlhf_cli.runs.data_preview import Preview
 from rlhf_cli.tracking.terminal.pictures import draws_pictures, print_picture
 
 PLAIN_WIDTH = 80
-"""Columns without a terminal."""
+"""Line width without a terminal."""
 MAX_BAR = 40
 MAX_FILES = 4
-"""Files of a source that are named."""
+"""Maximum number of files to list per source."""
 MARKS = "[[", "]]"
-"""Around trained tokens without colours and underlines."""
+"""Marks around trained tokens without colors."""
 TRAINED, LEFT_OUT, SPECIAL, FAINT, HEADING = "green underline", "yellow", "bold", "dim", "bold cyan"
 KEPT_CONTROLS = "\n\t"
 
@@ -25,9 +25,9 @@ KEPT_CONTROLS = "\n\t"
 def show(
     previews: Sequence[Preview], console: Console, *, command: str, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Print the previews: sources, examples, lengths, and the rows that were cut or dropped.
+    """Print sources, examples, lengths, and counts of truncated or dropped rows.
 
-    `environment` is the terminal's, which names its way to draw pictures.
+    `environment` contains the terminal's variables, which select the image protocol.
     """
     for preview in previews:
         page = Page(console, preview.special_tokens, environment)
@@ -39,7 +39,7 @@ def show(
 
 
 class Page:
-    """Prints lines no wider than the terminal."""
+    """Prints lines wrapped to the terminal width."""
 
     def __init__(self, console: Console, special_tokens: Sequence[str], environment: Mapping[str, str]) -> None:
         self._console, self._environment = console, environment
@@ -51,7 +51,7 @@ class Page:
         self.line(Text(text, HEADING))
 
     def line(self, text: Text | str = "", *, indent: int = 0, hanging: int = 0) -> None:
-        """Print a text, wrapped; all its lines are indented, those after the first further by `hanging`."""
+        """Print wrapped text. Lines are indented by `indent`, and after the first also by `hanging`."""
         text = Text(text) if isinstance(text, str) else text
         width = max(20, self._width - indent - hanging)
         for number, line in enumerate(text.wrap(self._console, width, overflow="fold", tab_size=8)):
@@ -78,7 +78,7 @@ class Page:
             self._example(example, preview)
 
     def legend(self) -> None:
-        """Print how trained tokens look."""
+        """Print a sample of a trained token."""
         self.line()
         text = Text("Trained tokens look ")
         text.append_text(self._pieces([Piece("like this", is_trained=True)]))
@@ -93,7 +93,7 @@ class Page:
         self.facts(example.facts)
 
     def part(self, part: PreviewPart) -> None:
-        """Print a text of an example below its name."""
+        """Print a named part of an example."""
         trained = f", {part.num_trained:,} trained" if part.num_trained else ""
         name = Text().append(part.name, "bold").append(f": {part.num_tokens:,} tokens{trained}", FAINT)
         self.line(name, indent=2)
@@ -104,12 +104,12 @@ class Page:
         self._pictures(part)
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """Print what belongs to an example besides its texts, one fact a line."""
+        """Print an example's additional facts, one per line."""
         for fact, value in facts.items():
             self.line(Text().append(fact, "bold").append(f": {visible(value)}"), indent=2, hanging=2)
 
     def _pictures(self, part: PreviewPart) -> None:
-        """Show the pictures of a text below it, if the terminal can."""
+        """Draw the images below the text, if the terminal supports it."""
         if not draws_pictures(self._console):
             return
         pictures = {piece.text: piece.picture for piece in part.pieces if piece.picture is not None}
@@ -146,15 +146,15 @@ class Page:
         figures = {name: quantile(preview.lengths, share) for name, share in QUANTILES.items()}
         self.line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
         fits = preview.most_tokens <= preview.room
-        advice = "" if fits else ", WHICH THE COMMAND REFUSES: raise sequence_parallel_size or train_max_tokens_per_gpu"
-        sentence = f"{preview.most_is} of a micro-batch, which holds {preview.room:,} ({preview.room_is}){advice}"
+        advice = "" if fits else ", TOO LARGE TO TRAIN: raise sequence_parallel_size or train_max_tokens_per_gpu"
+        sentence = f"{preview.most_is}; a micro-batch fits {preview.room:,} ({preview.room_is}){advice}"
         self.line(Text(sentence, "" if fits else LEFT_OUT), indent=2, hanging=2)
 
     def counts(self, preview: Preview) -> None:
         self.line()
         self.line(Text("Rows", HEADING))
         tokens = f" of {preview.num_tokens:,} tokens" if preview.num_tokens is not None else ""
-        self.line(f"{preview.num_rows:,} rows give {preview.num_items:,} {preview.items_are}{tokens}", indent=2)
+        self.line(f"{preview.num_rows:,} rows, {preview.num_items:,} {preview.items_are}{tokens}", indent=2)
         if preview.num_tokens and preview.num_trained is not None:
             share = preview.num_trained / preview.num_tokens
             self.line(f"{preview.num_trained:,} tokens are trained ({share:.1%})", indent=2)
@@ -175,7 +175,7 @@ QUANTILES = {"shortest": 0.0, "median": 0.5, "95 % up to": 0.95, "longest": 1.0}
 
 
 def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
-    """Return a line for each bin, and one line at the limit."""
+    """Yield a line per bin, and a line at the limit."""
     bins = length_bins(preview.lengths, preview.limit)
     names = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high, _ in bins]
     name_width = max(map(len, names))
@@ -193,7 +193,7 @@ def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
 
 
 def bar_length(entry: Bin, bins: Sequence[Bin], width: int) -> int:
-    """Return the columns of a bar, in proportion: at least one unless the bin is empty."""
+    """Return the bar width in columns, at least 1 unless the bin is empty."""
     most = max(other.num_items for other in bins)
     return max(1, round(entry.num_items / most * width)) if entry.num_items else 0
 
@@ -205,7 +205,7 @@ def _limit_line(preview: Preview) -> Text:
 
 
 def visible(text: str) -> str:
-    """Return the text with control characters spelled out: they would do something to the terminal."""
+    """Escape control characters, which could change the terminal's state."""
     return "".join(
         char if char in KEPT_CONTROLS or not unicodedata.category(char).startswith("C") else _spelled(char)
         for char in text
@@ -213,6 +213,7 @@ def visible(text: str) -> str:
 
 
 def _spelled(char: str) -> str:
-    if unicodedata.category(char) == "Cf" and char in "\u200d\u200c":  # join emojis and letters
+    # Zero-width joiners combine emojis and letters, and are harmless.
+    if unicodedata.category(char) == "Cf" and char in "\u200d\u200c":
         return char
     return char.encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""Runs the checks of `rlhf doctor` and prints them: for a terminal, as JSON, or as Markdown for a bug report."""
+"""Runs the checks of `rlhf doctor` and prints results: for a terminal, as JSON, or as Markdown for a bug report."""
 
 import getpass
 import json
@@ -27,29 +27,29 @@ from rlhf_cli.version import __version__
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|TRANSFORMERS|PYTORCH|GLOO)_")
-"""Names of environment variables that change how a run behaves."""
+"""Environment variables that affect runs."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 _IMPORT_SECONDS = 60.0
 TOTAL_SECONDS = 600.0
-"""Limit of all checks: each has a limit of its own, and the smoke tests share the time that the others leave."""
+"""Limit for all checks. The smoke tests share the time that remains after the other checks."""
 
 
 def run_doctor(config: DoctorGroup) -> None:
-    """Run all checks and print them. Raises RunError if a check found an error, so that the exit status is 1."""
+    """Run all checks and print the results. Raises RunError (exit status 1) if a check fails."""
     if config.as_json and config.report:
-        raise UsageError("--json and --report are two forms of the output: give one of them")
+        raise UsageError("--json and --report are different output formats: set only one")
     findings = _findings(smoke_tests=config.smoke_tests)
     if config.as_json:
-        found = list(findings)
-        print(as_json(found))
+        results = list(findings)
+        print(as_json(results))
     elif config.report:
-        found = list(findings)
-        print(redacted(markdown(found, os.environ)))
+        results = list(findings)
+        print(redacted(markdown(results, os.environ)))
     else:
-        found = _shown(findings, Console(highlight=False))
-    if wrong := [one.part for one in found if one.status == "error"]:
-        raise RunError(f"{len(wrong)} of {len(found)} checks failed: {', '.join(wrong)}")
+        results = _shown(findings, Console(highlight=False))
+    if failed := [one.part for one in results if one.status == "error"]:
+        raise RunError(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
 
 
 def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
@@ -66,39 +66,39 @@ def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
 
 
 def _import_error(module: str, *, seconds: float = _IMPORT_SECONDS) -> str | None:
-    """Return the last line of the error that importing a module raises in a new process; None if it works."""
+    """Import a module in a new process. Returns the last line of the error, or None on success."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return f"its import did not end within {seconds:.0f} s"
+        return f"import timed out after {seconds:.0f} s"
     lines = done.stderr.strip().splitlines()
     return (lines[-1] if lines else f"exit status {done.returncode}") if done.returncode else None
 
 
 def _shown(findings: Iterable[Finding], console: Console) -> list[Finding]:
-    """Print each finding as soon as it is there, with its cure in the next line; return them all."""
-    found = []
+    """Print each finding when it is available, with the fix on the next line. Returns all findings."""
+    shown = []
     for finding in findings:
         mark, colour = MARKS[finding.status]
         line = Text(f"{mark:>7}  ", style=colour).append(f"{finding.part}: ", style="bold default")
         console.print(line.append(finding.message, style="default"), soft_wrap=True)
         if finding.cure:
-            console.print(f"{'':9}cure: {finding.cure}", markup=False, soft_wrap=True)
-        found.append(finding)
-    counts = ", ".join(f"{sum(one.status == status for one in found)} {MARKS[status][0]}" for status in MARKS)
+            console.print(f"{'':9}fix: {finding.cure}", markup=False, soft_wrap=True)
+        shown.append(finding)
+    counts = ", ".join(f"{sum(one.status == status for one in shown)} {MARKS[status][0]}" for status in MARKS)
     console.print(f"{counts}; for a bug report: rlhf doctor --report", markup=False)
-    return found
+    return shown
 
 
 def as_json(findings: Iterable[Finding]) -> str:
-    """Return the findings as one JSON object, redacted like the report because both leave this machine."""
+    """Format the findings as a JSON object, redacted because users may share it."""
     rows = [asdict(one) | {"message": redacted(one.message), "cure": redacted(one.cure)} for one in findings]
     return json.dumps({"rlhf-cli": __version__, "findings": rows}, indent=1)
 
 
 def markdown(findings: Iterable[Finding], environment: Mapping[str, str]) -> str:
-    """Return the findings as a Markdown table, and the environment variables that change how a run behaves."""
+    """Format the findings as a Markdown table, followed by environment variables that affect runs."""
     rows = [f"| {one.status} | {_cell(one.part)} | {_cell(one.message)} |" for one in findings]
     names = sorted(name for name in environment if REPORTED_VARIABLES.match(name))
     variables = [f"{name}={'(hidden)' if SECRET.search(name) else environment[name]}" for name in names]
@@ -111,7 +111,7 @@ def _cell(text: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return the text without the home folder, the user's name, this machine's name and credentials in addresses."""
+    """Remove home folder, user name, host name and credentials in URLs."""
     text = _CREDENTIALS.sub("(hidden)@", text).replace(str(Path.home()), "~")
     for name, stand_in in ((_user_name(), "(user)"), (socket.gethostname(), "(host)")):
         if name:
@@ -122,5 +122,6 @@ def redacted(text: str) -> str:
 def _user_name() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a user id without an entry, as containers have
+    # In containers, the user ID may have no name.
+    except (KeyError, OSError):
         return ""

@@ -1,7 +1,7 @@
-"""Checks of paths, columns, sizes and ports by the settings, made before anything heavy is imported.
+"""Checks of paths, columns, sizes and ports before anything heavy is imported.
 
-torch, transformers, datasets and Ray take seconds to import, and a mistyped path should not wait for them. The checks
-are those of the runs themselves, which make all of them again, and the rest, once models and rows are read.
+Importing torch, transformers, datasets and Ray takes seconds, and a mistyped path should fail before that. Runs repeat
+these checks, and run all others, after loading models and rows.
 """
 
 import os
@@ -41,13 +41,14 @@ from rlhf_cli.models.gguf import find_gguf
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
 COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, ChatModelConfig)
-"""Groups of the commands that run models."""
+"""Settings groups of commands that run models."""
 ANSWER_SECONDS = 3.0
-"""Time for a Ray cluster to take a connection."""
+"""Timeout for connecting to a Ray cluster."""
 
 
 def check_early(config: CommandConfig) -> None:
-    """Raise UsageError for faults that the settings show. Of several ranks only the first one checks."""
+    """Raise UsageError for errors in the settings."""
+    # Only on rank 0: otherwise, the error would be printed by every rank.
     if rank_and_world_size()[0] != 0:
         return
     groups = [group for _, group in config]
@@ -94,7 +95,7 @@ def _check_output(group: object) -> None:
 
 
 def _check_models(group: Any) -> None:
-    """Raise UsageError for a model whose folder is missing or empty; adapters, checkpoints, GGUF files come later."""
+    """Raise UsageError if a model folder is missing or empty. Adapters, checkpoints, GGUF files are checked later."""
     if isinstance(group, MergeGroup) and not Path(group.model).expanduser().is_dir():
         raise UsageError(f"--model {group.model}: there is no such folder")
     for name in type(group).model_fields:
@@ -114,7 +115,7 @@ def _is_in_checkpoint(path: Path) -> bool:
 
 
 def _check_files(group: object) -> None:
-    """Raise UsageError for files of Python code that are not there."""
+    """Raise UsageError for missing Python files."""
     if isinstance(group, RewardConfig) and group.reward_func is not None:
         _require_python("reward_func", group.reward_func)
     environment = group.environment if isinstance(group, EnvironmentConfig) else None
@@ -125,7 +126,7 @@ def _check_files(group: object) -> None:
 def _require_python(setting: str, source: str) -> None:
     path, _ = file_and_name(source)
     if path.is_dir():
-        raise UsageError(f"--{setting} {source} is a folder: name the file in it, as {path / 'FILE.py'}")
+        raise UsageError(f"--{setting} {source} is a folder: set the path of a file in it, such as {path / 'FILE.py'}")
     if not path.is_file():
         raise UsageError(f"--{setting} {source}: there is no such file")
     try:
@@ -136,7 +137,7 @@ def _require_python(setting: str, source: str) -> None:
 
 
 def _data_sets(config: CommandConfig) -> Iterator[tuple[SettingsGroup, str, str]]:
-    """Yield the settings, the name and the split of each data set that a command reads."""
+    """Yield settings, name and split of each dataset that the command reads."""
     if isinstance(config, DataCommandConfig):
         from rlhf_cli.runs.data_settings import settings_of
 
@@ -158,8 +159,9 @@ def _data_sets(config: CommandConfig) -> Iterator[tuple[SettingsGroup, str, str]
 
 
 def _check_data(settings: Any, dataset: str, split: str) -> None:
-    """Raise UsageError if the data set is missing, or its first rows have other columns than the settings name."""
-    from rlhf_cli.data.formats import choosing  # brings numpy and pyarrow
+    """Raise UsageError if the dataset is missing, or a configured column is missing in the first rows."""
+    # Imported late, because it imports numpy and pyarrow.
+    from rlhf_cli.data.formats import choosing
     from rlhf_cli.data.reading.sources import first_rows
 
     formats: Mapping[type, Callable[..., object]] = {
@@ -176,7 +178,7 @@ def _check_data(settings: Any, dataset: str, split: str) -> None:
 
 
 def _check_ray_address(address: str | None) -> None:
-    """Raise UsageError if nothing listens at a cluster's address of the form HOST:PORT."""
+    """Raise UsageError if nothing listens at a cluster address HOST:PORT."""
     parts = urlsplit(f"//{address}") if address and "://" not in address else None
     if parts is None or parts.hostname is None or parts.port is None:
         return
@@ -184,4 +186,4 @@ def _check_ray_address(address: str | None) -> None:
         socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_SECONDS).close()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({reason})") from error
+        raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster responds ({reason})") from error

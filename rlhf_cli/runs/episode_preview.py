@@ -1,7 +1,7 @@
-"""An episode that no model samples: a person or a script writes the turns, and the environment answers them.
+"""Plays an episode without a model: the user or a script writes the turns, and the environment responds.
 
-Tokens, observations, limits and rewards come from the objects that training uses (episodes.py); the engines alone are
-others.
+Tokens, observations, limits and rewards come from the classes used in training (episodes.py). Only the engines are
+replaced.
 """
 
 import json
@@ -19,37 +19,38 @@ from rlhf_cli.runs.episodes import EnvironmentPlan
 from rlhf_cli.trainers.online.rollout import request_of
 
 MADE_UP = "The answer is 1."
-"""A turn of the script that is used without another one."""
+"""Last turn of the default script."""
 
 Author = Callable[[Sequence[int], int], str | None]
-"""Returns the text of the next turn, None without one. Takes the tokens so far and the place of the first new one."""
+"""(tokens so far, index of the first new token) -> text of the next turn, or None if there is none."""
 
 
 class WrittenEngines:
-    """Engines of one episode at a time, whose turns an author writes. They sample nothing and have no weights."""
+    """Implements the engine interface with turns written by an author, for one episode at a time."""
 
     def __init__(self, author: Author, dialogue: ChatDialogue) -> None:
         self._author, self._dialogue = author, dialogue
-        self._num_read = 0  # tokens of the episode that the author knows
+        # Tokens of the episode that were already shown to the author.
+        self._num_read = 0
         self._written: list[tuple[int, Generation]] = []
         self.is_out = False
-        """Whether the author had no further turn."""
+        """Whether the author has no more turns."""
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return the next turn of each request."""
+        """Return the next turn for each request."""
         self.begin(requests, sampling)
         return [turn for _, turn in self.collect()]
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Ask the author for the next turn."""
+        """Get the next turn from the author."""
         self._written = [(number, self._turn(request, sampling)) for number, request in enumerate(requests)]
 
     def add(self, requests: list[GenerationRequest]) -> None:
-        """Raise AssertionError: one episode has no turn beside another."""
-        raise AssertionError("turns that are written go in step")
+        """Raise AssertionError, because a single episode never adds requests to a batch."""
+        raise AssertionError("written turns cannot be added to a batch")
 
     def _turn(self, request: GenerationRequest, sampling: SamplingParams) -> Generation:
-        """Return a turn, cut at its limit as a sampled one; without a turn the episode is at a limit too."""
+        """Return the next turn, truncated at the limit like a sampled one. Without one, the episode is truncated."""
         text = self._author(request.prompt_ids, self._num_read)
         self.is_out = text is None
         written = [] if text is None else self._dialogue.written(text)
@@ -60,34 +61,31 @@ class WrittenEngines:
 
     @property
     def is_generating(self) -> bool:
-        """Whether a turn is to be collected."""
+        """Whether a turn is available."""
         return bool(self._written)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Return the turns that were written."""
+        """Return the written turns."""
         written, self._written = self._written, []
         return written
 
     def cut(self, max_tokens: int) -> None:
-        """Give up nothing: a turn is whole when it is asked for."""
+        """No-op: turns are complete when they are requested."""
 
     def wake_cache(self) -> None:
-        """Do nothing."""
+        """No-op: there is no cache."""
 
     def sleep(self) -> None:
-        """Do nothing."""
+        """No-op: there is no device memory."""
 
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Take no weights."""
+        """No-op: there are no weights."""
         return {}
 
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """An episode as it is shown.
-
-    `failure` completes a sentence about an environment that failed, and `trace` is the traceback of its error.
-    """
+    """A played episode. `failure` completes the sentence "the environment ...", and `trace` is the traceback."""
 
     example: ShownExample
     failure: str | None
@@ -96,10 +94,7 @@ class PlayedEpisode:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One episode that can be played: the environment of a run, the first prompt, and the limit of a turn.
-
-    `script` has the turns of the file that was given.
-    """
+    """An episode to play with the first prompt of a dataset. `script` contains the turns from a file, if any."""
 
     plan: EnvironmentPlan
     prompt: Prompt
@@ -111,16 +106,16 @@ class Rehearsal:
 
     @property
     def about(self) -> str:
-        """The environment and its tools."""
+        """Description of the environment and the tools."""
         return self.plan.description.about
 
     @property
     def example_calls(self) -> list[str]:
-        """A turn with a made-up call of each tool."""
+        """Turns with a sample call for each tool."""
         return self.plan.dialogue.example_calls()
 
     def play(self, author: Author) -> PlayedEpisode:
-        """Return the episode with the turns of this author."""
+        """Play the episode with turns from this author."""
         engines = WrittenEngines(author, self.plan.dialogue)
         seed = scattered_seed(self.seed, 0)
         request = request_of(self.prompt, seed, environment_seed=seed)
@@ -133,19 +128,19 @@ class Rehearsal:
         return PlayedEpisode(example, episode.failure, episode.trace)
 
     def play_script(self) -> PlayedEpisode:
-        """Return the episode with the turns of the script, or with made-up turns."""
+        """Play the episode with the script's turns, or with sample calls."""
         turns = iter(self.script or (*(self.example_calls or [MADE_UP]), MADE_UP))
         return self.play(lambda token_ids, start: next(turns, None))
 
     def part(self, token_ids: Sequence[int], start: int) -> PreviewPart:
-        """Return the tokens from `start` on whole: the prompt, or an answer of the environment behind a turn."""
+        """Return all tokens from `start` on: the prompt, or an environment response after a turn."""
         name, pictures = ("answer", ()) if start else ("prompt", self.prompt.pictures)
         new = token_ids[start:]
         none = [False] * len(new)
         return part_of(name, new, none, self.decode, behind=token_ids[:start], pictures=pictures, is_whole=True)
 
     def _parts(self, generation: Generation, episode: Episode) -> list[PreviewPart]:
-        """Return the prompt, and in turns the text of the model, which is trained, and the answers to it."""
+        """Return the prompt, then alternating model turns, which are trained, and environment responses."""
         prompt_ids = episode.prompt_ids or self.prompt.prompt_ids
         ids, place = [*prompt_ids, *generation.token_ids], len(prompt_ids)
         parts = [self.part(prompt_ids, 0)]
@@ -154,7 +149,8 @@ class Rehearsal:
             behind = ids[: len(prompt_ids) + start]
             if len(behind) > place:
                 parts.append(self.part(behind, place))
-            if turn:  # else no turn was written
+            # Empty if no turn was written.
+            if turn:
                 name = f"turn {number}, reward {reward:g}" if self._has_reward(episode) else f"turn {number}"
                 parts.append(part_of(name, turn, [True] * len(turn), self.decode, behind=behind, is_whole=True))
             place = len(behind) + len(turn)
@@ -164,11 +160,11 @@ class Rehearsal:
         num_prompt = len(episode.prompt_ids or self.prompt.prompt_ids)
         num_turns = sum(end > start for start, end in episode.turns)
         observed = len(generation.token_ids) - generation.num_sampled
-        tokens = f"{num_prompt:,} of the prompt, {generation.num_sampled:,} of turns, {observed:,} of answers"
-        calls = {"calls": f"{episode.num_calls}, and {episode.num_malformed} that could not be read"}
+        tokens = f"{num_prompt:,} in the prompt, {generation.num_sampled:,} in turns, {observed:,} in responses"
+        calls = {"calls": f"{episode.num_calls} valid, {episode.num_malformed} malformed"}
         return {
             "reward": self._reward(episode),
-            "turns": f"{num_turns} of at most {self.plan.settings.max_turns}",
+            "turns": f"{num_turns}; at most {self.plan.settings.max_turns} (max_turns)",
             **(calls if self.plan.description.tools else {}),
             "tokens": f"{tokens}; at most {self.plan.prompts.max_len:,} (max_len)",
         }
@@ -177,24 +173,26 @@ class Rehearsal:
         return self.plan.description.has_rewards and not episode.lacks_reward
 
     def _reward(self, episode: Episode) -> str:
-        """Return the reward of an episode, or why there is none."""
+        """Format the episode's reward, or the reason why there is none."""
         if episode.failure is not None:
-            return f"none, for the environment {episode.failure}"
+            return f"none, because the environment {episode.failure}"
         if not self.plan.description.has_rewards:
-            return "none, for a server of this kind has none: name a reward with --reward_funcs"
-        return f"none, for the environment {UNREWARDED}" if episode.lacks_reward else f"{sum(episode.turn_rewards):g}"
+            return "none, because this kind of server returns no rewards: set --reward_funcs"
+        if episode.lacks_reward:
+            return f"none, because the environment {UNREWARDED}"
+        return f"{sum(episode.turn_rewards):g}"
 
     def _end(self, generation: Generation, episode: Episode, *, is_out: bool) -> str:
         """Return why the episode ended."""
         if episode.failure is not None:
             return "the environment failed"
         if is_out:
-            return "no further turn was written"
+            return "no more turns"
         if generation.finish_reason == "stop":
             is_answered = "tool_calls" in episode.messages[-1] or not self.plan.description.tools
             return "the environment is done" if is_answered else "a turn without calls"
         if episode.cut:
-            return f"truncated, for the environment {episode.cut}"
+            return f"truncated, because the environment {episode.cut}"
         return f"truncated at {self._limit(generation, episode)}"
 
     def _limit(self, generation: Generation, episode: Episode) -> str:
@@ -206,10 +204,10 @@ class Rehearsal:
 
 
 def read_turns(path: str) -> tuple[str, ...]:
-    """Return the turns of a file: a list of texts in FILE.json, else one a line.
+    """Read turns from a file: a list of strings in FILE.json, otherwise one turn per line.
 
     Raises:
-        UsageError: there is no such file, it has no turn, or it is no list of texts.
+        UsageError: the file does not exist, is empty, or is not a list of strings.
     """
     file = Path(path).expanduser()
     try:
@@ -218,7 +216,7 @@ def read_turns(path: str) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise UsageError(f"--turns {path} cannot be read: {error}") from error
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise UsageError(f"--turns {path} is no list of texts like ['first turn', 'second turn']")
+        raise UsageError(f"--turns {path} must be a list of strings, such as ['first turn', 'second turn']")
     if not turns:
-        raise UsageError(f"--turns {path} has no turn")
+        raise UsageError(f"--turns {path} contains no turns")
     return tuple(turns)

@@ -1,4 +1,4 @@
-"""An episode for people, played by one of them at a terminal or by a script, before any model is trained."""
+"""Plays and prints an episode before training, with turns typed at the terminal or read from a script."""
 
 import os
 import sys
@@ -13,19 +13,20 @@ from rlhf_cli.runs.data_view import FAINT, LEFT_OUT, Page, visible
 from rlhf_cli.runs.episode_preview import Author, PlayedEpisode, Rehearsal
 
 HINT = (
-    'You write the turns of the model: a line each, or several lines between two lines of """. The end of a turn is '
+    'Type the model\'s turns, one per line, or multiple lines between two lines with """. The end-of-turn token is '
     "added. Ctrl-D ends the episode."
 )
 
 LineReader = Callable[[str], str]
-"""Returns the line that a person types behind a prompt. Raises EOFError at the end."""
+"""Shows a prompt and returns the typed line. Raises EOFError at the end."""
 
 
 def line_reader(console: Console, *, has_script: bool) -> LineReader | None:
-    """Return a reader of typed lines; None with a script, or if no person is at a terminal."""
+    """Return a function that reads typed lines; None with a script, or without an interactive terminal."""
     if has_script or not console.is_terminal or not sys.stdin.isatty():
         return None
-    import readline  # noqa: F401 - gives `input` a line editor
+    # The import enables line editing in `input`.
+    import readline  # noqa: F401
 
     return input
 
@@ -38,12 +39,12 @@ def show_episode(
     read_line: LineReader | None,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Play the episode and print it, with the typed turns of `read_line` if it is given, else with its script.
+    """Play and print the episode, with turns from `read_line` if set, otherwise from the script.
 
-    `environment` is the terminal's, which names its way to draw pictures.
+    `environment` contains the terminal's variables, which select the image protocol.
 
     Raises:
-        RunError: the environment failed; the episode has been printed.
+        RunError: the environment failed. The episode is printed first.
     """
     page = Page(console, special_tokens, environment)
     page.heading(f"Episode with {rehearsal.about}")
@@ -53,7 +54,8 @@ def show_episode(
         parts = played.example.parts
     else:
         played = rehearsal.play(_typed(rehearsal, page, read_line))
-        parts = played.example.parts[1:]  # the prompt has been shown
+        # The prompt was already shown before the first turn.
+        parts = played.example.parts[1:]
     page.legend()
     for part in parts:
         page.part(part)
@@ -63,7 +65,7 @@ def show_episode(
 
 
 def _typed(rehearsal: Rehearsal, page: Page, read_line: LineReader) -> Author:
-    """Return an author who shows the new tokens to a person and returns the turn that the person types."""
+    """Return an author that shows the new tokens to the user and returns the typed turn."""
 
     def turn(token_ids: Sequence[int], start: int) -> str | None:
         page.line()
@@ -86,12 +88,12 @@ def _print_hints(rehearsal: Rehearsal, page: Page) -> None:
     page.line()
     page.line(Text(HINT, FAINT), indent=2)
     for call in rehearsal.example_calls:
-        page.line(Text("A call, with made-up arguments:", FAINT), indent=2)
+        page.line(Text("Sample call:", FAINT), indent=2)
         page.line(Text(visible(call), FAINT), indent=4)
 
 
 def _print_facts(played: PlayedEpisode, page: Page) -> None:
-    """Print the reward, the counts and the end of an episode, and the traceback of an environment that failed."""
+    """Print reward, counts and end of the episode, and the traceback if the environment failed."""
     page.line()
     page.facts(played.example.facts)
     if played.trace:

@@ -1,4 +1,4 @@
-"""Episodes in a command: an environment or an agent program is checked early, and played by the engines of the run."""
+"""Multi-turn episodes in a command: early checks of the environment or agent program, and the episode engines."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,27 +30,27 @@ from rlhf_cli.trainers.online.interfaces import Engines, TurnEngines
 
 
 class EpisodePlan(Protocol):
-    """The episodes of a run, before any engine starts."""
+    """A run's episodes before engines start."""
 
     @property
     def description(self) -> EnvironmentDescription:
-        """The facts that prompts need."""
+        """Properties that prompt loading needs."""
         ...
 
     def check_rows(self, data: PromptData) -> None:
-        """Raise UsageError if the other side needs a column that the first row of a data set does not have."""
+        """Raise UsageError if the environment requires a column that the first row does not have."""
 
     def check_sessions(self, count: int) -> None:
-        """Raise UsageError if the other side has no room for so many episodes at the same time."""
+        """Raise UsageError if the environment does not support `count` concurrent episodes."""
 
     def played_by(self, engines: TurnEngines) -> AbstractContextManager[Engines]:
-        """Return engines whose responses are episodes, as long as the context lasts."""
+        """Return a context manager that yields engines with complete episodes as responses."""
         ...
 
 
 @dataclass(frozen=True)
 class EnvironmentPlan:
-    """The environment of a run and the dialogue with it, before any engine starts."""
+    """A run's environment and dialogue format before engines start."""
 
     settings: EnvironmentConfig
     prompts: PromptConfig
@@ -59,25 +59,23 @@ class EnvironmentPlan:
 
     @property
     def description(self) -> EnvironmentDescription:
-        """The tools of the environment."""
+        """Properties of the environment, such as tools."""
         return self.environments.description
 
     def check_rows(self, data: PromptData) -> None:
-        """Raise UsageError if `reset` of a file needs a column that the first row of a data set does not have.
-
-        A server takes the columns that its `reset` knows; its protocol has no list of them.
-        """
+        """Raise UsageError if `reset` in a file requires a column that the first row does not have."""
+        # Servers cannot be checked: the protocol has no list of columns.
         if isinstance(self.environments, FileEnvironments):
             self.environments.check_columns(tuple(data.row_of(data.prompts[0])))
 
     def check_sessions(self, count: int) -> None:
-        """Raise UsageError if the server has no room for so many episodes, which a batch plays at the same time."""
+        """Raise UsageError if the server does not support `count` concurrent episodes."""
         if isinstance(self.environments, SessionEnvironments):
             self.environments.check_sessions(count)
 
     @contextmanager
     def played_by(self, engines: TurnEngines) -> Iterator[EpisodeEngines]:
-        """Yield engines whose responses are episodes, as long as the environments live."""
+        """Start the environments, and yield engines with complete episodes as responses."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         with _environments(self.settings) as environments:
             in_step = self.settings.schedule == "step"
@@ -86,7 +84,7 @@ class EnvironmentPlan:
 
 @dataclass(frozen=True)
 class AgentPlan:
-    """The agent program of a run and the dialogues with it, before any engine starts."""
+    """A run's agent program and dialogue formats before engines start."""
 
     settings: EpisodeConfig
     prompts: PromptConfig
@@ -95,18 +93,18 @@ class AgentPlan:
 
     @property
     def description(self) -> EnvironmentDescription:
-        """The facts that prompts need."""
+        """Properties that prompt loading needs."""
         return self.programs.description
 
     def check_rows(self, data: PromptData) -> None:
-        """Do nothing: nobody knows the columns that a program reads."""
+        """No-op: the columns that a program reads are unknown."""
 
     def check_sessions(self, count: int) -> None:
-        """Do nothing: episodes wait until a process may start."""
+        """No-op: episodes wait until a process is available."""
 
     @contextmanager
     def played_by(self, engines: TurnEngines) -> Iterator[AgentEngines]:
-        """Yield engines whose responses are episodes, as long as the programs may run."""
+        """Start the program server, and yield engines with complete episodes as responses."""
         with self.programs as programs:
             yield AgentEngines(
                 engines, programs, self.dialogues, EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
@@ -116,11 +114,10 @@ class AgentPlan:
 def find_episodes(
     settings: EpisodeConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
 ) -> EpisodePlan | None:
-    """Return the episodes that the settings ask for, None if a response is a single turn.
+    """Return the plan for multi-turn episodes, or None for single-turn responses.
 
     Raises:
-        UsageError: the file or the server is no environment, there is no such program, or the chat template has no
-            place for further turns.
+        UsageError: the environment or program is invalid, or the chat template does not support multiple turns.
     """
     if settings.agent_command is None:
         return find_environment(settings, prompts, found, tokenizer)
@@ -136,16 +133,16 @@ def find_episodes(
 def find_environment(
     settings: EnvironmentConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
 ) -> EnvironmentPlan | None:
-    """Return the episodes with the environment of the settings, None without one.
+    """Return the plan for episodes with an environment, or None without one.
 
     Raises:
-        UsageError: the file or the server is no environment, or the chat template has no place for its observations
-            and calls.
+        UsageError: the environment is invalid, or the chat template does not support the observations or tool calls.
     """
     if settings.environment is None:
         return None
     _check_template(prompts, "an environment")
-    with _environments(settings) as environments:  # loads the file or asks the server; what it started ends here
+    # Load the file or connect to the server only to read the description. All processes end with this block.
+    with _environments(settings) as environments:
         description = environments.description
     template = Renderer(prompts, tokenizer).template
     dialogue = ChatDialogue(
@@ -159,24 +156,24 @@ def find_environment(
 
 
 def _check_template(prompts: PromptConfig, other: str) -> None:
-    """Raise UsageError if prompts are written without the chat template."""
+    """Raise UsageError if prompts do not use the chat template."""
     if prompts.prompt_template is not None or not prompts.apply_chat_template:
         given = "--prompt_template" if prompts.prompt_template is not None else "--no_apply_chat_template"
-        raise UsageError(f"{given}: turns of {other} need the chat template of the model")
+        raise UsageError(f"{given}: {other} requires the model's chat template")
 
 
 def _end_ids(found: FoundModel, template: ChatTemplate) -> Sequence[int]:
-    """Return the tokens at which a turn ends: those of the model, and the one of the template."""
+    """Return the tokens that end a turn: the model's EOS tokens and the chat template's."""
     return sorted({*eos_token_ids(description_of(found.path)), *template.end_ids})
 
 
 def _vocab_size(found: FoundModel) -> int:
-    """Return the number of the model's embeddings."""
+    """Return the model's vocabulary size, which may exceed the tokenizer's."""
     return int(found.architecture.get_text_config().vocab_size)
 
 
 def _environments(settings: EnvironmentConfig) -> FileEnvironments | SessionEnvironments:
-    """Return the environments of a file, or the sessions with a server, by the form of the setting."""
+    """Create environments from a file, or sessions with a server, depending on the setting's form."""
     source = settings.environment
     assert source is not None
     timeout, num_workers = settings.environment_timeout, settings.num_workers

@@ -1,4 +1,4 @@
-"""The first step of an offline command, in the process that a person starts and in every rank."""
+"""Start of an offline command, in the user's process and in each rank."""
 
 import sys
 
@@ -6,7 +6,7 @@ from rlhf_cli.config.train import LaunchConfig, TrackingConfig
 
 
 def begin_ranks(launch: LaunchConfig, tracking: TrackingConfig) -> None:
-    """Check the trackers. If several ranks are asked for, run them and exit with their status."""
+    """Check the trackers. With `num_processes` above 1, start the ranks and exit with their status."""
     from rlhf_cli.backends.training.distributed_env import is_under_launcher
 
     if launch.num_processes > 1 and not is_under_launcher():

@@ -1,4 +1,4 @@
-"""The settings that the memory of the GPUs decides where they are not given: recomputing, tokens of a micro-batch."""
+"""Defaults that depend on GPU memory: gradient checkpointing and tokens per micro-batch."""
 
 from typing import TypeVar
 
@@ -12,20 +12,21 @@ from rlhf_cli.models.memory_fit import Fit, States, fit_to_memory, num_parameter
 
 VALUE_BYTES = {"bf16": 2, "fp32": 4}
 SUM_BYTES = 4
-"""Bytes a parameter of the sum of gradients; 2 with adamw_bf16."""
+"""Bytes per parameter for accumulated gradients; 2 with adamw_bf16."""
 
 Batch = TypeVar("Batch", bound=BatchConfig)
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU of this machine; None without one. Asks the driver, not CUDA."""
+    """Return the memory of the smallest GPU on this machine, or None without GPUs."""
+    # From the driver: initializing CUDA here would allocate memory in the driver process.
     return min((gpu.memory << 20 for gpu in gpus()), default=None)
 
 
 def states_of(
     model: ModelConfig, deepspeed: DeepSpeedConfig, optim: OptimConfig, *, adapted: bool, in_4bit: bool, num_ranks: int
 ) -> States:
-    """Return the bytes of each parameter that these settings keep on GPUs."""
+    """Compute the bytes per parameter that these settings keep on GPUs."""
     weight = 1 if in_4bit else VALUE_BYTES[model.param_dtype]
     sums = 2 if optim.optim == "adamw_bf16" else SUM_BYTES
     rest = 0 if adapted else sums if deepspeed.adam_offload else OPTIMIZER_BYTES[optim.optim] + sums
@@ -36,18 +37,21 @@ def states_of(
 
 
 def weights_of(architecture: PretrainedConfig | None, model: ModelConfig) -> int:
-    """Return the bytes of a frozen model's whole weights, of the same type as those of `model`; 0 without one."""
+    """Compute the size of a frozen model's weights in the dtype of `model`; 0 without a model."""
     return 0 if architecture is None else num_parameters(architecture) * VALUE_BYTES[model.param_dtype]
 
 
 def fitted(
     model: ModelConfig, batch: Batch, architecture: PretrainedConfig, *, states: States, room: float, needed_tokens: int
 ) -> tuple[ModelConfig, Batch, Fit]:
-    """Return the settings with a value for recomputing and for the tokens of a micro-batch, and the reason.
+    """Choose gradient checkpointing and micro-batch tokens where unset. Returns the settings and the reason.
 
     Args:
-        room: bytes of a GPU for the model while it trains.
-        needed_tokens: tokens of a rank's part of the longest sequence.
+        model, batch: settings, possibly incomplete.
+        architecture: the model's configuration.
+        states: bytes per parameter on a GPU.
+        room: bytes on a GPU available for training.
+        needed_tokens: tokens in a rank's part of the longest sequence.
     """
     fit = fit_to_memory(
         architecture,

@@ -1,4 +1,4 @@
-"""The body of `rlhf merge`: write a whole model (`model_export.py`) and read it again. Nothing is uploaded."""
+"""Implementation of `rlhf merge`: writes a merged model (`model_export.py`) and verifies it. Nothing is uploaded."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TOKENS = tuple(range(1, 9))
 
 
 def run_merge(settings: MergeGroup) -> str:
-    """Write the whole model to the output folder and verify it. Return a line that describes it."""
+    """Write the merged model to the output folder and verify it. Returns a one-line summary."""
     output = Path(settings.output)
     with new_output(output):
         described = _write_merged(settings, output)
@@ -40,12 +40,12 @@ def _write_merged(settings: MergeGroup, output: Path) -> str:
 
 
 def _parts(settings: MergeGroup) -> Parts:
-    """Return the parts of the model that `model` names. Raise UsageError if it cannot be merged."""
+    """Find the parts of the model. Raises UsageError if there is nothing to merge."""
     parts = find_parts(settings.model, flag="--model", base=settings.base)
     if parts is None:
         raise UsageError(_why_nothing(Path(settings.model).expanduser()))
     if settings.base and parts.base is None and parts.origin is None:
-        raise UsageError(f"--base: {settings.model} is a whole model, it has no other under it")
+        raise UsageError(f"--base: {settings.model} is a full model without a base model")
     return parts
 
 
@@ -53,17 +53,17 @@ def _why_nothing(path: Path) -> str:
     if not path.is_dir():
         return f"--model {path}: there is no such folder"
     if checkpoints := sorted(path.glob(f"checkpoints/step_*/{MANIFEST}")):
-        return f"--model {path} has no adapter; to turn a checkpoint into a model, give {checkpoints[-1].parent}"
+        return f"--model {path} has no adapter; to convert a checkpoint to a model, pass {checkpoints[-1].parent}"
     if (path / "config.json").is_file() or (path / "model" / "config.json").is_file():
-        return f"--model {path} is a whole model already"
+        return f"--model {path} is already a full model"
     return f"--model {path} is neither an adapter ({ADAPTER_FILE}) nor a checkpoint ({MANIFEST})"
 
 
 def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: bool) -> str:
-    """Read the folder with transformers: it must hold the whole model. Up to a size the model also computes.
+    """Load the folder with transformers to verify it. If it has at most `max_bytes`, also run a forward pass.
 
     Raises:
-        RunError: transformers finds another model, or the model computes numbers that are not finite.
+        RunError: the loaded model is incomplete, or the output is not finite.
     """
     import torch
 
@@ -75,5 +75,5 @@ def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: b
     with torch.no_grad():
         outputs = model.base_model(input_ids=torch.tensor([TOKENS])).last_hidden_state
     if not torch.isfinite(outputs).all():
-        raise RunError("the merged model gives numbers that are not finite")
+        raise RunError("the merged model's output is not finite")
     return f"{described} and run on {len(TOKENS)} tokens"

@@ -1,4 +1,4 @@
-"""Find the parts of adapters and checkpoints, write them as whole models, and read these back."""
+"""Exports adapters and checkpoints as full models: finds the parts, writes the model, and reads it back."""
 
 import hashlib
 import json
@@ -41,25 +41,29 @@ from rlhf_cli.models.weight_files import (
 GENERATION = "generation_config.json"
 SHARD_BYTES = 4_000_000_000
 SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
-"""Settings of an adapter by which the same factors add up to other weights."""
+"""Adapter settings that change the merged weights for the same factors."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where everything of a model is."""
+    """Locations of a model's parts."""
 
-    engine: Path | None  # a saved engine, or None if the adapter is a folder of its own
-    description: Path  # folder with configuration and tokenizer, and with those of an adapter
-    base: Path | None  # the model under the adapter, or None if there is no adapter
-    origin: Path | None = None  # the model that has the frozen parts of a checkpoint, or None if all was trained
+    # Saved engine in a checkpoint; None for an adapter folder.
+    engine: Path | None
+    # Folder with configuration and tokenizer, including the adapter's.
+    description: Path
+    # Base model of the adapter; None without an adapter.
+    base: Path | None
+    # Model with a checkpoint's frozen parts; None if everything was trained.
+    origin: Path | None = None
 
     def file(self, names: tuple[str, ...]) -> Path | None:
-        """Return the folder that has one of these files: the model's own, or its base."""
+        """Return the folder that contains any of these files: the model's folder, or the base model."""
         folders = [self.description, *([self.base] if self.base else [])]
         return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 
     def fingerprint(self) -> str:
-        """Return a hash of the weights: of the adapter and its base, or of the checkpoint's contents."""
+        """Return a hash of the weights: of adapter and base model, or of the checkpoint's content."""
         own = self.engine.parent / MANIFEST if self.engine else _adapter_file(self.description)
         digest = hashlib.sha256(f"{self.engine.name if self.engine else ''} ".encode() + own.read_bytes())
         if self.base is not None:
@@ -69,13 +73,16 @@ class Parts:
 
 
 def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | None:
-    """Return the parts of the model at the path of `flag`; None if it is neither an adapter nor a checkpoint.
+    """Find the parts of a model; None if it is neither an adapter nor a checkpoint.
 
-    `base` is the present place of the model under an adapter, or of the model with the frozen parts of a checkpoint,
-    if it has moved since training.
+    Args:
+        model: path, as passed to `flag`.
+        flag: name of the flag.
+        base: new location of the adapter's base model, or of the model with a checkpoint's frozen parts, if it has
+            moved since training.
 
     Raises:
-        UsageError: the checkpoint has several models or is damaged, or the other model is gone or has changed.
+        UsageError: the checkpoint is damaged or contains multiple models, or the base model is missing or has changed.
     """
     path = Path(model).expanduser()
     engine = _engine_folder(path, flag)
@@ -91,7 +98,7 @@ def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | Non
 
 
 def _engine_folder(path: Path, flag: str) -> Path | None:
-    """Return the saved engine that a checkpoint, or a folder in one, stands for; verified."""
+    """Return the verified engine in a checkpoint, or in a folder inside one; None if it is not a checkpoint."""
     checkpoint = path.parent if (path / DEEPSPEED).is_dir() else path
     engines = sorted(folder.parent for folder in checkpoint.glob(f"*/{DEEPSPEED}"))
     if not engines or not (checkpoint / MANIFEST).is_file():
@@ -99,30 +106,31 @@ def _engine_folder(path: Path, flag: str) -> Path | None:
     verify(checkpoint)
     chosen = [engine for engine in engines if path in (checkpoint, engine)]
     if len(chosen) != 1:
-        raise UsageError(f"{flag} {path} has several models: give one, {' or '.join(map(str, engines))}")
+        raise UsageError(f"{flag} {path} contains multiple models: pass {' or '.join(map(str, engines))}")
     if not (chosen[0] / DESCRIPTION / "config.json").is_file():
-        raise UsageError(f"checkpoint {checkpoint} does not name its model: it has no {DESCRIPTION}/")
+        raise UsageError(f"checkpoint {checkpoint} has no model configuration: {DESCRIPTION}/ is missing")
     return chosen[0]
 
 
 def configuration(parts: Parts, *, trust_remote_code: bool) -> object:
-    """Return the configuration of the whole model, with the class that it is of."""
+    """Return the full model's configuration, including the model class."""
     from transformers import AutoConfig
 
     own = [parts.description / name for name in ("config.json", MODEL_FILE) if (parts.description / name).is_file()]
     if own:
         return AutoConfig.from_pretrained(own[0], trust_remote_code=trust_remote_code)
-    assert parts.base is not None, "a checkpoint has a configuration of its own"
+    assert parts.base is not None, "a checkpoint has a configuration"
     config = AutoConfig.from_pretrained(parts.base, trust_remote_code=trust_remote_code)
     _separate_head(config, parts.description)
-    if num_labels := _foreign_head(parts.description):  # PEFT alone does not record the kind of model
+    # An adapter saved by PEFT does not record the model class, so detect a scalar head from the weights.
+    if num_labels := _foreign_head(parts.description):
         config.num_labels = num_labels
         config.architectures = [f"{config.architectures[0].removesuffix('ForCausalLM')}ForSequenceClassification"]
     return config
 
 
 def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
-    """Return the tensors of the whole model. Raise UsageError if an adapter does not fit its base."""
+    """Return the full model's tensors. Raises UsageError if the adapter does not match the base model."""
     if parts.base is not None:
         weights, settings = adapter_weights(parts, config), read_config(parts.description)
         if not takes_pictures(config):
@@ -130,12 +138,12 @@ def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> Tens
         model = _without_weights(config, trust_remote_code=trust_remote_code)
         base = in_memory_names(open_weights(parts.base), model)
         return CheckpointTensors(FoldedAdapter(base, weights, settings), model)
-    assert parts.engine is not None, "without a base it is a checkpoint"
+    assert parts.engine is not None, "without a base model, it is a checkpoint"
     return _checkpoint_weights(parts.engine, parts.origin, config, trust_remote_code=trust_remote_code)
 
 
 def adapter_weights(parts: Parts, config: Any) -> TensorSource:
-    """Return the tensors of the adapter alone under the names of PEFT's files."""
+    """Return only the adapter's tensors, with the names in PEFT's files."""
     if parts.engine is None:
         return SafetensorsFiles([_adapter_file(parts.description)])
     return RenamedTensors(EngineWeights(parts.engine, config.dtype), file_name)
@@ -150,9 +158,15 @@ def write_whole(
     max_bytes: int = SHARD_BYTES,
     trust_remote_code: bool = False,
 ) -> int:
-    """Write the whole model to an empty folder, in shards of that size; the number of its files of weights.
+    """Write the full model to an empty folder. Returns the number of weight files.
 
-    `config` is its configuration; `dtype` the torch.dtype of the weights, by default the one that they have.
+    Args:
+        parts: locations of the parts.
+        config: configuration of the full model.
+        folder: the empty folder.
+        dtype: torch.dtype for the weights; by default unchanged.
+        max_bytes: shard size.
+        trust_remote_code: whether to run model code from the folder.
     """
     source = whole_weights(parts, config, trust_remote_code=trust_remote_code)
     _describe(parts, config, folder, trust_remote_code=trust_remote_code)
@@ -214,9 +228,9 @@ def _adapter_file(folder: Path) -> Path:
 
 
 def _checkpoint_weights(engine: Path, origin: Path | None, config: Any, *, trust_remote_code: bool) -> TensorSource:
-    """Return the tensors of a saved engine under the names of files, which have tied weights once.
+    """Return a saved engine's tensors with the names in model files, in which tied weights appear once.
 
-    Frozen parts are read from `origin`, in the type of the run.
+    Frozen parts are read from `origin` and converted to the run's dtype.
     """
     model = _without_weights(config, trust_remote_code=trust_remote_code)
     tied = set(model.all_tied_weights_keys)
@@ -229,7 +243,7 @@ def _checkpoint_weights(engine: Path, origin: Path | None, config: Any, *, trust
 
 
 def _without_weights(config: Any, *, trust_remote_code: bool) -> Any:
-    """Return the model of a configuration on the device "meta"."""
+    """Create the model on the meta device, for names and shapes."""
     import torch
 
     with torch.device("meta"):
@@ -240,6 +254,7 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
     """Write configuration, tokenizer, template and generation settings."""
     from transformers import AutoTokenizer
 
+    # The written weights are not quantized.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.save_pretrained(folder)
@@ -255,14 +270,14 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
 
 
 def _set_dtype(folder: Path, source: TensorSource, dtype: object) -> None:
-    """Say in the configuration of which type the weights are; transformers loads them in it."""
+    """Set the weights' dtype in the configuration, which transformers uses for loading."""
     file = folder / "config.json"
     written = str(dtype or source.dtype(source.names()[0])).removeprefix("torch.")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": written}, indent=2) + "\n")
 
 
 def _auto_class(config: Any) -> Any:
-    """Return the class of transformers for this configuration: of models with a scalar head, or of language models."""
+    """Return the transformers model class for this configuration: sequence classifier or language model."""
     from rlhf_cli.models.loading import language_model_class, sequence_classifier_class
 
     has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")

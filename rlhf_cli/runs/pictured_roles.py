@@ -1,4 +1,4 @@
-"""Whether the engines and the other models of a run take the pictures that its policy takes."""
+"""Checks that the rollout engine and the other roles process images like the policy."""
 
 from importlib.util import find_spec
 
@@ -12,45 +12,49 @@ from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
 
 EXTREMES = ((1, 1), (1000, 1500), (10_000, 10_000))
-"""Pictures whose final sizes lie at both ends of what a model takes, and between."""
+"""Image sizes (height, width) below, inside and above the limits of typical models."""
 
 NEEDS_NUM2WORDS = ("smolvlm",)
-"""Types whose processors of transformers, which vLLM calls, import num2words for the lengths of videos."""
+"""Model types with processors that import num2words, for video lengths. vLLM uses these processors."""
 
 
 def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushes_adapter: bool = False) -> None:
-    """Raise UsageError if engines of this kind cannot have the model with its vision tower."""
+    """Raise UsageError if the rollout backend does not support this vision-language model."""
     if not takes_pictures(architecture):
         return
     kind = architecture.model_type
     if pushes_adapter:
-        raise UsageError(f"--lora_push adapter: vLLM gets models of type {kind} whole; --lora_push merged pushes them")
+        raise UsageError(f"--lora_push adapter does not support models of type {kind}; use --lora_push merged")
     if backend == "vllm" and lacks_torchvision(kind):
         raise UsageError(
-            f"vLLM's models of type {kind} need torchvision, which is not installed (docs/howto/debugging.md): "
-            "`make setup` installs it; --rollout_backend transformers does without"
+            f"vLLM requires torchvision for models of type {kind}, but it is not installed (docs/howto/debugging.md): "
+            "run `make setup`, or use --rollout_backend transformers"
         )
     if backend == "vllm" and kind in NEEDS_NUM2WORDS and find_spec("num2words") is None:
         raise UsageError(
-            f"vLLM's models of type {kind} need num2words, which is not installed: `pip install num2words`, or "
-            "--rollout_backend transformers"
+            f"vLLM requires num2words for models of type {kind}, but it is not installed: run `pip install num2words`, "
+            "or use --rollout_backend transformers"
         )
 
 
 def check_role_pictures(
     policy: FoundModel, role: FoundModel, what: str, *, pictures: PicturesConfig, trust_remote_code: bool
 ) -> None:
-    """Raise UsageError if a model that reads the policy's sequences takes their pictures in another way, or not at all.
+    """Raise UsageError if a role that reads the policy's sequences does not process images like the policy.
 
     Args:
-        what: the setting that names the model of the role.
+        policy: the policy's model.
+        role: the role's model.
+        what: the setting with the role's model, for the message.
+        pictures: image settings of the policy.
+        trust_remote_code: whether to run model code from the folders.
     """
     if not takes_pictures(policy.architecture):
         return
     kind = policy.architecture.model_type
     if role.architecture.model_type != kind:
         raise UsageError(
-            f"{what} is of type {role.architecture.model_type}, which does not read the pictures of a {kind} model"
+            f"{what} has type {role.architecture.model_type}, which cannot process images for a {kind} model"
         )
     own = find_processing(
         policy.path,
@@ -62,11 +66,11 @@ def check_role_pictures(
     other = find_processing(role.path, role.architecture, trust_remote_code=trust_remote_code)
     if any(_taken(own, *size) != _taken(other, *size) for size in (own.final_size(*given) for given in EXTREMES)):
         raise UsageError(
-            f"{what} cuts pictures in another way than the policy, by its image processor or the patches of its tower"
+            f"{what} splits images differently than the policy: the image processor or patch size differs"
         )
 
 
 def _taken(processing: PictureProcessing, height: int, width: int) -> tuple[object, ...]:
-    """Return how a model takes a picture of this size: the size after its own resizing, and the tokens."""
+    """Return how a model processes an image of this size: the final size, patch grid and placeholder tokens."""
     size = processing.final_size(height, width)
     return size, processing.grid(height, width), processing.marks(height, width, "*")

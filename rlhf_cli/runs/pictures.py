@@ -1,4 +1,4 @@
-"""The reader of pictures for the model that a command names."""
+"""Image reader for a command's model."""
 
 from pathlib import Path
 
@@ -13,11 +13,10 @@ from rlhf_cli.models.vision.families.table import find_family
 def picture_reader(
     pictures: PicturesConfig, source: TokenizerSource, found: FoundModel, tokenizer: object
 ) -> PictureReader | None:
-    """Return the reader of pictures for a model, None for a model of text.
+    """Create the image reader for a model, or return None for a text model.
 
     Raises:
-        UsageError: as `find_family`, there is no folder `image_dir`, or settings of pictures are given for a model of
-            text.
+        UsageError: `find_family` fails, `image_dir` does not exist, or image settings are set for a text model.
     """
     family = find_family(
         found.path,
@@ -31,8 +30,9 @@ def picture_reader(
         _require_folder(pictures.image_dir)
         return PictureReader(family, pictures)
     given = pictures.changed(*PicturesConfig.model_fields)
-    if given is not None and pictures.max_images_per_prompt > 0:  # 0 is OpenRLHF's word for text alone
-        raise UsageError(f"{given} is about pictures, and pretrain {source.pretrain!r} is a model of text")
+    # In OpenRLHF, max_images_per_prompt=0 means text only, so commands copied from there work.
+    if given is not None and pictures.max_images_per_prompt > 0:
+        raise UsageError(f"{given} requires a vision-language model, but pretrain {source.pretrain!r} is a text model")
     return None
 
 

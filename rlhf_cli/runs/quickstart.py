@@ -1,4 +1,4 @@
-"""The body of `rlhf quickstart`: write data, run the real commands one after the other, sum up."""
+"""Implementation of `rlhf quickstart`: writes data, runs the actual commands in order, and prints a summary."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ PARTS = ("data", "untrained", "sft", "practice", "practice_alone", "eval", "eval
 
 
 def walkthrough(settings: QuickstartGroup) -> Walkthrough:
-    """Return the walkthrough of the settings."""
+    """Select the walkthrough for the settings."""
     kind: type[Walkthrough] = SumsWalkthrough
     if settings.images:
         kind = PicturesWalkthrough
@@ -38,7 +38,7 @@ def walkthrough(settings: QuickstartGroup) -> Walkthrough:
 
 
 def run_quickstart(settings: QuickstartGroup) -> None:
-    """Run all stages and print the table; raise RunError naming the stage that failed."""
+    """Run all stages and print the results. Raises RunError if a stage fails."""
     with output_lock(Path(settings.output)):
         _run_stages(settings)
 
@@ -69,7 +69,9 @@ def _run_stages(settings: QuickstartGroup) -> None:
 def _make_room(root: Path, *, overwrite: bool) -> None:
     left = [root / part for part in PARTS if (root / part).exists()]
     if left and not overwrite:
-        raise UsageError(f"--output {root} holds an earlier quickstart: replace it with --overwrite, or choose another")
+        raise UsageError(
+            f"--output {root} contains an earlier quickstart: replace it with --overwrite, or choose another folder"
+        )
     for path in left:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -79,12 +81,13 @@ def _run(console: Console, title: str, words: list[str]) -> None:
     console.print(f"$ rlhf {shlex.join(words)}", style="dim", soft_wrap=True, markup=False)
     command = subprocess.Popen([sys.executable, "-m", "rlhf_cli", *words])
 
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        if signum != signal.SIGINT:  # Ctrl-C reaches the command too, and a second one would end it at once
+    def forward(signum: int, frame: FrameType | None) -> None:
+        # The terminal also sends Ctrl-C to the command, which would exit at once if it received a second one.
+        if signum != signal.SIGINT:
             command.send_signal(signum)
 
-    # The command finishes its step and saves; this process waits for it.
-    previous = {signum: signal.signal(signum, pass_on) for signum in stop_signals()}
+    # The command finishes the step and saves, while this process waits.
+    previous = {signum: signal.signal(signum, forward) for signum in stop_signals()}
     try:
         status = command.wait()
     finally:
@@ -93,19 +96,19 @@ def _run(console: Console, title: str, words: list[str]) -> None:
     if status == 130:
         raise KeyboardInterrupt
     if status:
-        raise RunError(f"the step above ended with status {status}; its message says why")
+        raise RunError(f"the step above failed with status {status}; see the message there")
 
 
 def _accuracies(walk: Walkthrough) -> dict[str, dict[str, float]]:
-    """Return the accuracies on held-out data by stage and column, if the model of the stage was evaluated there."""
-    found: dict[str, dict[str, float]] = {stage: {} for stage in walk.folders}
+    """Return the accuracies on held-out data by stage and column, for evaluated models."""
+    accuracies: dict[str, dict[str, float]] = {stage: {} for stage in walk.folders}
     stages = {str(folder): stage for stage, folder in walk.folders.items()}
     for what, measured in walk.measured.items():
         results = json.loads((walk.root / measured.evaluation / "eval.json").read_text())["results"]
         for one in results:
             if Path(one["source"]).name == Path(measured.data).name:
-                found[stages[one["pretrain"]]][what] = one["figures"]["accuracy"]["value"]
-    return found
+                accuracies[stages[one["pretrain"]]][what] = one["figures"]["accuracy"]["value"]
+    return accuracies
 
 
 def _results(walk: Walkthrough, accuracies: dict[str, dict[str, float]], seconds: dict[str, float]) -> Table:

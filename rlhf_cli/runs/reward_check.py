@@ -1,4 +1,4 @@
-"""Checks of the rewards before anything heavy starts: labels, verifiers of rows, one call of a reward file."""
+"""Reward checks before anything heavy starts: labels, per-row verifiers, and a trial call of the reward file."""
 
 import sys
 from collections.abc import Sequence
@@ -11,15 +11,16 @@ from rlhf_cli.rewards.scorer import Scorer
 
 TRIED_PROMPTS = 2
 MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</think><answer>no</answer>")
-"""Responses to each of the tried prompts."""
+"""Sample responses for each trial prompt."""
 
 
 def check_rewards(reward: RewardConfig, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
-    """Raise UsageError if the rewards cannot judge these prompts; print the notices about them.
+    """Raise UsageError if the rewards cannot score these prompts, and print notices.
 
-    With `is_episode` a reward file gets messages, as in training.
+    With `is_episode`, a reward file receives messages, as in training.
     """
-    with Scorer(reward) as scorer:  # the one that is used starts later, when its output goes to a log
+    # A separate scorer: the run starts another one later, when the output is redirected to a log.
+    with Scorer(reward) as scorer:
         for prompts in sets:
             scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
         warning = scorer.try_file(trial_requests(sets[0], is_episode=is_episode))
@@ -28,9 +29,9 @@ def check_rewards(reward: RewardConfig, *sets: Sequence[Prompt], is_episode: boo
 
 
 def trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> list[ScoreRequest]:
-    """Return made-up responses to the first prompts; their tokens are the prompt's own.
+    """Create requests with sample responses to the first prompts. The prompt's tokens stand in for response tokens.
 
-    With `is_episode` each is an episode of one turn.
+    With `is_episode`, each request is an episode with one turn.
     """
     return [
         ScoreRequest(

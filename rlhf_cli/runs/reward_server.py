@@ -1,4 +1,4 @@
-"""The body of `rlhf serve-rm`: take the address, load the rewards, answer until a signal ends it."""
+"""Implementation of `rlhf serve-rm`: binds the address, loads the rewards, and serves requests until a signal."""
 
 import asyncio
 import socket
@@ -25,10 +25,11 @@ from rlhf_cli.runs.server_address import listening, server_key
 
 
 def run_server(config: ServeRMConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM, then answer the requests that have begun and exit with 130."""
+    """Serve until Ctrl-C or SIGTERM, then finish the requests in progress and exit with status 130."""
     stop = StopSignal()
     key, is_made = server_key(config.server)
     with ExitStack() as stack:
+        # Bind before loading the model, so that a port in use is reported at once.
         listener = stack.enter_context(listening(config.server))
         score = stack.enter_context(scoring(config.reward, config.model))
         app = reward_app(score, config.server, key=key, takes_images=score.takes_images)
@@ -40,27 +41,27 @@ def run_server(config: ServeRMConfig) -> None:
 
 @dataclass(frozen=True)
 class RewardScoring:
-    """Scores the responses of several requests."""
+    """Scores the responses in several requests together."""
 
     reward: RewardConfig
     scorer: Scorer
     text_model: TextRewardModel | None
 
     def __call__(self, jobs: Sequence[Sequence[ScoreRequest]]) -> Sequence[list[Score] | RunError]:
-        """Return the scores of each request, or why it has none."""
+        """Return the scores for each request, or the error."""
         scores = _score([request for job in jobs for request in job], self.scorer, self.text_model, self.reward)
         bounds = [0, *accumulate(map(len, jobs))]
         return [_within_limit(scores[low:high], self.reward) for low, high in pairwise(bounds)]
 
     @property
     def takes_images(self) -> bool:
-        """Whether a reward sees pictures: a vision-language model, or without a model a file that names `images`."""
+        """Whether a reward uses images: a vision-language model, or a reward file with the parameter `images`."""
         return self.scorer.reads_images if self.text_model is None else self.text_model.takes_images
 
 
 @contextmanager
 def scoring(reward: RewardConfig, model: ServedModelConfig) -> Iterator[RewardScoring]:
-    """Yield what scores the responses of several requests; its processes end with the block."""
+    """Start the rewards, and stop their processes at the end of the block."""
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
         yield RewardScoring(reward, scorer, text_model)
@@ -97,7 +98,7 @@ def _score(
 
 
 def _within_limit(scores: list[Score], reward: RewardConfig) -> list[Score] | RunError:
-    """Return the scores of a request, or the reason to refuse it if too many of them failed."""
+    """Return a request's scores, or the error if too many responses failed."""
     try:
         stop_if_too_many_failed(scores, reward.reward_max_failures)
     except RunError as error:
@@ -107,10 +108,11 @@ def _within_limit(scores: list[Score], reward: RewardConfig) -> list[Score] | Ru
 
 def _announce(listener: socket.socket, config: ServeConfig, made_key: str | None) -> None:
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # every address of this machine, none that a client could ask
+    # Clients cannot connect to a wildcard address.
+    if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     shown = f"[{host}]" if ":" in host else host
     print(f"Serving rewards: --remote_rm_url http://{shown}:{port}{REWARD_PATH} (Ctrl-C ends it)")
     if made_key is not None:
-        print(f"Clients need the key of this server: export {config.api_key_env}={made_key}")
+        print(f"Clients require the server's key: export {config.api_key_env}={made_key}")
     sys.stdout.flush()

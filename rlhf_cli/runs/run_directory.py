@@ -1,4 +1,4 @@
-"""The folder of a run: its allowed contents and the paths of its parts."""
+"""Run directory: paths, checks of existing content, and cleanup."""
 
 import itertools
 import json
@@ -18,7 +18,8 @@ from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
-BEST_FILE = "best.json"  # in `BEST`: the metric, its value, and after which iteration
+# In `BEST`: metric, value and iteration.
+BEST_FILE = "best.json"
 ERRORS = ("error.log", "error_rank*.log")
 RUN_FILE = "run.json"
 OF_A_RUN = (
@@ -35,12 +36,12 @@ OF_A_RUN = (
 )
 OF_A_MODEL = ("config.json", "adapter_config.json")
 OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
-"""Names of the logs that runs write. Other programs may write into the folder too: Slurm's `logs/slurm-%j.out`."""
+"""Names of the logs written by runs. Other programs may use the folder too, such as Slurm with `logs/slurm-%j.out`."""
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run."""
+    """Paths in a run."""
 
     root: Path
     checkpoints: Path
@@ -48,26 +49,26 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """The folder for the output of every process."""
+        """Folder with the logs of all processes."""
         return self.root / LOGS
 
     @property
     def best(self) -> Path:
-        """The folder of the best model by evaluation."""
+        """Folder with the best model by evaluation."""
         return self.root / BEST
 
     @property
     def ema(self) -> Path:
-        """The folder of the moving average of the weights."""
+        """Folder with the moving average of the weights."""
         return self.root / EMA
 
     def log_of_rank(self, rank: int) -> Path:
-        """Return the file for the output of one rank."""
+        """Return a rank's log file."""
         return self.logs / f"rank{rank}.log"
 
 
 def run_directory(settings: CheckpointConfig) -> RunDirectory:
-    """Return the paths these settings ask for; nothing is touched."""
+    """Return the paths for these settings. Creates nothing."""
     root = Path(settings.output)
     return RunDirectory(
         root=root,
@@ -77,46 +78,44 @@ def run_directory(settings: CheckpointConfig) -> RunDirectory:
 
 
 def check_run_directory(settings: CheckpointConfig) -> None:
-    """Raise UsageError if the run would mix with an earlier one or destroy something; nothing is touched.
+    """Raise UsageError if the run would mix with an earlier run or overwrite other files. Changes nothing.
 
-    Logs alone are no earlier run: the ranks of this one write theirs as soon as they start, and one that could not be
-    built leaves nothing else.
+    A folder that contains only logs does not count as an earlier run: ranks create logs as soon as they start, and a
+    run that fails during startup leaves nothing else.
     """
     paths = run_directory(settings)
     for path in (paths.root, paths.checkpoints, paths.model):
         if path.exists() and not path.is_dir():
-            raise UsageError(f"--output: {path} is a file, a folder is needed")
+            raise UsageError(f"--output: {path} is a file, not a folder")
     if _is_used(paths.model) and not any((paths.model / name).is_file() for name in OF_A_MODEL):
         raise UsageError(
-            f"{paths.model} cannot take the model, because it holds other things: choose another --save_path"
+            f"the model cannot be saved in {paths.model}, which contains other files: choose another --save_path"
         )
     left = [path for path in _leftovers(paths) if path not in _errors(paths)]
-    found = [*left, *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
+    existing = [*left, *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
     models = [*([paths.model] if _is_used(paths.model) else []), *([paths.best] if _is_trained(paths.best) else [])]
     if settings.load_checkpoint and models and not _steps(paths):
         raise UsageError(
-            f"--load_checkpoint: {models[0]} holds a trained model and there is no checkpoint in "
-            f"{paths.checkpoints} to continue from; train anew with --overwrite, or choose another --output"
+            f"--load_checkpoint: {models[0]} contains a trained model, but there is no checkpoint in "
+            f"{paths.checkpoints} to resume from; start again with --overwrite, or choose another --output"
         )
-    inside = [path for path in found if path.is_relative_to(paths.root)]
+    inside = [path for path in existing if path.is_relative_to(paths.root)]
+    # Protects a folder that is not a run, such as one with another program's config.yaml.
     if inside and settings.overwrite and not (paths.root / RUN_FILE).is_file():
         raise UsageError(
-            f"--overwrite: {paths.root} holds {inside[0].name}, but no {RUN_FILE}, which every run has: "
-            "choose another --output, or remove it by hand"
+            f"--overwrite: {paths.root} contains {inside[0].name}, but no {RUN_FILE}, which every run has: "
+            "choose another --output, or remove the folder manually"
         )
-    if found and not settings.load_checkpoint and not settings.overwrite:
+    if existing and not settings.load_checkpoint and not settings.overwrite:
         raise UsageError(
-            f"--output {paths.root} holds an earlier run ({found[0].name}): continue it with --load_checkpoint, "
+            f"--output {paths.root} contains an earlier run ({existing[0].name}): resume it with --load_checkpoint, "
             "replace it with --overwrite, or choose another folder"
         )
 
 
 @contextmanager
 def held_output(settings: CheckpointConfig) -> Iterator[None]:
-    """Hold the run's folders for this run alone. Raise UsageError if another run has one, or has left its files there.
-
-    They are checked again once they are held: another run may have begun and ended since the first check.
-    """
+    """Lock all folders of the run. Raises UsageError if another run uses one, or has left files there."""
     paths = run_directory(settings)
     with ExitStack() as stack:
         stack.enter_context(output_lock(paths.root))
@@ -124,12 +123,13 @@ def held_output(settings: CheckpointConfig) -> Iterator[None]:
             stack.enter_context(output_lock(paths.checkpoints, flag="--ckpt_path"))
         if not paths.model.resolve().is_relative_to(paths.root.resolve()):
             stack.enter_context(model_lock(paths.model, flag="--save_path"))
+        # Check again, because another run may have started and finished before the locks were acquired.
         check_run_directory(settings)
         yield
 
 
 def check_not_replaced(settings: CheckpointConfig, *models: str) -> None:
-    """Raise UsageError for a model to start from that lies in the earlier run which this one is to replace."""
+    """Raise UsageError if --overwrite would remove a model from which this run starts."""
     if not settings.overwrite:
         return
     paths = run_directory(settings)
@@ -137,20 +137,21 @@ def check_not_replaced(settings: CheckpointConfig, *models: str) -> None:
     for model in models:
         folder = Path(model).expanduser().resolve()
         if folder == paths.root.resolve() or any(folder.is_relative_to(path) for path in replaced):
-            raise UsageError(f"--overwrite would remove {model!r}, which this run starts from: choose another --output")
+            raise UsageError(f"--overwrite would remove {model!r}, from which this run starts: choose another --output")
 
 
 def prepare_run_directory(
     settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int | None = None
 ) -> RunDirectory:
-    """Return the run's folder with its settings written. One process of the run calls it once the models are built.
-
-    It is not called earlier: a run that cannot be built must not cost an earlier run.
+    """Prepare the run directory and write the settings. Call it in one process, after the models are built.
 
     Args:
-        keep: whether an earlier run is continued; otherwise its files are removed.
-        num_ranks: ranks that are already writing their logs, which stay; None if all logs are this run's.
+        settings: checkpoint settings.
+        config_yaml: settings to write.
+        keep: whether to resume an earlier run; otherwise the earlier files are removed.
+        num_ranks: number of ranks that are already writing logs, which are kept; None keeps all logs.
     """
+    # Not before the models are built: a run that fails during startup must not delete an earlier run.
     paths = run_directory(settings)
     if not keep:
         old_logs = [] if num_ranks is None else _old_logs(paths, num_ranks)
@@ -162,7 +163,7 @@ def prepare_run_directory(
 
 
 def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
-    """Return this rank's log file, without the lines of an earlier run unless that run is continued."""
+    """Return this rank's log file. Unless resuming, an earlier run's log is removed."""
     log = paths.log_of_rank(rank)
     if not keep:
         log.unlink(missing_ok=True)
@@ -170,20 +171,21 @@ def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
 
 
 def begin_logs(paths: RunDirectory, *, keep: bool) -> None:
-    """Make room for the logs of all processes: remove an earlier run's unless that run is continued."""
+    """Create the log folder. Unless resuming, an earlier run's logs are removed."""
     if not keep:
         remove(_old_logs(paths, num_ranks=0))
     paths.logs.mkdir(parents=True, exist_ok=True)
 
 
 def set_later_best_aside(paths: RunDirectory, *, known: int | None) -> Path | None:
-    """Rename the best model if the checkpoint that is continued does not know it yet; return its new path.
+    """Rename the best model if it is newer than the checkpoint to resume. Returns the new path.
 
-    A run that was killed between an evaluation and its checkpoint leaves such a model. The continued run compares with
-    the best value of the checkpoint, and may never be as good as that model.
+    A run that is killed between an evaluation and the next checkpoint leaves such a model. The resumed run compares
+    with the checkpoint's best value, and could replace this model by a worse one.
 
     Args:
-        known: the iteration of the best model that the checkpoint knows.
+        paths: paths of the run.
+        known: iteration of the best model according to the checkpoint.
     """
     iteration = _iteration_of(paths.best)
     if iteration is None or (known is not None and iteration <= known):
@@ -196,7 +198,7 @@ def set_later_best_aside(paths: RunDirectory, *, known: int | None) -> Path | No
 
 
 def _leftovers(paths: RunDirectory) -> list[Path]:
-    """Return the files of an earlier run besides logs and checkpoints. A model elsewhere stays until replaced."""
+    """Return an earlier run's files, except logs and checkpoints. A model in another folder stays until replaced."""
     own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
     named = [
         *(paths.root / name for name in OF_A_RUN),
@@ -208,7 +210,7 @@ def _leftovers(paths: RunDirectory) -> list[Path]:
 
 
 def _errors(paths: RunDirectory) -> list[Path]:
-    """Return the traces of unexpected errors."""
+    """Return files with tracebacks of unexpected errors."""
     return [path for pattern in ERRORS for path in paths.root.glob(pattern)]
 
 
@@ -223,12 +225,12 @@ def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
 
 
 def own_logs(folder: Path) -> list[Path]:
-    """Return the logs in the folder that a run of this program wrote."""
+    """Return the logs in the folder that were written by runs."""
     return [path for path in folder.glob("*.log") if OWN_LOG.fullmatch(path.name)]
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files, folders and symbolic links; the target of a link stays."""
+    """Remove files, folders and symbolic links, but not link targets."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -237,12 +239,12 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def _is_trained(best: Path) -> bool:
-    """Return whether the best model is there, and is not the model that training began with."""
+    """Return whether there is a best model other than the initial model."""
     return (_iteration_of(best) or 0) > 0
 
 
 def _iteration_of(best: Path) -> int | None:
-    """Return the iteration after which the best model was saved; None if there is no best model."""
+    """Return the iteration of the best model; None if there is none."""
     record = best / BEST_FILE
     return int(json.loads(record.read_text())["iteration"]) if record.is_file() else None
 

@@ -1,6 +1,6 @@
-"""Parts of a run's identity, which must be equal for a checkpoint to be continued.
+"""Parts of a run's identity, which must match to resume a checkpoint.
 
-Each setting and each hash has an entry of its own, whose name is read in the refusal.
+Each setting and hash is a separate entry, because the error message shows the entry's name.
 """
 
 from rlhf_cli.config.base import SettingsGroup
@@ -19,14 +19,16 @@ OF_AN_ADAPTER = (
     *VARIANTS,
 )
 NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
-"""A preset only gives defaults, and shared prompts only save time."""
+"""Settings without effect on the objective: a preset only sets defaults, and shared prompts only save time."""
 
 
 def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None = None) -> dict[str, object]:
-    """Return hashes of the model that a role starts from; None if the run has no such role.
+    """Return hashes of a role's initial model; None values if the run has no such role.
 
     Args:
-        model: the model, or the model under the adapter.
+        role: name of the role.
+        model: the model, or the adapter's base model.
+        plan: the adapter, if any.
     """
     weights = configuration = None
     if model is not None:
@@ -36,17 +38,17 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
 
 
 def adapter_identity(plan: AdapterPlan | None, *, suffix: str = "") -> dict[str, object]:
-    """Return the settings of an adapter, None if there is no adapter, with the suffix behind their names."""
+    """Return the adapter settings by name with `suffix`; None values without an adapter."""
     settings = dict.fromkeys(OF_AN_ADAPTER) | (plan.identity() if plan else {})
     return {f"{name}{suffix}": value for name, value in settings.items()}
 
 
 def tokenizer_identity(tokenizer: object) -> dict[str, object]:
-    """Return hashes of the tokenizer and of its chat template."""
+    """Return hashes of tokenizer and chat template."""
     return {"tokenizer": tokenizer_fingerprint(tokenizer), "chat template": template_fingerprint(tokenizer)}
 
 
 def objective_identity(group: SettingsGroup, *, besides: frozenset[str] = frozenset()) -> dict[str, object]:
-    """Return the settings of a group that belong to the objective, as JSON, except `besides`."""
+    """Return a group's settings that affect the objective, as JSON values, except `besides`."""
     settings = group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)
     return {name: without_folder(value) for name, value in settings.items()}

@@ -1,4 +1,4 @@
-"""Make a small untrained model and its tokenizer (`rlhf scratch`)."""
+"""Implementation of `rlhf scratch`: creates a small untrained model with a tokenizer."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rlhf_cli.models.scratch import (
 
 
 def run_scratch(config: ScratchConfig) -> str:
-    """Write the model to `output` and return its path and size as one line."""
+    """Write the model to `output`. Returns path and size in one line."""
     path = Path(config.new.output)
     with new_output(path):
         size = _write_model(config, path)

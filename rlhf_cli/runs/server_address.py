@@ -1,4 +1,4 @@
-"""The address and the key of a reward server; imports nothing heavy."""
+"""Address and API key of a reward server. This module imports nothing heavy."""
 
 import ipaddress
 import secrets
@@ -12,37 +12,37 @@ from rlhf_cli.rewards.remote.api_key import api_key
 
 
 def server_key(config: ServeConfig) -> tuple[str, bool]:
-    """Return the key that clients must show, and whether it was made up here.
+    """Return the API key, and whether it was generated.
 
     Raises:
-        UsageError: other machines could reach the server and no key is given.
+        UsageError: the server is reachable from other machines and no key is set.
     """
     given = api_key(config.api_key_env)
     if given is not None:
         return given, False
     if not is_loopback(config.host):
         raise UsageError(
-            f"--host {config.host} lets other machines in: give a key in the environment variable {config.api_key_env} "
-            "(--api_key_env names another)"
+            f"--host {config.host} is reachable from other machines: set a key in the environment variable "
+            f"{config.api_key_env} (or choose another variable with --api_key_env)"
         )
     return secrets.token_urlsafe(24), True
 
 
 @contextmanager
 def listening(config: ServeConfig) -> Iterator[socket.socket]:
-    """Yield the socket of the settings. Raise UsageError if the address is not free."""
+    """Bind the address and yield the socket. Raises UsageError if the address is in use."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family)
     except OSError as error:
         reason = error.strerror or error
-        raise UsageError(f"--host {config.host} --port {config.port} cannot be listened on: {reason}") from None
+        raise UsageError(f"cannot listen on --host {config.host} --port {config.port}: {reason}") from None
     with listener:
         yield listener
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is reached from this machine alone."""
+    """Return whether an address is reachable only from this machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -1,4 +1,4 @@
-"""The line on the terminal that answers Ctrl-C while a run finishes its step."""
+"""Terminal notice after Ctrl-C, while the run finishes the current step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +8,7 @@ from rlhf_cli.backends.process.signals import StopSignal
 
 @contextmanager
 def stop_announced(stop: StopSignal, say: Callable[[str], None], what: str) -> Iterator[None]:
-    """Have the first signal of the block answered by `say`; behind the block it is answered as before.
-
-    `what` completes "The run ends as soon as ...".
-    """
+    """Call `say` on the first stop signal inside the block. `what` completes "The run ends as soon as ..."."""
     before = stop.on_request
     stop.on_request = lambda: say(f"The run ends as soon as {what}; a second Ctrl-C ends it at once")
     try:

@@ -1,4 +1,4 @@
-"""The model that a training command names, perhaps under an adapter, before its weights are loaded."""
+"""The model to train, with an optional adapter, before weights are loaded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,11 @@ from rlhf_cli.models.tokenizers import load_tokenizer
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model that the settings name, perhaps under an adapter, before its weights are loaded.
+    """The model to train, with an optional adapter, before weights are loaded.
 
-    `base` is the named model, or the model under the named adapter; `found` has its path and configuration.
+    - `source`: model settings, which may refer to an adapter.
+    - `base`: settings for the model, or for the adapter's base model.
+    - `found`: path and configuration of `base`.
     """
 
     source: ModelConfig
@@ -29,17 +31,17 @@ class TrainedModel:
 
     @property
     def architecture(self) -> PretrainedConfig:
-        """The Hugging Face configuration of `base`."""
+        """Hugging Face configuration of `base`."""
         return self.found.architecture
 
     @property
     def attention(self) -> str:
-        """Name of the attention kernel it is going to run with."""
+        """Name of the attention kernel for training."""
         return packed_attention(self.base, self.architecture)
 
 
 def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
-    """Return the model of the settings. Raise UsageError if it is no model, or its adapter does not fit it."""
+    """Find the model for these settings. Raises UsageError if it is invalid, or does not match the adapter."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
     found = find_model(base)
@@ -49,27 +51,27 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
 
 
 def reference_notice(model: TrainedModel) -> list[str]:
-    """Return a line if training starts from an adapter, which the reference, its base, does not have."""
+    """Return a notice if training starts from an adapter, because the reference is the base model without it."""
     if model.plan is None or model.plan.weights is None:
         return []
     adapter = model.plan.weights.parent
     return [
-        f"the reference is {model.plan.base} without the adapter that training starts from; to compare with both, "
-        f"make one model of them (rlhf merge --model {adapter} --output MERGED) and give --pretrain MERGED --lora_rank "
-        f"{model.plan.config.r}"
+        f"the reference is {model.plan.base} without the initial adapter; to include the adapter, merge it "
+        f"(rlhf merge --model {adapter} --output MERGED) and set --pretrain MERGED --lora_rank {model.plan.config.r}"
     ]
 
 
 def find_companion(flag: str, source: ModelConfig, trained: TrainedModel) -> FoundModel:
-    """Return a language model that reads the data that the trained model is trained on.
+    """Find a second language model that reads the same tokens as the trained model.
 
     Raises:
-        UsageError: as `find_reader`, or the model has too few embeddings.
+        UsageError: `find_reader` fails, or the vocabulary of the model is too small.
     """
     found = find_reader(flag, source, trained.tokenizer)
     last_token = max(trained.tokenizer.get_vocab().values())
     sizes = [config.get_text_config().vocab_size for config in (found.architecture, trained.architecture)]
-    if sizes[0] < min(last_token + 1, sizes[1]):  # rows of padding beyond the tokens may differ
+    # Padding rows beyond the tokenizer's tokens may differ.
+    if sizes[0] < min(last_token + 1, sizes[1]):
         what = f"--{flag} {source.pretrain!r}"
-        raise UsageError(f"{what} has {sizes[0]:,} embeddings, fewer than the {last_token + 1:,} tokens it would read")
+        raise UsageError(f"{what} has {sizes[0]:,} embeddings, but the tokenizer has {last_token + 1:,} tokens")
     return found

@@ -1,4 +1,4 @@
-"""The data of a quickstart and the commands that it runs, as one would type them."""
+"""Quickstart walkthroughs: data, and commands as the user would type them."""
 
 import shlex
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ CRITIC = "--critic_learning_rate 5e-4"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command of a walkthrough. `stage` names the training run that it is in the table, None for other commands."""
+    """A command in a walkthrough. `stage` is the row in the results table; None for commands that do not train."""
 
     title: str
     words: list[str]
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Accuracies on a data set, a column of the table: the folder of the evaluation, and the data set."""
+    """A column in the results table: accuracies from an evaluation folder for a dataset."""
 
     evaluation: str
     data: str
@@ -33,9 +33,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Walkthrough(ABC):
-    """The places of the parts of a quickstart, and the commands that make them.
+    """Paths and commands of a quickstart.
 
-    `measured` are the columns of the table by their names; `max_new_tokens` bounds an answer.
+    - `measured`: columns of the results table by name.
+    - `max_new_tokens`: response length limit.
     """
 
     root: Path
@@ -46,32 +47,32 @@ class Walkthrough(ABC):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The run directories of the stages, by the names of the stages."""
+        """Run directories by stage."""
         return {"sft": self.root / "sft", self.algorithm: self.root / "practice"}
 
     @property
     @abstractmethod
     def introduction(self) -> str:
-        """A few words about the data."""
+        """Text about the data, printed first."""
 
     @abstractmethod
     def write_data(self) -> None:
-        """Write the data sets."""
+        """Write the datasets."""
 
     @abstractmethod
     def scratch(self) -> list[str]:
-        """Return the command that makes the untrained model."""
+        """Return the command that creates the untrained model."""
 
     @abstractmethod
     def sft(self) -> list[str]:
-        """Return the command that imitates the demonstrations, their flaws included."""
+        """Return the SFT command, which also imitates the demonstrations' errors."""
 
     @abstractmethod
     def practice(self) -> list[str]:
-        """Return the command that practises with a verifier."""
+        """Return the RL command, with a verifier as the reward."""
 
     def steps(self) -> list[Step]:
-        """Return the commands in order."""
+        """Return all commands in order."""
         return [
             *self._first_steps(),
             Step(f"Practise with a verifier ({self._parts})", self.practice(), self.algorithm),
@@ -89,7 +90,7 @@ class Walkthrough(ABC):
         return f"{self.algorithm}: Ray, DeepSpeed, rollout engine"
 
     def evaluation(self) -> list[str]:
-        """Return the command in which both models answer the held-out data."""
+        """Return the command that evaluates both models on held-out data."""
         data = [measured.data for measured in self.measured.values()]
         words = (
             f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*data)} "
@@ -99,13 +100,13 @@ class Walkthrough(ABC):
         return shlex.split(words)
 
     def _at(self, *parts: str) -> str:
-        """Return paths as a shell takes them, separated by commas."""
+        """Format paths for a shell, separated by commas."""
         return shlex.quote(",".join(str(self.root / part) for part in parts))
 
 
 @dataclass(frozen=True)
 class SumsWalkthrough(Walkthrough):
-    """Addition: imitation copies demonstrations that round, practice unlearns it."""
+    """Addition: SFT imitates demonstrations with rounded sums, and RL corrects them."""
 
     algorithm: str = "ppo"
     max_new_tokens: ClassVar[int] = 8
@@ -156,7 +157,7 @@ class SumsWalkthrough(Walkthrough):
 
 @dataclass(frozen=True)
 class PicturesWalkthrough(Walkthrough):
-    """Questions about pictures: imitation learns the form of answers from guesses, practice learns to look."""
+    """Questions about images: SFT learns the answer format from random guesses, and RL learns to use the image."""
 
     algorithm: str = "grpo"
     max_new_tokens: ClassVar[int] = 4
