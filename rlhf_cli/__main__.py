@@ -1,6 +1,6 @@
-"""The program's entry, for `rlhf` and for `python -m rlhf_cli` as launchers call it.
+"""Entry point for `rlhf`, and for `python -m rlhf_cli` as used by launchers.
 
-Imports nothing heavy at module level: a Ctrl-C while the program is imported ends it with one line too.
+Keep module-level imports light, so that Ctrl-C during the import of `cli` also prints a single line.
 """
 
 import atexit
@@ -12,9 +12,10 @@ from rlhf_cli.errors import missing_package
 
 
 def main() -> int:
-    """Run the program. Return its exit status."""
+    """Run the command line and return the exit status."""
     status: list[int] = []
-    atexit.register(_end_process, status)  # before all others, so that it is called after them
+    # Registered first, because exit handlers run in reverse order and this one skips the rest.
+    atexit.register(_end_process, status)
     status.append(_run())
     return status[0]
 
@@ -27,7 +28,8 @@ def _run() -> int:
     except ModuleNotFoundError as error:
         sys.stderr.write(f"rlhf: {missing_package(error)}\n")
         return 1
-    except SystemExit as end:  # how a command ends that was interrupted
+    # Raised by interrupted commands.
+    except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         sys.stderr.write("rlhf: interrupted\n")
@@ -35,13 +37,12 @@ def _run() -> int:
 
 
 def _end_process(status: list[int]) -> None:
-    """End the process with its status, when everything else is closed.
-
-    Python would take ten thousand modules apart first, which takes a second and more.
-    """
+    """Exit immediately after all other exit handlers."""
+    # Python's own shutdown tears down thousands of modules, which takes more than a second.
     if status:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
+            # The reader may have closed the pipe.
+            with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(status[0])
 

@@ -1,7 +1,7 @@
-"""The `rlhf` program: its commands, and the messages for the person at the terminal when a command fails.
+"""The `rlhf` command line: dispatch and error messages.
 
-A command's module is imported when that command is called or asked for its help, never for `rlhf --help`. The commands
-are in commands/; options.py makes flags of settings.
+A command's module is imported only when the command or `rlhf COMMAND --help` runs, never for `rlhf --help`. Commands
+are in commands/; options.py derives flags from settings.
 """
 
 import functools
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from rlhf_cli.config.base import CommandConfig
 
 FIRST_RANK_SECONDS = 20
-"""Time for the first rank of a machine to find the same fault: it reports the fault, and its end ends the others."""
+"""Delay before other ranks exit on a usage error. Rank 0 finds the same error and reports it, and the launcher then
+kills the rest, so the error is printed once."""
 
 
 class CommandGroup(HelpPageGroup):
-    """The commands of a table, each imported when it is called."""
+    """Commands from a table, imported lazily."""
 
     table: dict[str, Command] = COMMANDS
 
@@ -49,7 +50,7 @@ class CommandGroup(HelpPageGroup):
             and args[0] not in self.table
             and (here := COMMANDS_ELSEWHERE.get(args[0].removeprefix("openrlhf.cli.")))
         ):
-            raise UsageError(f"{args[0]} is called here: rlhf {here}")
+            raise UsageError(f"{args[0]} is an OpenRLHF or TRL command; run rlhf {here}")
         if args and ":" in args[0]:
             return args[0], outside_command(args[0], args[1:]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
@@ -57,44 +58,45 @@ class CommandGroup(HelpPageGroup):
 
 
 def command_function(entry: Command) -> Callable[..., None]:
-    """Return the function of a command: it takes the config, and its docstring is the help text."""
+    """Import and return a command's function. It takes the config, and the docstring is the help text."""
     return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
 
 
-def load_command(name: str, entry: Command, words: Sequence[str]) -> Any:
-    """Return the Typer command of a table entry, called with `words`; import its module."""
-    return command_of(name, command_function(entry), words)
+def load_command(name: str, entry: Command, arguments: Sequence[str]) -> Any:
+    """Import a command's module and return the Typer command, called with `arguments`."""
+    return command_of(name, command_function(entry), arguments)
 
 
-def outside_command(text: str, words: Sequence[str]) -> Any:
-    """Return the Typer command of code outside this program, `file.py:NAME` or `module:NAME`.
+def outside_command(text: str, arguments: Sequence[str]) -> Any:
+    """Return the Typer command for external code, `file.py:NAME` or `module:NAME`.
 
     Raises:
-        UsageError: there is no such code, or it takes no config.
+        UsageError: the code does not exist, or it has no `config` parameter.
     """
     from rlhf_cli.config.plugins import FORMS, absolute, is_target, load_target
     from rlhf_cli.flags import config_class
 
     if not is_target(text):
-        raise UsageError(f"{text} is no command, and no code as {FORMS}")
+        raise UsageError(f"{text} is neither a command nor {FORMS}")
     function = load_target(absolute(text))
     try:
         config_class(function)
     except (TypeError, KeyError, AssertionError, NameError) as error:
         name = text.rpartition(":")[2]
-        raise UsageError(f"{text}: {name} has to take `config`, annotated with a class of settings groups") from error
-    return command_of(text, function, words)
+        raise UsageError(f"{text}: {name} must have a parameter `config` annotated with a config class") from error
+    return command_of(text, function, arguments)
 
 
-def command_of(name: str, function: Callable[..., None], words: Sequence[str] = ()) -> Any:
-    """Return the Typer command of a function that takes a config; code that `words` name may bring settings."""
-    from rlhf_cli.options import typer_command  # brings pydantic, which `rlhf --help` does without
+def command_of(name: str, function: Callable[..., None], arguments: Sequence[str] = ()) -> Any:
+    """Return the Typer command for a function that takes a config. Code named in `arguments` may add settings."""
+    # Imported here: options.py imports pydantic, which `rlhf --help` does not need.
+    from rlhf_cli.options import typer_command
 
-    return typer_command(name, _with_trace(function), words)
+    return typer_command(name, _with_trace(function), arguments)
 
 
 def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
-    """Return the program with the commands of a group."""
+    """Build the Typer application for a command group."""
     app = typer.Typer(
         cls=group,
         invoke_without_command=True,
@@ -121,14 +123,14 @@ def root(
 ) -> None:
     """Post-train language models: supervised fine-tuning and reinforcement learning, from a laptop to a cluster.
 
-    Settings are flags, or lines of a YAML file given with --config; `rlhf COMMAND --help` lists them.
+    Pass settings as flags, or in a YAML file with --config. `rlhf COMMAND --help` lists them.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 
 
 def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = CommandGroup) -> int:
-    """Run the program; the exit status: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
+    """Run the command line. Returns 0 on success, 1 on failure, 2 on a usage error, 130 if interrupted."""
     rest_collector()
     words = list(sys.argv[1:] if args is None else args)
     is_outside = ":" in "".join(words[:1])
@@ -163,7 +165,7 @@ def _tell(command: str | None, message: str) -> None:
 
 
 def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
-    """Return `run` with a change: an exception that is not a plain sentence leaves its trace in the run directory."""
+    """Wrap a command: unexpected exceptions write a traceback to the run directory and become one sentence."""
 
     @functools.wraps(run)
     def guarded(config: "CommandConfig") -> None:
@@ -176,6 +178,7 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
         except UsageError:
             raise
         except RunError as error:
+            # Raised by this package on purpose: the sentence is complete without a traceback.
             if error.__cause__ is None:
                 raise
             raise RunError(f"{error} (trace in {_write_trace(error, _run_directory(config))})") from error
@@ -192,7 +195,7 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _run_directory(config: "CommandConfig") -> Path | None:
-    """Return the run directory of a config, if it has one and the directory exists."""
+    """Return the run directory, or None if the command has none or it does not exist yet."""
     output = next((value.output for _, value in config if hasattr(value, "output")), None)
     return Path(output) if output and Path(output).is_dir() else None
 
@@ -203,9 +206,10 @@ def _unexpected(error: Exception, directory: Path | None) -> str:
 
 
 def _write_trace(error: Exception, directory: Path | None) -> Path:
-    """Append the full trace to this rank's file, in the run directory or else a temporary one; return the file."""
+    """Append the traceback to this rank's log in the run directory, or to a temporary file. Returns the path."""
     text = f"{time.strftime('%F %T')} rlhf {' '.join(sys.argv[1:])}\n{''.join(traceback.format_exception(error))}\n"
-    if key := os.environ.get(WANDB_KEY):  # it may have been given after --use_wandb
+    # The command line may contain the key after --use_wandb, as in OpenRLHF.
+    if key := os.environ.get(WANDB_KEY):
         text = text.replace(key, "(hidden)")
     rank = os.environ.get("RANK", "0")
     if directory is not None:
@@ -214,7 +218,8 @@ def _write_trace(error: Exception, directory: Path | None) -> Path:
             with path.open("a", encoding="utf-8") as log:
                 log.write(text)
             return path
-        except OSError:  # the disk may be what failed
+        # A full disk may be the original error.
+        except OSError:
             pass
     with tempfile.NamedTemporaryFile("w", prefix="rlhf-", suffix=".log", delete=False, encoding="utf-8") as temporary:
         temporary.write(text)

@@ -1,7 +1,7 @@
-"""The two kinds of failure that a person at the terminal reads in one sentence.
+"""Errors that the terminal shows as one sentence, and helpers for error messages.
 
-Memory that is full is one of them, whatever library reports it. Everything else is reported by its name, with the path
-of its full trace.
+Out-of-memory errors from all libraries are converted. Any other exception is unexpected: the terminal shows its type
+and the path to the full traceback.
 """
 
 import re
@@ -9,21 +9,21 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
-    """Return names as a phrase: "a, b and c". `last` is the word before the last name."""
+    """Join names into a phrase: "a, b and c". `last` is the conjunction."""
     *others, final = names
     return f"{', '.join(others)} {last} {final}" if others else final
 
 
 class UsageError(ValueError):
-    """A setting, a file or a row is wrong. The message names what, where and what would be right; exit status 2."""
+    """Invalid setting, file or row. The message names the problem, the place and the fix. Exit status 2."""
 
 
 class RunError(RuntimeError):
-    """A run that started well cannot go on. The message has the reason and the way to continue; exit status 1."""
+    """A run failed after it started. The message names the reason and how to continue. Exit status 1."""
 
 
 class ProcessDied(RunError):
-    """A process of the run died, which need not happen again: the run may go on from its last checkpoint."""
+    """A process died. The failure may be temporary, so the run can resume from the last checkpoint."""
 
     def __str__(self) -> str:
         hint = "run the same command with --load_checkpoint to continue from the last checkpoint"
@@ -31,12 +31,12 @@ class ProcessDied(RunError):
 
     @property
     def message(self) -> str:
-        """The message without the advice to continue."""
+        """The message without the hint to resume."""
         return super().__str__()
 
 
 class OutOfMemory(RunError):
-    """Memory is full: of a GPU, of the machine, or of /dev/shm. The message names the flag to change."""
+    """Out of GPU memory, host memory or /dev/shm. The message names the flag to change."""
 
 
 _SHORTAGES = {
@@ -45,19 +45,21 @@ _SHORTAGES = {
     "space in /dev/shm": r"/dev/shm.*No space left|No space left.*/dev/shm|Bus error|SIGBUS|shared memory \(shm\)",
     "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc",
 }
-"""Patterns of the libraries' messages about full memory, by the kind of memory."""
+"""Patterns in out-of-memory messages from libraries, by memory kind. A full /dev/shm kills with SIGBUS."""
 
 _FIXES = {
     "GPU memory": "lower --train_max_tokens_per_gpu or --vllm_gpu_memory_utilization; docs/howto/debugging.md has more",
-    "space in /dev/shm": "remove files that earlier runs left there, or start the container with a larger --shm-size",
-    "host memory": "end other programs, or use fewer processes or a smaller model; docs/howto/debugging.md has more",
+    "space in /dev/shm": "remove leftover files from earlier runs, or start the container with a larger --shm-size",
+    "host memory": "stop other programs, or use fewer processes or a smaller model; docs/howto/debugging.md has more",
 }
 
 
 def full_memory(error: BaseException | str) -> str | None:
-    """Return the kind of memory that is full according to a library's error or its text; None for other errors."""
+    """Classify a library's error or message: the kind of memory that is full, or None for other errors."""
     if isinstance(error, BaseException):
+        # By class name: importing torch and Ray here would slow down every command.
         names = {cls.__name__ for cls in type(error).__mro__}
+        # ray.exceptions.OutOfMemoryError is about host memory, torch's about GPU memory.
         if "OutOfMemoryError" in names:
             return "host memory" if "RayError" in names else "GPU memory"
         if "MemoryError" in names:
@@ -67,30 +69,30 @@ def full_memory(error: BaseException | str) -> str | None:
 
 
 def memory_sentence(kind: str, where: str, fix: str | None = None) -> str:
-    """Return the sentence about a kind of memory that is full: the place, and the way out."""
+    """Format an out-of-memory message with place and fix."""
     return f"out of {kind}{where and ' '}{where}: {fix or _FIXES[kind]}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error for a sentence of ours, or the kind of the error if it has no text."""
+    """Return the first line of a library's error message, or the exception type if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 LONGEST_REASON = 500
-"""Characters of a library's message that a sentence of ours quotes."""
+"""Maximum characters quoted from a library's message."""
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's whole message in one line, cut at `LONGEST_REASON`; the error's type if it has no message.
+    """Return a library's message in one line, truncated at `LONGEST_REASON`, or the exception type without a message.
 
-    For libraries that begin with a heading ("... from one of:") and give the reason in the lines below it.
+    For libraries that start with a heading ("... from one of:") and explain in the following lines.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """Return the sentence about a package that this program needs and that is not installed."""
+    """Format a message about a missing required package."""
     name = (error.name or str(error)).partition(".")[0]
-    return f"the package {name} is missing: reinstall rlhf-cli, or pip install {name}; `rlhf doctor` checks all others"
+    return f"package {name} is not installed: reinstall rlhf-cli, or pip install {name}; `rlhf doctor` checks the rest"

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: it works while the driver does something else."""
+"""An asyncio event loop on a background thread, so that I/O continues while the driver works."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class LoopThread:
-    """A thread that runs an event loop, `loop`, from now on until `end`. Other threads call its methods."""
+    """Background thread that runs an event loop until `end`. Its methods are for other threads."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -19,29 +19,27 @@ class LoopThread:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread is gone."""
+        """Whether the thread has exited."""
         return not self._thread.is_alive()
 
     def call_soon(self, function: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
-        """Have the loop call a function. Returns at once."""
+        """Schedule a function on the loop. Never blocks."""
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of work in the loop, or raise its error. If the wait is interrupted, by Ctrl-C, cancel the
-        work.
-        """
+        """Run a coroutine on the loop and return the result. Blocks the calling thread."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
+        # Ctrl-C interrupts only the wait: without the cancel, the coroutine would continue.
         except BaseException:
             future.cancel()
             raise
 
     def end(self, last: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run the last work, then end the loop and the thread; nothing happens if they have ended.
+        """Run a final coroutine, then stop the loop and join the thread. No-op if already stopped.
 
-        Tasks that the last work leaves unfinished are not waited for. If it raises, the error is raised and the loop
-        goes on.
+        Unfinished tasks are not awaited. If the coroutine raises, the error propagates and the loop continues.
         """
         if not self.has_ended:
             self.run(last())

@@ -1,6 +1,6 @@
-"""The fields of a config class as flags: names, types, limits, defaults, and descriptions in words.
+"""Derives flags from config class fields: names, types, limits, defaults and descriptions.
 
-options.py reads and checks values.
+options.py parses and validates values.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +14,27 @@ from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import FORMS, Plugin
 from rlhf_cli.errors import listed
 
-RESERVED = {"config", "local_rank", "help"}  # flags every command has besides its settings
+# Flags that every command has in addition to its settings.
+RESERVED = {"config", "local_rank", "help"}
 
 
 class Flag(NamedTuple):
-    """One setting, written --`name`: field `attribute` of group `group`.
+    """One setting, written --`name`: field `attribute` in group `group`.
 
-    Both are the same word unless the word is one of Python's own: then the name is the field's alias.
+    - `name`: equal to `attribute`, unless that is a Python keyword with the name as alias (`for`).
+    - `annotation`: type without None. `optional` is True if None is allowed.
+    - `limits`: annotated_types from the field: Gt, Ge, Lt, Le.
+    - `default`: PydanticUndefined if the setting is required.
     """
 
     name: str
     attribute: str
     group: str
     panel: str
-    annotation: object  # without None; `optional` is true if None is allowed
+    annotation: object
     optional: bool
-    limits: tuple[object, ...]  # annotated_types of the field: Gt, Ge, Lt, Le
-    default: object  # PydanticUndefined when the setting is required
+    limits: tuple[object, ...]
+    default: object
     help: str
 
     @property
@@ -39,7 +43,7 @@ class Flag(NamedTuple):
 
     @property
     def takes(self) -> int:
-        """Values the flag takes on the command line."""
+        """Number of values on the command line."""
         return 0 if self.annotation is bool else len(get_args(self.annotation)) if self._is(tuple) else 1
 
     @property
@@ -48,7 +52,7 @@ class Flag(NamedTuple):
 
     @property
     def plugin(self) -> Plugin | None:
-        """The names and the form of others' code, if the setting takes such code."""
+        """Plugin names, if the setting accepts external code."""
         return next((limit for limit in self.limits if isinstance(limit, Plugin)), None)
 
     @property
@@ -60,17 +64,17 @@ class Flag(NamedTuple):
 
 
 def config_class(run: Callable[..., None]) -> type[CommandConfig]:
-    """Return the config class that a command function `run(config: XConfig)` asks for."""
+    """Return the config class from a command function's annotation, `run(config: XConfig)`."""
     cls = get_type_hints(run)["config"]
     assert issubclass(cls, CommandConfig)
     return cls
 
 
 def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
-    """Return every flag of a config class by name, in declaration order.
+    """Return a config class's flags by name, in declaration order.
 
     Raises:
-        TypeError: two groups declare the same name, or a name that every command already has.
+        TypeError: two groups declare the same name, or a group declares a reserved name.
     """
     flags: dict[str, Flag] = {}
     for group, outer in config_cls.model_fields.items():
@@ -79,11 +83,11 @@ def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
             field = group_cls.model_fields[attribute]
             name = field.alias or attribute
             if name in flags or name in RESERVED:
-                other = f"in {flags[name].group}" if name in flags else "of every command"
+                other = f"in {flags[name].group}" if name in flags else "in every command"
                 raise TypeError(f"{config_cls.__name__}: --{name} of {group} is already a flag {other}")
             members = [member for member in get_args(field.annotation) if member is not NoneType]
             optional = NoneType in get_args(field.annotation)
-            # A field that the command leaves alone has the group's default: `auto`, not the choice on this machine.
+            # Unless the command sets the field, show the group's default: `auto`, not the value for this machine.
             is_set = not outer.is_required() and attribute in outer.default.model_fields_set
             flags[name] = Flag(
                 name=name,
@@ -100,7 +104,7 @@ def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
 
 
 def describe(flag: Flag) -> str:
-    """Return the values that a flag takes and its default, in the words of help pages."""
+    """Describe a flag's allowed values and default, for help pages."""
     if flag.takes == 0:
         turns_off = f"--no_{flag.name} turns it off"
         if flag.default is None:
@@ -115,7 +119,7 @@ def describe(flag: Flag) -> str:
 
 
 def expected(flag: Flag) -> str:
-    """Return the allowed values of this flag in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
+    """Describe a flag's allowed values: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
     if flag.choices:
         choices = listed(map(str, flag.choices), "or")
         several = ", separated by commas" if flag.is_list else ""
@@ -143,21 +147,21 @@ _TYPE_NAMES: dict[object, tuple[str, str]] = {
 
 
 def _bounds(limits: Sequence[object]) -> str:
-    found = {
+    bounds = {
         kind: getattr(limit, kind) for limit in limits for kind in ("gt", "ge", "lt", "le") if hasattr(limit, kind)
     }
-    if found.keys() == {"ge", "le"}:
-        return f"from {found['ge']} to {found['le']}"
+    if bounds.keys() == {"ge", "le"}:
+        return f"from {bounds['ge']} to {bounds['le']}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    return " and ".join(f"{signs[kind]} {bound}" for kind, bound in found.items())
+    return " and ".join(f"{signs[kind]} {bound}" for kind, bound in bounds.items())
 
 
 LONGEST_SHOWN = 300
-"""Characters of a value that a message shows; a longer value is cut, and its length follows."""
+"""Maximum characters shown for a value in a message. Longer values are truncated, followed by their length."""
 
 
 def shown(value: object) -> str:
-    """Return a value as one would write it after its flag, cut if it is very long."""
+    """Format a value as on the command line, truncated if it is very long."""
     if isinstance(value, tuple | list):
         text = " ".join(map(shown, value)) or "[]"
     elif value is None or isinstance(value, bool):

@@ -1,7 +1,6 @@
-"""Help pages: panels of flags or commands that stay readable at 80 columns.
+"""Help pages: framed panels with two columns of wrapped text, readable at 80 columns.
 
-Two columns of wrapped text in a frame, without rich: it would take most of the time of `rlhf --help`. The texts come
-from options.py and cli.py.
+Not based on rich, whose import would take most of the time in `rlhf --help`. options.py and cli.py provide the text.
 """
 
 import os
@@ -13,28 +12,31 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-Row = tuple[str, str]  # name, help
+Row = tuple[str, str]
+"""(name, help)."""
 
-MIN_WIDTH, MAX_WIDTH = 50, 110  # columns of the page; wider lines are hard to read
-MAX_NAME = 34  # columns of the left side; a longer name stands on a line of its own
+# Page width in columns. Longer lines are hard to read.
+MIN_WIDTH, MAX_WIDTH = 50, 110
+# Maximum width of the left column. Longer names get a separate line.
+MAX_NAME = 34
 
 
 class HelpPageCommand(TyperCommand):
-    """A command with a help page of panels."""
+    """A command with panels in its help page."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(page(self, ctx, usage=f"{ctx.command_path} {self.options_metavar}"))
 
 
 class HelpPageGroup(TyperGroup):
-    """A group of commands with a help page of panels."""
+    """A command group with panels in its help page."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(page(self, ctx, usage=f"{ctx.command_path} COMMAND [--FLAG VALUE]..."))
 
 
 def page(command: TyperCommand | TyperGroup, ctx: Any, *, usage: str) -> str:
-    """Return the whole help text of a command or group, as wide as the terminal."""
+    """Format the help page for a command or group, at terminal width."""
     width = min(max(shutil.get_terminal_size().columns, MIN_WIDTH), MAX_WIDTH)
     panels: dict[str, list[Row]] = {"Options": []}
     for option in command.get_params(ctx):

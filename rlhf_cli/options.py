@@ -1,9 +1,15 @@
-"""Settings declared once: every field of a config class becomes a flag, a YAML key and an attribute of the same name.
+"""Builds configs from flags and YAML. Each config class field becomes a flag and a YAML key with the same name.
 
-A config is one level of groups (`config.batch.seed`); flags and keys are the bare field names (`--seed 1`, `seed: 1`).
-A flag beats `--config a.yaml,b.yaml`, of which later files beat earlier ones. Files beat the class method `implied`
-(defaults that follow from given settings), which beats the default in the class. Values from all places go through the
-same pydantic validation, so Typer only collects text here. help_page.py shows help; cli.py reports errors.
+A config has one level of groups (`config.batch.seed`); flags and keys are bare field names (`--seed 1`, `seed: 1`).
+Precedence, highest first:
+
+1. flags,
+2. `--config a.yaml,b.yaml`, later files first,
+3. the class method `implied`, with defaults derived from other settings,
+4. defaults in the class.
+
+All values go through the same pydantic validation; Typer only collects text. help_page.py formats help, and cli.py
+reports errors.
 """
 
 import inspect
@@ -33,38 +39,39 @@ from rlhf_cli.settings_file import read_settings
 
 C = TypeVar("C", bound=CommandConfig)
 
-# Items of a list; a comma in parentheses belongs to its item: `math,cosine(max_len=2048, wrong_long=0)`.
+# List items. A comma inside parentheses does not separate items: `math,cosine(max_len=2048, wrong_long=0)`.
 _BETWEEN_COMMAS = re.compile(r"(?:\([^()]*\)|[^,])+")
 
 LIKENESS = 0.75
-"""Ratio of difflib above which a known name is offered for an unknown one; below it hints were mostly wrong."""
+"""Minimum difflib ratio for "did you mean" hints. Below it, most hints were wrong."""
 
 FLAGS = "[--FLAG VALUE]..."
-"""The words behind a command in help pages."""
+"""Usage text after the command name in help pages."""
 
 
 def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: str = "--{}") -> C:
-    """Return the validated config of flat values, as text or typed; settings that are not given keep their defaults.
+    """Build and validate a config from flat values, as text or typed. Missing settings keep the defaults.
 
-    `spelled` is the form of a setting's name in messages, with `{}` for the name.
+    `spelled` formats setting names in messages, with `{}` for the name.
 
     Raises:
-        UsageError: one line with all faults.
+        UsageError: one line that lists all problems.
     """
     config_cls = with_settings_of_code(config_cls, values)
     flags = flags_of(config_cls)
     problems = [_unknown_key(name, flags, spelled) for name in values if name not in flags]
-    config, found = _validate(config_cls, values, dict.fromkeys(values, spelled))
+    config, invalid = _validate(config_cls, values, dict.fromkeys(values, spelled))
     if config is None or problems:
-        raise UsageError("; ".join(problems + found))
+        raise UsageError("; ".join(problems + invalid))
     return config
 
 
 def with_settings_of_code(config_cls: type[C], values: Mapping[str, object]) -> type[C]:
-    """Return the config class with one more group for each code of the user's, as given, that brings settings.
+    """Return the config class extended by one settings group for each user-defined plugin that declares settings.
 
-    `--advantage_estimator median.py:quantile` with `quantile = Estimator(..., settings=QuantileConfig)` adds the group
-    `advantage_estimator_settings: QuantileConfig`, so `--quantile` is a flag, a YAML key and a line of config.yaml.
+    Example: `--advantage_estimator median.py:quantile` with `quantile = Estimator(..., settings=QuantileConfig)` adds
+    the group `advantage_estimator_settings: QuantileConfig`; `--quantile` becomes a flag, a YAML key and a setting in
+    config.yaml.
 
     Raises:
         UsageError: the code cannot be loaded, or its settings cannot be flags of this command.
@@ -79,36 +86,36 @@ def with_settings_of_code(config_cls: type[C], values: Mapping[str, object]) -> 
             continue
         for own, field in group.model_fields.items():
             if own in flags or own in RESERVED:
-                raise UsageError(f"--{name} {text}: its setting {own} is a flag of this command already")
+                raise UsageError(f"--{name} {text}: its setting {own} is already a flag of this command")
             if field.is_required():
                 raise UsageError(f"--{name} {text}: its setting {own} needs a default")
         added[group_of_code(name)] = (group, group())
     return create_model(config_cls.__name__, __base__=config_cls, **added) if added else config_cls  # type: ignore[call-overload, no-any-return]
 
 
-def _given_early(words: Sequence[str], names: Collection[str]) -> dict[str, object]:
-    """Return the values of a few settings in words and `--config` files, before the other flags are known."""
+def _given_early(arguments: Sequence[str], names: Collection[str]) -> dict[str, object]:
+    """Read the values of a few settings from arguments and `--config` files before the other flags are known."""
     found: dict[str, object] = {}
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        flag, is_joined, value = word.partition("=")
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        flag, is_joined, value = argument.partition("=")
         name = underscores(flag.removeprefix("--"))
         if flag.startswith("--") and name in {*names, "config"}:
             found[name] = value if is_joined else following
     try:
         files = read_settings(str(found.pop("config"))) if "config" in found else []
     except UsageError:
-        files = []  # reported with the other mistakes
+        files = []  # the full parse reports it with the other mistakes
     return {name: value for file in files for name, value in file.values.items() if name in names} | found
 
 
 def from_yaml(config_cls: type[C], path: Path) -> C:
-    """Return the config of a YAML file, and of the files that it extends. Raise UsageError for faults."""
+    """Load a config from a YAML file and the files that it extends. Raises UsageError if it is invalid."""
     values = {name: value for file in read_settings(str(path)) for name, value in file.values.items()}
     return build_config(config_cls, values, spelled=f"{{}} in {path}")
 
 
 def to_yaml(config: CommandConfig) -> str:
-    """Return all settings as flat YAML with a comment above each group; `--config` reads it to the same config."""
+    """Format all settings as flat YAML with a comment above each group. `--config` reads it back unchanged."""
     parts = []
     for group, settings in config:
         values = settings.model_dump(mode="json", by_alias=True, include=set(config.supported(group)))
@@ -118,14 +125,14 @@ def to_yaml(config: CommandConfig) -> str:
     return "\n".join(parts)
 
 
-_CONFIG_OPTION = typer.Option("--config", help="YAML file with settings, or several with commas: later ones win.")
+_CONFIG_OPTION = typer.Option("--config", help="YAML settings files, separated by commas. Later files take precedence.")
 
 
 def from_config(run: Callable[..., None], config_cls: type[CommandConfig]) -> Callable[..., None]:
-    """Return a Typer command function with one option for each setting of a config class; it calls `run(config)`.
+    """Return a Typer command function with one option per setting of a config class. It calls `run(config)`.
 
-    `ctx.args` has unknown words (see `typer_command`), so that one message reports all mistakes. The setting that a
-    config class names as `positional` may be given as a word without a flag.
+    `ctx.args` holds unknown arguments (see `typer_command`), so that one message reports all mistakes. The config
+    class's `positional` setting may be passed without a flag.
     """
     flags = flags_of(config_cls)
 
@@ -151,26 +158,27 @@ def from_config(run: Callable[..., None], config_cls: type[CommandConfig]) -> Ca
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters.append(_parameter("config", Path | None, _CONFIG_OPTION))
-    # The deepspeed launcher passes --local_rank; it sets LOCAL_RANK as well, and only that is read.
+    # The DeepSpeed launcher passes --local_rank, but also sets LOCAL_RANK, which is the one that is read.
     parameters.append(_parameter("local_rank", int | None, typer.Option("--local_rank", hidden=True)))
     groups = list(config_cls.model_fields)
     shown_first = sorted(flags.values(), key=lambda flag: (groups.index(flag.group), not flag.required))
     parameters.extend(map(_option, shown_first))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    # Typer reads annotations before the signature.
     command.__annotations__ = {}
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     return command
 
 
 TRANSLATED = "rlhf_cli.translated"
-"""Key under which a call keeps the translation of other tools' words."""
+"""Key in the Click context for the translation from other frameworks' flags."""
 
 
 class SettingsCommand(HelpPageCommand):
-    """A command whose flags may each be given once, and which understands other tools' words."""
+    """A command that rejects repeated flags and translates other frameworks' flags."""
 
     def _known(self, ctx: Any) -> dict[str, int]:
-        """Return the command's own flags, each with the number of values it takes."""
+        """Return the command's flags, each with the number of values."""
         options = [parameter for parameter in self.get_params(ctx) if hasattr(parameter, "is_flag")]
         return {
             name.removeprefix("--"): 0 if option.is_flag else option.nargs for option in options for name in option.opts
@@ -180,22 +188,24 @@ class SettingsCommand(HelpPageCommand):
         if not ctx.resilient_parsing:
             done = translate(args, command=self.name or "", known=self._known(ctx))
             args, ctx.meta[TRANSLATED] = done.words, done
+            # Click lets the last of two equal flags win. The parser also returns every option in order.
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             if twice := next((option for number, option in enumerate(order) if option in order[:number]), None):
                 raise UsageError(f"{twice.opts[0]} is given more than once")
         return super().parse_args(ctx, args)
 
 
-def typer_command(name: str, run: Callable[..., None], words: Sequence[str] = ()) -> Any:
-    """Return the Typer command called `name` that resolves the settings of `run` and calls it.
+def typer_command(name: str, run: Callable[..., None], arguments: Sequence[str] = ()) -> Any:
+    """Return a Typer command `name` that builds the config for `run` and calls it.
 
-    Settings of code that `words` name are flags too.
+    Code named in `arguments` may add settings.
     """
     config_cls = config_class(run)
     names = {flag.name for flag in flags_of(config_cls).values() if flag.plugin and flag.plugin.may_have_settings}
-    config_cls = with_settings_of_code(config_cls, _given_early(words, names))
+    # Before Typer parses: the flags of the command depend on the code that the arguments name.
+    config_cls = with_settings_of_code(config_cls, _given_early(arguments, names))
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    # Unknown flags are collected instead of stopping at the first, so that one message reports all mistakes.
+    # Collect unknown flags instead of stopping at the first one, so that one message reports all mistakes.
     settings = {
         "ignore_unknown_options": True,
         "allow_extra_args": True,
@@ -209,7 +219,7 @@ def typer_command(name: str, run: Callable[..., None], words: Sequence[str] = ()
 
 
 def underscores(word: str) -> str:
-    """Return the word with underscores for hyphens: flags may be written either way."""
+    """Replace hyphens by underscores, since flags may be written either way."""
     return word.replace("-", "_")
 
 
@@ -228,42 +238,45 @@ def _resolve(
         typed[positional], *stray = stray
     values = {**written.values, **typed}
     spelled = {**written.spelled, **dict.fromkeys(typed, "--{}")}
+    # If a flag consumed the next flag as its value, other problems are consequences: report only this.
     swallowed = _swallowed_flags(typed, flags)
     problems = swallowed or [*problems, *_stray_arguments(stray, flags)]
     problems += [_unknown_key(name, flags, spelled[name], values[name]) for name in written.values if name not in flags]
     problems += _unreadable_texts(values, spelled)
-    resolved, found = _validate(config_cls, values, spelled)
+    resolved, invalid = _validate(config_cls, values, spelled)
     if resolved is None or problems:
-        raise UsageError("; ".join(problems or found) if swallowed else "; ".join(problems + found))
+        raise UsageError("; ".join(problems or invalid) if swallowed else "; ".join(problems + invalid))
     return resolved
 
 
 def _print_notes(command: str | None, notes: Sequence[str]) -> None:
-    """Print the notes about other tools' words; one rank of a machine prints them."""
+    """Print notes about translated flags, once per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for note in notes:
             print(f"rlhf {command}: {note}", file=sys.stderr, flush=True)
 
 
 def _unreadable_texts(values: Mapping[str, object], spelled: Mapping[str, str]) -> list[str]:
-    """Return complaints about texts that are no characters, and about home folders of users that do not exist."""
+    """Report values that are not valid UTF-8, and home folders of unknown users."""
     problems = []
     for name, value in values.items():
         shown_as = spelled[name].replace("{}", name)
+        # Python decodes invalid bytes on the command line to surrogates.
         if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            problems.append(f"{shown_as}: not a text in UTF-8")
+            problems.append(f"{shown_as}: not valid UTF-8")
         elif isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
-            problems.append(f"{shown_as} {value}: there is no such user")
+            problems.append(f"{shown_as} {value}: no such user")
     return problems
 
 
 def _validate(
     config_cls: type[C], values: Mapping[str, object], spelled: Mapping[str, str]
 ) -> tuple[C | None, list[str]]:
-    """Return the config, or None and the faults of the values. Names that are no settings are left out."""
+    """Return the config, or None and the problems. Unknown names are ignored."""
     flags = flags_of(config_cls)
     groups: dict[str, dict[str, object]] = {}
-    for group in dict.fromkeys(flag.group for flag in flags.values()):  # others keep the default of the command
+    # Groups without flags keep the command's default.
+    for group in dict.fromkeys(flag.group for flag in flags.values()):
         outer = config_cls.model_fields[group]
         set_by_command = () if outer.is_required() else outer.default.model_fields_set
         groups[group] = {name: getattr(outer.default, name) for name in set_by_command}
@@ -284,7 +297,7 @@ def _validate(
 
 
 def _prepare(value: object, flag: Flag) -> object:
-    """Return a value of the command line or YAML in the form that pydantic converts to the field's type."""
+    """Convert a value from the command line or YAML to a form that pydantic accepts for the field."""
     if flag.optional and (value == "null" or (value == "auto" and flag.annotation is bool)):
         return None
     if flag.is_list and isinstance(value, str):
@@ -292,14 +305,15 @@ def _prepare(value: object, flag: Flag) -> object:
     if flag.choices:
         return next((choice for choice in flag.choices if str(choice) == str(value)), value)
     if isinstance(value, bool) and flag.annotation in (int, float):
-        return str(value).lower()  # else pydantic takes true for 1
+        # Otherwise pydantic accepts `true` as 1.
+        return str(value).lower()
     return value
 
 
 def _messages(
     errors: Sequence[ErrorDetails], flags: Mapping[str, Flag], values: Mapping[str, object], spelled: Mapping[str, str]
 ) -> list[str]:
-    """Return one phrase for each wrong setting, however many errors pydantic found in it."""
+    """Return one phrase per invalid setting, even if pydantic reports several errors for it."""
     missing, phrases = [], {}
     for error in errors:
         name = str(error["loc"][1]) if len(error["loc"]) > 1 else ""
@@ -321,7 +335,7 @@ def _must_be(flag: Flag, value: object, spelled: str, right: str | None = None) 
 
 
 def _finite(config: CommandConfig, flag: Flag) -> bool:
-    """Return false for a number that is infinite or not a number, which no setting means."""
+    """Return False for infinite and NaN values, which no setting supports."""
     value = getattr(getattr(config, flag.group), flag.attribute)
     numbers = value if isinstance(value, tuple | list) else [value]
     return all(math.isfinite(number) for number in numbers if isinstance(number, float))
@@ -330,7 +344,7 @@ def _finite(config: CommandConfig, flag: Flag) -> bool:
 def _unknown_key(name: str, flags: Mapping[str, Flag], spelled: str, value: object = None) -> str:
     written = spelled.replace("{}", name)
     if isinstance(value, dict) and name in {flag.group for flag in flags.values()}:
-        return f"unknown setting {written}: settings are flat, write what is in it at the top level"
+        return f"unknown setting {written}: settings are flat, move its keys to the top level"
     return f"unknown setting {written}{_did_you_mean(name, flags, '')}"
 
 
@@ -344,34 +358,35 @@ def _did_you_mean(word: str, flags: Mapping[str, Flag], prefix: str) -> str:
 
 
 def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
-    """Return complaints about words of the command line that belong to no known flag."""
+    """Report arguments that belong to no known flag."""
     problems, after_unknown = [], False
     for word in stray:
         if word.startswith("-") and word.strip("-")[:1].isalpha():
             name = word.split("=", 1)[0]
             problems.append(f"unknown flag {name}{_did_you_mean(name.lstrip('-'), flags, '--')}")
             after_unknown = True
+        # Arguments after an unknown flag are most likely its values.
         elif not after_unknown:
-            on_off = ": a setting is switched on with --NAME and off with --no_NAME"
-            hint = on_off if word.lower() in ("true", "false") else ": settings are given as --NAME VALUE"
+            on_off = ": switch settings on with --NAME and off with --no_NAME"
+            hint = on_off if word.lower() in ("true", "false") else ": pass settings as --NAME VALUE"
             problems.append(f"unexpected {word!r}{hint}")
     return problems
 
 
 def _swallowed_flags(typed: Mapping[str, object], flags: Mapping[str, Flag]) -> list[str]:
-    """Return complaints about flags that took the following flag for their value."""
+    """Report flags that consumed the next flag as their value."""
     problems = []
     for name, value in typed.items():
         words = value if isinstance(value, tuple) else (value,)
         for word in words:
             is_text = isinstance(word, str) and word.startswith("--")
             if is_text and underscores(word[2:].split("=", 1)[0]).removeprefix("no_") in flags:
-                problems.append(f"--{name} needs {expected(flags[name])}, but {word} follows")
+                problems.append(f"--{name} requires {expected(flags[name])}, but {word} follows")
     return problems
 
 
 def _option(flag: Flag) -> inspect.Parameter:
-    """Return the Typer option of a flag: plain text, or a switch; validation comes later, for YAML and flags alike."""
+    """Return the Typer option for a flag: plain text or a switch. Validation comes later, the same as for YAML."""
     spelling = f"--{flag.name}"
     annotation: type | GenericAlias = str
     if flag.takes == 0:

@@ -1,6 +1,7 @@
-"""YAML files with settings (`--config`): read strictly, with file and line in every message.
+"""Strict YAML settings files (`--config`), with file and line in every error message.
 
-`--config` may name several files, and `extends` in a file names others, which go before it; later files win.
+`--config` accepts several files, and `extends` in a file includes base files. Later files take precedence, and a file
+takes precedence over its base files.
 """
 
 import math
@@ -16,52 +17,53 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import shown
 
 LARGEST_VALUE = 1_000_000
-"""Characters and items that one setting of a YAML file may have, because messages and checks write values out."""
+"""Maximum characters and items in one setting, because messages and checks format values."""
 
 
 EXTENDS = "extends"
-"""Key under which a file names others, whose settings hold unless it gives them itself."""
+"""Key that lists base files. Settings in the file override those in base files."""
 MOST_FILES = 100
-"""Files that one `--config` reads at most, counted as often as they are named."""
+"""Maximum number of files read for one `--config`, with repetitions."""
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """The settings in one YAML file alone."""
+    """Settings from one YAML file, without base files."""
 
     path: Path
     values: dict[str, object]
 
 
 def read_settings(config: str) -> list[SettingsFile]:
-    """Return the files that `--config` names, with commas between them, and the files that they extend; later ones win.
+    """Read comma-separated `--config` files and their base files, in order of increasing precedence.
 
     Raises:
-        UsageError: a file cannot be read, or extends itself. The message names the file and the one that extends it.
+        UsageError: a file cannot be read, or extends itself. The message lists the chain of files.
     """
-    found: list[SettingsFile] = []
+    files: list[SettingsFile] = []
     for name in config.split(","):
         if not name.strip():
-            raise UsageError(f"--config {config}: a name is missing beside a comma")
-        _read_extended(Path(os.path.expanduser(name.strip())), (), found)
-    return found
+            raise UsageError(f"--config {config}: missing file name next to a comma")
+        _read_extended(Path(os.path.expanduser(name.strip())), (), files)
+    return files
 
 
-def _read_extended(path: Path, above: tuple[Path, ...], found: list[SettingsFile]) -> None:
-    """Add a file to those found, behind all that it extends; `above` are the files through which it was reached."""
+def _read_extended(path: Path, above: tuple[Path, ...], files: list[SettingsFile]) -> None:
+    """Append a file after its base files. `above` holds the files through which it was reached."""
     named = f"--config {f' {EXTENDS} '.join(map(str, (*above, path)))}"
     if path.resolve() in {file.resolve() for file in above}:
         raise UsageError(f"{named}: a file cannot extend itself")
-    if len(found) + len(above) >= MOST_FILES:
+    # Without a cycle, a chain of files that each extend the next one twice still grows exponentially.
+    if len(files) + len(above) >= MOST_FILES:
         raise UsageError(f"{named}: more than {MOST_FILES} files")
     values = read_yaml(path, named=named)
     for name in _extended_names(values.pop(EXTENDS, None), named):
-        _read_extended(path.parent / os.path.expanduser(name), (*above, path), found)
-    found.append(SettingsFile(path, values))
+        _read_extended(path.parent / os.path.expanduser(name), (*above, path), files)
+    files.append(SettingsFile(path, values))
 
 
 def _extended_names(value: object, named: str) -> list[str]:
-    """Return the names under `extends`: none, one or a list. Raise UsageError for anything else."""
+    """Return the names under `extends`: none, one, or a list. Raises UsageError for other values."""
     given = value if isinstance(value, list) else [] if value is None else [value]
     names = [name for name in given if isinstance(name, str) and name]
     if len(names) < len(given):
@@ -70,7 +72,7 @@ def _extended_names(value: object, named: str) -> list[str]:
 
 
 def read_yaml(path: Path, *, named: str | None = None) -> dict[str, object]:
-    """Return the settings in a YAML file. Raise UsageError that names file and line; the file by `named` if given."""
+    """Read settings from a YAML file. Raises UsageError with file and line; `named` replaces the file in messages."""
     named = named or f"--config {path}"
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
@@ -78,13 +80,13 @@ def read_yaml(path: Path, *, named: str | None = None) -> dict[str, object]:
     except OSError as error:
         raise UsageError(f"{named}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{named}: not a text file in UTF-8") from None
+        raise UsageError(f"{named}: not a UTF-8 text file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise UsageError(f"{named}{where}: {getattr(error, 'problem', None) or 'not YAML'}") from None
     except RecursionError:
-        raise UsageError(f"{named}: brackets or indents are nested too deep") from None
+        raise UsageError(f"{named}: nested too deeply") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -95,29 +97,30 @@ def read_yaml(path: Path, *, named: str | None = None) -> dict[str, object]:
 
 
 def _endless_settings(values: object) -> list[str]:
-    """Return complaints about settings that contain themselves, as in `&x [*x]`, or grow out of bounds by aliases."""
+    """Report settings that contain themselves, as in `&x [*x]`, or that become too large when aliases are expanded."""
     sizes: dict[int, float] = {}
-    found = []
+    problems = []
     for name, value in values.items() if isinstance(values, dict) else ():
         size = _written_out_size(value, sizes)
         if size == math.inf:
-            found.append(f"{name} contains itself")
+            problems.append(f"{name} contains itself")
         elif size > LARGEST_VALUE:
-            found.append(f"{name} has more than {LARGEST_VALUE:,} characters or items with its aliases written out")
-    return found
+            problems.append(f"{name} has more than {LARGEST_VALUE:,} characters or items after expanding aliases")
+    return problems
 
 
 def _written_out_size(value: object, sizes: dict[int, float]) -> float:
-    """Return the number of characters and items of a value, at most one above the bound; infinite for a cycle.
+    """Count a value's characters and items, capped just above the limit; infinity for a cycle.
 
-    `sizes` keeps the results by identity: a value that many aliases share is visited once.
+    `sizes` caches results by identity, so that a value shared by many aliases is visited once.
     """
     if isinstance(value, str | bytes):
         return len(value)
     if not isinstance(value, list | tuple | dict | set):
         return 1
     if id(value) not in sizes:
-        sizes[id(value)] = math.inf  # found again on the way down: the value contains itself
+        # Seen again during the recursion, this means that the value contains itself.
+        sizes[id(value)] = math.inf
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         total = 1 + sum(_written_out_size(part, sizes) for part in parts)
         sizes[id(value)] = total if total == math.inf else min(total, LARGEST_VALUE + 1)
@@ -125,16 +128,17 @@ def _written_out_size(value: object, sizes: dict[int, float]) -> float:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML with plain keys, in which a key written twice is an error instead of the last one winning."""
+    """YAML loader that accepts only scalar keys and rejects duplicate keys, of which YAML would keep the last."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        """Return the value of a node; a text that its tag cannot read is an error of YAML with its line."""
+        """Construct a value. A scalar that its tag cannot parse becomes a YAML error with its line."""
         try:
             value = super().construct_object(node, deep)
+            # Python cannot convert a very long hexadecimal number to decimal, so no message could show it.
             if isinstance(value, int):
-                str(value)  # Python refuses to write out a long hexadecimal number, so no message could show it
+                str(value)
         except (ArithmeticError, AttributeError, LookupError, ValueError):
-            problem = f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}"
+            problem = f"{shown(node.value)} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         return value
 
@@ -142,7 +146,7 @@ class _StrictLoader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be one word", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="a key must be a single word", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is given more than once", problem_mark=key.start_mark)
             seen.add(key.value)

@@ -1,3 +1,3 @@
-"""The one place that holds the version number."""
+"""The version number."""
 
 __version__ = "0.1.0"

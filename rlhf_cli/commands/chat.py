@@ -1,13 +1,13 @@
-"""`rlhf chat`: a conversation with one or several models in the terminal."""
+"""`rlhf chat`: chat with one or more models in the terminal."""
 
 from rlhf_cli.config.commands.chat import ChatConfig
 
 
 def chat(config: ChatConfig) -> None:
-    """Talk to a model in the terminal: answers appear token by token, /help lists the commands.
+    """Chat with a model in the terminal. Responses are streamed; /help lists the chat commands.
 
-    PRETRAIN is a model, a run directory, an adapter or a checkpoint; several, separated by commas, answer side by side.
-    If standard input is no terminal, every line is a message, and standard output has the answers alone.
+    PRETRAIN is a model, run directory, adapter or checkpoint. To compare models, separate them with commas. If stdin is
+    not a terminal, each input line is a message, and only the responses are written to stdout.
     """
     from rlhf_cli.runs.chat.run import run_chat
 

@@ -1,14 +1,13 @@
-"""`rlhf data`: show how a command will read a data set, before anything trains."""
+"""`rlhf data`: preview how a command reads a dataset."""
 
 from rlhf_cli.config.commands.data import DataCommandConfig
 
 
 def data(config: DataCommandConfig) -> None:
-    """Show how a command will read a data set: format, examples with their trained parts, lengths, lost rows.
+    """Preview how a command reads a dataset: format, examples with trained tokens, lengths, and dropped rows.
 
-    The settings of the data are the settings of the command, which refuses the same rows with the same words. Only
-    the tokenizer is loaded. For online commands, DATASET stands for their prompt_data; with --environment one episode
-    is played.
+    Accepts the command's data settings and reports the same errors, but loads only the tokenizer. For online commands,
+    DATASET replaces --prompt_data. With --environment, one episode is played.
     """
     from rlhf_cli.runs.data_preview import inspect_data
     from rlhf_cli.runs.data_view import show

@@ -1,11 +1,11 @@
-"""`rlhf distill`: learning from a teacher's distributions over tokens."""
+"""`rlhf distill`: distillation from a teacher's token distributions on fixed examples."""
 
 from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.runs.launch import begin_ranks
 
 
 def distill(config: DistillConfig) -> None:
-    """Train a language model to give the tokens of examples the probabilities that a teacher gives them."""
+    """Distill a teacher into a student: match the teacher's token distributions on fixed examples."""
     begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.distill import distill_task

@@ -5,7 +5,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 
 def dpo(config: DPOConfig) -> None:
-    """Train a language model to prefer the chosen of two responses: DPO and its relatives."""
+    """Train a policy on preference pairs: DPO, IPO, SimPO, ORPO and other losses."""
     begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.dpo import dpo_task

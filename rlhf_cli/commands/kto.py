@@ -1,11 +1,11 @@
-"""`rlhf kto`: preference optimization on labelled responses."""
+"""`rlhf kto`: preference optimization on single labelled responses."""
 
 from rlhf_cli.config.commands.kto import KTOConfig
 from rlhf_cli.runs.launch import begin_ranks
 
 
 def kto(config: KTOConfig) -> None:
-    """Train a language model on single responses, each labelled desirable or undesirable (KTO)."""
+    """Train a policy on single responses labelled desirable or undesirable (KTO)."""
     begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.kto import kto_task

@@ -1,10 +1,10 @@
-"""`rlhf merge`: a whole Hugging Face model from an adapter or a checkpoint."""
+"""`rlhf merge`: create a Hugging Face model from an adapter or a checkpoint."""
 
 from rlhf_cli.config.commands.merge import MergeConfig
 
 
 def merge(config: MergeConfig) -> None:
-    """Fold an adapter into its model, or turn a checkpoint into a Hugging Face folder, and read the result again."""
+    """Merge an adapter into the base model, or convert a checkpoint to a Hugging Face folder, and verify the result."""
     from rlhf_cli.runs.merge import run_merge
 
     print(run_merge(config.merge))

@@ -5,7 +5,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 
 def prm(config: PRMConfig) -> None:
-    """Train a process reward model: the probability that a step of a solution is right."""
+    """Train a process reward model, which predicts for each step in a solution the probability that it is correct."""
     begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.prm import prm_task

@@ -1,10 +1,10 @@
-"""`rlhf reinforce++`: online reinforcement learning with rewards whitened over the batch."""
+"""`rlhf reinforce++`: online reinforcement learning with batch-whitened advantages."""
 
 from rlhf_cli.config.commands.reinforce import ReinforceConfig
 
 
 def reinforce(config: ReinforceConfig) -> None:
-    """Train a policy online without a critic, on rewards whitened over the whole batch (REINFORCE++)."""
+    """Train a policy online without a critic, with advantages whitened over the batch (REINFORCE++)."""
     from rlhf_cli.runs.online.run import run_online
 
     run_online(

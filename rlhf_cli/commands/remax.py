@@ -4,7 +4,7 @@ from rlhf_cli.config.commands.remax import ReMaxConfig
 
 
 def remax(config: ReMaxConfig) -> None:
-    """Train a policy online without a critic: each response against the greedy one to its prompt (ReMax)."""
+    """Train a policy online without a critic, with the greedy response's reward as baseline (ReMax)."""
     from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "remax", estimator="remax")

@@ -1,10 +1,10 @@
-"""`rlhf scratch`: a small untrained model and its tokenizer, made from a data set."""
+"""`rlhf scratch`: create a small untrained model, with a tokenizer trained on a dataset."""
 
 from rlhf_cli.config.commands.scratch import ScratchConfig
 
 
 def scratch(config: ScratchConfig) -> None:
-    """Make a small untrained model and tokenizer, to try things without downloading any."""
+    """Create a small untrained model and tokenizer, for tests without downloads."""
     from rlhf_cli.runs.scratch import run_scratch
 
     print(run_scratch(config))

@@ -1,4 +1,4 @@
-"""`rlhf serve-rm`: rewards over HTTP for runs on other machines."""
+"""`rlhf serve-rm`: serve rewards over HTTP."""
 
 from importlib.util import find_spec
 
@@ -7,12 +7,12 @@ from rlhf_cli.errors import UsageError
 
 
 def serve_rm(config: ServeRMConfig) -> None:
-    """Serve a reward model, verifiers or your own reward over HTTP, for runs with --remote_rm_url.
+    """Serve a reward model, verifiers or your reward function over HTTP, for runs with --remote_rm_url.
 
-    Texts are read with the reward model's own tokenizer, so it may have another vocabulary than the policy. Requests
-    are POST /get_reward {"query": [...], "prompts": [...], "labels": [...]}, answered by {"rewards": [...]}: they carry
-    neither numbers of tokens nor whether a response was cut. So rewards by length are refused, and a reward model reads
-    a response that was cut with an end of sequence, as if it were whole; within a run (--reward_pretrain) it does not.
+    The reward model may use a different tokenizer than the policy. Requests are POST /get_reward {"query": [...],
+    "prompts": [...], "labels": [...]}, and the response is {"rewards": [...]}. Requests do not contain token counts or
+    truncation: length rewards are rejected, and a reward model adds an EOS token to truncated responses too, unlike
+    with --reward_pretrain.
     """
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:

@@ -5,7 +5,7 @@ from rlhf_cli.runs.launch import begin_ranks
 
 
 def sft(config: SFTConfig) -> None:
-    """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
+    """Supervised fine-tuning on prompts with responses, conversations, or plain text."""
     begin_ranks(config.launch, config.tracking)
 
     from rlhf_cli.runs.offline.run import run_offline

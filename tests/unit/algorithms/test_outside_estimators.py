@@ -82,8 +82,8 @@ def test_faults_in_an_estimator_s_setting_are_named_with_the_others(tmp_path, ca
 @pytest.mark.parametrize(
     ("field", "reason"),
     [
-        ("gamma: float = 1.0", "own.py:row: its setting gamma is a flag of this command already"),
-        ("help: float = 1.0", "its setting help is a flag of this command already"),
+        ("gamma: float = 1.0", "own.py:row: its setting gamma is already a flag of this command"),
+        ("help: float = 1.0", "its setting help is already a flag of this command"),
         ("strength: float", "its setting strength needs a default"),
     ],
 )

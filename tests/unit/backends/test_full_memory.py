@@ -86,7 +86,7 @@ def test_other_errors_of_a_step_stay_what_they_are():
 
 
 def test_a_process_that_rays_monitor_ended_has_died_of_memory():
-    assert death_reason(ray.exceptions.OutOfMemoryError(RAY)).startswith("out of host memory: end other programs")
+    assert death_reason(ray.exceptions.OutOfMemoryError(RAY)).startswith("out of host memory: stop other programs")
 
 
 def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():

@@ -32,7 +32,7 @@ MISTAKES = {
     f"{GRPO} rows.jsonl --label_key truth": "no column 'truth' (--label_key)",
     f"{GRPO} rows.jsonl --eval_dataset none.jsonl": "no file 'none.jsonl'",
     f"{GRPO} rows.jsonl --train_batch_size 7": "--train_batch_size 7 does not divide the 1024 responses",
-    f"{GRPO} rows.jsonl --reward_func none.py": "--reward_func none.py: file not found",
+    f"{GRPO} rows.jsonl --reward_func none.py": "--reward_func none.py: there is no such file",
     f"{GRPO} rows.jsonl --reward_func broken.py": "--reward_func broken.py is not valid Python: line 1",
     f"{GRPO} rows.jsonl --reward_pretrain ./none": "--reward_pretrain: pretrain './none': there is no such folder",
     f"{GRPO} rows.jsonl --environment none.py": "--environment none.py: there is no such file",

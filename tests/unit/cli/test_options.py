@@ -183,11 +183,11 @@ def test_missing_settings_are_named_together():
         (["--coat", "3"], "unknown flag --coat (did you mean --coats?)"),
         (["--no-clean-upp"], "unknown flag --no-clean-upp (did you mean --no_clean_up?)"),
         (["--zzz=1"], "unknown flag --zzz"),
-        (["--coats", "--finish", "matt"], "--coats needs an integer > 0, but --finish follows"),
-        (["--pair", "1", "--coats", "3"], "--pair needs 2 numbers, but --coats follows"),
+        (["--coats", "--finish", "matt"], "--coats requires an integer > 0, but --finish follows"),
+        (["--pair", "1", "--coats", "3"], "--pair requires 2 numbers, but --coats follows"),
         (["--coats", "1", "--coats", "2"], "--coats is given more than once"),
         (["--clean_up", "--no_clean_up"], "--clean_up is given more than once"),
-        (["extra"], "unexpected 'extra': settings are given as --NAME VALUE"),
+        (["extra"], "unexpected 'extra': pass settings as --NAME VALUE"),
     ],
 )
 def test_a_wrong_flag_is_named_with_what_would_be_right(args, message):
@@ -217,7 +217,7 @@ def test_several_mistakes_are_told_in_one_line():
         ("colour: red\ncoats: null\n", "coats in {} null: must be an integer > 0"),
         (
             "paint: {{colour: red}}\n",
-            "unknown setting paint in {}: settings are flat, write what is in it at the top level",
+            "unknown setting paint in {}: settings are flat, move its keys to the top level",
         ),
         ("colour: red\ncolour: blue\n", "--config {}, line 2: colour is given more than once"),
         ("- colour\n", "--config {}: must be lines of `setting: value`, not a list"),
@@ -306,7 +306,7 @@ def test_files_that_extend_each_other_without_bound_are_refused(tmp_path):
 
 def test_a_missing_name_beside_a_comma_is_refused(tmp_path):
     file = write(tmp_path, "colour: red\n")
-    assert complaint("--config", f"{file},") == f"--config {file},: a name is missing beside a comma"
+    assert complaint("--config", f"{file},") == f"--config {file},: missing file name next to a comma"
 
 
 def test_an_empty_config_file_changes_nothing(tmp_path):
@@ -351,7 +351,7 @@ def test_a_group_cannot_take_the_name_of_a_flag_every_command_has():
     class Config(CommandConfig):
         reserved: Reserved = Reserved()
 
-    with pytest.raises(TypeError, match="already a flag of every command"):
+    with pytest.raises(TypeError, match="already a flag in every command"):
         flags_of(Config)
 
 
@@ -398,7 +398,7 @@ def test_a_setting_may_be_called_by_a_word_of_python(tmp_path):
 
 def test_one_setting_may_be_given_without_its_flag():
     assert parse_gift("ada", "--from", "me") == parse_gift("--from", "me", "ada") == parse_gift("--to=ada", "--from=me")
-    with pytest.raises(UsageError, match=r"^unexpected 'bob': settings are given as --NAME VALUE$"):
+    with pytest.raises(UsageError, match=r"^unexpected 'bob': pass settings as --NAME VALUE$"):
         parse_gift("ada", "bob")
     with pytest.raises(UsageError, match=r"^unexpected 'bob'"):
         parse_gift("--to", "ada", "bob")
@@ -409,21 +409,21 @@ def test_one_setting_may_be_given_without_its_flag():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("? [colour, red]\n: 1\n", "line 1: a key must be one word"),
-        ("? {a: b}\n: 1\n", "line 1: a key must be one word"),
+        ("? [colour, red]\n: 1\n", "line 1: a key must be a single word"),
+        ("? {a: b}\n: 1\n", "line 1: a key must be a single word"),
         ("colour: &x [*x]\n", "colour contains itself"),
         ("colour: &x {a: [*x]}\n", "colour contains itself"),
-        ("colour: 2026-13-45\n", "line 1: 2026-13-45 is no timestamp"),
-        ("coats: " + "9" * 5_000 + "\n", r"line 1: 9{300}\.\.\. \(5,000 characters\) is no int"),
-        ("coats: 0x" + "f" * 5_000 + "\n", r"f\.\.\. \(5,002 characters\) is no int"),
-        ("a: 1\ncolour: !!timestamp nope\n", "line 2: nope is no timestamp"),
-        ("colour: !!bool x\n", "line 1: x is no bool"),
-        ("colour: !!int ''\n", "line 1: '' is no int"),
-        ("colour: !!float x\n", "line 1: x is no float"),
+        ("colour: 2026-13-45\n", "line 1: 2026-13-45 is not a valid timestamp"),
+        ("coats: " + "9" * 5_000 + "\n", r"line 1: 9{300}\.\.\. \(5,000 characters\) is not a valid int"),
+        ("coats: 0x" + "f" * 5_000 + "\n", r"f\.\.\. \(5,002 characters\) is not a valid int"),
+        ("a: 1\ncolour: !!timestamp nope\n", "line 2: nope is not a valid timestamp"),
+        ("colour: !!bool x\n", "line 1: x is not a valid bool"),
+        ("colour: !!int ''\n", "line 1: '' is not a valid int"),
+        ("colour: !!float x\n", "line 1: x is not a valid float"),
         ("colour: !!map x\n", "line 1: expected a mapping node"),
         ("colour: " + "[" * 5_000 + "]" * 5_000 + "\n", "nested too deep"),
         ("colour: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
-        ("colour: !!int x\n", "x is no int"),
+        ("colour: !!int x\n", "x is not a valid int"),
         ("colour: !!binary ä\n", "failed to convert base64|ascii"),
         ("- a\n", "must be lines of `setting: value`"),
         ("a: b: c\n", "mapping values are not allowed here"),
@@ -457,8 +457,8 @@ def test_a_message_cuts_a_long_value():
 
 
 def test_texts_that_are_no_characters_and_homes_of_nobody_are_named():
-    assert complaint("--colour", "\udcff") == "--colour: not a text in UTF-8"
-    assert complaint("--colour", "~nosuchuser/x") == "--colour ~nosuchuser/x: there is no such user"
+    assert complaint("--colour", "\udcff") == "--colour: not valid UTF-8"
+    assert complaint("--colour", "~nosuchuser/x") == "--colour ~nosuchuser/x: no such user"
 
 
 class TouchUpConfig(JobConfig):

@@ -37,8 +37,8 @@ def test_wrong_settings_are_named_as_in_other_commands(tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        ("def f():\n    pass\n", "f", "f has to take `config`, annotated with a class of settings groups"),
-        ("def f(config: int):\n    pass\n", "f", "f has to take `config`"),
+        ("def f():\n    pass\n", "f", "f must have a parameter `config` annotated with a config class"),
+        ("def f(config: int):\n    pass\n", "f", "f must have a parameter `config`"),
         ("x = 1\n", "f", "has no f; it has no function"),
         ("import nothing_like_this\n", "f", "the import of"),
         ("raise SystemExit(0)\n", "f", "raises SystemExit"),
@@ -56,4 +56,4 @@ def test_code_that_is_no_command_is_one_sentence(tmp_path: Path, capsys, source,
 def test_a_word_with_a_colon_that_names_no_code_is_refused(capsys):
     assert outcome(["sft:now"], capsys)[0] == 2
     status, printed = outcome(["http://x"], capsys)
-    assert (status, "is no command, and no code as file.py:NAME" in printed) == (2, True)
+    assert (status, "is neither a command nor file.py:NAME" in printed) == (2, True)

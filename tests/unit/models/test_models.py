@@ -600,9 +600,9 @@ def test_a_type_that_the_processor_is_slow_in_is_said(monkeypatch, dtype, is_fas
         ("model name : A\nflags\t\t: fpu avx512f amx_bf16 avx512_bf16\n", "bf16", "AMX"),
         ("flags\t\t: fpu avx512f avx512_bf16\n", "bf16", "AVX512-BF16"),
         ("Features\t: fp asimd bf16 i8mm\n", "bf16", "ARM"),
-        ("flags\t\t: fpu avx2 avx512f avx512_vnni\n", "fp32", "no fast products in bf16"),
-        ("bugs\t\t: bf16 amx_bf16\n", "fp32", "no fast products in bf16"),
-        ("", "fp32", "no fast products in bf16"),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni\n", "fp32", "no fast bf16 instructions"),
+        ("bugs\t\t: bf16 amx_bf16\n", "fp32", "no fast bf16 instructions"),
+        ("", "fp32", "no fast bf16 instructions"),
     ],
 )
 def test_the_type_is_bf16_where_the_processor_multiplies_it_fast(cpuinfo, dtype, because):
