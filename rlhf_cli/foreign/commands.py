@@ -1,4 +1,4 @@
-"""The commands of other tools, with their names here."""
+"""Commands in other frameworks and the `rlhf` equivalents."""
 
 from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.errors import listed

@@ -1,4 +1,4 @@
-"""The settings of all YAML files of a call as one; foreign words are replaced before later files win."""
+"""Merges the settings from all YAML files. Foreign settings are translated first, so that later files can override."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from rlhf_cli.settings_file import SettingsFile
 
 @dataclass(slots=True)
 class WrittenSettings:
-    """The values by name, with the form of each name in messages: `{}` for the name, and the file it is in."""
+    """Merged settings by name. `spelled` formats names in messages: `{}` for the name, plus the file."""
 
     values: dict[str, object] = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)
@@ -20,18 +20,19 @@ class WrittenSettings:
 def written_settings(
     files: Sequence[SettingsFile], *, command: str, known: Mapping[str, int], typed: Mapping[str, object]
 ) -> WrittenSettings:
-    """Return the settings of the files, of which later ones win.
+    """Merge settings from files in order of increasing precedence.
 
     Args:
-        known: flags of the command itself, each with the number of values that it takes.
-        typed: settings that the command line gives.
+        known: the command's flags, each with the number of values.
+        typed: settings from the command line.
     """
-    found = WrittenSettings()
+    merged = WrittenSettings()
     for file in files:
+        # Flags may combine across files: --prompt_max_len adds to --max_new_tokens, for example.
         beside = {name: value for other in files if other is not file for name, value in other.values.items()}
         own, lines = translate_settings(file.values, command=command, known=known, beside=beside, typed=typed)
-        found.values |= own
-        found.spelled |= dict.fromkeys(own, f"{{}} in {file.path}")
-        found.notes += [note for note in lines.notes if note not in found.notes]
-        found.problems += [f"{problem} (in {file.path})" for problem in lines.problems]
-    return found
+        merged.values |= own
+        merged.spelled |= dict.fromkeys(own, f"{{}} in {file.path}")
+        merged.notes += [note for note in lines.notes if note not in merged.notes]
+        merged.problems += [f"{problem} (in {file.path})" for problem in lines.problems]
+    return merged

@@ -1,5 +1,6 @@
-"""OpenRLHF's flags with sections (0.10.2 and later) and the flags without sections that they replaced."""
+"""OpenRLHF flag names with sections (0.10.2 and later), mapped to the flat names that they replaced."""
 
+# Sections whose flags are flat names after the first dot.
 _SAME_AFTER_SECTION = {
     "actor": "aux_loss_coef dual_clip eps_clip eps_clip_low_high freeze_visual_encoder policy_loss_type optim "
     "lr_scheduler lr_warmup_ratio min_lr_ratio max_norm",
@@ -135,4 +136,4 @@ FLAT_NAMES = {
     **_MUON,
     **_OTHERS,
 }
-"""The earlier name of each flag with sections."""
+"""Flat name by sectioned name."""

@@ -1,7 +1,7 @@
-"""The words of other tools: the meaning of each here.
+"""Translation table for flags from other frameworks.
 
-A meaning is settings of this program, nothing, or a refusal that names the replacement. A word that the command itself
-has as a setting is never looked up.
+Each flag maps to `rlhf` settings, to nothing (not needed), or to an error that names the replacement. Flags that the
+command supports under the same name are never translated.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,30 +12,30 @@ from rlhf_cli.errors import listed
 
 
 class Refused(ValueError):
-    """A foreign word that has no meaning here, or another one; the message names the replacement."""
+    """A foreign flag without an equivalent. The message names the replacement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The command that a foreign word was given to, with its other words: `values` has the values of each flag."""
+    """The command line that contains a foreign flag. `values` holds the values for each flag."""
 
     command: str
     values: Mapping[str, list[str]]
 
     def value(self, *names: str) -> str | None:
-        """Return the first value of the first of these flags that is given."""
+        """Return the first value given for any of these flags, in this order."""
         return next((self.values[name][0] for name in names if self.values.get(name)), None)
 
 
 Settings = dict[str, list[str]]
-"""Settings of this program by name, each with its words; no words for a switch."""
+"""`rlhf` settings: values by name; an empty list for a switch."""
 Meaning = Callable[[list[str], Call], Settings | None]
-"""The meaning of a foreign word with its values: settings of this program, None if nothing has to be set."""
+"""Translates a foreign flag's values to settings, or to None if the flag is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A foreign word: how many values it takes (None: all up to the next flag), and its meaning."""
+    """A foreign flag with the number of values, `takes`; None consumes all up to the next flag."""
 
     takes: int | None
     meaning: Meaning
@@ -46,7 +46,7 @@ def _not_needed(values: list[str], call: Call) -> None:
 
 
 def _only(*allowed: float, instead: str) -> Meaning:
-    """Return the meaning of a word that has nothing to do at these values, and no counterpart at others."""
+    """Ignore a number that equals a fixed behavior; reject other numbers."""
 
     def meaning(values: list[str], call: Call) -> None:
         try:
@@ -60,7 +60,7 @@ def _only(*allowed: float, instead: str) -> Meaning:
 
 
 def _one_of(*allowed: str, instead: str) -> Meaning:
-    """Return the meaning of a word that has nothing to do at these values, and no counterpart at others."""
+    """Ignore a value that equals a fixed behavior; reject other values."""
 
     def meaning(values: list[str], call: Call) -> None:
         if values[:1] and values[0] not in allowed:
@@ -95,17 +95,18 @@ def _refused(sentence: str) -> Meaning:
 
 
 def _prompt_max_len(values: list[str], call: Call) -> Settings:
-    """OpenRLHF bounds the prompt; here `max_len` bounds prompt and response together."""
+    """OpenRLHF limits the prompt; `max_len` limits prompt plus response."""
     if "max_len" in call.values:
-        raise Refused("--max_len is given too, which bounds prompt and response together; drop --prompt_max_len")
+        raise Refused("--max_len is set too and limits prompt plus response; drop --prompt_max_len")
+    # 1024 is OpenRLHF's default for the response.
     response = call.value("max_new_tokens", "generate_max_len") or "1024"
     if not (values and values[0].isdigit() and response.isdigit()):
-        raise Refused("give --max_len, the longest prompt and response together")
+        raise Refused("use --max_len, the limit for prompt plus response")
     return {"max_len": [str(int(values[0]) + int(response))]}
 
 
 OWN_AND_FOREIGN = ("advantage_estimator",)
-"""Flags that take code here, and names in other tools."""
+"""Flags that accept external code in `rlhf` and names in other frameworks."""
 
 FOREIGN_ESTIMATORS: dict[str, tuple[str, Settings]] = {
     "gae": ("ppo", {}),
@@ -118,23 +119,24 @@ FOREIGN_ESTIMATORS: dict[str, tuple[str, Settings]] = {
 
 
 def _estimator(values: list[str], call: Call) -> Settings | None:
-    """Accept an estimator that agrees with the command, because the estimator is the command here."""
-    from rlhf_cli.config.plugins import is_target  # `rlhf --help` needs no pydantic
+    """Accept an estimator that matches the command, since the command selects the estimator."""
+    # Imported here: plugins.py imports pydantic, which `rlhf --help` does not need.
+    from rlhf_cli.config.plugins import is_target
 
     value = values[0] if values else ""
     if is_target(value):
         return {"advantage_estimator": values}
     if value not in FOREIGN_ESTIMATORS:
-        raise Refused(f"the estimator is the command: rlhf {listed(POLICY_GRADIENT, 'or')}")
+        raise Refused(f"the command selects the estimator: rlhf {listed(POLICY_GRADIENT, 'or')}")
     command, settings = FOREIGN_ESTIMATORS[value]
     if command != call.command:
         flags = "".join(f" --{name} {' '.join(words)}" for name, words in settings.items())
-        raise Refused(f"the estimator {value} is a command here: rlhf {command}{flags}")
+        raise Refused(f"the command selects the estimator; for {value}, run rlhf {command}{flags}")
     return settings or None
 
 
 def _correction_threshold(values: list[str], call: Call) -> Settings:
-    """Return OpenRLHF's bounds: the upper one caps token_clip, both bound the kept ratios of the masks."""
+    """Translate OpenRLHF's bounds: token_clip uses the upper one as cap, masks keep ratios between both."""
     masks = call.value("vllm_is_correction_type") in ("icepop", "seq-mask-tis") or "use_icepop" in call.values
     if masks and len(values) == 2:
         return {"rollout_correction_range": values}
@@ -142,25 +144,25 @@ def _correction_threshold(values: list[str], call: Call) -> Settings:
 
 
 def _lora_target(values: list[str], call: Call) -> Settings:
-    """Return LLaMA-Factory's layers under an adapter, whose `all` are all linear ones."""
+    """Translate LLaMA-Factory's adapter targets, where `all` means all linear layers."""
     return {"target_modules": ["all-linear" if values == ["all"] else ",".join(values)]}
 
 
 def _post_processor(values: list[str], call: Call) -> Settings:
     if values[:1] == ["rs"]:
         return {"select": ["best"]}
-    raise Refused("rs, the best response of each prompt, is --select best here; there are no others")
+    raise Refused("only rs is supported (the best response per prompt): use --select best")
 
 
 def _frozen_offload(values: list[str], call: Call) -> Settings | None:
-    """Return the one setting for all frozen models, which may be given for the reference too."""
+    """Translate to --ref_offload, the one setting for all frozen models. It may be set already."""
     return None if "ref_offload" in call.values else {"ref_offload": []}
 
 
 def _muon_lr(values: list[str], call: Call) -> None:
-    """Refuse a rate of Muon's own where Muon is chosen; OpenRLHF's users also leave it there for AdamW."""
+    """Reject a separate learning rate for Muon. Without --optim muon, OpenRLHF ignores the flag too."""
     if call.value("optim") == "muon":
-        raise Refused("--optim muon scales its updates to the size of AdamW's: give one learning rate for both")
+        raise Refused("--optim muon scales updates to AdamW's size: use one learning rate for both")
 
 
 def _without_critic(values: list[str], call: Call) -> None:
@@ -168,16 +170,16 @@ def _without_critic(values: list[str], call: Call) -> None:
 
     row = ESTIMATORS.get(COMMANDS[call.command].estimator) if call.command in COMMANDS else None
     if row is not None and row.critic:
-        raise Refused("no setting of this program has this name")
+        raise Refused("there is no setting with this name")
 
 
 def _by_kind(*, online: str, offline: str) -> Meaning:
-    """Return the meaning of a word that commands which sample call otherwise than the others."""
+    """Rename a flag, depending on whether the command samples."""
     return lambda values, call: {online if call.command in SAMPLING else offline: values}
 
 
 def _epochs(values: list[str], call: Call) -> Settings:
-    """Return TRL's passes over the data: whole numbers here, where `3.0` is one too."""
+    """Translate TRL's epochs, which may be written as `3.0`, to whole numbers."""
     whole = [value.removesuffix(".0") for value in values]
     return {"num_episodes" if call.command in SAMPLING else "max_epochs": whole}
 
@@ -194,7 +196,7 @@ def _report_to(values: list[str], call: Call) -> Settings:
     settings: Settings = {}
     for value in values:
         if value not in TRACKERS:
-            raise Refused("give --use_wandb or --use_tensorboard, or --tracker with code of yours")
+            raise Refused("use --use_wandb or --use_tensorboard, or --tracker with your own code")
         settings |= TRACKERS[value]
     return settings
 
@@ -202,7 +204,7 @@ def _report_to(values: list[str], call: Call) -> Settings:
 def _peft(values: list[str], call: Call) -> None:
     is_off = bool(values) and values[0].lower() == "false"
     if not is_off and not {"lora_r", "lora_rank"} & call.values.keys():
-        raise Refused("give --lora_rank; a rank above 0 trains an adapter")
+        raise Refused("use --lora_rank; a rank above 0 trains an adapter")
 
 
 def _vllm(values: list[str], call: Call) -> Settings:
@@ -217,13 +219,14 @@ SWITCHES_NOT_NEEDED = (
     "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "vllm_sync_with_ray", "flash_attn",
     "save_hf_ckpt", "save_value_network", "use_ds_universal_ckpt",
 )  # fmt: skip
-"""Switches whose work this program does always or by itself; any ranks and `rlhf merge` take any checkpoint."""
+"""Switches for behavior that is automatic or cannot be disabled. Checkpoints load on any number of ranks, and in `rlhf
+merge`."""
 VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "ptx_coef", "dataloader_num_workers")
-"""Settings with a value that this program finds by itself, or has no use for."""
+"""Flags with values that are determined automatically or not used."""
 CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node", "value_clip")
 
 SAMPLING = (*ONLINE_TRAINING, "generate", "eval")
-"""Commands that sample, and read prompts."""
+"""Commands that read prompts and sample."""
 SECTIONS = (
     "data",
     "worker",
@@ -234,17 +237,17 @@ SECTIONS = (
     "reward_model",
     "distillation",
 )
-"""Sections of verl's and EasyR1's settings."""
-FLAT = "settings are flat here, without sections: docs/coming-from.md lists the names"
+"""Sections in verl's and EasyR1's settings."""
+FLAT = "settings are flat, without sections; docs/coming-from.md lists the names"
 
 PENALTY = (
-    "training takes no penalty, because the trainer's log-probabilities would differ from the sampler's; rlhf generate "
-    "and rlhf eval have the setting, and --reward_funcs repetition_penalty punishes repetition while training"
+    "not supported in training, because log-probs from the trainer and the engine would differ; rlhf generate and rlhf "
+    "eval support it, and --reward_funcs repetition_penalty penalizes repetition in training"
 )
 
-NO_IMAGES = "this command reads no images"
-AN_AGENT = "an agent is a class with step(text) or tools in --environment FILE.py: docs/coming-from.md has an example"
-NO_LAG = f"{listed(POLICY_GRADIENT)} sample ahead of training, and this command does not"
+NO_IMAGES = "this command does not support images"
+AN_AGENT = "write a class with step(text) or tools in --environment FILE.py; docs/coming-from.md has an example"
+NO_LAG = f"only {listed(POLICY_GRADIENT)} support asynchronous sampling"
 SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
 SHARED_WORDS = (
     "optim",
@@ -257,106 +260,108 @@ SHARED_WORDS = (
     "max_norm",
 )
 OPENRLHF = {
-    "no_advantage_std_norm": Foreign(0, _refused("rlhf grpo --preset dr_grpo divides by no deviation")),
-    "disable_ds_ckpt": Foreign(0, _refused("--save_steps -1 writes no checkpoint; the model is saved at the end")),
-    "full_determinism": Foreign(0, _refused("--seed fixes the run; deterministic GPU kernels are not there yet")),
-    "deepcompile": Foreign(0, _refused("give --compile_model")),
+    "no_advantage_std_norm": Foreign(0, _refused("use rlhf grpo --preset dr_grpo, which does not divide by the std")),
+    "disable_ds_ckpt": Foreign(0, _refused("use --save_steps -1: no checkpoints, only the final model is saved")),
+    "full_determinism": Foreign(0, _refused("--seed fixes the run; deterministic GPU kernels are not supported yet")),
+    "deepcompile": Foreign(0, _refused("use --compile_model")),
     "ref_reward_offload": Foreign(0, _frozen_offload),
-    "value_head_prefix": Foreign(1, _one_of("score", instead="the head is named score, as transformers names it")),
-    "max_ckpt_mem": Foreign(1, _only(1e8, instead="give --max_ckpt_num")),
-    "use_ms": Foreign(0, _refused("models and data come from folders or the Hugging Face Hub")),
+    "value_head_prefix": Foreign(1, _one_of("score", instead="the head is always named score, as in transformers")),
+    "max_ckpt_mem": Foreign(1, _only(1e8, instead="use --max_ckpt_num")),
+    "use_ms": Foreign(0, _refused("models and data are loaded from folders or the Hugging Face Hub")),
     "image_key": Foreign(1, _refused(NO_IMAGES)),
     "freeze_visual_encoder": Foreign(0, _as({"freeze_vision_tower": []})),
     "async_queue_size": Foreign(1, _renamed("max_staleness")),
-    "vllm_generate_batch_size": Foreign(1, _refused("--dynamic_oversample asks for more prompts than are trained on")),
+    "vllm_generate_batch_size": Foreign(1, _refused("use --dynamic_oversample, which samples extra prompts")),
     "vllm_enable_is_correction": Foreign(0, _not_needed),
     "use_icepop": Foreign(0, _as({"rollout_correction": ["token_mask"]})),
-    "load_in_4bit": Foreign(0, _refused("4-bit weights are for the commands that train")),
+    "load_in_4bit": Foreign(0, _refused("only training commands support 4-bit weights")),
     "experts_implementation": Foreign(1, _not_needed),
     "muon_lr": Foreign(1, _muon_lr),
-    "muon_momentum": Foreign(1, _only(0.95, instead="the momentum of --optim muon is 0.95")),
-    "muon_ns_steps": Foreign(1, _only(5, instead="--optim muon makes 5 steps of Newton-Schulz")),
+    "muon_momentum": Foreign(1, _only(0.95, instead="--optim muon uses momentum 0.95")),
+    "muon_ns_steps": Foreign(1, _only(5, instead="--optim muon uses 5 Newton-Schulz steps")),
     "muon_nesterov": Foreign(0, _not_needed),
-    "muon_no_nesterov": Foreign(0, _refused("--optim muon takes Nesterov's momentum")),
+    "muon_no_nesterov": Foreign(0, _refused("--optim muon always uses Nesterov momentum")),
     **{f"critic_{name}": Foreign(None, _refused(SHARED)) for name in SHARED_WORDS},
 }
-"""Words of OpenRLHF that need more than a name."""
+"""OpenRLHF flags that need more than a new name."""
 
 TRL = {
     "num_iterations": Foreign(1, _renamed("max_epochs")),
     "epsilon": Foreign(1, _renamed("eps_clip")),
-    "epsilon_high": Foreign(1, _refused("give --eps_clip_low_high LOW HIGH")),
-    "loss_type": Foreign(1, _refused("give --loss, or --policy_loss and --loss_agg for commands that sample")),
+    "epsilon_high": Foreign(1, _refused("use --eps_clip_low_high LOW HIGH")),
+    "loss_type": Foreign(1, _refused("use --loss, or --policy_loss and --loss_agg for online commands")),
     "scale_rewards": Foreign(None, _refused("rlhf grpo divides by the std, --preset dr_grpo does not")),
     "use_vllm": Foreign(None, _vllm),
-    "vllm_mode": Foreign(1, _refused("engines on the GPUs of training are --colocate_all_models")),
+    "vllm_mode": Foreign(1, _refused("use --colocate_all_models to run engines on the training GPUs")),
     "warmup_ratio": Foreign(1, _renamed("lr_warmup_ratio")),
     "zero_hpz_partition_size": Foreign(1, _renamed("zpg")),
-    "optimizer_offload": Foreign(None, _refused("give --adam_offload")),
+    "optimizer_offload": Foreign(None, _refused("use --adam_offload")),
     "enable_activation_offload": Foreign(0, _as({"activation_offload": []})),
     "adam_epsilon": Foreign(1, _renamed("adam_eps")),
-    "adam_beta1": Foreign(1, _refused("give --adam_betas BETA1 BETA2")),
-    "adam_beta2": Foreign(1, _refused("give --adam_betas BETA1 BETA2")),
+    "adam_beta1": Foreign(1, _refused("use --adam_betas BETA1 BETA2")),
+    "adam_beta2": Foreign(1, _refused("use --adam_betas BETA1 BETA2")),
     "lr_scheduler_type": Foreign(1, _renamed("lr_scheduler")),
     "weight_decay": Foreign(1, _renamed("l2")),
     "report_to": Foreign(None, _report_to),
     "use_peft": Foreign(None, _peft),
     "lora_r": Foreign(1, _renamed("lora_rank")),
     "lora_target_modules": Foreign(None, lambda values, call: {"target_modules": [",".join(values)]}),
-    "lora_modules_to_save": Foreign(None, _refused("adapters train linear layers and a reward model's head alone")),
+    "lora_modules_to_save": Foreign(None, _refused("adapters train only linear layers and a reward model's head")),
     "lora_task_type": Foreign(1, _not_needed),
     "use_bnb_nested_quant": Foreign(None, _not_needed),
-    "bnb_4bit_quant_type": Foreign(1, _one_of("nf4", instead="weights in 4 bits are NF4")),
-    "load_in_8bit": Foreign(None, _refused("the model under an adapter is in 16 bits, or with --load_in_4bit in 4")),
-    "max_steps": Foreign(1, _refused("give --max_iterations")),
+    "bnb_4bit_quant_type": Foreign(1, _one_of("nf4", instead="4-bit weights are always NF4")),
+    "load_in_8bit": Foreign(None, _refused("the base model uses 16 bits, or 4 bits with --load_in_4bit")),
+    "max_steps": Foreign(1, _refused("use --max_iterations")),
     "overwrite_output_dir": Foreign(0, _as({"overwrite": []})),
-    "push_to_hub": Foreign(0, _refused("nothing is uploaded: the model is in the output folder")),
-    "fp16": Foreign(0, _refused("weights are in bf16 or fp32: --param_dtype")),
+    "push_to_hub": Foreign(0, _refused("uploads are not supported; the model is in the output folder")),
+    "fp16": Foreign(0, _refused("use --param_dtype bf16 or fp32")),
     "run_name": Foreign(1, _renamed("wandb_run_name")),
     "remove_unused_columns": Foreign(None, _not_needed),
     "logging_first_step": Foreign(None, _not_needed),
-    "eval_strategy": Foreign(1, _one_of("steps", "no", instead="--eval_steps counts steps")),
-    "save_strategy": Foreign(1, _one_of("steps", instead="--save_steps counts steps, and -1 writes no checkpoint")),
+    "eval_strategy": Foreign(1, _one_of("steps", "no", instead="use --eval_steps, in steps")),
+    "save_strategy": Foreign(1, _one_of("steps", instead="use --save_steps, in steps; -1 writes no checkpoints")),
     "torch_dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "packing": Foreign(None, _not_needed),
     "assistant_only_loss": Foreign(
-        None, _one_of("true", "True", instead="loss is on the assistant's tokens; rlhf sft --pretrain_mode is on all")
+        None, _one_of("true", "True", instead="the loss covers assistant tokens; for all tokens, use --pretrain_mode")
     ),
     "learning_rate": Foreign(1, _renamed("actor_learning_rate")),
     "teacher_model_name_or_path": Foreign(1, _renamed("teacher_pretrain")),
 }
-"""Words of TRL that need more than a name."""
+"""TRL flags that need more than a new name."""
 
 LLAMA_FACTORY = {
-    "finetuning_type": Foreign(1, _one_of("full", instead="give --lora_rank; a rank above 0 trains an adapter")),
+    "finetuning_type": Foreign(1, _one_of("full", instead="use --lora_rank; a rank above 0 trains an adapter")),
     "lora_target": Foreign(1, _lora_target),
-    "additional_target": Foreign(1, _refused("adapters train linear layers and a reward model's head alone")),
-    "adapter_name_or_path": Foreign(1, _refused("give the adapter's folder as --pretrain; it names its model")),
-    "quantization_bit": Foreign(1, _one_of("none", instead="give --load_in_4bit")),
-    "pissa_init": Foreign(None, _refused("adapters start as no change of the model")),
-    "loraplus_lr_ratio": Foreign(1, _refused("both factors have one learning rate")),
+    "additional_target": Foreign(1, _refused("adapters train only linear layers and a reward model's head")),
+    "adapter_name_or_path": Foreign(1, _refused("pass the adapter folder as --pretrain; it names the base model")),
+    "quantization_bit": Foreign(1, _one_of("none", instead="use --load_in_4bit")),
+    "pissa_init": Foreign(None, _refused("not supported: adapters are initialized to zero")),
+    "loraplus_lr_ratio": Foreign(1, _refused("not supported: both LoRA factors use the same learning rate")),
 }
-"""Words of LLaMA-Factory about adapters."""
+"""LLaMA-Factory flags for adapters."""
 
 SLIME = {
     "use_opd": Foreign(0, _not_needed),
-    "opd_type": Foreign(1, _one_of("megatron", instead="the teacher is a role of the run: --teacher_pretrain MODEL")),
+    "opd_type": Foreign(
+        1, _one_of("megatron", instead="the teacher is a role in the run: use --teacher_pretrain MODEL")
+    ),
     "opd_kl_coef": Foreign(1, _renamed("distill_coef")),
     "opd_teacher_load": Foreign(1, _renamed("teacher_pretrain")),
 }
-"""Words of slime about on-policy distillation."""
+"""slime flags for on-policy distillation."""
 
 EASYR1 = {"data.format_prompt": Foreign(1, _renamed("format_prompt"))}
-"""Words of EasyR1 about prompts."""
+"""EasyR1 flags for prompts."""
 
-SHARED_ELSEWHERE = "several ranks for one sequence are in the training commands alone; drop it"
-SPLIT_ELSEWHERE = "several ranks for one layer are in the training commands alone; drop it"
+SHARED_ELSEWHERE = "only training commands support sequence parallelism; drop it"
+SPLIT_ELSEWHERE = "only training commands support tensor parallelism; drop it"
 SPLIT_LAYERS = {
     name: Foreign(1, _renamed("tensor_parallel_size"))
     for name in ("ds_tensor_parallel_size", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
 }
-"""Words about several ranks for one layer, of commands that train."""
+"""Tensor parallelism flags in training commands."""
 SHARED_SEQUENCES = {
     "ring_attn_size": Foreign(1, _renamed("sequence_parallel_size")),
     "ulysses_sequence_parallel_size": Foreign(1, _renamed("sequence_parallel_size")),
@@ -369,13 +374,14 @@ SHARED_SEQUENCES = {
     "worker.ref.ulysses_size": Foreign(1, _renamed("ref_sequence_parallel_size")),
     "worker.critic.ulysses_size": Foreign(1, _renamed("critic_sequence_parallel_size")),
 }
-"""Words about several ranks for one sequence, of commands that train; with sections as verl and EasyR1 write them."""
+"""Sequence parallelism flags in training commands, including verl's and EasyR1's with sections."""
 
 TEACHER_WRITES = (
-    "rlhf generate --pretrain TEACHER --select all writes the teacher's responses: give its selected.jsonl as --dataset"
+    "run rlhf generate --pretrain TEACHER --select all, then pass the selected.jsonl with the teacher's responses as "
+    "--dataset"
 )
 
-STUDENT_WRITES = "rlhf gkd --prompt_data DATA learns on the student's own responses, with the same --lmbda"
+STUDENT_WRITES = "to train on the student's own responses, run rlhf gkd --prompt_data DATA with the same --lmbda"
 
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
@@ -386,7 +392,7 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
     },
     "generate": {
         "eval_task": Foreign(
-            1, _one_of("generate", "generate_vllm", instead="rlhf generate scores if it has a reward")
+            1, _one_of("generate", "generate_vllm", instead="rlhf generate scores responses if a reward is set")
         ),
         "dataset": Foreign(1, _renamed("prompt_data")),
         "dataset_probs": Foreign(1, _renamed("prompt_data_probs")),
@@ -400,17 +406,17 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
     },
     "chat": {
         "model_name_or_path": Foreign(1, _renamed("pretrain")),
-        "model_revision": Foreign(1, _refused("give the folder of that revision as --pretrain")),
+        "model_revision": Foreign(1, _refused("download the revision and pass the folder as --pretrain")),
         "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
-        "do_sample": Foreign(1, _one_of("true", "True", instead="give --temperature 0")),
-        "num_beams": Foreign(1, _only(1, instead="answers are sampled; there are no beams")),
+        "do_sample": Foreign(1, _one_of("true", "True", instead="use --temperature 0")),
+        "num_beams": Foreign(1, _only(1, instead="beam search is not supported")),
         "eos_tokens": Foreign(1, _renamed("stop")),
-        "eos_token_ids": Foreign(1, _refused("give the text of these tokens as --stop")),
+        "eos_token_ids": Foreign(1, _refused("pass the tokens as text with --stop")),
         "max_len": Foreign(1, _not_needed),
-        "save_folder": Foreign(1, _refused("/save FILE in the chat writes the conversation")),
+        "save_folder": Foreign(1, _refused("use /save FILE in the chat to save the conversation")),
         "user": Foreign(1, _not_needed),
         "attn_implementation": Foreign(1, _not_needed),
-        "device": Foreign(1, _refused("it takes the GPU if there is one; CUDA_VISIBLE_DEVICES= hides it")),
+        "device": Foreign(1, _refused("a GPU is used if available; set CUDA_VISIBLE_DEVICES= to use the CPU")),
     },
     **dict.fromkeys(TRAINING, SHARED_SEQUENCES | SPLIT_LAYERS),
     "data": SHARED_SEQUENCES,
@@ -429,11 +435,11 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "dataset_name": Foreign(1, _renamed("prompt_data")),
     },
     "serve-rm": {
-        "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),
+        "batch_size": Foreign(1, _refused("use --max_tokens_per_gpu, the tokens per pack")),
         "attn_implementation": Foreign(1, _not_needed),
     },
 }
-"""Words that mean something else, or anything at all, in one command only."""
+"""Flags with a different meaning, or with any meaning, only in one command."""
 
 TABLE: dict[str, Foreign] = {
     **{name: Foreign(0, _not_needed) for name in SWITCHES_NOT_NEEDED},
@@ -445,8 +451,8 @@ TABLE: dict[str, Foreign] = {
     "ring_head_stride": Foreign(1, _not_needed),
     "ds_tensor_parallel_size": Foreign(1, _only(1, instead=SPLIT_ELSEWHERE)),
     "max_images_per_prompt": Foreign(1, _only(0, instead=NO_IMAGES)),
-    "gamma": Foreign(1, _only(1, instead="this command compares whole responses; rlhf ppo discounts")),
-    "lambd": Foreign(1, _only(1, instead="this command has no critic; rlhf ppo has --lambd")),
+    "gamma": Foreign(1, _only(1, instead="this command does not discount; rlhf ppo does")),
+    "lambd": Foreign(1, _only(1, instead="this command has no critic; rlhf ppo supports --lambd")),
     "freezing_actor_steps": Foreign(1, _only(-1, 0, instead="this command has no critic to warm up; rlhf ppo has one")),
     "repetition_penalty": Foreign(1, _only(1, instead=PENALTY)),
     "generate_max_len": Foreign(1, _renamed("max_new_tokens")),
@@ -464,13 +470,13 @@ TABLE: dict[str, Foreign] = {
     "output_dir": Foreign(1, _renamed("output")),
     "num_generations": Foreign(1, _renamed("n_samples_per_prompt")),
     "max_completion_length": Foreign(1, _renamed("max_new_tokens")),
-    "max_prompt_length": Foreign(1, _refused("give --max_len, the longest prompt and response together")),
+    "max_prompt_length": Foreign(1, _refused("use --max_len, the limit for prompt plus response")),
     "per_device_train_batch_size": Foreign(1, _renamed("micro_train_batch_size")),
-    "gradient_accumulation_steps": Foreign(1, _refused("give --train_batch_size, the responses of an optimizer step")),
+    "gradient_accumulation_steps": Foreign(1, _refused("use --train_batch_size, the responses per optimizer step")),
     "num_train_epochs": Foreign(1, _epochs),
     "max_seq_length": Foreign(1, _renamed("max_len")),
     "max_length": Foreign(1, _renamed("max_len")),
-    "beta": Foreign(1, _refused("the weight of the KL divergence is --init_kl_coef")),
+    "beta": Foreign(1, _refused("use --init_kl_coef, the KL weight")),
     **OPENRLHF,
     **TRL,
     **LLAMA_FACTORY,
@@ -480,6 +486,6 @@ TABLE: dict[str, Foreign] = {
     "async_train": Foreign(0, _refused(NO_LAG)),
     "max_staleness": Foreign(1, _refused(NO_LAG)),
     "partial_rollout": Foreign(0, _refused(NO_LAG)),
-    "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),
+    "pretrain_data": Foreign(1, _refused("a pre-training loss is not supported")),
     **{section: Foreign(None, _refused(FLAT)) for section in SECTIONS},
 }

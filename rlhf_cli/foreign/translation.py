@@ -1,4 +1,4 @@
-"""Replace the words of other tools' commands: accepted, rewritten with a note, or refused with their replacement."""
+"""Translates flags and settings from other frameworks: ignored, rewritten with a note, or rejected with a hint."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,27 +10,27 @@ from rlhf_cli.foreign.table import FLAT, OF_COMMAND, OWN_AND_FOREIGN, SECTIONS, 
 
 @dataclass(slots=True)
 class Translation:
-    """Words that this program knows, with notes about the others."""
+    """Translated command line arguments, with notes and problems."""
 
     words: list[str] = field(default_factory=list)
     automatic: list[str] = field(default_factory=list)
-    """Switches given as `auto`; Click parses a switch as true or false, so `auto` is set after parsing."""
+    """Switches set to `auto`. Click parses a switch as true or false, so `auto` is applied after parsing."""
     not_needed: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the start of the run."""
-        listed = [f"not needed here: {', '.join(self.not_needed)}"] if self.not_needed else []
+        """Notes to print when the command starts."""
+        listed = [f"ignored, not needed: {', '.join(self.not_needed)}"] if self.not_needed else []
         return [*listed, *self.rewritten]
 
 
 def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -> Translation:
-    """Replace the foreign flags among a command's words.
+    """Translate command line arguments.
 
     Args:
-        known: flags of the command itself, each with the number of values that it takes.
+        known: the command's flags, each with the number of values.
     """
     done = Translation()
     rest = _without_sections(words, done)
@@ -39,6 +39,7 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
         word = rest.pop(0)
         name, equals, inline = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
+        # The values that follow: `--name=value` has exactly one.
         behind = [inline] if equals else rest
         foreign = _foreign(name, known, command) if word.startswith("--") else None
         if foreign is not None:
@@ -55,7 +56,8 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
         elif not (word.startswith("--") and _takes_own_form(name, behind, done)):
             done.words.append(word)
     if sectioned:
-        done.problems.append(f"{', '.join(sectioned)}: these are words of verl; {FLAT}")
+        done.problems.append(f"{', '.join(sectioned)}: verl syntax; {FLAT}")
+    # Last, because these depend on which flags are set after the translation.
     given = _values_by_flag(done.words)
     _model_without_output(given, done, known)
     _template_without_chat(given, done, known)
@@ -70,16 +72,17 @@ def translate_settings(
     beside: Mapping[str, object] | None = None,
     typed: Mapping[str, object] | None = None,
 ) -> tuple[dict[str, object], Translation]:
-    """Replace the foreign names and forms among the settings of a YAML file.
+    """Translate the settings in a YAML file.
 
     Args:
-        beside: settings of the other files of the same call.
-        typed: settings that the command line gives, which go before the file's.
+        beside: settings from the other files.
+        typed: settings from the command line, which take precedence.
     """
     done = Translation()
     values = _settings_without_sections(values, done)
     listed = {name: _listed(value) for name, value in values.items()}
     others = {name: _listed(value) for name, value in (beside or {}).items() if value is not None}
+    # The meaning of a flag may depend on others, wherever they are set.
     call, own = Call(command, others | listed), {}
     for name, value in values.items():
         foreign = _foreign(name, known, command)
@@ -87,13 +90,15 @@ def translate_settings(
             continue
         if foreign is None:
             own[name] = value
-        elif value is not False and value is not None:  # a switch of another tool that is off, or nothing
+        # Switches set to false and missing values have no effect.
+        elif value is not False and value is not None:
             _apply(name, foreign, [] if value is True else listed[name], call, done, known)
     given = others | {name: _listed(value) for name, value in own.items() if value is not None}
     given |= _values_by_flag(done.words) | {name: _listed(value) for name, value in (typed or {}).items()}
     _model_without_output(given, done, known)
     _template_without_chat(given, done, known)
     for name, words in _values_by_flag(done.words).items():
+        # Settings written under their own names take precedence over translated ones.
         if name not in known and name.removeprefix("no_") in known:
             own.setdefault(name.removeprefix("no_"), False)
         else:
@@ -102,7 +107,8 @@ def translate_settings(
 
 
 def _takes_own_form(name: str, values: list[str], done: Translation) -> bool:
-    """Translate values that a setting has in another tool's form, and take them off; true, false or null is none."""
+    """Translate and consume values in a foreign format. Returns False for native values."""
+    # true, false and null set a switch; an empty value and a flag are not values at all.
     if name not in OWN_FORMS or not any(values[:1]) or values[0].startswith("-") or values[0].lower() in SWITCH_WORDS:
         return False
     return OWN_FORMS[name](values, done)
@@ -113,21 +119,21 @@ def _has_switch_word(behind: list[str]) -> bool:
 
 
 def _switch(name: str, value: str, done: Translation) -> None:
-    """Write a switch of this program's own for one with a value, as TRL's command lines have them."""
+    """Translate a switch with a value, as on TRL command lines."""
     own = f"--{name}" if value.lower() == "true" else f"--no_{name}"
     done.words.append(own)
-    done.rewritten.append(f"--{name} {value} is {own} here")
+    done.rewritten.append(f"--{name} {value} is translated to {own}")
 
 
 def _is_of_a_section(word: str) -> bool:
-    """Return whether a word is a setting of verl's or EasyR1's, `data.train_files=rows.parquet`."""
+    """Return whether an argument is a verl or EasyR1 setting, `data.train_files=rows.parquet`."""
     name, equals, _ = word.lstrip("+~").partition("=")
     section, dot, _ = name.partition(".")
     return bool(equals and dot) and section in SECTIONS
 
 
 def _is_switched_off(behind: list[str]) -> bool:
-    """Take the value off that TRL's command lines write behind a switch, and return whether it is false."""
+    """Consume the value after a switch, as on TRL command lines, and return whether it is false."""
     return bool(behind) and behind[0].lower() in SWITCH_WORDS and behind.pop(0).lower() != "true"
 
 
@@ -136,6 +142,7 @@ def _listed(value: object) -> list[str]:
 
 
 def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | None:
+    # A setting with the same name always wins, so that a table entry never hides a flag of `rlhf`.
     is_own = name in known or name.removeprefix("no_") in known
     if is_own and name not in OWN_AND_FOREIGN:
         return None
@@ -143,7 +150,8 @@ def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | Non
 
 
 def _without_sections(words: Sequence[str], done: Translation) -> list[str]:
-    """Replace OpenRLHF's flags with sections, `--actor.adam.lr`, by its earlier names, which are mostly ours."""
+    """Replace OpenRLHF's sectioned flags, `--actor.adam.lr`, by the earlier flat names."""
+    # First step: the tables below use flat names, and most of these are `rlhf` settings.
     flat: list[str] = []
     replaced: dict[str, str] = {}
     for word in words:
@@ -157,11 +165,11 @@ def _without_sections(words: Sequence[str], done: Translation) -> list[str]:
 
 
 def _settings_without_sections(values: Mapping[str, object], done: Translation) -> dict[str, object]:
-    """Replace OpenRLHF's names with sections among the settings of a file."""
+    """Replace OpenRLHF's sectioned names in a settings file."""
     replaced = {name: FLAT_NAMES[name] for name in values if name in FLAT_NAMES}
     for name, own in replaced.items():
         if own in values:
-            done.problems.append(f"{name}: {own} is given too, which is the same setting")
+            done.problems.append(f"{name}: {own} is set too, which is the same setting")
     _note_sections(replaced, done)
     return {replaced.get(name, name): value for name, value in values.items()}
 
@@ -169,11 +177,11 @@ def _settings_without_sections(values: Mapping[str, object], done: Translation) 
 def _note_sections(replaced: Mapping[str, str], done: Translation) -> None:
     if replaced:
         pairs = ", ".join(f"--{name} is --{own}" for name, own in replaced.items())
-        done.rewritten.append(f"names have no sections here: {pairs}")
+        done.rewritten.append(f"flags without sections: {pairs}")
 
 
 def _take(rest: list[str], count: int | None) -> list[str]:
-    """Take the values of a flag off the words that follow it."""
+    """Consume a flag's values, up to the next flag."""
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (count is None or len(values) < count):
         values.append(rest.pop(0))
@@ -183,12 +191,12 @@ def _take(rest: list[str], count: int | None) -> list[str]:
 def _apply(
     name: str, foreign: Foreign, values: list[str], call: Call, done: Translation, known: Mapping[str, int]
 ) -> None:
-    """Add the meaning of a foreign word to the translation, or the reason for which it has none."""
+    """Add a foreign flag's translation, or the reason why it was rejected."""
     try:
         settings = foreign.meaning(values, call)
         for setting in settings or {}:
             if setting not in known and setting.removeprefix("no_") not in known:
-                raise Refused(f"this is --{setting} here, which rlhf {call.command} does not have")
+                raise Refused(f"corresponds to --{setting}, which rlhf {call.command} does not support")
     except Refused as refusal:
         done.problems.append(f"--{name}: {refusal}")
         return
@@ -198,29 +206,31 @@ def _apply(
         return
     words = [word for setting, own in settings.items() for word in (f"--{setting}", *own)]
     done.words += words
+    # `--name=value` may translate to the same flag: no note then.
     if " ".join(words) != written:
-        done.rewritten.append(f"{written} is {' '.join(words)} here")
+        done.rewritten.append(f"{written} is translated to {' '.join(words)}")
 
 
 WANDB_KEY = "WANDB_API_KEY"
 
 
 def _wandb_key(rest: list[str], done: Translation) -> bool:
-    """Put a key of W&B into the environment alone: command lines are shown and kept."""
+    """Move a W&B key to the environment."""
+    # Command lines are printed and saved, so a key in them would leak.
     os.environ[WANDB_KEY] = rest.pop(0)
-    done.rewritten.append(f"the key after --use_wandb is taken as {WANDB_KEY}; export it instead of writing it down")
+    done.rewritten.append(f"the key after --use_wandb is used as {WANDB_KEY}; export that variable instead")
     done.words.append("--use_wandb")
     return True
 
 
 def _tensorboard_folder(rest: list[str], done: Translation) -> bool:
-    done.rewritten.append(f"TensorBoard's files go to the output, not to {rest.pop(0)}")
+    done.rewritten.append(f"TensorBoard logs are written to the output folder, not to {rest.pop(0)}")
     done.words.append("--use_tensorboard")
     return True
 
 
 def _list_of(name: str) -> Callable[[list[str], Translation], bool]:
-    """Return what joins the words of a list, which other tools separate by spaces and this program by commas."""
+    """Return a function that joins list items, which other frameworks separate by spaces, with commas."""
 
     def join(rest: list[str], done: Translation) -> bool:
         done.words += [f"--{name}", ",".join(_take(rest, None))]
@@ -230,22 +240,23 @@ def _list_of(name: str) -> Callable[[list[str], Translation], bool]:
 
 
 def _reward_file(rest: list[str], done: Translation) -> bool:
+    # OpenRLHF accepts a Python file in place of a URL.
     if not rest[0].endswith(".py"):
         return False
     file = rest.pop(0)
-    done.rewritten.append(f"--remote_rm_url {file} is --reward_func {file} here")
+    done.rewritten.append(f"--remote_rm_url {file} is translated to --reward_func {file}")
     done.words += ["--reward_func", file]
     return True
 
 
 def _warmup_share(rest: list[str], done: Translation) -> bool:
-    """Take a number below 1 as the share of all steps, as transformers does."""
+    """Interpret a number below 1 as a fraction of all steps, like transformers."""
     try:
         is_share = 0 < float(rest[0]) < 1
     except ValueError:
         return False
     if is_share:
-        done.rewritten.append(f"--warmup_steps {rest[0]} is --lr_warmup_ratio {rest[0]} here")
+        done.rewritten.append(f"--warmup_steps {rest[0]} is translated to --lr_warmup_ratio {rest[0]}")
         done.words += ["--lr_warmup_ratio", rest.pop(0)]
     return is_share
 
@@ -255,21 +266,21 @@ OPTIMIZERS = {
     "adamw_anyprecision": "adamw_bf16",
     **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
 }
-"""Names of optimizers in OpenRLHF and transformers, with their names here."""
+"""`rlhf` optimizer by OpenRLHF or transformers name."""
 
 
 def _optimizer(rest: list[str], done: Translation) -> bool:
-    """Replace another tool's name of an optimizer."""
+    """Translate an optimizer name."""
     if rest[0] not in OPTIMIZERS:
         return False
     name = rest.pop(0)
-    done.rewritten.append(f"--optim {name} is --optim {OPTIMIZERS[name]} here")
+    done.rewritten.append(f"--optim {name} is translated to --optim {OPTIMIZERS[name]}")
     done.words += ["--optim", OPTIMIZERS[name]]
     return True
 
 
 SWITCH_WORDS = ("true", "false", "null")
-"""Words that switch a setting, in files and on TRL's command lines."""
+"""Values for switches in files and on TRL command lines."""
 OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     "use_wandb": _wandb_key,
     "use_tensorboard": _tensorboard_folder,
@@ -278,34 +289,34 @@ OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     "warmup_steps": _warmup_share,
     "optim": _optimizer,
 }
-"""Flags of this program that have another form elsewhere: each takes that form off the words, or leaves them."""
+"""`rlhf` flags with a different value format elsewhere. Functions consume values in that format or return False."""
 
 
 def _values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_flag: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
         if word.startswith("--"):
             name, equals, inline = word.removeprefix("--").partition("=")
-            values = found.setdefault(name.replace("-", "_"), [])
+            values = by_flag.setdefault(name.replace("-", "_"), [])
             values += [inline] if equals else []
         else:
             values.append(word)
-    return found
+    return by_flag
 
 
 def _model_without_output(given: Mapping[str, list[str]], done: Translation, known: Mapping[str, int]) -> None:
-    """Give a run that names its model alone, as OpenRLHF's, a folder beside the model for its other files."""
+    """Add --output if only --save_path is set, as in OpenRLHF: a folder next to the model for all other files."""
     if {"output", "save_path"} <= known.keys() and "output" not in given and "config" not in given:
         path = next(iter(given.get("save_path", [])), None)
         if path:
             done.words += ["--output", f"{path.rstrip('/')}_run"]
-            done.rewritten.append(f"the model goes to {path}, all other files of the run to {path.rstrip('/')}_run")
+            done.rewritten.append(f"the model is written to {path}, all other files to {path.rstrip('/')}_run")
 
 
 def _template_without_chat(given: Mapping[str, list[str]], done: Translation, known: Mapping[str, int]) -> None:
-    """Switch the chat template off for an `input_template` alone: OpenRLHF uses a chat template only on request."""
+    """Disable the chat template if `input_template` is set, because OpenRLHF uses chat templates only on request."""
     decided = given.keys() & {"apply_chat_template", "no_apply_chat_template", "config"}
     if "apply_chat_template" in known and "input_template" in given and not decided:
         done.words.append("--no_apply_chat_template")
-        done.rewritten.append("--input_template takes the place of the chat template: --no_apply_chat_template")
+        done.rewritten.append("--input_template replaces the chat template: added --no_apply_chat_template")

@@ -100,7 +100,7 @@ def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person_killed():
     with pytest.raises(OutOfMemory, match="out of host memory on this machine: the kernel has killed a rank"):
         check_killed(247, for_memory=True)
-    with pytest.raises(OutOfMemory, match="out of space in /dev/shm in a rank: remove files"):
+    with pytest.raises(OutOfMemory, match="out of space in /dev/shm in a rank: remove leftover files"):
         check_killed(249, for_memory=False)
     for status in (0, 1, 2, 130, 247):
         check_killed(status, for_memory=False)

@@ -77,7 +77,7 @@ def test_the_longest_prompt_and_response_are_added_up():
     known = {"max_len": 1, "max_new_tokens": 1}
     done = translate(["--prompt_max_len", "512", "--generate_max_len", "100"], command="ppo", known=known)
     assert done.words == ["--max_len", "612", "--max_new_tokens", "100"]
-    assert done.rewritten[0] == "--prompt_max_len 512 is --max_len 612 here"
+    assert done.rewritten[0] == "--prompt_max_len 512 is translated to --max_len 612"
 
 
 def test_a_model_without_an_output_has_the_files_of_its_run_beside_it(capsys):
@@ -97,10 +97,10 @@ def test_settings_of_a_file_are_translated_as_flags_are():
     }
     own, done = translate_settings(values, command="ppo", known=known)
     assert own == {"param_dtype": "bf16", "max_new_tokens": "64", "target_modules": ["a"]}
-    assert done.notes[0] == "not needed here: --packing_samples"
+    assert done.notes[0] == "ignored, not needed: --packing_samples"
     _, nested = translate_settings({"actor_rollout_ref": {"actor": {}}}, command="grpo", known=known)
     assert nested.problems == [
-        "--actor_rollout_ref: settings are flat here, without sections: docs/coming-from.md lists the names"
+        "--actor_rollout_ref: settings are flat, without sections; docs/coming-from.md lists the names"
     ]
 
 
@@ -119,7 +119,7 @@ def test_a_file_may_have_the_forms_that_a_command_line_may_have(capsys, tmp_path
     config, notes = parsed(f"ppo --config {file} --output mine --no_apply_chat_template", capsys)
     assert (config.checkpoint.output, config.prompts.apply_chat_template) == ("mine", False)
     assert "out/model_run" not in notes + repr(config)
-    assert "takes the place" not in notes
+    assert "replaces the chat template" not in notes
 
 
 def test_foreign_words_of_several_files_are_replaced_before_later_files_win(capsys, tmp_path):
@@ -152,7 +152,7 @@ def test_names_with_sections_in_a_file_are_translated(capsys, tmp_path):
     assert "actor_learning_rate=3e-06" in repr(config)
     assert "--actor.adam.lr is --actor_learning_rate" in notes
     file.write_text(file.read_text() + "actor_learning_rate: 1e-6\n")
-    with pytest.raises(UsageError, match=r"actor\.adam\.lr: actor_learning_rate is given too"):
+    with pytest.raises(UsageError, match=r"actor\.adam\.lr: actor_learning_rate is set too"):
         parsed(f"ppo --config {file}", capsys)
 
 
@@ -253,7 +253,7 @@ def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, cap
 def test_every_refusal_and_note_names_a_setting_that_exists():
     names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(config_class(cli.command_function(entry)))}
     text = "".join(path.read_text() for path in (Path(cli.__file__).parent / "foreign").glob("*.py"))
-    offered = set(re.findall(r"(?:give|is|are|--)\s?--([a-z_0-9]+)", text)) - {"name"}
+    offered = set(re.findall(r"(?:use|is|are|to|with|as|--)\s?--([a-z_0-9]+)", text)) - {"name"}
     assert offered <= names | {"remote_rm_url", "reward_func"}
 
 

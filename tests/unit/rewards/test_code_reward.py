@@ -278,7 +278,7 @@ def test_what_hangs_is_wrong_and_does_not_fail(judge):
 
 
 def test_labels_without_tests_are_refused_before_a_run(judge):
-    with pytest.raises(UsageError, match=r"--reward_funcs code: 1 of 1 prompts .* asserts nothing: 'f = 42'"):
+    with pytest.raises(UsageError, match=r"--reward_funcs code: 1 of 1 prompts .* has no assertions: 'f = 42'"):
         scores([], label="f = 42")
 
 

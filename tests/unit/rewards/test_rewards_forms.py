@@ -253,7 +253,7 @@ def test_a_trial_call_of_an_episode_has_messages(
     check_rewards(config(reward_func=reward_file(source)), PROMPTS, is_episode=True)
     assert "test call" not in capsys.readouterr().err
     if "completions" not in source:
-        with pytest.raises(UsageError, match="needs 'messages'"):
+        with pytest.raises(UsageError, match="requires 'messages'"):
             check_rewards(config(reward_func=reward_file(source)), PROMPTS)
 
 
