@@ -344,9 +344,7 @@ LLAMA_FACTORY = {
 
 SLIME = {
     "use_opd": Foreign(0, _not_needed),
-    "opd_type": Foreign(
-        1, _one_of("megatron", instead="the teacher is a role in the run: use --teacher_pretrain MODEL")
-    ),
+    "opd_type": Foreign(1, _one_of("megatron", instead="use --teacher_pretrain MODEL; the teacher is part of the run")),
     "opd_kl_coef": Foreign(1, _renamed("distill_coef")),
     "opd_teacher_load": Foreign(1, _renamed("teacher_pretrain")),
 }

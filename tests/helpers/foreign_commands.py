@@ -103,7 +103,7 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is translated to --sequence_parallel_size 2",
     "sft --pretrain m --dataset d --save_path out --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is translated to --sequence_parallel_size 2",
     f"ppo {PPO} {CRITIC} {FILE} --actor_rollout_ref.actor.ulysses_sequence_parallel_size 2 "
-    "--critic.ulysses_sequence_parallel_size=1": "parses: is --sequence_parallel_size 2 | is --critic_sequence_parallel_size 1",
+    "--critic.ulysses_sequence_parallel_size=1": "parses: is translated to --sequence_parallel_size 2 | is translated to --critic_sequence_parallel_size 1",
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --actor_rollout_ref.ref.ulysses_sequence_parallel_size 2": (
         "parses: --ref_sequence_parallel_size 2"
     ),
