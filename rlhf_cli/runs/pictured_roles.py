@@ -65,9 +65,7 @@ def check_role_pictures(
     )
     other = find_processing(role.path, role.architecture, trust_remote_code=trust_remote_code)
     if any(_taken(own, *size) != _taken(other, *size) for size in (own.final_size(*given) for given in EXTREMES)):
-        raise UsageError(
-            f"{what} splits images differently than the policy: the image processor or patch size differs"
-        )
+        raise UsageError(f"{what} splits images differently than the policy: the image processor or patch size differs")
 
 
 def _taken(processing: PictureProcessing, height: int, width: int) -> tuple[object, ...]:
