@@ -17,7 +17,7 @@ ENVIRONMENT_FILE = "contents of the environment file"
 
 
 def file_hash(source: str) -> str | None:
-    """Hash a file specified as FILE.py or FILE.py:NAME. Returns None if it does not exist; loading reports the error."""
+    """Hash a file given as FILE.py or FILE.py:NAME. Returns None if it does not exist; loading reports the error."""
     path, _ = file_and_name(source)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32] if path.is_file() else None
 

@@ -59,7 +59,7 @@ def parts() -> dict[str, list[Path]]:
     package = ROOT / "rlhf_cli"
     folders = [folder for folder in sorted(package.iterdir()) if folder.is_dir() and any(folder.rglob("*.py"))]
     return {
-        "rlhf_cli/*.py": 15sorted(package.glob("*.py")),
+        "rlhf_cli/*.py": sorted(package.glob("*.py")),
         **{f"rlhf_cli/{folder.name}": sorted(folder.rglob("*.py")) for folder in folders},
         "benchmarks": sorted((ROOT / "benchmarks").rglob("*.py")),
         # This file quotes the constructs.
