@@ -374,5 +374,5 @@ def test_an_earlier_run_is_not_replaced_whoever_starts_the_ranks(place, finished
     before = place.weights(name)
     running = place.start(name, "deepspeed")
     assert running.wait() != 0
-    assert "holds an earlier run (config.yaml): continue it with --load_checkpoint" in running.log.read_text()
+    assert "contains an earlier run (config.yaml): resume it with --load_checkpoint" in running.log.read_text()
     assert place.weights(name) == before

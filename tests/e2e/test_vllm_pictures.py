@@ -35,7 +35,7 @@ def require_torchvision(kind: str) -> None:
     """Skip tests of models that vLLM cannot load here. On CI that is a failure unless the set-up has reported it."""
     if lacks_torchvision(kind):
         assert REPORTED.exists() or os.environ.get("CI") != "true", "`make setup` has not installed torchvision"
-        pytest.skip("vLLM's models of this type need torchvision, which is not installed")
+        pytest.skip("vLLM requires torchvision for models of this type, but it is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,8 @@ MISTAKES = {
     "merge --model ./none --output merged": "--model ./none: there is no such folder",
     "scratch --dataset none.jsonl --output new": "no file 'none.jsonl'",
     "data rows.jsonl --for dpo --pretrain model": "no column for the chosen response",
-    "serve-rm --reward_funcs exact --host 0.0.0.0": "--host 0.0.0.0 lets other machines in",
-    "serve-rm --reward_funcs exact --host 192.0.2.1": "--host 192.0.2.1 lets other machines in",
+    "serve-rm --reward_funcs exact --host 0.0.0.0": "--host 0.0.0.0 is reachable from other machines",
+    "serve-rm --reward_funcs exact --host 192.0.2.1": "--host 192.0.2.1 is reachable from other machines",
 }
 PROGRAM = """
 import json, sys
@@ -132,7 +132,7 @@ def test_what_takes_long_to_open_is_left_to_the_run(tmp_path):
 
 
 def test_an_address_where_no_cluster_listens_is_named_at_once():
-    with pytest.raises(UsageError, match=r"RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there"):
+    with pytest.raises(UsageError, match=r"RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster responds"):
         _check_ray_address("127.0.0.1:1")
     for other in (None, "auto", "ray://nowhere:10001"):
         _check_ray_address(other)

@@ -134,18 +134,18 @@ def test_the_longest_item_stands_beside_the_room_of_ranks_that_share_it(write, m
     made = preview(command, file, model, train_max_tokens_per_gpu=8, sequence_parallel_size=2)
     assert (made.most_tokens, made.room) == (expected, 16)
     text = " ".join(page(command, file, model, train_max_tokens_per_gpu=8, sequence_parallel_size=2).split())
-    held = f"takes {expected} tokens of a micro-batch, which holds 16 (train_max_tokens_per_gpu 8 on 2 ranks)"
-    assert f"{held}, WHICH THE COMMAND REFUSES: raise sequence_parallel_size or" in text
+    held = f"uses {expected} tokens; a micro-batch fits 16 (train_max_tokens_per_gpu 8 on 2 ranks)"
+    assert f"{held}, TOO LARGE TO TRAIN: raise sequence_parallel_size or" in text
     wide = " ".join(page(command, file, model, train_max_tokens_per_gpu=expected).split())
-    assert f"which holds {expected} (train_max_tokens_per_gpu {expected})" in wide
-    assert "REFUSES" not in wide
+    assert f"micro-batch fits {expected} (train_max_tokens_per_gpu {expected})" in wide
+    assert "TOO LARGE" not in wide
 
 
 def test_prompts_may_be_as_long_with_their_responses_as_max_len(write, model):
     file = write([{"question": "What?", "answer": "1"}])
     settings = {"max_len": 4096, "max_new_tokens": 16, "train_max_tokens_per_gpu": 1024}
     text = " ".join(page("ppo", file, model, **settings, sequence_parallel_size=4).split())
-    assert "a prompt with its response takes up to 4,096 tokens (max_len) of a micro-batch, which holds 4,096" in text
+    assert "a prompt with response uses up to 4,096 tokens (max_len); a micro-batch fits 4,096" in text
 
 
 def test_labelled_responses_show_their_label(write, model):

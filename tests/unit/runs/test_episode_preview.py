@@ -169,7 +169,7 @@ def test_a_person_sees_the_prompt_once_and_types_turns_of_several_lines(calculat
 
     show_episode(calculator, Console(file=stream), special_tokens=[], read_line=read_line)
     assert "What is 6 times 7?" in seen[0]
-    assert "A call, with made-up arguments:" in seen[0]
+    assert "Sample call:" in seen[0]
     whole = stream.getvalue()
     assert whole.count("  prompt: ") == 1
     assert "  turn 1, reward 0: " in whole.removeprefix(seen[-1])
@@ -194,7 +194,7 @@ def test_ctrl_d_ends_a_typed_episode_which_keeps_its_turns(files, model):
     assert "<|im_start|>user\n    higher<|im_end|>" in screens[3].removeprefix(screens[2])
     whole = stream.getvalue()
     assert "  turns: 2 of at most 8\n" in whole
-    assert "  end: no further turn was written\n" in whole
+    assert "  end: no more turns\n" in whole
 
 
 def test_the_shown_tokens_are_those_that_training_has(files, model):
@@ -223,8 +223,8 @@ def test_a_turn_without_calls_ends_an_episode_with_tools(calculator):
     [
         (["7", "6"], {"max_turns": 2}, "truncated at max_turns"),
         (["word " * 50], {"max_new_tokens": 20}, "truncated at max_new_tokens"),
-        (["7"], {}, "no further turn was written"),
-        ([], {}, "no further turn was written"),
+        (["7"], {}, "no more turns"),
+        ([], {}, "no more turns"),
     ],
 )
 def test_an_episode_ends_at_its_limits_as_in_training(files, model, turns, settings, end):
@@ -249,7 +249,7 @@ def test_a_failing_environment_shows_its_traceback_and_fails_the_command(files, 
         show_episode(rehearsal_of(model, "broken.py"), Console(file=stream), special_tokens=[], read_line=None)
     text = stream.getvalue()
     assert "  end: the environment failed\n" in text
-    sentence = "reward: none, for the environment raised KeyError: 'The answer is 1.' (broken.py, line 7)"
+    sentence = "reward: none, because the environment raised KeyError: 'The answer is 1.' (broken.py, line 7)"
     assert sentence in " ".join(text.split())
     assert "Traceback (most recent call last):" in text
     assert "return self.bag[text], 0.0, False" in text
@@ -268,7 +268,7 @@ class Environment:
 def test_an_environment_without_a_reward_is_shown_without_one(files, model):
     (files / "silent.py").write_text(SILENT)
     text = " ".join(page(rehearsal_of(model, "silent.py")).split())
-    assert "reward: none, for the environment has no reward: set self.reward in reset or in a tool" in text
+    assert "reward: none, because the environment has no reward: set self.reward in reset or in a tool" in text
     assert "turn 1: " in text
 
 
@@ -291,7 +291,7 @@ def test_a_server_of_mcp_is_shown_without_a_reward(files, model):
     (files / "rooms.py").write_text(SERVER)
     text = " ".join(page(rehearsal_of(model, f"mcp:{sys.executable} rooms.py", environment_timeout=60)).split())
     assert " turn 1: " in text
-    assert "reward: none, for a server of this kind has none: name a reward with --reward_funcs" in text
+    assert "reward: none, because this kind of server returns no rewards: set --reward_funcs" in text
 
 
 def test_a_turn_ends_at_the_first_end_in_it_and_is_cut_at_its_limit(calculator):
@@ -331,7 +331,7 @@ def test_turns_of_a_file_are_its_lines_or_a_list_of_texts(files):
         ({"for": "ppo", "environment": "higher.py"}, "needs the column 'number' in reset"),
         (
             {"for": "ppo", "environment": "calculator.py", "prompt_template": "r1_zero"},
-            "--prompt_template: turns of an environment need the chat template",
+            "--prompt_template: an environment requires the model's chat template",
         ),
     ],
 )

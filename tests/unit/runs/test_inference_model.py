@@ -90,7 +90,7 @@ def test_what_cannot_answer_is_refused_before_anything_starts(tiny_model_dir, tm
     cases = {
         scores.folder: "--pretrain .* returns scores",
         damaged.folder: "does not match its base model",
-        several.checkpoint: "--pretrain .* has several models: give one, .*/model or .*/other",
+        several.checkpoint: "--pretrain .* contains multiple models: pass .*/model or .*/other",
         tmp_path / "gone": "there is no such folder",
     }
     for path, complaint in cases.items():

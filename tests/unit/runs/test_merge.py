@@ -79,7 +79,7 @@ def test_a_checkpoint_of_a_model_whose_head_is_its_own(tiny_llama_dir, tmp_path,
 def test_a_critic_of_a_checkpoint_with_several_models_is_given_by_name(tiny_model_dir, tmp_path, stage):
     run = Trained(tmp_path, tiny_model_dir, stage=stage, value=True, name="critic")
     shutil.copytree(run.checkpoint / "critic", run.checkpoint / "actor")
-    with pytest.raises(UsageError, match=r"has several models: give one, .*/actor or .*/critic"):
+    with pytest.raises(UsageError, match=r"contains multiple models: pass .*/actor or .*/critic"):
         merge(run.checkpoint, tmp_path / "out")
     merge(run.checkpoint / "critic", tmp_path / "out")
     assert_same_files(tmp_path / "out", run.folder)
@@ -289,15 +289,15 @@ def test_an_output_that_exists_is_left_alone(tiny_model_dir, tmp_path):
 def test_what_can_be_merged_is_said_where_it_is_something_else(tiny_model_dir, tmp_path):
     run = Trained(tmp_path, tiny_model_dir)
     cases = {
-        tiny_model_dir: "is a whole model already",
-        tmp_path / "run": r"has no adapter; to turn a checkpoint into a model, give .*step_000002",
+        tiny_model_dir: "is already a full model",
+        tmp_path / "run": r"has no adapter; to convert a checkpoint to a model, pass .*step_000002",
         run.checkpoint.parent: "neither an adapter .* nor a checkpoint",
         tmp_path / "gone": "there is no such folder",
     }
     for path, message in cases.items():
         with pytest.raises(UsageError, match=message):
             merge(path, tmp_path / "out")
-    with pytest.raises(UsageError, match=r"--base: .* is a whole model"):
+    with pytest.raises(UsageError, match=r"--base: .* is a full model"):
         merge(run.checkpoint, tmp_path / "out", base=tiny_model_dir)
 
 
@@ -305,7 +305,7 @@ def test_a_merge_that_fails_leaves_nothing(tiny_model_dir, tmp_path):
     run = Trained(tmp_path, tiny_model_dir, lora_rank=4)
     file = run.folder / "adapter_model.safetensors"
     save_file({name: tensor / 0 for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(RunError, match="numbers that are not finite"):
+    with pytest.raises(RunError, match="output is not finite"):
         merge(run.folder, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 

@@ -77,7 +77,7 @@ def test_each_has_an_adapter_on_its_own_base(tiny_model_dir, tmp_path):
 def test_a_run_from_an_adapter_reports_that_its_reference_is_the_bare_base(tiny_model_dir, tmp_path):
     foreign_adapter(tiny_model_dir, tmp_path / "adapter", r=2, target_modules=["q_proj"])
     (line,) = reference_notice(find("grpo", str(tmp_path / "adapter")).policy)
-    assert line.startswith(f"the reference is {Path(tiny_model_dir).resolve()} without the adapter")
+    assert line.startswith(f"the reference is {Path(tiny_model_dir).resolve()} without the initial adapter")
     assert f"rlhf merge --model {tmp_path / 'adapter'} " in line
     assert reference_notice(find("grpo", tiny_model_dir, lora_rank=2).policy) == []
 
@@ -102,7 +102,7 @@ def test_a_teacher_is_a_role_of_its_own(tiny_model_dir, tmp_path):
     assert found.teacher is not None
     assert found.teacher.source.pretrain == str(teacher)
     assert role_names(config, found) == ("actor", "teacher")
-    with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', which this run starts from"):
+    with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', from which this run starts"):
         find("grpo", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")
 
 
@@ -117,7 +117,7 @@ def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model
     hosted = hosted_teacher(config, found.teacher)
     assert (hosted.model.pretrain, hosted.model.compile_model) == (str(teacher), False)
     assert (hosted.deepspeed.zero_stage, hosted.deepspeed.param_offload) == (3, True)
-    with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', which this run starts from"):
+    with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', from which this run starts"):
         find("gkd", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")
 
 

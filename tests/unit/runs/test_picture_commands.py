@@ -144,7 +144,7 @@ def test_settings_of_pictures_are_refused_where_nothing_reads_them(
 ) -> None:
     plain = tmp_path / "sft.jsonl"
     plain.write_text(json.dumps(ROWS["sft"][1]) + "\n")
-    with pytest.raises(UsageError, match=r"max_pixels is about pictures, and pretrain .* is a model of text"):
+    with pytest.raises(UsageError, match=r"max_pixels requires a vision-language model, but pretrain .* is a text model"):
         task_of("sft", folder, pretrain=str(tiny_model_dir), dataset=str(plain), max_pixels=1000)
     assert len(task_of("sft", folder, pretrain=str(tiny_model_dir), dataset=str(plain)).items.data.lengths) == 1
 
@@ -164,5 +164,5 @@ def test_a_step_is_read_at_the_same_token_with_a_picture_before_it(folder: Path)
 def test_a_teacher_that_cuts_pictures_in_another_way_than_the_student_is_refused(folder: Path, tmp_path: Path) -> None:
     splits = Path(shutil.copytree(folder / "teacher", tmp_path / "splits"))
     shutil.copy(save_tiny_vision("idefics3", tmp_path / "other", splits=True) / "processor_config.json", splits)
-    with pytest.raises(UsageError, match=r"--teacher_pretrain .*splits' cuts pictures in another way than the policy"):
+    with pytest.raises(UsageError, match=r"--teacher_pretrain .*splits' splits images differently than the policy"):
         task_of("distill", folder, teacher_pretrain=str(splits))

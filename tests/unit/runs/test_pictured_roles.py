@@ -26,7 +26,7 @@ def test_a_judge_that_does_not_read_the_policys_pictures_is_refused():
     checked(FoundModel("text", TEXT), FoundModel("m", QWEN))
     for role in (TEXT, IDEFICS):
         complaint = (
-            f"--teacher_pretrain 'm' is of type {role.model_type}, which does not read the pictures of a qwen2_5_vl"
+            f"--teacher_pretrain 'm' is of type {role.model_type}, which cannot process images for a qwen2_5_vl"
         )
         with pytest.raises(UsageError, match=complaint):
             checked(FoundModel("qwen", QWEN), FoundModel("m", role))
@@ -40,7 +40,7 @@ def test_a_judge_of_another_size_is_taken_if_it_cuts_the_policys_pictures_as_the
     Qwen2VLImageProcessorPil(
         patch_size=PATCH, merge_size=2, size=QWEN_BOUNDS | {"longest_edge": 4 * 28 * 28}
     ).save_pretrained(larger)
-    with pytest.raises(UsageError, match="'m' cuts pictures in another way than the policy"):
+    with pytest.raises(UsageError, match="'m' splits images differently than the policy"):
         checked(small, large)
     checked(small, large, max_pixels=4 * 28 * 28)
 
@@ -48,7 +48,7 @@ def test_a_judge_of_another_size_is_taken_if_it_cuts_the_policys_pictures_as_the
 def test_engines_get_vision_models_whole():
     check_engine_pictures(IDEFICS, backend="vllm")
     check_engine_pictures(TEXT, backend="vllm", pushes_adapter=True)
-    with pytest.raises(UsageError, match="--lora_push merged pushes them"):
+    with pytest.raises(UsageError, match="use --lora_push merged"):
         check_engine_pictures(IDEFICS, backend="vllm", pushes_adapter=True)
 
 

@@ -76,7 +76,7 @@ def test_a_folder_with_other_things_may_be_used(tmp_path):
 
 def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
     add_run(tmp_path)
-    with pytest.raises(UsageError, match=r"holds an earlier run \(config\.yaml\): continue it with "):
+    with pytest.raises(UsageError, match=r"contains an earlier run \(config\.yaml\): resume it with "):
         check_run_directory(settings(tmp_path))
     check_run_directory(settings(tmp_path, overwrite=True))
     check_run_directory(settings(tmp_path, load_checkpoint=True))
@@ -96,7 +96,7 @@ def test_a_run_does_not_replace_the_model_it_starts_from(tmp_path):
     check_not_replaced(settings, str(tmp_path / "other"), "owner/name", str(tmp_path / "run_2" / "model"))
     for inside in ("run", "run/model", "run/best", "run/checkpoints/step_000001/actor"):
         (tmp_path / inside).mkdir(parents=True, exist_ok=True)
-        with pytest.raises(UsageError, match=f"--overwrite would remove '.*{inside}', which this run starts from"):
+        with pytest.raises(UsageError, match=f"--overwrite would remove '.*{inside}', from which this run starts"):
             check_not_replaced(settings, str(tmp_path / inside))
     check_not_replaced(settings.model_copy(update={"overwrite": False}), str(tmp_path / "run"))
 
@@ -118,7 +118,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_load_checkpo
 def test_a_finished_model_without_a_checkpoint_is_not_thrown_away_by_load_checkpoint(tmp_path):
     add_model(tmp_path / "model")
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(UsageError, match=r"model holds a trained model and there is no checkpoint in .* --overwrite"):
+    with pytest.raises(UsageError, match=r"model contains a trained model, but there is no checkpoint in .* --overwrite"):
         check_run_directory(settings(tmp_path, load_checkpoint=True))
 
 
@@ -128,7 +128,7 @@ def test_the_best_model_so_far_is_not_thrown_away_by_load_checkpoint(tmp_path):
     best.write_text('{"iteration": 0}')
     check_run_directory(settings(tmp_path, load_checkpoint=True))  # the model that training began with
     best.write_text('{"iteration": 3}')
-    with pytest.raises(UsageError, match=r"best holds a trained model and there is no checkpoint in .* --overwrite"):
+    with pytest.raises(UsageError, match=r"best contains a trained model, but there is no checkpoint in .* --overwrite"):
         check_run_directory(settings(tmp_path, load_checkpoint=True))
     add_checkpoint(tmp_path / "checkpoints", 2)
     check_run_directory(settings(tmp_path, load_checkpoint=True))
@@ -167,7 +167,7 @@ def test_checkpoints_elsewhere_belong_to_the_run_too(tmp_path):
     add_checkpoint(elsewhere, 40)
     (elsewhere / "others.txt").write_text("mine")
     placed = {"output": tmp_path / "run", "ckpt_path": str(elsewhere)}
-    with pytest.raises(UsageError, match=r"holds an earlier run \(step_000040\)"):
+    with pytest.raises(UsageError, match=r"contains an earlier run \(step_000040\)"):
         check_run_directory(settings(**placed))
     # Left in place, step 40 would count as newer than all that the new run writes.
     prepare_run_directory(settings(**placed, overwrite=True), "", keep=False)
@@ -177,7 +177,7 @@ def test_checkpoints_elsewhere_belong_to_the_run_too(tmp_path):
 def test_a_model_elsewhere_is_not_replaced_unasked(tmp_path):
     add_model(tmp_path / "published")
     placed = {"output": tmp_path / "run", "save_path": str(tmp_path / "published")}
-    with pytest.raises(UsageError, match=r"holds an earlier run \(published\)"):
+    with pytest.raises(UsageError, match=r"contains an earlier run \(published\)"):
         check_run_directory(settings(**placed))
     prepare_run_directory(settings(**placed, overwrite=True), "", keep=False)
     assert names(tmp_path / "published") == {"config.json"}  # it stays until the new model takes its place
@@ -187,7 +187,7 @@ def test_a_model_elsewhere_is_not_replaced_unasked(tmp_path):
 def test_a_folder_that_holds_no_model_is_never_taken_for_one(tmp_path, options):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.tex").write_text("mine")
-    with pytest.raises(UsageError, match="model cannot take the model, because it holds other things"):
+    with pytest.raises(UsageError, match="cannot be saved in .*model, which contains other files"):
         check_run_directory(settings(tmp_path, **options))
 
 

@@ -238,7 +238,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(tiny_model_dir, tmp_path
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 259}))
-    assert refused(folder).endswith("has 259 embeddings, fewer than the 260 tokens it would read")
+    assert refused(folder).endswith("has 259 embeddings, but the tokenizer has 260 tokens")
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
     assert refused(folder).endswith("is Qwen2ForSequenceClassification, which returns scores: use a language model")
     (folder / "config.json").write_text(json.dumps(config))
