@@ -1,4 +1,4 @@
-"""An online run as it is known before anything starts, after all checks that need no process."""
+"""An online run after all checks that need no process, before anything starts."""
 
 import os
 from collections.abc import Sequence
@@ -63,14 +63,14 @@ from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
-UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are of other nodes and their memory is not known here"
+UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are on other nodes and their memory is unknown"
 ENDS = 16
-"""Tokens behind the longest sequence that a role may read besides: a separator, or one more state."""
+"""Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
 
 
 @dataclass(frozen=True)
 class OnlineRun:
-    """The run as it is known before anything heavy starts."""
+    """A checked online run."""
 
     config: OnlineConfig
     command: str
@@ -115,12 +115,12 @@ class OnlineRun:
 
     @property
     def total_iterations(self) -> int:
-        """Iterations of the whole run."""
+        """Number of iterations in the run."""
         return planned_iterations(len(self.data.prompts), self.settings)
 
     @property
     def total_steps(self) -> StepCounts:
-        """Optimizer steps of the whole run, for the learning rates' courses."""
+        """Number of optimizer steps in the run, used by the learning-rate schedules."""
         rollout = self.config.rollout
         prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
         samples = prompts * rollout.n_samples_per_prompt
@@ -128,7 +128,7 @@ class OnlineRun:
 
 
 def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> OnlineRun:
-    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
+    """Run all checks that need no process. Raises UsageError if a check fails."""
     _check_settings(config, estimator)
     backend = rollout_backend(config.rollout)
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
@@ -141,6 +141,7 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
+    # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.
     if not (leaves_places_open(config.placement, config.rollout) and may_have_gpus()):
         _check_places(config, models)
     episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
@@ -171,12 +172,12 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
 
 
 def may_have_gpus() -> bool:
-    """Return whether the cluster may have GPUs, before it is known: this machine's, or those at RAY_ADDRESS."""
+    """Return whether the cluster may have GPUs: this machine has some, or RAY_ADDRESS is set."""
     return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
 
 
 def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
-    """Raise UsageError if the ranks of the roles, as many as there are, do not suit the settings."""
+    """Raise UsageError if the number of ranks per role does not suit the settings."""
     roles = role_names(config, models)
     check_stages(config, roles)
     check_ranks_together(config, models)
@@ -184,10 +185,10 @@ def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
 
 
 def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
-    """Return the run with the sizes of its roles and engines, which the GPUs of the cluster decide where none is given.
+    """Fill in sizes of roles and engines that are not set, according to the cluster's GPUs.
 
     Args:
-        node_gpus: GPUs of each node, largest first; empty on a cluster without GPUs.
+        node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
     """
     config, models = run.config, run.models
     placement, rollout, reason = fill_layout(
@@ -206,10 +207,11 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
 
 
 def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
-    """Return the run with recomputing and tokens of a micro-batch as the memory of a GPU decides.
+    """Choose activation recomputation and micro-batch size to fit the GPU memory.
 
     Args:
-        memory: bytes of this machine's GPUs; None if only other nodes have some, where layers are recomputed.
+        memory: GPU memory on this machine in bytes; None if only other nodes have GPUs, in which case layers are
+        recomputed.
     """
     config, models = run.config, run.models
     if memory is None:
@@ -225,6 +227,7 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
         num_ranks=placement.num_ranks("actor"),
     )
     num_trained, room = (2 if models.critic else 1), float(memory)
+    # Engines that sleep leave the GPU to training; others keep their share of the memory.
     if placement.colocate_all_models:
         room *= (
             1
@@ -247,7 +250,7 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
 
 
 def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRun:
-    """Return the run whose trained models recompute their layers, or not."""
+    """Enable or disable recomputation in the trained models."""
     update = {"gradient_checkpointing": recomputes}
 
     def changed(model: TrainedModel) -> TrainedModel:
@@ -260,14 +263,14 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
 
 
 def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
-    """Return the demands of the settings on a layout."""
+    """Return the layout requirements of the settings."""
     settings = [config.deepspeed.of(role) for role in (*role_names(config, models), *config.hosted_roles)]
     groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
     return Needs(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
 
 
 def _can_sleep(config: OnlineConfig) -> bool:
-    """Return whether DeepSpeed can move the states of these settings; at stage 3 it compiles its Adam for that."""
+    """Return whether DeepSpeed can offload states with these settings. ZeRO-3 must compile its CPU Adam for that."""
     try:
         for role in TRAINED:
             _check_deepspeed(config, role, sleeps=True)
@@ -285,7 +288,7 @@ def _check_deepspeed(config: OnlineConfig, role: str, *, sleeps: bool) -> None:
 
 
 def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
-    """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
+    """Raise UsageError if settings conflict, as far as this is known without loading a model."""
     check_tracking(config.tracking)
     check_batches(config, estimator)
     check_step_rewards(config, estimator)
@@ -297,7 +300,7 @@ def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
 def _load_data(
     config: OnlineConfig, model: TrainedModel, episodes: EpisodePlan | None
 ) -> tuple[PromptData, PromptData | None, StudentData | None]:
-    """Return the prompts to train on, the held-out ones if there are any, and the responses of a student."""
+    """Load the training prompts, evaluation prompts and student responses."""
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,
@@ -321,13 +324,13 @@ def _load_data(
 
 
 def continued_run(run: OnlineRun) -> OnlineRun:
-    """Return the same run from its newest checkpoint on, or from the start if there is none yet."""
+    """Check the run again to resume it from the latest checkpoint, or from the start if there is none."""
     checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
     return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.estimator)
 
 
 def notices(run: OnlineRun) -> list[str]:
-    """Return lines about settings that mean nothing in this run, or something else than one might expect."""
+    """Return notices about settings with no effect or an unexpected effect."""
     config = run.config
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
@@ -337,5 +340,5 @@ def notices(run: OnlineRun) -> list[str]:
 
 
 def code_of_others(config: OnlineConfig) -> dict[str, str]:
-    """Return a hash of each file with others' code but the reward's, by the setting that names it."""
+    """Hash each file with user code except the reward file, keyed by setting."""
     return contents_of_plugins(config) | environment_contents(config.episodes)

@@ -1,6 +1,6 @@
-"""Whether the sizes of an online command fit together, seen from its settings and the row of its estimator.
+"""Consistency checks for the sizes and settings of an online command.
 
-Imports no torch at module level, so that what the settings show is checked before anything heavy is loaded.
+No module-level import of torch: these checks run before anything heavy is loaded.
 """
 
 import math
@@ -14,23 +14,23 @@ from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 
-OF_ONE_TURN = "is about one response of at most max_new_tokens, and an episode has several turns"
-"""End of a sentence about a setting that episodes do not have."""
+OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
+"""Second half of error messages for settings that do not support episodes."""
 
 
 def check_without_estimator(config: OnlineConfig) -> None:
-    """Raise UsageError if settings do not go together whatever the estimator."""
+    """Raise UsageError if settings conflict for every estimator."""
     _check_steps(config.rollout, config.batch)
     _check_room(config)
     check_filtering(config)
     check_episodes(config)
     check_lag(config)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
-        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
+        raise UsageError("--ref_sync_steps: requires a reference model; set --init_kl_coef")
 
 
 def check_batches(config: OnlineConfig, estimator: Estimator) -> None:
-    """Raise UsageError if sizes do not fit together; the message names sizes that would."""
+    """Raise UsageError if sizes are inconsistent. The message suggests valid sizes."""
     _check_steps(config.rollout, config.batch)
     _check_groups(config, estimator)
     _check_shaping(config, estimator)
@@ -38,7 +38,7 @@ def check_batches(config: OnlineConfig, estimator: Estimator) -> None:
 
 
 def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
-    """Raise UsageError if the responses of an iteration are no whole number of optimizer steps."""
+    """Raise UsageError if the responses per iteration do not divide into whole optimizer steps."""
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     if samples % batch.train_batch_size == 0:
         return
@@ -46,96 +46,95 @@ def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
     below = max((size for size in fitting if size < batch.train_batch_size), default=fitting[0])
     above = min((size for size in fitting if size > batch.train_batch_size), default=samples)
     raise UsageError(
-        f"--train_batch_size {batch.train_batch_size} does not divide the {samples} responses of an iteration "
+        f"--train_batch_size {batch.train_batch_size} does not divide the {samples} responses per iteration "
         f"({rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt}); "
-        f"{' and '.join(map(str, sorted({below, above})))} would"
+        f"{' and '.join(map(str, sorted({below, above})))} do"
     )
 
 
 def _check_groups(config: OnlineConfig, estimator: Estimator) -> None:
-    """Raise UsageError if too few responses to a prompt are sampled to be compared."""
+    """Raise UsageError if the groups are too small for the estimator."""
     num_samples = config.rollout.n_samples_per_prompt
     if num_samples < estimator.min_group:
         raise UsageError(
-            f"--n_samples_per_prompt {num_samples}: {estimator.name} compares the responses of a "
-            f"prompt and needs at least {estimator.min_group}"
+            f"--n_samples_per_prompt {num_samples}: {estimator.name} compares responses to the same "
+            f"prompt and requires at least {estimator.min_group}"
         )
     if num_samples == 1 and any(call.name == "length" for call in config.reward.rewards):
-        raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
+        raise UsageError("--reward_funcs length compares responses to the same prompt: raise --n_samples_per_prompt")
 
 
 def _check_shaping(config: OnlineConfig, estimator: Estimator) -> None:
-    """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
+    """Raise UsageError if the settings for length-based score shaping conflict."""
     reward, longest = config.reward, config.rollout.max_new_tokens
     buffer = reward.overlong_buffer_len
     if buffer is not None and any(call.name == "soft_overlong" for call in reward.rewards):
-        raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
+        raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len both penalize length: use only one")
     shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
     given = next((name for name in shaping if getattr(reward, name) is not None), None)
     if given and estimator.rewards_apart:
-        raise UsageError(f"--{given} changes the sum of the rewards, which {estimator.name} compares one by one")
+        raise UsageError(f"--{given} changes the summed reward, but {estimator.name} normalizes each reward separately")
     if buffer is not None and buffer > longest:
-        raise UsageError(f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens {longest}")
+        raise UsageError(f"--overlong_buffer_len {buffer} exceeds the response limit --max_new_tokens {longest}")
 
 
 def _check_room(config: OnlineConfig) -> None:
-    """Raise UsageError if a micro-batch cannot hold the longest sequence."""
+    """Raise UsageError if the longest sequence does not fit in a micro-batch."""
     batch, ranks = config.batch, min(config.deepspeed.sequence_sizes)
     room = f"--train_max_tokens_per_gpu {batch.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")
     max_tokens, max_len = batch.max_tokens * ranks, config.prompts.max_len
+    # The value after a truncated response is read at one extra position.
     if bootstraps(config.policy) and max_tokens == max_len:
         raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
     if max_tokens < max_len:
-        raise UsageError(f"{room} cannot hold one sequence of --max_len {max_len}: raise the one or lower the other")
+        raise UsageError(f"{room} cannot fit one sequence of --max_len {max_len}: raise the former or lower the latter")
 
 
 def check_filtering(config: OnlineConfig) -> None:
-    """Raise UsageError if dynamic sampling has no score to judge prompts by."""
+    """Raise UsageError if dynamic sampling has no score for filtering prompts."""
     if config.dynamic_sampling is None:
         return
     if config.rollout.n_samples_per_prompt < 2:
         raise UsageError(
-            "--dynamic_filtering compares the responses of a prompt: --n_samples_per_prompt has to be at least 2"
+            "--dynamic_filtering compares responses to the same prompt: set --n_samples_per_prompt to at least 2"
         )
     reward = config.reward
     if not reward.reward_funcs and reward.reward_func is None and not reward.remote_rm_url:
         raise UsageError(
-            "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
-            "--reward_funcs, --reward_func or --remote_rm_url besides --reward_pretrain"
+            "--dynamic_filtering filters groups during generation, which reward models do not support: set "
+            "--reward_funcs, --reward_func or --remote_rm_url in addition to --reward_pretrain"
         )
 
 
 def check_step_rewards(config: OnlineConfig, estimator: Estimator) -> None:
-    """Raise UsageError if the estimator has no place for rewards of steps."""
+    """Raise UsageError if the estimator does not support step rewards."""
     if config.reward.prm_pretrain is None:
         return
     if estimator.steps is None:
         names = ", ".join(row.name for row in ESTIMATORS.values() if row.steps is not None)
-        raise UsageError(f"--prm_pretrain: {estimator.name} compares whole responses; rewards of steps go with {names}")
+        raise UsageError(f"--prm_pretrain: {estimator.name} uses one reward per response; step rewards: {names}")
 
 
 def check_episodes(config: OnlineConfig) -> None:
-    """Raise UsageError for settings that do not go with episodes of several turns."""
+    """Raise UsageError for settings that do not support multi-turn episodes."""
     if not config.episodes.plays_episodes:
         return
     if config.reward.prm_pretrain is not None:
-        raise UsageError(
-            "--prm_pretrain: the steps of a response with observations of an environment are not found yet"
-        )
+        raise UsageError("--prm_pretrain does not support episodes with an environment yet")
     if config.reward.overlong_buffer_len is not None:
         raise UsageError(f"--overlong_buffer_len {OF_ONE_TURN}")
     refuse_length_rewards(config.reward)
 
 
 def refuse_length_rewards(reward: RewardConfig) -> None:
-    """Raise UsageError for a reward by the length of one response."""
+    """Raise UsageError for length rewards."""
     for call in reward.rewards:
         if call.row.kind == "length":
             raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
 
 
 def check_lag(config: OnlineConfig) -> None:
-    """Raise UsageError if engines cannot sample while the models train, because they share GPUs with them."""
+    """Raise UsageError if engines cannot sample during training because they share GPUs with the models."""
     placement = config.placement
     named = (
         ("--colocate_all_models", placement.colocate_all_models),
@@ -143,32 +142,30 @@ def check_lag(config: OnlineConfig) -> None:
     )
     for flag, is_given in named:
         if config.asynchronous.lag and is_given:
-            raise UsageError(
-                f"--async_train samples while the models train, so that engines need GPUs of their own: drop {flag}"
-            )
+            raise UsageError(f"--async_train samples during training, so engines require dedicated GPUs: drop {flag}")
 
 
 def check_partial_rollout(config: OnlineConfig, *, backend: str) -> None:
-    """Raise UsageError if the engines cannot take weights in the middle of a response."""
+    """Raise UsageError if the engines do not support weight updates during a response."""
     if config.asynchronous.partial_rollout and backend != "vllm":
         raise UsageError(
-            f"--partial_rollout needs vLLM, which takes weights in the middle of responses; {backend} takes them "
+            f"--partial_rollout requires vLLM, which updates weights during responses; {backend} updates them "
             "between batches"
         )
 
 
 def lag_notice(config: OnlineConfig) -> list[str]:
-    """Return a line if responses of older policies are trained on without a correction."""
+    """Return a notice if stale responses are trained on without correction."""
     if not config.asynchronous.lag or config.policy.rollout_correction != "off":
         return []
     return [
-        "--rollout_correction off: with --async_train responses of older policies count as if the present policy had "
-        "written them"
+        "--rollout_correction off: with --async_train, stale responses are treated as if sampled from the current "
+        "policy"
     ]
 
 
 def most_episodes(config: OnlineConfig, *, num_prompts: int) -> int:
-    """Return the largest number of episodes that are played at the same time."""
+    """Return the maximum number of concurrent episodes."""
     rollout, dynamic = config.rollout, config.dynamic_sampling
     share = 0.0 if dynamic is None else dynamic.dynamic_oversample
     return min(math.ceil(rollout.rollout_batch_size * (1 + share)), num_prompts) * rollout.n_samples_per_prompt

@@ -1,4 +1,4 @@
-"""Evaluation during an online command: its prompts, the folder of the best model, and its state in checkpoints."""
+"""Evaluation in online commands: prompts, best model, and checkpointed state."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, Evaluatio
 def load_evaluation_prompts(
     config: OnlineConfig, tokenizer: object, reader: PictureReader | None, episodes: EpisodePlan | None
 ) -> PromptData | None:
-    """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
+    """Load the evaluation prompts, rendered like training prompts; None without an evaluation dataset."""
     evaluation = config.evaluation
     if evaluation.eval_dataset is None:
         return None
@@ -51,8 +51,9 @@ def evaluation_task(
     *,
     total_iterations: int,
 ) -> EvaluationTask:
-    """Return the evaluation that the settings ask for. With pictures and in episodes engines get no more prompts than
-    in a rollout.
+    """Return the evaluation for these settings.
+
+    With images or episodes, engines receive at most one rollout batch of prompts at a time, which bounds memory.
     """
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
     is_large = bool(data and data.has_pictures) or config.episodes.plays_episodes
@@ -80,7 +81,7 @@ def make_evaluator(
     paths: RunDirectory,
     resume: Checkpoint | None,
 ) -> Evaluator:
-    """Return the evaluator of a run; it goes on from the checkpoint `resume`, if there is one."""
+    """Return the run's evaluator, resumed from the checkpoint `resume` if given."""
 
     def save_best(best: Best) -> None:
         with whole_folder(paths.best) as folder:
@@ -93,17 +94,18 @@ def make_evaluator(
 
 
 def forget_later_best(paths: RunDirectory, resume: Checkpoint, say: Callable[[str], None]) -> None:
-    """Move a best model out of the way that the checkpoint does not know, and report it."""
+    """Rename and report a best model newer than the checkpoint."""
     known = EvaluationState.of(resume.state["evaluation"]).best
     if aside := set_later_best_aside(paths, known=known.iteration if known else None):
-        say(f"{paths.best} was saved after the checkpoint of iteration {resume.step}: it is {aside.name} now")
+        say(f"{paths.best} was saved after the checkpoint of iteration {resume.step}: renamed to {aside.name}")
 
 
 def best_facts(evaluator: Evaluator, paths: RunDirectory) -> dict[str, str]:
-    """Return the facts about the best model for the end of a run."""
+    """Return the facts about the best model for the run summary."""
     best = evaluator.state.best
     if best is None:
         return {}
     metric = evaluator.task.config.best_metric_key
-    where = paths.best if paths.best.exists() else "not kept"  # a killed run may have replaced it by a later one
+    # A killed run may have replaced the best model after its last checkpoint.
+    where = paths.best if paths.best.exists() else "not kept"
     return {"Best model": f"{where}: {metric} {number(best.value)} after iteration {best.iteration}"}

@@ -1,7 +1,6 @@
-"""Groups of scored responses that a checkpoint keeps for later iterations.
+"""Groups of scored responses that a checkpoint stores for later iterations.
 
-The surplus of `--dynamic_filtering` goes into one file, the batches of `--async_train` that wait for training into
-another.
+One file holds surplus groups from `--dynamic_filtering`, the other holds completed `--async_train` batches.
 """
 
 import gzip
@@ -25,22 +24,22 @@ AHEAD = "ahead.jsonl.gz"
 
 
 def save_groups(folder: Path, state: LoopState) -> None:
-    """Write all groups of the loop's state into a checkpoint's folder; the rest is `state.plain()`."""
+    """Write the loop's groups to a checkpoint folder. `state.plain()` is the remaining state."""
     save_surplus(folder, state.source.surplus)
     save_ahead(folder, state.ahead)
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """Raise UsageError if the checkpoint has no state of the source of responses: an earlier version wrote it."""
+    """Raise UsageError if the checkpoint has no prompt source state because an earlier version wrote it."""
     if "source" not in checkpoint.state["loop"]:
         raise UsageError(
-            f"checkpoint {checkpoint.path} was written by an earlier version of rlhf, which kept the order of prompts "
-            "in another form; use another --output, or --overwrite to start again"
+            f"checkpoint {checkpoint.path} was written by an earlier version of rlhf, which stored the prompt order "
+            "in a different format; use another --output, or --overwrite to start again"
         )
 
 
 def load_state(checkpoint: Checkpoint, prompt_at: Callable[[int], Prompt]) -> LoopState:
-    """Return the loop's state of a checkpoint. `prompt_at` gives the prompt at a place in the order of the run."""
+    """Load the loop state from a checkpoint. `prompt_at` returns the prompt at a position in the run's prompt order."""
     return LoopState.of(
         checkpoint.state["loop"],
         surplus=load_surplus(checkpoint.path, prompt_at),
@@ -49,28 +48,29 @@ def load_state(checkpoint: Checkpoint, prompt_at: Callable[[int], Prompt]) -> Lo
 
 
 def save_surplus(folder: Path, groups: Sequence[PromptGroup]) -> None:
-    """Write the groups into a checkpoint's folder, to the last bit. Their prompts, with pictures, are the data's."""
+    """Write groups to a checkpoint folder without rounding. Prompts and images are not stored."""
     _write(folder / SURPLUS, map(_plain, groups))
 
 
 def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[PromptGroup]:
-    """Return the groups of a checkpoint. `prompt_at` gives the prompt at a place in the order of the run."""
+    """Load groups from a checkpoint. `prompt_at` returns the prompt at a position in the run's prompt order."""
     return [_group(row, prompt_at(row["place"])) for row in _read(folder / SURPLUS)]
 
 
 def save_ahead(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write finished batches into a checkpoint's folder, as `save_surplus`; no file if there is none."""
+    """Write completed batches to a checkpoint folder, like `save_surplus`; no file if there are none."""
     if rollouts:
         _write(folder / AHEAD, map(_plain_rollout, rollouts))
 
 
 def load_ahead(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Rollout]:
-    """Return the finished batches of a checkpoint, as `load_surplus`."""
+    """Load completed batches from a checkpoint, like `load_surplus`."""
     rows = _read(folder / AHEAD) if (folder / AHEAD).exists() else []
     return [_rollout(row, prompt_at) for row in rows]
 
 
 def _write(path: Path, rows: Iterable[object]) -> None:
+    # Level 1: the files are written in every checkpoint, and higher levels cost more time than they save space.
     with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 

@@ -1,4 +1,4 @@
-"""The identity of an online run, which must be equal for a checkpoint to be continued."""
+"""Identity of an online run: facts that must match to resume a checkpoint."""
 
 from collections.abc import Set
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlhf_cli.runs.run_identity import adapter_identity, model_identity, objecti
 
 ENGINES = {"rollout_backend", "enable_prefix_caching", "enforce_eager"}
 LENGTH = {"num_episodes", "max_iterations"}
-"""Settings of the length of a run, which its number of iterations stands for."""
+"""Run-length settings, represented by the number of iterations."""
 HOW_ENGINES_RUN = frozenset(ENGINES | LENGTH | {name for name in RolloutConfig.model_fields if "vllm_" in name})
 HOW_REWARDS_RUN = frozenset(
     {
@@ -33,9 +33,9 @@ HOW_REWARDS_RUN = frozenset(
         "remote_rm_api_key_env",
     }
 )
-"""Settings of rewards that change how they are computed or where their files are, and not their values."""
+"""Reward settings that affect execution or file locations, but not values."""
 HOW_PROMPTS_ARE_REPLACED = {"dynamic_oversample", "dynamic_max_rounds"}
-"""Settings of dynamic sampling that do not change which groups count."""
+"""Dynamic-sampling settings that do not affect which groups pass the filter."""
 
 
 def online_identity(
@@ -47,9 +47,9 @@ def online_identity(
     estimator: Estimator,
     iterations: int,
 ) -> dict[str, object]:
-    """Return the facts that must be equal for a checkpoint to be continued, as JSON.
+    """Return the facts that must match to resume a checkpoint, as JSON values.
 
-    The settings of the objective are part of it; the number of passes over an iteration's responses is not.
+    Includes the objective's settings, but not the number of epochs per iteration.
     """
     return {
         "command": command,
@@ -65,19 +65,19 @@ def online_identity(
 
 
 def settings_identity(config: OnlineConfig) -> dict[str, object]:
-    """Return the settings of the objective, of the optimizer and of sampling, by their names in a checkpoint."""
+    """Return the settings of objective, optimizer and sampling, keyed by checkpoint name."""
     own = settings_of_code(config, "advantage_estimator")
     return {
         **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
         "train_batch_size": config.batch.train_batch_size,
         **config.optim.kept(),
         "aux_loss_coef": config.optim.aux_loss_coef,
-        **_supported(config, "policy", besides={"advantage_estimator"}),  # the estimator has its name
+        **_supported(config, "policy", besides={"advantage_estimator"}),  # identified by its name
         **(objective_identity(own) if own is not None else {}),
         **_rewards(config),
         **config.episodes.identity(max_len=config.prompts.max_len),
         **_supported(config, "reference"),
-        **_supported(config, "teacher", besides={"teacher_pretrain"}),  # the teacher has hashes
+        **_supported(config, "teacher", besides={"teacher_pretrain"}),  # identified by hashes
         **_supported(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
         "max_staleness": config.asynchronous.lag,
         "seed": config.batch.seed,
@@ -108,5 +108,5 @@ def _rewards(config: OnlineConfig) -> dict[str, object]:
 
 
 def _supported(config: OnlineConfig, group: str, *, besides: Set[str] = frozenset()) -> dict[str, object]:
-    """Return the settings of a group that the command supports, except for those in `besides`."""
+    """Return the supported settings in a group, except `besides`."""
     return objective_identity(getattr(config, group), besides=config.unsupported_in(group) | besides)

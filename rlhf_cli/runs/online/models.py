@@ -1,4 +1,4 @@
-"""The models of an online command, found and held against each other before any weight is read; its roles."""
+"""Models of an online command: discovery and compatibility checks before weights are read; role names."""
 
 import os
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
 @dataclass(frozen=True)
 class OnlineModels:
-    """The models that the roles start from; a critic, a reward model and a teacher if the run has them."""
+    """The models from which roles start. Critic, reward model and teacher are optional."""
 
     policy: TrainedModel
     critic: TrainedModel | None
@@ -43,7 +43,7 @@ class OnlineModels:
     teacher: TeacherModel | None = None
 
     def of_roles(self) -> dict[str, TrainedModel | RewardModelPlan | TeacherModel]:
-        """Return the model that each role would start from, by the name of the role."""
+        """Return each role's initial model."""
         models = {
             "actor": self.policy,
             "critic": self.critic,
@@ -60,17 +60,17 @@ class OnlineModels:
 
 
 def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
-    """Return the models of the settings.
+    """Find the models for these settings.
 
     Raises:
-        UsageError: a model does not suit its role, or reads other token ids.
+        UsageError: a model does not suit its role, or its token IDs differ.
     """
     policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
     require_language_model(config.model, policy.architecture, policy.plan)
     check_trainable(policy.architecture)
     check_trained_parts(policy.base, config.adapter, policy.architecture, is_adapted=policy.plan is not None)
     if policy.plan is not None and config.reference.ref_sync_steps:
-        raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
+        raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
     reward = None
     if config.reward.reward_pretrain is not None:
         reward = find_reward_model(
@@ -91,30 +91,30 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
 
 
 def teacher_of(config: OnlineConfig) -> str | None:
-    """Return the teacher's model, wherever its ranks are."""
-    # gkd leaves config.teacher at its default: a weight there would make the loop compute old log-probs for nothing.
+    """Return the teacher model, whether separate or hosted by the student's ranks."""
+    # gkd keeps config.teacher at the default: a weight there would make the loop compute unused old log-probs.
     return config.distillation.teacher_pretrain if isinstance(config, GKDConfig) else config.teacher.teacher_pretrain
 
 
 def _check_room_for_separator(config: OnlineConfig, model: RewardModelPlan) -> None:
-    """Raise UsageError if a micro-batch cannot hold a separator behind the longest sequence."""
+    """Raise UsageError if a micro-batch cannot fit a separator after the longest sequence."""
     batch, longest = config.batch, config.prompts.max_len + len(model.last_separator)
     if batch.max_tokens * config.deepspeed.of("reward").sequence_parallel_size < longest:
         raise UsageError(
-            f"--prm_pretrain reads a separator behind the last step, so a sequence may have {longest} tokens: raise "
+            f"--prm_pretrain appends a separator to the last step, so a sequence may have {longest} tokens: raise "
             f"train_max_tokens_per_gpu {batch.max_tokens}, or lower max_len {config.prompts.max_len}"
         )
 
 
 def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:
-    """Return the line about the model that scores responses or steps."""
+    """Return the summary line for the outcome or process reward model."""
     if model is None:
         return {}
     return {"Reward model" if model.separator is None else "Process reward model": model.source.pretrain}
 
 
 def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
-    """Return the model of `critic_pretrain`, else the policy's, under its own adapter if the run trains adapters."""
+    """Return the critic's model: `critic_pretrain`, by default the policy, with a separate adapter in adapter runs."""
     pretrain = config.critic.critic_pretrain
     if pretrain is None:
         refuse_several_labels(policy.architecture, f"the critic by --pretrain {policy.source.pretrain!r}")
@@ -132,9 +132,9 @@ def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
 
 
 def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
-    """Return the roles of this run besides the engines.
+    """Return this run's roles except the engines.
 
-    A reference is among them only if the KL divergence counts and no adapter can be switched off instead.
+    A separate reference exists only with a KL coefficient and without an adapter that can be disabled instead.
     """
     critic = ("critic",) if models.critic else ()
     reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
@@ -144,9 +144,9 @@ def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
 
 
 def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
-    """Return a sentence for each role that the run lacks and that has settings.
+    """Return a notice for each missing role with settings.
 
-    They are not refused: a command line keeps working if the KL divergence is turned off or an adapter comes in.
+    They are not errors, so that a command keeps working when the KL penalty is disabled or an adapter is added.
     """
     placement, deepspeed, notices = config.placement, config.deepspeed, []
     for role in (role for role in FROZEN if role not in (*roles, *config.hosted_roles)):
@@ -160,24 +160,24 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
 
 
 def truncation_notice(rollout: RolloutConfig) -> list[str]:
-    """Return a line if responses are sampled from a part of the distribution, which training does not know."""
+    """Return a notice if sampling is truncated but training log-probs are not."""
     given = rollout.changed("top_p", "top_k", "min_p")
     if given is None:
         return []
     return [
-        f"--{given} {getattr(rollout, given):g} truncates sampling alone: ratios, KL and gradients are of the whole "
-        "distribution, in which the sampled tokens are less likely"
+        f"--{given} {getattr(rollout, given):g} truncates only sampling: ratios, KL and gradients use the full "
+        "distribution, in which sampled tokens have lower probability"
     ]
 
 
 def check_ranks_together(config: OnlineConfig, models: OnlineModels) -> None:
-    """Raise UsageError if ranks of a role cannot share sequences, or split layers, as the settings request."""
+    """Raise UsageError if ranks cannot share sequences or split layers as set."""
     check_shared_sequences(config, models)
     check_split_layers(config, models)
 
 
 def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
-    """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
+    """Raise UsageError if a role's ranks cannot share sequences as set."""
     deepspeed, policy = config.deepspeed, models.policy
     check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
     of_roles = models.of_roles()
@@ -193,7 +193,7 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
 
 
 def check_split_layers(config: OnlineConfig, models: OnlineModels) -> None:
-    """Raise UsageError if ranks of a trained role cannot split its layers as the settings request."""
+    """Raise UsageError if a trained role's ranks cannot split layers as set."""
     for role, model in models.trained.items():
         check_tensor_parallel(
             model.architecture,
@@ -206,18 +206,16 @@ def check_split_layers(config: OnlineConfig, models: OnlineModels) -> None:
     if config.deepspeed.tensor_parallel_size == 1:
         return
     if config.optim.enable_ema:
-        raise UsageError("enable_ema keeps an average of whole weights: drop --tensor_parallel_size")
+        raise UsageError("enable_ema averages full weights: drop --tensor_parallel_size")
     if any(config.deepspeed.of(role).zero_stage == 3 for role in config.hosted_roles):
         raise UsageError(
-            "--tensor_parallel_size: in the student's ranks DeepSpeed partitions no teacher beside split layers; give "
-            "--teacher_zero_stage 2, at which each rank has the whole teacher"
+            "--tensor_parallel_size: DeepSpeed cannot partition a hosted teacher when layers are split; set "
+            "--teacher_zero_stage 2, which keeps the full teacher on each rank"
         )
 
 
 def together(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
-    """Return a text for each number of ranks that share a sequence, with the tokens that such a sequence may have, and
-    one if ranks split layers.
-    """
+    """Describe sequence parallelism, with the maximum sequence length per group size, and tensor parallelism."""
     by_size: dict[int, list[str]] = {}
     for role in roles:
         by_size.setdefault(config.deepspeed.of(role).sequence_parallel_size, []).append(role)
@@ -229,14 +227,14 @@ def together(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
 
 
 def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
-    """Raise UsageError if the actor or the critic cannot have an adapter, or engines cannot get it, as set."""
+    """Raise UsageError if an adapter is unsupported by the roles or engines as set."""
     check_4_bits(config, models)
     if config.adapter.lora_push == "adapter":
         check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
 
 
 def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
-    """Raise UsageError if the engines or another model of the run do not take the policy's pictures."""
+    """Raise UsageError if the engines or another model cannot process the policy's images."""
     architecture = models.policy.architecture
     check_engine_pictures(architecture, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
     flags = {role.name: role.pretrain for role in ROLES.values() if role.pretrain}
@@ -255,9 +253,9 @@ def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) 
 
 
 def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
-    """Raise UsageError if weights of a trained role are to be in 4 bits and cannot be.
+    """Raise UsageError if 4-bit weights are requested but unsupported.
 
-    A cluster at RAY_ADDRESS may have GPUs and bitsandbytes that this machine lacks; there the ranks find a fault.
+    With RAY_ADDRESS, the cluster may have GPUs and bitsandbytes even if this machine does not; the ranks check there.
     """
     for role, model in models.trained.items():
         if model.plan is None or not model.plan.in_4bit:
@@ -270,7 +268,7 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
 
 
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
-    """Raise UsageError if a role cannot have its weights in blocks, in parts or in host memory as the settings ask."""
+    """Raise UsageError if a role does not support its ZeRO stage, secondary partition or offloading."""
     deepspeed = config.deepspeed
     if deepspeed.offloads_frozen and not set(roles) & set(FROZEN):
         reasons = "; ".join(ROLES[role].absent for role in FROZEN)
@@ -285,7 +283,7 @@ def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
 
 
 def layout_notices(resume: Checkpoint, config: OnlineConfig, models: OnlineModels) -> list[str]:
-    """Return a line for each trained role whose states are cut anew. Raise UsageError if they cannot be."""
+    """Return a notice for each trained role with states to repartition. Raises UsageError if that is impossible."""
     notices = []
     for role in models.trained:
         notices += continuation_notice(

@@ -1,4 +1,4 @@
-"""Going on by itself after a process of the run has died."""
+"""Automatic restarts after a process has died."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,7 @@ def with_restarts(
     has_checkpoint: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Finished:
-    """Return how `attempt(continues)` ended; call it again from the last checkpoint, or the start, after a process has
-    died.
-    """
+    """Run `attempt(continues)` and repeat it after a process died, from the last checkpoint or from the start."""
     restarts = 0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The common part of all online commands: cluster, models, run directory, tracking, training and its end."""
+"""Implementation of all online commands: cluster, models, run directory, tracking, training and cleanup."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -46,14 +46,14 @@ from rlhf_cli.trainers.online.prompt_source import prompt_at
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 STOP = "an iteration is done and saved"
-"""Completes "the run ends as soon as ...", if a stop was asked for."""
+"""Completes "The run ends as soon as ..." after a stop signal."""
 
 
 def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
-    """Train from the newest checkpoint, or from the start, to the end; save the models and the report.
+    """Train from the latest checkpoint or from the start. Saves the models and the report.
 
     Args:
-        estimator: its name in the table of estimators.
+        estimator: name in the table of estimators.
     """
     with held_output(config.checkpoint):
         row, code = ESTIMATORS[estimator], config.policy.advantage_estimator
@@ -76,12 +76,12 @@ def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
 
 
 def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
-    """Start everything, train, save and end everything."""
+    """Start everything, train, save and shut down."""
     config = run.config
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP))
-        is_busy = load_notice()  # before Ray starts
+        is_busy = load_notice()  # measured before Ray adds to the load
         run, where = _reserve(run, stack)
         hints = [] if where.cluster.has_gpus else [*is_busy, *crowd_notice(where.layout, where.cluster.num_cpus)]
         for line in [*notices(run), *hints, f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
@@ -128,7 +128,7 @@ def _tracker(run: OnlineRun, console: Console) -> Tracker:
 
 
 def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, OnlineCluster]:
-    """Return the run with its sizes on the cluster, and the places that the cluster has given it."""
+    """Fill in the run's sizes for the cluster, and reserve resources."""
     cluster = stack.enter_context(ray_cluster())
     run = placed_run(run, cluster.node_gpus if cluster.has_gpus else [])
     config = run.config
@@ -145,12 +145,14 @@ def _build(run: OnlineRun, where: OnlineCluster) -> OnlineRoles:
         return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps, end_ids=run.data.end_ids)
     except ProcessDied as death:
         if run.resume is not None:
+            # The run directory may contain checkpoints from an earlier run, so restarting from the last one would be
+            # wrong.
             raise
-        raise RunError(death.message) from death  # a checkpoint to go on from could only be that of an earlier run
+        raise RunError(death.message) from death
 
 
 def _placement(run: OnlineRun, where: OnlineCluster) -> str:
-    """Return the places of the roles, and which roles have several ranks a sequence or a layer, in words."""
+    """Describe the placement of roles, and their sequence and tensor parallelism."""
     groups = together(run.config, role_names(run.config, run.models))
     idle = idle_gpus(where.layout, where.cluster.node_gpus) if where.cluster.has_gpus else ""
     found = [*describe(where.layout, unit=where.cluster.unit), run.layout_reason, idle, *groups]
@@ -158,7 +160,7 @@ def _placement(run: OnlineRun, where: OnlineCluster) -> str:
 
 
 def _facts(run: OnlineRun, where: OnlineCluster) -> dict[str, str]:
-    """Return the facts about the run for its start."""
+    """Return the facts for the start of the run."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
     reward_file = reward_file_notice(run.resume, config.reward)
     return {
@@ -182,7 +184,7 @@ def _facts(run: OnlineRun, where: OnlineCluster) -> dict[str, str]:
 
 
 def _training(run: OnlineRun, started: OnlineRoles, scorer: Scorer) -> Callable[..., Finished]:
-    """Return the function that trains the actor by its kind, on these roles and settings."""
+    """Return the training loop for this kind of actor."""
     actor = started.actor
     if isinstance(actor, StudentRole):
         assert run.student is not None, "a student learns from a mixture"
@@ -193,7 +195,7 @@ def _training(run: OnlineRun, started: OnlineRoles, scorer: Scorer) -> Callable[
 def _train(
     run: OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
 ) -> tuple[Finished, dict[str, str]]:
-    """Train, and return the way it ended and the facts about the best model."""
+    """Train. Returns the outcome, and facts about the best model."""
     state = first_state(run.config.policy)
     if run.resume is not None:
         state = load_state(run.resume, lambda place: prompt_at(place, run.data.prompts, run.settings))

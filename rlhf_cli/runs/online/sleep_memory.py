@@ -1,4 +1,4 @@
-"""The host memory that roles of an online run take while they sleep, counted before they start."""
+"""Estimates the host memory of sleeping roles before they start."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class SleepingRole:
-    """The sizes that decide how much of a role moves to host memory."""
+    """Sizes that determine how much of a role is offloaded to host memory."""
 
     num_parameters: int
     num_trained: int
@@ -33,13 +33,13 @@ class SleepingRole:
 
     @property
     def moves_trained(self) -> bool:
-        """Whether DeepSpeed moves trained weights and their states: not at stage 0, nor in its BF16_Optimizer."""
+        """Whether DeepSpeed offloads trained weights and states: not at ZeRO-0, and not in `BF16_Optimizer`."""
         is_apart = self.weight_bytes == 4 or self.optimizer == "adamw_bf16"
         return self.zero_stage >= 2 or (self.zero_stage == 1 and is_apart)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all ranks together: optimizer states are divided among them, weights only at stage 3."""
+        """Total bytes on all ranks. Optimizer states are partitioned, weights only at ZeRO-3."""
         num_moved = self.num_parameters - (0 if self.moves_trained else self.num_trained)
         copies = 1 if self.zero_stage == 3 else self.num_ranks
         of_optimizer = OPTIMIZER_BYTES[self.optimizer] * self.num_trained if self.moves_trained else 0
@@ -47,22 +47,22 @@ class SleepingRole:
 
 
 def sleep_memory_fact(config: OnlineConfig, models: OnlineModels, layout: Layout, *, has_gpus: bool) -> dict[str, str]:
-    """Return a line about the memory of sleeping roles, if there are any."""
+    """Return a summary line about the memory of sleeping roles, if any."""
     if not (has_gpus and config.placement.deepspeed_enable_sleep):
         return {}
     return described(bytes_by_node(config, models, layout), psutil.virtual_memory().total)
 
 
 def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
-    """Return the line with the need of the fullest node and the memory of this node."""
+    """Compare the need of the fullest node with this node's memory."""
     needed = max(by_node.values())
-    line = f"{needed / GIB:.0f} GiB on a node while roles sleep, twice that where pinned buffers are rounded up"
+    line = f"{needed / GIB:.0f} GiB per node while roles sleep, up to twice that if pinned buffers are rounded up"
     has = f"{available / GIB:.0f} GiB"
-    return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS TOO LITTLE" if needed > available else "")}
+    return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS NOT ENOUGH" if needed > available else "")}
 
 
 def bytes_by_node(config: OnlineConfig, models: OnlineModels, layout: Layout) -> Mapping[int, float]:
-    """Return the bytes of sleeping roles on each node."""
+    """Return the bytes of sleeping roles per node."""
     found: Counter[int] = Counter()
     for name, role in _roles(config, models, layout).items():
         for seat in layout.of(config.host_of(name)):
@@ -85,7 +85,7 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of a model, counted as a language model, without making any."""
+    """Return the parameter count of the language model without allocating weights."""
     import torch
 
     from rlhf_cli.models.loading import language_model_class

@@ -1,4 +1,4 @@
-"""Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
+"""Starts an online command's roles on the cluster; saves, loads and stops them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ from rlhf_cli.trainers.online.update_plan import StepCounts
 
 @dataclass(frozen=True)
 class OnlineCluster:
-    """The places of the roles."""
+    """Cluster, reservation and settings for starting roles."""
 
     cluster: Cluster
     reservation: Reservation
@@ -58,12 +58,12 @@ class OnlineCluster:
 
     @property
     def layout(self) -> Layout:
-        """Return the places of all roles."""
+        """Placement of all roles."""
         return self.reservation.layout
 
 
 class OnlineRoles:
-    """All roles and engines of a run, started together and ended together."""
+    """All roles and engines of a run."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class OnlineRoles:
         )
         self._takes_turns = bool(config.placement.deepspeed_enable_sleep)
         self._turns = ActorTurns()
-        # An engine measures free memory while it starts: on shared GPUs the models sleep by then. Elsewhere engines
-        # start first, because they take longest.
+        # vLLM measures free memory at startup: on shared GPUs, build the models first and put them to sleep. Otherwise
+        # engines start first, because they take longest.
         engines_last = shares_gpus(where.layout) and where.cluster.has_gpus
         if not engines_last:
             self.engines = self._start_engines()
@@ -104,10 +104,10 @@ class OnlineRoles:
         if engines_last:
             self.engines = self._start_engines()
         self._connect_engines()
-        self.rollout: Engines = self.engines  # or engines whose responses are episodes
+        self.rollout: Engines = self.engines  # replaced by episode engines in episode runs
 
     def with_scorer(self, actor: SampledT, scorer: Scorer) -> Roles[SampledT]:
-        """Return the roles as a loop takes them, which needs an actor of its kind: `self.actor`."""
+        """Return the roles for a training loop. `actor` must be `self.actor`, with its precise type."""
         steps = self._step_scorer()
         return Roles(
             actor,
@@ -123,19 +123,19 @@ class OnlineRoles:
         )
 
     def _step_scorer(self) -> StepScorer | None:
-        """Return the scorer of steps if the reward model is a process reward model."""
+        """Return the step scorer if the reward model is a process reward model."""
         found = self._models.reward
         if self.reward_model is None or found is None or found.separator is None:
             return None
         return StepScorer(self.reward_model, step_finder(found, self._models.policy.tokenizer))
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint of all trained roles, as an estimate."""
+        """Estimate the checkpoint size of all trained roles in bytes."""
         trained = sum(trained.checkpoint_bytes() for trained in self._all_trained().values())
         return trained + (self._moving.num_bytes() if self._moving else 0)
 
     def save(self, directory: Path) -> None:
-        """Write everything that has changed since the start, as one unit, below a folder."""
+        """Save all state that has changed since the start to a folder."""
         for role, trained in self._all_trained().items():
             trained.save(directory / role)
         if self._moving is not None:
@@ -143,7 +143,7 @@ class OnlineRoles:
                 self._moving.save(directory / "ref")
 
     def load(self, directory: Path, *, iteration: int) -> None:
-        """Restore what `save` wrote and give the engines the actor's weights; they sleep while the models load."""
+        """Load state written by `save`, and push the weights to the engines, which sleep while models load."""
         self.engines.sleep()
         for role, trained in self._all_trained().items():
             trained.load(directory / role)
@@ -153,7 +153,9 @@ class OnlineRoles:
         self._push(iteration)
 
     def _push(self, version: int) -> None:
-        """Give the engines the actor's weights, which are all that the actor has on its accelerators meanwhile."""
+        """Push the actor's weights to the engines. Only weights stay on the GPUs meanwhile, to leave memory for the
+        engines.
+        """
         with self.actor.trained.awake():
             self.actor.sleep_optimizer()
             self.engines.receive_weights(version)
@@ -165,10 +167,10 @@ class OnlineRoles:
         self.engines.shutdown()
 
     def _connect_engines(self) -> None:
-        """Wait for the engines, link them with the actor, and give them the policy if they started with its base.
+        """Wait for the engines, connect them to the actor, and push weights if they differ from those on disk.
 
-        An adapter that is pushed alone is pushed now in any case: what vLLM cannot take ends the run before it samples.
-        So are weights that the actor has in 4 bits, which are others than on disk.
+        They differ for an existing adapter and for 4-bit weights. With `--lora_push adapter`, an adapter is always
+        pushed, so that a run with an adapter that vLLM cannot load fails before sampling.
         """
         self.engines.wait_until_built()
         self.engines.connect(self.actor.trained)
@@ -178,7 +180,9 @@ class OnlineRoles:
             self._push(0)
 
     def _build_models(self, groups: dict[str, WorkerGroup[object]]) -> None:
-        """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
+        """Build all models. Roles that share GPUs by sleeping are built one by one, because each fills a GPU while it
+        loads.
+        """
         sleepers = {
             "actor": self.actor,
             "critic": self.critic,
@@ -218,14 +222,14 @@ class OnlineRoles:
 
     @property
     def _moving(self) -> ReferenceRole | None:
-        """The reference, if it moves."""
+        """The reference, if it is updated during training."""
         moves = self._config.reference.ref_sync_steps > 0
         return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
 
     def _reference(
         self, actor: TrainedRole[Any], group: WorkerGroup[Any] | None
     ) -> ReferenceRole | BaseReference | None:
-        """Return the reference: a model of its own, the actor without its adapter, or none."""
+        """Return the reference: a separate model, the actor without its adapter, or None."""
         if group is None:
             asks_base = self._config.policy.init_kl_coef > 0 and self._models.policy.plan is not None
             return BaseReference(actor) if asks_base else None
@@ -236,7 +240,7 @@ class OnlineRoles:
         )
 
     def _teacher(self, group: WorkerGroup[Any] | None, model: TeacherModel | None) -> TeacherRole | None:
-        """Return the teacher if it has ranks of its own."""
+        """Return the teacher if it has separate ranks."""
         return None if group is None or model is None else TeacherRole(self._frozen_policy(group, model))
 
     def _frozen_policy(self, group: WorkerGroup[Any], model: TrainedModel | TeacherModel) -> FrozenRole[Any]:
@@ -253,7 +257,7 @@ class OnlineRoles:
     def _dealer(
         self, group: WorkerGroup[RankT], shares_prompts: Callable[[RankT], bool], model: TrainedModel | TeacherModel
     ) -> Dealer:
-        """Return the dealer of a group; `shares_prompts` asks a rank whether it computes a common prompt once."""
+        """Return the micro-batch planner for a group. `shares_prompts` queries one rank for shared-prompt support."""
         cost, deepspeed = quadratic_cost(model.found.architecture), self._config.deepspeed.of(group.role)
         return Dealer(
             len(group),
@@ -271,7 +275,7 @@ class OnlineRoles:
         return RewardRole(frozen, statistics=model.statistics)
 
     def _threads(self, role: str) -> int:
-        """Return the CPU threads of a process of the role."""
+        """Return the number of CPU threads for each process of a role."""
         return self._where.cluster.threads(len(self._where.layout.of(role)))
 
     def _start_ranks(self, role: str) -> WorkerGroup[Any]:
@@ -296,7 +300,7 @@ class OnlineRoles:
         return self._with_teacher(settings) if role == "actor" else settings
 
     def _with_teacher(self, settings: RoleSettings) -> RoleSettings:
-        """Return the settings of the actor with the teacher that it hosts, if it does."""
+        """Return the actor's settings with the hosted teacher, if any."""
         config, teacher = self._config, self._models.teacher
         if not isinstance(config, GKDConfig) or teacher is None:
             return settings
@@ -304,7 +308,7 @@ class OnlineRoles:
         return replace(settings, teacher=hosted_teacher(config, teacher), share_prompts=share)
 
     def _source(self, role: str) -> TrainedModel | RewardModelPlan | TeacherModel:
-        """Return the model of a role; the reference starts as the policy."""
+        """Return a role's model. The reference starts from the policy."""
         models = self._models
         others = {"critic": models.critic, "reward": models.reward, "teacher": models.teacher}
         source = others.get(role, models.policy)
@@ -343,9 +347,10 @@ class OnlineRoles:
         )
 
     def _engine_environment(self, seat: Seat) -> dict[str, str]:
-        """Return the GPUs of an engine over several shared GPUs: the GPUs of the actor's ranks in these places."""
+        """Return CUDA_VISIBLE_DEVICES for a multi-GPU engine on shared GPUs: the GPUs of the actor's ranks there."""
         if not (self._where.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
             return {}
+        # Ray assigns fractional GPUs per process, so one process cannot reserve the same set as several actor ranks.
         visible = self.actor.trained.group.visible_gpus()
         here = [s for s in self._where.layout.of("actor") if s.island == seat.island and s.gpus[0] in seat.gpus]
         return {"CUDA_VISIBLE_DEVICES": ",".join(visible[actor_seat.rank] for actor_seat in here)}
@@ -361,7 +366,7 @@ def role_settings(
     adapter: AdapterPlan | None = None,
     end_ids: tuple[int, ...] = (),
 ) -> RoleSettings:
-    """Return the settings that a role is built from."""
+    """Return the settings for building a role."""
     return RoleSettings(
         model=model,
         deepspeed=config.deepspeed.of(role),
@@ -381,18 +386,18 @@ def role_settings(
 
 
 def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
-    """Return the adapter that engines add to the model by themselves; None if they get whole weights.
+    """Return the adapter config for engines that load the adapter separately; None if they receive merged weights.
 
     Raises:
-        UsageError: the type of the weights is one that vLLM's kernels for adapters do not take.
+        UsageError: vLLM's adapter kernels do not support the weight type.
     """
     if plan is None or config.adapter.lora_push != "adapter":
         return None
     if has_gpus and config.model.param_dtype == "fp32":
-        raise UsageError("--lora_push adapter: on a GPU vLLM adds adapters in 16 bits alone; give --param_dtype bf16")
+        raise UsageError("--lora_push adapter: on a GPU vLLM requires 16-bit weights; set --param_dtype bf16")
     return vllm_config(plan.config)
 
 
 def shares_gpus(layout: Layout) -> bool:
-    """Return whether rollout engines sit on GPUs of other roles."""
+    """Return whether rollout engines share GPUs with other roles."""
     return any(seat.shared for seat in layout.of(ENGINE))

@@ -1,4 +1,4 @@
-"""The parts of `rlhf gkd` beside other online commands: the teacher in the student's ranks, and fixed responses."""
+"""Parts specific to `rlhf gkd`: the hosted teacher and the fixed responses."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparati
 from rlhf_cli.trainers.online.distilling import Mixture
 
 PLACE = frozenset({"teacher_pretrain", "teacher_offload"})
-"""Settings of the teacher that do not belong to the objective."""
+"""Teacher settings that do not affect the objective."""
 
 
 @dataclass(frozen=True)
 class StudentData:
-    """The mixture of own and fixed responses, with lines for the start of the run and facts for its checkpoints."""
+    """Mixture of sampled and fixed responses, with facts for the run summary and checkpoint identity."""
 
     mixture: Mixture
     facts: dict[str, str]
@@ -30,10 +30,10 @@ class StudentData:
 def load_student_data(
     config: GKDConfig, model: TrainedModel, reader: PictureReader | None, *, num_prompts: int
 ) -> StudentData:
-    """Return own and fixed responses as the settings mix them, equally many in each iteration.
+    """Load the mixture of sampled and fixed responses, with equal size per iteration.
 
     Raises:
-        UsageError: rows cannot be used.
+        UsageError: rows are unusable.
     """
     distillation, rollout = config.distillation, config.rollout
     size = min(rollout.rollout_batch_size, num_prompts) * rollout.n_samples_per_prompt
@@ -51,7 +51,7 @@ def load_student_data(
 
 
 def rows_config(config: GKDConfig) -> DataConfig:
-    """Return where the fixed responses are: rows of their own, or the rows that prompts come from."""
+    """Return the data settings for fixed responses: a separate dataset, or the dataset of the prompts."""
     prompts, rows = config.prompts, config.rows
     common = {name: getattr(prompts, name) for name in TextConfig.model_fields}
     own = {name: getattr(rows, name) for name in type(rows).model_fields} | {"invalid_rows": prompts.invalid_rows}
@@ -68,7 +68,7 @@ def rows_config(config: GKDConfig) -> DataConfig:
 
 
 def hosted_teacher(config: GKDConfig, teacher: TeacherModel) -> HostedTeacher:
-    """Return the teacher of a student's ranks, with the objective."""
+    """Return the settings of the hosted teacher and objective."""
     distillation = config.distillation
     settings = DivergenceSettings(distillation.beta, config.rollout.temperature, distillation.teacher_top_k)
     deepspeed = config.deepspeed.of("teacher")
@@ -82,5 +82,5 @@ def hosted_teacher(config: GKDConfig, teacher: TeacherModel) -> HostedTeacher:
 
 
 def shares_prompts(config: GKDConfig, teacher: TeacherModel) -> bool:
-    """Return whether packs may have a prompt once: student and teacher read the same packs."""
+    """Return whether packs may contain a shared prompt once; student and teacher read the same packs."""
     return config.batch.share_prompts and can_share_prompts(teacher.attention, config.deepspeed.of("teacher"))

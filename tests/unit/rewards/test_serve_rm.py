@@ -448,7 +448,9 @@ def test_other_machines_need_a_given_key(monkeypatch):
     assert is_made
     assert len(made) >= 32
     assert made != server_key(ServeConfig())[0]
-    with pytest.raises(UsageError, match=r"--host 0\.0\.0\.0 is reachable from other machines: set a key in .* RLHF_RM_API_KEY"):
+    with pytest.raises(
+        UsageError, match=r"--host 0\.0\.0\.0 is reachable from other .* set a key in .* RLHF_RM_API_KEY"
+    ):
         server_key(ServeConfig(host="0.0.0.0"))
     monkeypatch.setenv("OWN", "given")
     assert server_key(ServeConfig(host="0.0.0.0", api_key_env="OWN")) == ("given", False)

@@ -338,7 +338,7 @@ def test_rows_scored_by_another_text_of_the_reward_file_are_those_of_other_setti
 
 def test_a_reward_by_length_is_refused_beside_an_environment(tiny_model_dir):
     given = {"pretrain": tiny_model_dir, "environment": "none.py", "reward_funcs": "soft_overlong(max_len=60,buffer=8)"}
-    with pytest.raises(UsageError, match="--reward_funcs soft_overlong is about one response"):
+    with pytest.raises(UsageError, match="--reward_funcs soft_overlong applies to a single response"):
         examinee(config(max_len=512, max_new_tokens=64, **given))
 
 

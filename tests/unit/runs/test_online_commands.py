@@ -156,19 +156,19 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
     ("command", "row", "given", "message"),
     [
         ("grpo", "grpo", {"n_samples_per_prompt": "1"}, "--n_samples_per_prompt 1: grpo compares .* at least 2"),
-        ("rloo", "rloo", {"n_samples_per_prompt": "1"}, "needs at least 2"),
-        ("reinforce++", "reinforce++_group", {"baseline": "group"}, "needs at least 2"),
+        ("rloo", "rloo", {"n_samples_per_prompt": "1"}, "requires at least 2"),
+        ("reinforce++", "reinforce++_group", {"baseline": "group"}, "requires at least 2"),
         ("grpo", "grpo", {"train_batch_size": "96"}, "does not divide the 1024 responses .* 64 and 128 would"),
-        ("grpo", "gdpo", {"stop_properly_penalty_coef": "0.5"}, "changes the sum of the rewards, which gdpo compares"),
+        ("grpo", "gdpo", {"stop_properly_penalty_coef": "0.5"}, "changes the summed reward, but gdpo normalizes"),
         ("ppo", "ppo", {"bootstrap_truncated": "true", "max_len": "16192"}, "reads one more token than --max_len"),
-        ("ppo", "ppo", {"reward_funcs": "math,length"}, "length compares the responses of a prompt"),
+        ("ppo", "ppo", {"reward_funcs": "math,length"}, "length compares responses to the same prompt"),
         (
             "ppo",
             "ppo",
             {"reward_funcs": "math,soft_overlong(max_len=9,buffer=3)", "overlong_buffer_len": "3"},
             "punish length twice",
         ),
-        ("ppo", "ppo", {"overlong_buffer_len": "1025"}, "longer than a response may be: --max_new_tokens 1024"),
+        ("ppo", "ppo", {"overlong_buffer_len": "1025"}, "exceeds the response limit --max_new_tokens 1024"),
     ],
 )
 def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message):
@@ -198,7 +198,7 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
     served: Any = build_config(cls, given | {"remote_rm_url": "http://a/get_reward"})
     check_filtering(served)
     judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
-    with pytest.raises(UsageError, match=r"which a reward model cannot do: give .* or --remote_rm_url besides"):
+    with pytest.raises(UsageError, match=r"which reward models do not support: set .* or --remote_rm_url in addition"):
         check_filtering(judged_after)
 
 
@@ -222,7 +222,7 @@ def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command,
 @pytest.mark.parametrize(
     ("row", "given", "complaint"),
     [
-        ("grpo_passk", {"advantage": "passk"}, "grpo_passk compares whole responses; rewards of steps go with ppo, "),
+        ("grpo_passk", {"advantage": "passk"}, "grpo_passk uses one reward per response; step rewards: ppo, "),
         ("gdpo", {"aggregate": "normalize_then_sum"}, "gdpo compares whole responses"),
         ("grpo", {"advantage_std": "none"}, "normalised by their std, and advantage_std is none"),
     ],
@@ -321,7 +321,7 @@ def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command)
     assert not resolve(command, **AHEAD).asynchronous.partial_rollout
     check_partial_rollout(config, backend="vllm")
     check_partial_rollout(resolve(command, **AHEAD), backend="transformers")
-    with pytest.raises(UsageError, match=r"needs vLLM.*; transformers takes them between batches"):
+    with pytest.raises(UsageError, match=r"requires vLLM.*; transformers updates them between batches"):
         check_partial_rollout(config, backend="transformers")
     with pytest.raises(UsageError, match="sampled while the models train: give --async_train"):
         resolve(command, **partial)
@@ -331,7 +331,7 @@ def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command)
 
 @pytest.mark.parametrize("flag", ["colocate_all_models", "vllm_enable_sleep"])
 def test_engines_that_give_their_gpus_to_training_do_not_sample_ahead(flag):
-    with pytest.raises(UsageError, match=f"engines need GPUs of their own: drop --{flag}"):
+    with pytest.raises(UsageError, match=f"engines require dedicated GPUs: drop --{flag}"):
         check_lag(resolve("grpo", **AHEAD, **{flag: "true"}))
     check_lag(resolve("grpo", **AHEAD, max_staleness=0, **{flag: "true"}))
     check_lag(resolve("grpo", **AHEAD, colocate_actor_ref="true"))
@@ -360,8 +360,8 @@ def test_a_batch_of_episodes_counts_samples_and_the_extra_prompts_of_dynamic_sam
 @pytest.mark.parametrize(
     ("command", "given", "complaint"),
     [
-        ("ppo", {"prm_pretrain": "x"}, "--prm_pretrain: the steps of a response with observations"),
-        ("grpo", {"overlong_buffer_len": 8}, "--overlong_buffer_len is about one response"),
+        ("ppo", {"prm_pretrain": "x"}, "--prm_pretrain does not support episodes"),
+        ("grpo", {"overlong_buffer_len": 8}, "--overlong_buffer_len applies to a single response"),
         ("grpo", {"reward_funcs": "environment,soft_overlong(max_len=60,buffer=8)"}, "--reward_funcs soft_overlong is"),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_role_has_its_own_stage_or_that_of_all():
             {"ref_num_gpus_per_node": 2},
             "--ref_num_gpus_per_node is ignored: there is a ref",
         ),
-        (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage is ignored: there is a reference only with"),
+        (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage is ignored: a reference requires"),
         (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref is ignored: there is a"),
         (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes is ignored: there is a reward model o"),
         (
@@ -194,7 +194,7 @@ def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, g
 def test_a_line_reports_that_training_does_not_know_truncated_sampling(name, value):
     assert truncation_notice(resolve("grpo", n_samples_per_prompt=2).rollout) == []
     (line,) = truncation_notice(resolve("grpo", n_samples_per_prompt=2, **{name: value}).rollout)
-    assert line.startswith(f"--{name} {value} truncates sampling alone: ratios, KL and gradients are of the whole")
+    assert line.startswith(f"--{name} {value} truncates only sampling: ratios, KL and gradients use the full")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_teacher_in_the_ranks_of_a_student_that_is_split_is_whole(tiny_model_d
         check_split_layers(config, find_models(config, ESTIMATORS["gkd"]))
 
     check("2")
-    with pytest.raises(UsageError, match="partitions no teacher beside split layers; give --teacher_zero_stage 2"):
+    with pytest.raises(UsageError, match="when layers are split; set --teacher_zero_stage 2"):
         check("3")
 
 

@@ -47,7 +47,7 @@ def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny
     ]
     layout = Layout(islands, tuple(seats))
     (line,) = sleep_memory_fact(config, models, layout, has_gpus=True).values()
-    assert line.startswith("0 GiB on a node while roles sleep")
+    assert line.startswith("0 GiB per node while roles sleep")
     assert sleep_memory_fact(config, models, layout, has_gpus=False) == {}
     assert sleep_memory_fact(resolve("ppo", pretrain=tiny_model_dir), models, layout, has_gpus=True) == {}
     assert num_parameters(models.policy.base) == 25_248  # 9,600 of embeddings, 7,808 a layer, 32 of the last norm
@@ -72,4 +72,4 @@ def test_a_teacher_in_the_ranks_of_its_student_sleeps_there(tiny_model_dir):
 
 def test_too_little_memory_is_named():
     assert described({0: 90 * GIB, 1: 112 * GIB}, 128 * GIB)["Host memory"].startswith("112 GiB on a node")
-    assert "this node has 96 GiB, WHICH IS TOO LITTLE" in described({0: 112 * GIB}, 96 * GIB)["Host memory"]
+    assert "this node has 96 GiB, WHICH IS NOT ENOUGH" in described({0: 112 * GIB}, 96 * GIB)["Host memory"]

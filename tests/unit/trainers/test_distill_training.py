@@ -111,7 +111,7 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_sentence(rows, tmp_path, ti
     ):
         task_of(rows, tiny_model_dir, str(other))
     few = with_rows(tiny_llama_dir, tmp_path / "few", len(make_tiny_tokenizer()) - 1)
-    with pytest.raises(UsageError, match=r"^--teacher_pretrain '.*few' has 259 embeddings, but the tokenizer has 260 tokens"):
+    with pytest.raises(UsageError, match=r"^--teacher_pretrain '.*few' has 259 embeddings, .* has 260 tokens"):
         task_of(rows, tiny_model_dir, few)
     with pytest.raises(UsageError, match=r"^--teacher_pretrain: .*there is no such folder"):
         task_of(rows, tiny_model_dir, "/nowhere")
