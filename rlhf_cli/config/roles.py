@@ -1,4 +1,4 @@
-"""The roles of online training: one row each, from which every list of roles is derived."""
+"""Roles in online training: one row per role, from which all lists of roles are derived."""
 
 from dataclasses import dataclass, replace
 
@@ -7,13 +7,15 @@ RANKS = "rlhf_cli.backends.roles.ranks"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model of an online run.
+    """A model in an online run.
 
-    `name` begins its flags (`--critic_zero_stage`), its logs (`critic-0.log`) and its folder in a checkpoint; `title`
-    is its name in a checkpoint's identity, empty if it starts as the policy. `rank` ("module:class") is what one
-    process holds; only that process imports it. `pretrain` is the setting that names its model. `partner` is the role
-    that it shares GPUs with by `switch`. `absent` completes "--ref_num_nodes is ignored: ". `host` is the role in whose
-    ranks it is loaded, empty for ranks of its own.
+    - `name`: prefix for flags (`--critic_zero_stage`), logs (`critic-0.log`) and the checkpoint folder.
+    - `title`: name in the checkpoint identity; empty if the role starts from the policy.
+    - `rank`: class for one process as "module:class". Only that process imports it.
+    - `pretrain`: setting for the model.
+    - `partner`: role that shares GPUs if `switch` is set.
+    - `absent`: completes "--ref_num_nodes is ignored: ".
+    - `host`: role with the ranks that load this model; empty for separate ranks.
 
     Example: `ROLES["reward"]` shares the critic's GPUs with `--colocate_critic_reward`.
     """
@@ -29,7 +31,7 @@ class Role:
 
     @property
     def switch(self) -> str:
-        """The setting that puts the role on the GPUs of its partner; empty without one."""
+        """Setting to colocate the role with its partner; empty without a partner."""
         return f"colocate_{self.partner}_{self.name}" if self.partner else ""
 
 
@@ -43,8 +45,8 @@ ROLES = {
             "",
             f"{RANKS}:ReferenceRank",
             partner="actor",
-            absent="there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own "
-            "base",
+            absent="a reference requires --init_kl_coef above 0; with an adapter, the actor's base model is the "
+            "reference",
         ),
         Role(
             "reward",
@@ -52,18 +54,18 @@ ROLES = {
             f"{RANKS}:RewardRank",
             pretrain="reward_pretrain",
             partner="critic",
-            absent="there is a reward model only with --reward_pretrain or --prm_pretrain",
+            absent="a reward model requires --reward_pretrain or --prm_pretrain",
         ),
         Role(
             "teacher",
             "teacher",
             f"{RANKS}:ReferenceRank",
             pretrain="teacher_pretrain",
-            absent="there is a teacher only with --teacher_pretrain",
+            absent="a teacher requires --teacher_pretrain",
         ),
     )
 }
-"""The roles by name, in the order of their ranks and of lines about them."""
+"""Roles by name, in the order used for placement and output."""
 TRAINED = tuple(role.name for role in ROLES.values() if role.is_trained)
 FROZEN = tuple(role.name for role in ROLES.values() if not role.is_trained)
 
@@ -71,5 +73,5 @@ STUDENT_ROLES = ROLES | {
     "actor": replace(ROLES["actor"], rank="rlhf_cli.backends.roles.student_rank:StudentRank"),
     "teacher": replace(ROLES["teacher"], host="actor"),
 }
-"""The roles where the actor learns a teacher's distributions: over all tokens they are too large to send between ranks,
-so the teacher is loaded in the actor's."""
+"""Roles for on-policy distillation with full distributions, which are too large to send between ranks: the actor's ranks
+load the teacher."""
