@@ -73,5 +73,5 @@ STUDENT_ROLES = ROLES | {
     "actor": replace(ROLES["actor"], rank="rlhf_cli.backends.roles.student_rank:StudentRank"),
     "teacher": replace(ROLES["teacher"], host="actor"),
 }
-"""Roles for on-policy distillation with full distributions, which are too large to send between ranks: the actor's ranks
+"""Roles for distillation with full distributions, which are too large to send between ranks: the actor's ranks
 load the teacher."""

@@ -150,7 +150,7 @@ def test_a_stop_finishes_the_chunk_and_tells_how_to_continue(finished, inputs, i
         wait_for_rows(interrupted, command)
         command.stop(signum)
         printed = command.finish(status=INTERRUPTED)
-    assert "The run ends as soon as a chunk is answered, whose rows are kept; a second Ctrl-C" in printed
+    assert "The run ends as soon as a chunk is answered, with its rows saved; a second Ctrl-C" in printed
     assert "--load_checkpoint" in printed
     written, whole = ((folder / "samples.jsonl").read_bytes() for folder in (interrupted, finished))
     assert num_rows(interrupted) > before
@@ -235,7 +235,7 @@ def test_an_evaluation_finishes_its_chunk_when_its_terminal_is_closed(evaluation
         wait_for_rows(output, command)
         command.stop(signal.SIGHUP)
         printed = command.finish(status=INTERRUPTED)
-    assert "The run ends as soon as a chunk is answered, whose rows are kept; a second Ctrl-C" in printed
+    assert "The run ends as soon as a chunk is answered, with its rows saved; a second Ctrl-C" in printed
     assert "--load_checkpoint" in printed
     assert num_rows(output) % CHUNK_ROWS == 0
     assert not (output / "eval.json").exists()

@@ -1,4 +1,4 @@
-"""Ctrl-C in a chat: it stops an answer, and it interrupts the person's typing."""
+"""Ctrl-C handling in a chat: it stops an answer or interrupts input."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class CtrlC:
-    """Whether Ctrl-C was pressed since the last look. While a line is read, it raises KeyboardInterrupt instead."""
+    """Tracks Ctrl-C. While a line is read, Ctrl-C raises KeyboardInterrupt instead."""
 
     def __init__(self) -> None:
         self._was_pressed = False
@@ -15,7 +15,7 @@ class CtrlC:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Take Ctrl-C within the block; without it, Ctrl-C ends the program as ever."""
+        """Handle SIGINT within the block. Outside, Ctrl-C ends the program as usual."""
         previous = signal.signal(signal.SIGINT, self._note)
         try:
             yield
@@ -24,7 +24,7 @@ class CtrlC:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let Ctrl-C raise KeyboardInterrupt within the block."""
+        """Raise KeyboardInterrupt on Ctrl-C within the block."""
         self._is_raised = True
         try:
             yield
@@ -36,11 +36,12 @@ class CtrlC:
         return self._was_pressed
 
     def take(self) -> bool:
-        """Return whether Ctrl-C was pressed, and forget it."""
+        """Return whether Ctrl-C was pressed, and reset."""
         was_pressed, self._was_pressed = self._was_pressed, False
         return was_pressed
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self._is_raised:
             raise KeyboardInterrupt
+        # Only a flag, which generation checks between tokens: the answer so far stays usable.
         self._was_pressed = True

@@ -1,4 +1,4 @@
-"""Conversations in files of rows: written as messages, read in every format that `rlhf sft` reads."""
+"""Conversation files: written as messages, read in all `rlhf sft` formats."""
 
 import json
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from rlhf_cli.runs.chat.session import Session, ShownPicture
 
 
 def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each model: its name and its messages. A model with an empty answer has none, because rows with
-    an empty answer cannot be trained on.
+    """Return one row per model with its name and messages. Skips models with an empty answer, which cannot be trained
+    on.
     """
     return [
         {"pretrain": name, **_row(session.messages(number))}
@@ -33,7 +33,7 @@ def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _row(messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the columns of a conversation; pictures stand at marks in the text, as data sets have them."""
+    """Return a conversation's columns. Images are marked in the text, as in datasets."""
     row: dict[str, Any] = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
     sources = [shown.source for m in messages for shown in m.pictures if isinstance(shown, ShownPicture)]
     if not sources:
@@ -45,13 +45,13 @@ def _row(messages: Sequence[Message]) -> dict[str, Any]:
 
 
 def write_conversation(path: Path, rows: Sequence[dict[str, Any]], *, may_replace: bool) -> None:
-    """Write the rows to a file, a line each, or a JSON list if its name ends with .json.
+    """Write the rows as JSON lines, or as a JSON list if the name ends with .json.
 
     Raises:
-        UsageError: there is such a file and it may not be replaced, or it cannot be written.
+        UsageError: the file exists and may not be replaced, or cannot be written.
     """
     if path.exists() and not may_replace:
-        raise UsageError(f"{path} is there already, and this chat has not written it: give another name")
+        raise UsageError(f"{path} already exists and was not written by this chat: choose another name")
     try:
         if path.suffix == ".json":
             path.write_text(json.dumps(list(rows), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -62,19 +62,19 @@ def write_conversation(path: Path, rows: Sequence[dict[str, Any]], *, may_replac
 
 
 def read_conversation(path: Path, row: int, *, takes_pictures: bool) -> Conversation:
-    """Return the conversation in a row, counted from 1, with its pictures if the models take some.
+    """Read the conversation in a row, counted from 1, with images if the models support them.
 
     Raises:
-        UsageError: there is no such row, or a picture of it cannot be shown to the models.
+        UsageError: the row does not exist, or an image is unusable.
     """
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"file not found: {path}")
     rows = load_rows(str(path), split="train", seed=0)
     if row > len(rows):
         raise UsageError(f"{path} has {len(rows):,} rows, not {row:,}")
     found = choose_format(rows.sources[0], Columns(None), data_format="auto").read(rows[row - 1])
     if not isinstance(found, Conversation):
-        raise UsageError(f"{path} has plain text, not a conversation")
+        raise UsageError(f"{path} contains plain text, not conversations")
     if not takes_pictures:
         refuse_pictures(rows[row - 1], [found])
         return found
@@ -88,17 +88,17 @@ def _with_pictures(message: Message, folder: Path) -> Message:
 
 
 def shown_picture(cell: object, folder: Path) -> ShownPicture:
-    """Return the picture in a cell of a row, or of a path; relative paths begin in the folder.
+    """Load the image in a dataset cell. Relative paths are resolved against the folder.
 
     Raises:
-        UsageError: there is no picture that can be read.
+        UsageError: the image does not exist or is unreadable.
     """
     try:
         encoded = encoded_cell(cell, folder)
         picture = picture_of_contents(encoded.read())
     except PictureFault as fault:
-        raise UsageError(f"the picture {cell if isinstance(cell, str) else ''} {fault}") from fault
+        raise UsageError(f"the image {cell if isinstance(cell, str) else ''} {fault}") from fault
     except OSError as error:
-        raise UsageError(f"the picture {cell} cannot be read: {error.strerror}") from error
+        raise UsageError(f"cannot read image {cell}: {error.strerror}") from error
     source = encoded.path or f"data:image/png;base64,{png_in_base64(picture)}"
     return ShownPicture(source, picture)

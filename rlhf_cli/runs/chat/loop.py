@@ -1,4 +1,4 @@
-"""The loop of a chat: a line is read, commands act, models answer one after the other."""
+"""Chat loop: reads lines, runs commands, and lets each model answer in turn."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,11 +13,11 @@ from rlhf_cli.runs.chat.screen import Screen
 from rlhf_cli.runs.chat.session import Ask, Session
 from rlhf_cli.runs.chat.speaker import ChatAnswer, ChatPrompt, Speaker
 
-AGAIN_ENDS = "Ctrl-C once more ends the chat, as Ctrl-D and /exit do"
+AGAIN_ENDS = "Press Ctrl-C again to end the chat, or use Ctrl-D or /exit"
 
 
 class Chat:
-    """A chat in progress: its state, the models, the screen, and the files that it has written."""
+    """A chat in progress: session, models, screen, and written files."""
 
     def __init__(self, session: Session, speakers: Sequence[Speaker], screen: Screen) -> None:
         self.session = session
@@ -28,7 +28,7 @@ class Chat:
         self._was_stopped = False  # by Ctrl-C, since the last line
 
     def run(self) -> int:
-        """Read lines to their end and act on them. Return the number of lines that failed."""
+        """Process input lines until the end. Returns the number of failed lines."""
         with self._ctrl_c.handled() if self._screen.is_interactive else nullcontext():
             return self._act_on_lines()
 
@@ -44,7 +44,7 @@ class Chat:
         return failed
 
     def _next_line(self) -> str | None:
-        """Return the next line; None at the end, or if Ctrl-C follows another one."""
+        """Return the next line; None at the end of input, or after two Ctrl-C in a row."""
         while True:
             try:
                 with self._ctrl_c.raised():
@@ -62,7 +62,7 @@ class Chat:
                 return line
 
     def _act(self, line: str) -> bool:
-        """Do what a line asks for. Return whether the chat goes on."""
+        """Process a line. Returns whether the chat continues."""
         reply = reply_to(self.session, line)
         self.session = reply.session
         if reply.text:
@@ -81,7 +81,7 @@ class Chat:
         return True
 
     def _ask(self, ask: Ask) -> None:
-        """Let every model answer; the message and its answers become a turn."""
+        """Let each model answer. The message and answers become a turn."""
         prompts = [
             speaker.prompt(self.session.conversation(number, ask), self.session.sampling)
             for number, speaker in enumerate(self._speakers)
@@ -92,12 +92,12 @@ class Chat:
             self.session = self.session.answered(ask, [answer.text for answer in answers])
         elif ask.again:
             self.session = replace(self.session, attempt=ask.attempt)
-            self._screen.tell("the answer is empty: the former one stays")
+            self._screen.tell("empty answer: the previous one is kept")
         else:
-            self._screen.tell("the answer is empty: the message is taken back")
+            self._screen.tell("empty answer: the message is removed")
 
     def _answer(self, speaker: Speaker, prompt: ChatPrompt, ask: Ask) -> ChatAnswer:
-        """Let one model answer; Ctrl-C stops it, and the next model answers all the same."""
+        """Let one model answer. Ctrl-C stops only this answer, and the next model still answers."""
         sampling = self.session.sampling
         name = speaker.name if len(self._speakers) > 1 else None
         self._screen.begin(name, opens_thought=prompt.opens_thought)
@@ -105,7 +105,11 @@ class Chat:
             prompt, sampling, seed=self.session.seed(ask), write=self._screen.write, should_stop=self._ctrl_c
         )
         self._was_stopped |= self._ctrl_c.take()
-        notes = {"stop": "", "length": f"cut at max_new_tokens {sampling.max_new_tokens}", "interrupted": "stopped"}
+        notes = {
+            "stop": "",
+            "length": f"truncated at max_new_tokens {sampling.max_new_tokens}",
+            "interrupted": "stopped",
+        }
         self._screen.end(notes[answer.finish_reason])
         return answer
 
@@ -114,18 +118,18 @@ class Chat:
         write_conversation(path, rows, may_replace=path.resolve() in self._written)
         self._written.add(path.resolve())
         missing = len(self._speakers) - len(rows)
-        left_out = f"; {missing} left out, which has an empty answer" if missing else ""
+        left_out = f"; {missing} skipped because of an empty answer" if missing else ""
         self._screen.tell(f"saved {counted(len(rows), 'conversation')} to {path}{left_out}")
 
     def _attach(self, path: Path) -> None:
-        """Put the picture in a file into the next message."""
+        """Attach an image file to the next message."""
         for speaker in self._speakers:
             if not speaker.takes_pictures:
-                raise UsageError(f"/image: {speaker.name} is a model of text alone, or has no chat template")
+                raise UsageError(f"/image: {speaker.name} does not support images, or has no chat template")
         shown = shown_picture(str(path), Path.cwd())
         self.session = replace(self.session, attached=(*self.session.attached, shown))
         size = f"{shown.picture.width} x {shown.picture.height} pixels"
-        self._screen.tell(f"the next message begins with {path}, {size}")
+        self._screen.tell(f"attached {path} ({size}) to the next message")
 
     def _load(self, path: Path, row: int) -> None:
         takes_pictures = all(speaker.takes_pictures for speaker in self._speakers)
@@ -135,5 +139,5 @@ class Chat:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Format a number with its noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

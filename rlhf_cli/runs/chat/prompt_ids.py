@@ -1,4 +1,4 @@
-"""Prompts of a conversation in token ids, in which earlier answers keep the ids that the model sampled."""
+"""Token IDs of chat prompts. Earlier answers keep their sampled token IDs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,27 +11,28 @@ from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 
 @dataclass(frozen=True, slots=True)
 class KnownStart:
-    """A start of the conversation's text, and its token ids."""
+    """Known prefix text with its token IDs."""
 
     text: str
     ids: list[int]
 
 
 class PromptIds:
-    """Token ids of prompts. If a prompt begins with a text whose ids are known, only the rest is tokenised.
+    """Token IDs of prompts. If a prompt starts with known text, only the rest is tokenized.
 
-    A template that renders earlier answers otherwise, as without their thoughts, gets new ids for the whole prompt.
+    A template that changes earlier answers, such as by removing reasoning, requires tokenizing the whole prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, plain: bool) -> None:
-        """`plain` texts come from no template, so that they begin with the tokenizer's start of text."""
+        """`plain` prompts do not use a template, so the tokenizer adds the BOS token."""
         self._tokenizer = tokenizer
         self._tokeniser = Tokeniser(tokenizer)
         self._plain = plain
         self._known: list[KnownStart] = []
 
     def of(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
+        """Return a prompt's token IDs."""
+        # Retokenizing an answer may give different IDs than the model sampled, so keep the sampled ones.
         self._known = [known for known in self._known if text.startswith(known.text)]
         if not self._known:
             return self._tokeniser.prompts([text], plain=self._plain)[0]
@@ -39,7 +40,7 @@ class PromptIds:
         return start.ids + self._tokeniser.prompts([text[len(start.text) :]], plain=False)[0]
 
     def remember(self, prompt: str, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
-        """Keep the ids of a prompt with its response: with the response's last token, which may end it, and without."""
+        """Store a prompt with its response, with and without the last response token, which may be the end token."""
         for ids in (response_ids, response_ids[:-1]):
             text = text_of(self._tokenizer, ids, skip_special_tokens=False)
             self._known.append(KnownStart(prompt + text, [*prompt_ids, *ids]))

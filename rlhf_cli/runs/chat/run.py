@@ -1,4 +1,4 @@
-"""The body of `rlhf chat`: find the models, check them, load them, and talk."""
+"""Implementation of `rlhf chat`: finds, checks and loads the models, then runs the chat."""
 
 from collections.abc import Callable
 
@@ -17,11 +17,11 @@ HINT = "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 
 def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_screen) -> None:
-    """Talk until the input ends; lines come from the screen, which is opened once all settings are checked.
+    """Chat until the input ends. The screen is opened after all settings are checked.
 
     Raises:
-        UsageError: a model cannot be found, or does not take the settings.
-        RunError: lines of a script failed.
+        UsageError: a model is not found or does not support the settings.
+        RunError: lines in a script failed.
     """
     speakers = found_speakers(config)
     screen = open_screen()
@@ -33,18 +33,18 @@ def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_scr
     chat = Chat(Session(config.sampling, system=config.text.system_prompt), speakers, screen)
     failed = chat.run()
     if failed and not screen.is_interactive:
-        raise RunError(f"{failed} of the lines failed, each for the reason above")
+        raise RunError(f"{failed} lines failed; the errors are printed above")
 
 
 def found_speakers(config: ChatConfig) -> list[ModelSpeaker]:
-    """Return the models of the settings without their weights. Raise UsageError if one does not take the settings."""
+    """Find the models without loading weights. Raises UsageError if one does not support the settings."""
     sources = [config.model.model_copy(update={"pretrain": name}) for name in config.model.names]
     models = [find_inference_model(source) for source in sources]
     return [ModelSpeaker(model, config.text, sampling=config.sampling) for model in models]
 
 
 def load_speakers(speakers: list[ModelSpeaker], screen: Screen) -> None:
-    """Load the models one after the other and describe each in a line."""
+    """Load the models one by one and print a description of each."""
     for speaker in speakers:
         speaker.load(screen.tell)
         screen.tell(f"{speaker.name}: {speaker.description}")

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees and types, and the plain form of it for scripts."""
+"""Terminal input and output of a chat, and a plain version for scripts."""
 
 import io
 import sys
@@ -13,41 +13,41 @@ from rlhf_cli.runs.chat.thoughts import ThoughtMarks
 from rlhf_cli.tracking.terminal.console import LastingStream, open_console
 
 BLOCK = '"""'
-"""A line of it begins and ends a message of several lines."""
+"""Line that starts or ends a multi-line message."""
 PROMPT, CONTINUED = "> ", ". "
 VISIBLE = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"} | {0x7F: 0x2421}
-"""Control characters as pictures of them: an answer must not move the cursor or set the title of a window."""
+"""Visible symbols for control characters, so that an answer cannot move the cursor or change the window title."""
 
 
 class Screen(Protocol):
-    """Where lines come from and answers go to. `is_interactive` if a person may stop an answer and read hints."""
+    """Input and output of a chat. `is_interactive`: a user can stop answers and read hints."""
 
     is_interactive: bool
 
     def read(self) -> str | None:
-        """Return the next message or command, None at the end. Raise KeyboardInterrupt for Ctrl-C."""
+        """Return the next message or command; None at the end. Raises KeyboardInterrupt on Ctrl-C."""
         ...
 
     def tell(self, text: str) -> None:
-        """Show a text about the chat, which is no answer."""
+        """Print a status message, separate from answers."""
 
     def fault(self, text: str) -> None:
-        """Show why a line cannot be done."""
+        """Print an error about an input line."""
 
     def begin(self, name: str | None, *, opens_thought: bool) -> None:
-        """Begin an answer, of the model of that name if there are several."""
+        """Begin an answer. `name` is the model's name if there are multiple models."""
 
     def write(self, piece: str) -> None:
-        """Show the next piece of the answer."""
+        """Print the next piece of the answer."""
 
     def end(self, note: str) -> None:
-        """End the answer, with a note about its end."""
+        """End the answer with an optional note."""
 
 
 def open_screen() -> Screen:
-    """Return the terminal, or plain text if standard input is no terminal."""
+    """Return a terminal screen, or plain text if standard input is not a terminal."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 must not end the chat
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 must not end the chat
     if not sys.stdin.isatty():
         return PipeScreen(sys.stdin, LastingStream(1), LastingStream(2))
     edit_lines()
@@ -55,7 +55,7 @@ def open_screen() -> Screen:
 
 
 def edit_lines() -> None:
-    """Give `input` a line editor with the lines of before, and completion of commands."""
+    """Set up line editing with history and command completion for `input`."""
     import readline
 
     def completed(text: str, state: int) -> str | None:
@@ -69,7 +69,7 @@ def edit_lines() -> None:
 
 
 class TerminalScreen:
-    """A terminal: answers as they are written, thoughts dimmed; colours unless NO_COLOR is set."""
+    """Terminal screen: streams answers and dims reasoning. Colors are disabled by NO_COLOR."""
 
     is_interactive = True
 
@@ -111,14 +111,14 @@ class TerminalScreen:
             self._print(text.translate(VISIBLE), "dim" if is_thought else "")
 
     def _print(self, text: str, style: str) -> None:
-        """Write text as it is: rich's own strings would get their tabs expanded and :names: replaced by emoji."""
+        """Print text unchanged: rich's own strings expand tabs and replace :names: with emoji."""
         is_plain = self._console.no_color or not style
         segment = Segment(text, None if is_plain else self._console.get_style(style))
         self._console.print(Segments([segment]), end="", soft_wrap=True)
 
 
 def joined_lines(read_line: Callable[[str], str]) -> str:
-    """Return a message that may have several lines: ended by a backslash, or between two lines of quotes."""
+    """Read a message that may span lines, continued by a backslash or between two quote lines."""
     line = read_line(PROMPT)
     if line.strip() == BLOCK:
         return "\n".join(iter(lambda: read_line(CONTINUED), BLOCK))
@@ -130,7 +130,9 @@ def joined_lines(read_line: Callable[[str], str]) -> str:
 
 
 class PipeScreen:
-    """Lines of a file or pipe: a message a line, answers on `output` alone, all else on `errors`."""
+    """Input from a file or pipe, one message per line. Only answers go to `output`; everything else goes to
+    `errors`.
+    """
 
     is_interactive = False
 

@@ -1,6 +1,6 @@
-"""The state of a conversation: messages, the answers of each model, system prompt and sampling settings.
+"""State of a conversation: messages, answers per model, system prompt and sampling settings.
 
-Nothing here reads, writes or generates: commands.py changes the state, loop.py acts.
+This module does no I/O and no generation: commands.py changes the state, loop.py acts on it.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ from rlhf_cli.data.rollouts import scattered_seed
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import Picture
 
+# Spacing between attempts in the seed counter. No conversation has this many turns, so seeds never repeat.
 TURNS_OF_AN_ATTEMPT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class ShownPicture:
-    """A picture of a message, in its own size; a saved row names it by `source`, its path or a `data:` URL."""
+    """A message image at its original size. A saved row refers to it by `source`, a path or `data:` URL."""
 
     source: str
     picture: Picture
@@ -25,7 +26,7 @@ class ShownPicture:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message and the answers to it, one for each model. The message has a `MARK` for each of its pictures."""
+    """A message with one answer per model. The message contains a `MARK` per image."""
 
     message: str
     answers: tuple[str, ...]
@@ -34,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A message that waits for answers. `attempt` counts the answers to it before; `again` replaces the last turn."""
+    """A message to answer. `attempt` counts earlier answers to it; `again` replaces the last turn."""
 
     message: str
     attempt: int = 0
@@ -44,27 +45,27 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation with one or several models, each of which has its own answers in its history."""
+    """A conversation with one or more models. Each model sees only its own answers in the history."""
 
     sampling: ChatSamplingConfig = field(default_factory=ChatSamplingConfig)
     system: str | None = None
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
-    """How often the last message was answered with this seed; -1 if the seed is new."""
+    """Number of answers to the last message with this seed; -1 for a new seed."""
     attached: tuple[ShownPicture, ...] = ()
-    """Pictures of the next message."""
+    """Images for the next message."""
 
     def before(self, ask: Ask) -> "Session":
-        """Return the session that the message is asked in: without the last turn, if the message is in that turn."""
+        """Return the session before the message: without the last turn for a retry."""
         return replace(self, turns=self.turns[:-1]) if ask.again else self
 
     def conversation(self, model: int, ask: Ask) -> Conversation:
-        """Return the messages up to the one that a model is asked, with that model's own answers."""
+        """Return a model's conversation up to and including the message."""
         before = self.before(ask)
         return Conversation((*before.messages(model), Message("user", ask.message, pictures=ask.pictures)))
 
     def messages(self, model: int) -> tuple[Message, ...]:
-        """Return all messages, with the answers of one model."""
+        """Return all messages, with one model's answers."""
         messages = [] if self.system is None else [Message("system", self.system)]
         for turn in self.turns:
             user = Message("user", turn.message, pictures=turn.pictures)
@@ -72,31 +73,31 @@ class Session:
         return tuple(messages)
 
     def answered(self, ask: Ask, answers: Sequence[str]) -> "Session":
-        """Return the session with the answers of all models."""
+        """Return the session with all models' answers added."""
         turn = Turn(ask.message, tuple(answers), ask.pictures)
         attached = self.attached if ask.again else ()
         return replace(self, turns=(*self.before(ask).turns, turn), attempt=ask.attempt, attached=attached)
 
     def seed(self, ask: Ask) -> int:
-        """Return the seed of the answers: equal seeds, places in the conversation and attempts give equal ones."""
+        """Return the answer seed, determined by the seed setting, position and attempt."""
         place = len(self.before(ask).turns)
         return scattered_seed(self.sampling.seed, ask.attempt * TURNS_OF_AN_ATTEMPT + place)
 
     def loaded(self, conversation: Conversation, *, num_models: int) -> "Session":
-        """Return the session with another conversation, which all models go on with.
+        """Return the session with a loaded conversation, shared by all models.
 
         Raises:
-            UsageError: a message is none of system, user and assistant, or calls a function; the system message has a
-                picture.
+            UsageError: a message has another role than system, user or assistant, or calls a tool; or the system
+            message contains an image.
         """
         first = conversation.messages[0]
         system = first if first.role == "system" else None
         rest = conversation.messages[1:] if system else conversation.messages
         others = [message for message in rest if message.role not in ("user", "assistant") or message.tool_calls]
         if others or conversation.tools:
-            raise UsageError("the row has tools, and a chat has none")
+            raise UsageError("the row contains tools, which chat does not support")
         if system is not None and system.pictures:
-            raise UsageError("the row has a picture in its system message, and a chat has none there")
+            raise UsageError("the row has an image in its system message, which chat does not support")
         messages = [message.with_reasoning_in_text() for message in rest]
         turns = tuple(
             Turn(user.content, (answer.content,) * num_models, _shown(user.pictures))

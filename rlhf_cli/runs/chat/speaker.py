@@ -1,4 +1,4 @@
-"""One model of a chat: its template, its tokens, and its answers as text."""
+"""A chat model: template, token IDs, and streamed answers."""
 
 import json
 from collections.abc import Callable
@@ -33,9 +33,9 @@ from rlhf_cli.runs.inference.model import InferenceModel
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a model is asked, as text and as token ids; `opens_thought` if the template begins the answer's thought.
+    """A prompt as text and token IDs. `opens_thought` if the template starts the answer's reasoning.
 
-    `pictures` stand in the ids; the text has a placeholder for each.
+    `pictures` are expanded in the IDs; the text has one placeholder each.
     """
 
     text: str
@@ -46,7 +46,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The text of an answer as a message of the history, and the reason of its end."""
+    """Answer text for the history, with the finish reason."""
 
     text: str
     finish_reason: Literal["stop", "length", "interrupted"]
@@ -54,24 +54,24 @@ class ChatAnswer:
 
 @dataclass(slots=True)
 class LargestToken:
-    """The largest token id of a prompt, and a name for the prompt."""
+    """Largest token ID in a prompt, with a name for the prompt."""
 
     largest_token: int
     largest_token_at: str
 
 
 class Speaker(Protocol):
-    """A model that answers."""
+    """A model in the chat."""
 
     name: str
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether messages may have pictures."""
+        """Whether messages may contain images."""
         ...
 
     def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
-        """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
+        """Build the prompt of a conversation. Raises UsageError if it cannot be rendered or is too long."""
         ...
 
     def answer(
@@ -83,31 +83,31 @@ class Speaker(Protocol):
         write: Callable[[str], None],
         should_stop: Callable[[], bool],
     ) -> ChatAnswer:
-        """Return the answer; `write` gets its text in pieces."""
+        """Generate the answer. `write` receives its text in pieces."""
         ...
 
 
 class ConversationText:
-    """Conversations as the text that a model continues: by its chat template, or as they are without one."""
+    """Renders conversations with the chat template, or as plain text without one."""
 
     def __init__(self, config: ChatTextConfig, tokenizer: Any) -> None:
-        """Raise UsageError for template variables without a template."""
+        """Raises UsageError for template variables without a template."""
         self._kwargs = json.loads(config.chat_template_kwargs)
         self._input_template = config.input_template
         self.is_plain = not config.apply_chat_template or tokenizer.chat_template is None
         if self.is_plain and self._kwargs:
-            raise UsageError("--chat_template_kwargs are variables of a chat template, and the tokenizer has none")
+            raise UsageError("--chat_template_kwargs requires a chat template, but the tokenizer has none")
         self.template = None if self.is_plain else ChatTemplate(tokenizer, self._kwargs)
 
     @property
     def description(self) -> str:
-        """The way from messages to text in a few words."""
+        """Short description of the format."""
         if self.is_plain:
-            return "no chat template: it continues the text"
-        return f"its chat template{f' with {json.dumps(self._kwargs)}' if self._kwargs else ''}"
+            return "no chat template (text completion)"
+        return f"chat template{f' with {json.dumps(self._kwargs)}' if self._kwargs else ''}"
 
     def of(self, conversation: Conversation) -> str:
-        """Return the text. Raise UsageError if the template does not take the conversation."""
+        """Render a conversation. Raises UsageError if the template rejects it."""
         if self.template is None:
             return "".join(map(self._plain, conversation.messages))
         try:
@@ -117,23 +117,23 @@ class ConversationText:
 
     def _plain(self, message: Message) -> str:
         if message.role == "system":
-            raise UsageError("a system prompt needs a chat template: give --tokenizer_chat_template FILE")
+            raise UsageError("a system prompt requires a chat template: set --tokenizer_chat_template FILE")
         return in_input_template(message.content, self._input_template) if message.role == "user" else message.content
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The token that ends a turn by the template, if it has one."""
+        """The template's end-of-turn token, if any."""
         return () if self.template is None else self.template.end_ids
 
 
 class ModelSpeaker:
-    """A model in this process."""
+    """A chat model in this process."""
 
     def __init__(self, model: InferenceModel, config: ChatTextConfig, *, sampling: ChatSamplingConfig) -> None:
-        """Check everything that needs no weights; `load` has to follow.
+        """Check everything that does not require weights. Call `load` afterwards.
 
         Raises:
-            UsageError: the template does not take the system prompt, or the model has too few positions.
+            UsageError: the template rejects the system prompt, or the model has too few positions.
         """
         self.name = model.source.pretrain
         self._model = model
@@ -151,7 +151,7 @@ class ModelSpeaker:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether messages may have pictures, which stand where a chat template puts them."""
+        """Whether messages may contain images, which requires a chat template."""
         return self._family is not None and not self.text.is_plain
 
     def _require_room_for_a_message(self, system_prompt: str | None, max_new_tokens: int) -> None:
@@ -159,18 +159,16 @@ class ModelSpeaker:
         left = self._room_beside(len(self._ids.of(self.text.of(trial))))
         if left is not None and max_new_tokens > left:
             raise UsageError(
-                f"--max_new_tokens {max_new_tokens}: {self.name} has {self._positions:,} positions, which are for the "
-                f"conversation too: give {max(left // 2, 1)} for example"
+                f"--max_new_tokens {max_new_tokens}: {self.name} has {self._positions:,} positions, shared with the "
+                f"conversation: set {max(left // 2, 1)}, for example"
             )
 
     def _room_beside(self, num_tokens: int) -> int | None:
-        """Return the tokens that an answer to a prompt may have; None without a bound."""
+        """Return how many tokens an answer may have; None without a limit."""
         return None if self._positions is None else self._positions - num_tokens
 
     def load(self, tell: Callable[[str], None]) -> None:
-        """Read the weights; those of an adapter or a checkpoint are written as a whole model first, to a folder that
-        is gone afterwards.
-        """
+        """Load the weights. Adapters and checkpoints are first merged in a temporary folder."""
         source = self._model.source
         with TemporaryDirectory(prefix="rlhf-") as folder, self._model.whole(Path(folder) / "model", tell=tell) as path:
             self._engine = StreamingModel(
@@ -182,19 +180,19 @@ class ModelSpeaker:
 
     @property
     def description(self) -> str:
-        """The model's size, type, device and template in one line."""
+        """Size, dtype, device and template in one line."""
         size = num_parameters(self._engine.model)
         how = f"{self._model.source.param_dtype} on {self._engine.device}, {self.text.description}"
         return f"{size / 1e6:,.1f}M parameters, {how}"
 
     def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
-        """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
+        """Build the prompt of a conversation. Raises UsageError if it cannot be rendered or is too long."""
         text = self.text.of(conversation)
         opens_thought = not self.text.is_plain and text.rstrip().endswith(THOUGHT_START)
         ids, pictures = self._with_pictures(self._ids.of(text), conversation)
         prompt = ChatPrompt(text, ids, opens_thought, pictures)
         if not prompt.ids:
-            raise UsageError("the message has no tokens")
+            raise UsageError("the message is empty")
         largest = LargestToken(max(prompt.ids), "the conversation")
         check_token_ids(largest, self._model.tokenizer, self._model.architecture, pretrain=self.name)
         left = self._room_beside(len(prompt.ids))
@@ -207,7 +205,7 @@ class ModelSpeaker:
         return prompt
 
     def _with_pictures(self, ids: list[int], conversation: Conversation) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-        """Return the ids with the tokens of pictures. Raise UsageError if a message writes a placeholder itself."""
+        """Expand images in the IDs. Raises UsageError if a message contains the placeholder as text."""
         shown = [one.picture for one in conversation.pictures if isinstance(one, ShownPicture)]
         return (ids, ()) if self._family is None else placed_pictures(ids, shown, self._family)
 
@@ -220,7 +218,7 @@ class ModelSpeaker:
         write: Callable[[str], None],
         should_stop: Callable[[], bool],
     ) -> ChatAnswer:
-        """Return the answer; `write` gets its text in pieces."""
+        """Generate the answer. `write` receives its text in pieces."""
         stream = TextStream(self._model.tokenizer)
         response = self._engine.respond(
             GenerationRequest(prompt.ids, seed, pictures=prompt.pictures),
@@ -229,6 +227,7 @@ class ModelSpeaker:
             should_stop=should_stop,
         )
         write(stream.rest())
+        # Image tokens are expanded per prompt, so remember the unexpanded IDs, which match the text.
         self._ids.remember(prompt.text, unexpanded(prompt.ids, prompt.pictures), response.token_ids)
         text = text_of(self._model.tokenizer, response.token_ids, skip_special_tokens=True)
         return ChatAnswer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)

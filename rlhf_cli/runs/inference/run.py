@@ -1,4 +1,4 @@
-"""A model answers prompts chunk by chunk: the common part of `rlhf generate` and `rlhf eval`."""
+"""Common parts of `rlhf generate` and `rlhf eval`: a model answers prompts chunk by chunk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,15 +38,15 @@ from rlhf_cli.trainers.online.scoring import make_score_requests, score_response
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
 STEP_SCORES = "step_scores"
-"""Column of samples.jsonl: the probability of each step of the response."""
+"""samples.jsonl column with the probability of each step in the response."""
 
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """A model with the prompts it is asked, as far as they are known before anything heavy starts.
+    """A checked model with its prompts.
 
-    Its chunks are numbered from `first_step` on; `cells` are columns that all of its rows begin with. At most one of
-    `reward_model` and `process_model` is there.
+    Chunks are numbered from `first_step`. `cells` are constant columns added to all rows. At most one of `reward_model`
+    and `process_model` is set.
     """
 
     config: InferenceConfig
@@ -63,18 +63,18 @@ class ModelUnderTest:
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to one chunk of prompts; lists are by response, the samples of a prompt next to each other."""
+    """Responses to one chunk of prompts. Lists are per response, with samples of a prompt adjacent."""
 
     prompts: list[Prompt]
     score_requests: list[ScoreRequest]
     generations: list[Generation]
     scores: list[Score] | None
-    steps: list[list[float]] | None = None  # the probability of each step
+    steps: list[list[float]] | None = None  # probability per step
 
 
 @dataclass(frozen=True)
 class InferenceRun:
-    """The parts that turn prompts into answers: engines, a decoder and, if there are rewards, a scorer."""
+    """Engines, decoder and scoring used to answer prompts."""
 
     engines: Engines
     decode: Callable[[Sequence[int]], str]
@@ -85,7 +85,7 @@ class InferenceRun:
 
 @dataclass(frozen=True)
 class InferenceHooks:
-    """The functions that are called between chunks: for rows, for metrics, and to ask for a stop."""
+    """Callbacks between chunks: tracking and stop requests."""
 
     tracker: Any
     should_stop: Callable[[], bool]
@@ -98,9 +98,7 @@ def examinee(
     cells: Mapping[str, object] | None = None,
     prm_pretrain: str | None = None,
 ) -> ModelUnderTest:
-    """Return the model of the settings with its prompts, and the models that judge it. Raise UsageError if they do not
-    fit.
-    """
+    """Find the model, its prompts and its judges. Raises UsageError if they conflict."""
     sampling, backend = config.sampling, rollout_backend(config.sampling)
     model = find_inference_model(config.model)
     check_engine_pictures(model.architecture, backend=backend)
@@ -125,7 +123,7 @@ def examinee(
     check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
     process_model = None
     if prm_pretrain is not None and episodes is not None:
-        raise UsageError("--prm_pretrain finds the steps of one response, and an episode has several turns")
+        raise UsageError("--prm_pretrain does not support multi-turn episodes")
     if prm_pretrain is not None:
         process_model = find_process_reward_model(prm_pretrain, _as_policy(config), model.tokenizer)
         _check_pictures(config, model, process_model, f"--prm_pretrain {prm_pretrain!r}")
@@ -162,7 +160,7 @@ def _as_policy(config: InferenceConfig) -> ModelConfig:
 
 
 def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
-    """Return the facts that must be equal if the rows of two runs are answers of one model to the same prompts."""
+    """Return facts that must match for runs with the same model and prompts."""
     return {
         "fingerprint of the weights": examinee.model.fingerprint(),
         "number of prompts": len(examinee.data.prompts),
@@ -171,7 +169,7 @@ def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
 
 
 def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | None) -> dict[str, object]:
-    """Return the settings that must be equal too if two runs are one. The number of engines may differ."""
+    """Return the settings that must match to resume. The number of engines may differ."""
     sampling, reward = config.sampling, config.reward
     return {
         "pretrain": config.model.pretrain,
@@ -218,9 +216,9 @@ def answer_prompts(
     announce: Callable[[str], None],
     hooks: InferenceHooks,
 ) -> bool:
-    """Start the model, answer its chunks from `begin` on and end it. Return whether the last chunk was reached.
+    """Start the model and answer its chunks from `begin`. Returns whether the last chunk was completed.
 
-    `root` is the folder of the run. A model that must be written first is there meanwhile.
+    `root` is the run's folder, which temporarily holds a merged model.
     """
     weights = examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message)
     with (
@@ -239,7 +237,7 @@ def answer_prompts(
 
 
 def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractContextManager[Scorer | None]:
-    """Return what judges the model's responses, as a block within which it works; None if no rewards are given."""
+    """Return a context manager with the scorer; None without rewards."""
     config = examinee.config
     if not config.reward.is_given:
         return nullcontext()
@@ -251,7 +249,7 @@ def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractC
 def answer_by(
     models: Models, scorer: Scorer | None, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks
 ) -> bool:
-    """Answer the chunks from `begin` on by engines that have the model; whether the last chunk was reached."""
+    """Answer chunks from `begin` on engines with the model. Returns whether the last chunk was completed."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
@@ -266,14 +264,14 @@ def answer_by(
 
 
 def _engines(models: Models, examinee: ModelUnderTest) -> AbstractContextManager[Engines]:
-    """Return the model's engines; with an environment their responses are episodes."""
+    """Return the model's engines, wrapped for episodes with an environment."""
     return examinee.episodes.played_by(models.engines) if examinee.episodes else nullcontext(models.engines)
 
 
 def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks) -> bool:
-    """Answer chunks from `begin` on and report their rows, each chunk before the next; whether the last was reached.
+    """Answer chunks from `begin` and log each chunk's rows. Returns whether the last chunk was completed.
 
-    A chunk's metrics are kept before its rows: a folder that has all rows of a chunk lacks nothing of it.
+    Metrics are written before rows, so that a chunk with all rows is complete.
     """
     chunks = examinee.chunks
     for number in range(begin, len(chunks)):
@@ -291,7 +289,7 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 def _answer(
     answering: InferenceRun, prompts: Sequence[Prompt], examinee: ModelUnderTest, *, first: int, timer: PhaseTimer
 ) -> Answers:
-    """Answer prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
+    """Answer prompts. `first` is the index of the first prompt, which determines the seeds."""
     config, sampling = examinee.config, examinee.config.sampling
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
@@ -331,9 +329,7 @@ def _metrics(answers: Answers) -> dict[str, float]:
 
 
 def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, object]]:
-    """Return the rows of samples.jsonl: prompt_index counts the prompts, row the rows of the data set they come
-    from.
-    """
+    """Return rows for samples.jsonl. prompt_index counts prompts; row is the index in the dataset."""
     rows = []
     for place, prompt in enumerate(answers.prompts):
         number, sample = divmod(place, examinee.chunks.num_samples)

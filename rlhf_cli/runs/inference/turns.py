@@ -1,6 +1,6 @@
-"""Which models of `rlhf eval` are asked on the same engines: adapters of one base, which vLLM adds to it in turn.
+"""Groups the models of `rlhf eval` by engines: neighboring adapters on the same base share engines.
 
-All others have engines of their own, which load a whole model.
+All other models are loaded in full by separate engines.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from rlhf_cli.runs.inference.run import ModelUnderTest
 from rlhf_cli.runs.model_export import GENERATION, Parts, adapter_weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Dense models to which vLLM adds adapters, and whose linear layers have the names below in files."""
+"""Dense architectures with vLLM adapter support and the layer names below."""
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Models that are asked one after the other on the same engines; `first` is the place of the first one in the list.
+    """Models evaluated on the same engines. `first` is the index of the first one.
 
-    `base` is the folder that the engines load, to which they add adapters; None if they load the one model whole.
+    `base` is the model that engines load before adding adapters; None to load a single model in full.
     """
 
     first: int
@@ -42,20 +42,20 @@ class Turn:
 
     @property
     def numbers(self) -> range:
-        """The places of the models in the list of all."""
+        """Indices of the models in the full list."""
         return range(self.first, self.first + len(self.examinees))
 
     @property
     def max_lora_rank(self) -> int:
-        """The rank that engines reserve memory for."""
+        """LoRA rank for which engines reserve memory."""
         adapters = (_parts(asked) for asked in self.examinees if asked.model.parts is not None)
         return vllm_rank(*(vllm_config(read_config(parts.description)) for parts in adapters))
 
 
 def in_turns(examinees: Sequence[ModelUnderTest], *, cluster: Cluster) -> list[Turn]:
-    """Return all models in their order. Neighbours of one base share engines, if an adapter is among them.
+    """Group all models in order. Neighbors with the same base share engines if at least one is an adapter.
 
-    A function of all models, also of the ones that an earlier run has asked: a continued run goes the same way.
+    Depends on all models, including completed ones, so that a resumed run groups them the same way.
     """
     turns: list[Turn] = []
     numbered = [(number, asked, _shared_base(asked, cluster=cluster)) for number, asked in enumerate(examinees)]
@@ -70,20 +70,20 @@ def in_turns(examinees: Sequence[ModelUnderTest], *, cluster: Cluster) -> list[T
 
 
 def ways(turns: Sequence[Turn], *, cluster: Cluster) -> str:
-    """Return one line: which models share engines, and why other adapters do not."""
+    """Describe which models share engines, and why other adapters do not."""
     lines = []
     for turn in turns:
         names = ", ".join(_name(asked) for asked in turn.examinees)
         if turn.base is not None:
             lines.append(f"engines load {turn.base} once for {names}")
         elif (parts := turn.examinees[0].model.parts) is not None and parts.base is not None:
-            reason = why_whole(turn.examinees[0], cluster=cluster) or "no neighbour has the same base"
-            lines.append(f"{names} is written whole ({reason})")
+            reason = why_whole(turn.examinees[0], cluster=cluster) or "no neighbor has the same base"
+            lines.append(f"{names} is merged ({reason})")
     return "; ".join(lines)
 
 
 def manifest_of(asked: ModelUnderTest, *, version: int) -> dict[str, object]:
-    """Return the push of the model's adapter to engines that have its base; of the base itself one without tensors."""
+    """Return the adapter push for engines with its base; without tensors for the base itself."""
     if asked.model.parts is None:
         return adapter_manifest([], {}, version=version)
     parts = asked.model.parts
@@ -93,7 +93,7 @@ def manifest_of(asked: ModelUnderTest, *, version: int) -> dict[str, object]:
 
 
 def _shared_base(asked: ModelUnderTest, *, cluster: Cluster) -> Path | None:
-    """Return the folder of the model under the adapter, or of the model itself; None if it has to be loaded whole."""
+    """Return the base model's folder, or the model's own; None if it must be loaded in full."""
     parts = asked.model.parts
     if parts is None:
         return folder_of(asked.model.found.path).resolve()
@@ -103,22 +103,22 @@ def _shared_base(asked: ModelUnderTest, *, cluster: Cluster) -> Path | None:
 
 
 def why_whole(asked: ModelUnderTest, *, cluster: Cluster) -> str | None:
-    """Return why the adapter is folded into its base for the engines; None if vLLM can add it with the same answers."""
+    """Return why the adapter must be merged; None if vLLM can apply it with the same results."""
     return _fault_of_settings(asked, cluster=cluster) or _fault_of_adapter(asked)
 
 
 def _fault_of_settings(asked: ModelUnderTest, *, cluster: Cluster) -> str | None:
     config = asked.config
     if asked.backend != "vllm":
-        return "vLLM alone adds adapters to a model"
+        return "only vLLM applies adapters"
     if len(cluster.node_gpus) > 1:
-        return "other machines might not see the model under it"
+        return "other machines may not have the base model"
     if cluster.has_gpus and config.model.param_dtype == "fp32":
-        return "on a GPU vLLM adds adapters in 16 bits alone"
+        return "on a GPU vLLM requires 16-bit weights for adapters"
     if config.sampling.engine_arguments:
-        return "--vllm_args may change the model under it"
+        return "--vllm_args may change the base model"
     if config.sampling.stop:
-        return "--stop is looked for with its own tokenizer"
+        return "--stop requires the adapter's tokenizer"
     return None
 
 
@@ -126,28 +126,28 @@ def _fault_of_adapter(asked: ModelUnderTest) -> str | None:
     parts, architecture = _parts(asked), asked.model.architecture
     config = read_config(parts.description)
     if not set(architecture.architectures or [""]) <= set(ARCHITECTURES):
-        return f"{architecture.model_type} models are loaded whole"
+        return f"{architecture.model_type} models are loaded in full"
     if config.use_dora:
-        return "vLLM computes no DoRA"
+        return "vLLM does not support DoRA"
     if config.modules_to_save:
-        return "it has whole layers"
+        return "it has modules_to_save"
     if config.fan_in_fan_out:
-        return "its factors are turned"
+        return "it uses fan_in_fan_out"
     if highest_rank(vllm_config(config)) > VLLM_RANKS[-1]:
-        return f"vLLM takes ranks up to {VLLM_RANKS[-1]}"
+        return f"vLLM supports ranks up to {VLLM_RANKS[-1]}"
     if strange := _strange_names(adapter_weights(parts, architecture).names()):
-        return f"vLLM adds nothing to {strange[0]}"
-    return None if _ends_like_base(asked) else "its responses may end with other tokens"
+        return f"vLLM does not support adapters for {strange[0]}"
+    return None if _ends_like_base(asked) else "its end tokens differ"
 
 
 def _strange_names(names: list[str]) -> list[str]:
-    """Return the names of tensors that are no factor of a layer that vLLM adds adapters to."""
+    """Return tensors that are not adapter factors of layers supported by vLLM."""
     known = tuple(f".{layer}{factor}.weight" for layer in LAYERS for factor in FACTORS)
     return [name for name in names if not name.endswith(known)]
 
 
 def _ends_like_base(asked: ModelUnderTest) -> bool:
-    """Return whether an engine with the whole model would end responses at the same tokens as one with its base."""
+    """Return whether the merged model and its base stop responses at the same tokens."""
     parts = _parts(asked)
     assert parts.base is not None, "a checkpoint without an adapter"
     found = asked.model.architecture.eos_token_id
@@ -157,7 +157,7 @@ def _ends_like_base(asked: ModelUnderTest) -> bool:
         else:
             own = {found} if isinstance(found, int) else set(found or ())
         return own | set(asked.data.end_ids) == {*eos_token_ids(parts.base), *asked.data.end_ids}
-    except UsageError:  # one of the files names none
+    except UsageError:  # a file defines no end token
         return False
 
 

@@ -1,6 +1,6 @@
-"""Start and end the rollout engines of `generate` and `eval`, and a reward model beside them.
+"""Starts and stops the rollout engines and reward model of `generate` and `eval`.
 
-Engines keep the weights of the folder that they loaded: at most adapters are pushed, and nobody takes turns.
+Engines keep their initial weights: at most adapters are pushed, and models do not take turns on the GPUs.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class Models:
-    """The engines and the reward model."""
+    """Engines and reward model."""
 
     engines: EngineGroup
     reward_model: RewardRole | None
@@ -42,7 +42,7 @@ class Models:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where engines and ranks go, and their settings."""
+    """Placement and settings of engines and ranks."""
 
     config: InferenceConfig
     backend: str
@@ -54,7 +54,7 @@ class _Places:
     max_lora_rank: int | None
 
     def threads(self, role: str) -> int:
-        """Return the CPU threads of a process of the role."""
+        """Return the number of CPU threads for each process of a role."""
         return self.cluster.threads(len(self.layout.of(role)))
 
 
@@ -70,10 +70,10 @@ def started_models(
     announce: Callable[[str], None],
     max_lora_rank: int | None = None,
 ) -> Iterator[Models]:
-    """Yield the engines and the reward model, ready to use; all their processes end with the block.
+    """Yield the ready engines and reward model. All processes stop at the end of the block.
 
-    `weights` is the folder or Hub name that engines load; it exists within the block. `announce` is called with the
-    placement before anything is loaded. With `max_lora_rank` the engines take adapters of that rank.
+    `weights` yields the folder or Hub name for the engines. `announce` receives the placement before loading. With
+    `max_lora_rank`, engines support adapters up to that rank.
     """
     with ExitStack() as stack:
         reservation = Reservation(_layout(config, cluster, has_reward_model=reward_model is not None), cluster)
@@ -104,7 +104,7 @@ def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool
 
 
 def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup["RewardRank"]:
-    """Return the ranks of the reward model once they are built: an engine beside them measures the free memory."""
+    """Start the reward model and wait until it is loaded: an engine on the same GPU measures free memory at startup."""
     settings = RoleSettings(
         model=model.source,
         deepspeed=DeepSpeedConfig(),
@@ -175,7 +175,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
 
 
 def _engine_environment(places: _Places, seat: Seat, ranks: WorkerGroup["RewardRank"] | None) -> dict[str, str]:
-    """Return the GPUs of an engine over several shared GPUs: the GPUs of the reward model's ranks in these places."""
+    """Return CUDA_VISIBLE_DEVICES for a multi-GPU engine on shared GPUs: the GPUs of the reward model's ranks there."""
     if ranks is None or not (places.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
         return {}
     visible = ranks.visible_gpus()

@@ -1,4 +1,4 @@
-"""The task of `rlhf distill`: its data, both models and the objective."""
+"""Task definition for `rlhf distill`: data, student, teacher and objective."""
 
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
@@ -22,11 +22,11 @@ from rlhf_cli.runs.trained_model import TrainedModel, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 
 PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage", "teacher_offload"})
-"""Settings of the teacher that do not belong to the objective."""
+"""Teacher settings that do not affect the objective."""
 
 
 def distill_task(config: DistillConfig) -> OfflineTask:
-    """Read the data and return the task of these settings. Raise UsageError if settings, models or data do not fit."""
+    """Load the data and build the task. Raises UsageError if settings, models or data conflict."""
     distillation = config.distillation
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
@@ -65,13 +65,13 @@ def distill_task(config: DistillConfig) -> OfflineTask:
 
 
 def teacher_source(config: DistillConfig, model: TrainedModel) -> ModelConfig:
-    """Return the teacher as the student is loaded: in the same type, with the same attention kernel."""
+    """Return the teacher's model settings: the student's dtype and attention kernel."""
     changes = {"pretrain": config.distillation.teacher_pretrain, "tokenizer_chat_template": None}
     return model.base.model_copy(update=changes | {"compile_model": False, "gradient_checkpointing": False})
 
 
 def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
-    """Return the settings of DeepSpeed with the teacher's stage and the place of its weights."""
+    """Return the teacher's DeepSpeed settings, with its ZeRO stage and offloading."""
     own = config.distillation.teacher_zero_stage
     stage = config.deepspeed.zero_stage if own is None else own
     offload = config.distillation.teacher_offload or (config.deepspeed.param_offload and stage == 3)
@@ -79,7 +79,7 @@ def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
 
 
 def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: TrainedModel) -> FoundModel:
-    """Return the teacher. Raise UsageError if it cannot be loaded here, or reads other token ids than the student."""
+    """Find the teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's."""
     found = find_companion("teacher_pretrain", source, model)
     _, num_ranks = distributed_env.rank_and_world_size()
     try:

@@ -1,4 +1,4 @@
-"""The task of `rlhf dpo`: its data, model, reference and objective."""
+"""Task definition for `rlhf dpo`: data, model, reference and objective."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlhf_cli.trainers.offline.dpo import DPOObjective
 
 
 def dpo_task(config: DPOConfig) -> OfflineTask:
-    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
+    """Load the data and build the task. Raises UsageError if settings, model or data conflict."""
     objective = make_objective(config.preference)
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
@@ -54,13 +54,13 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
 
 
 def make_objective(loss: PairLossConfig) -> DPOObjective:
-    """Return the objective of these settings. Raise UsageError for a setting that none of the losses reads."""
+    """Return the objective for these settings. Raises UsageError for a setting that no selected loss uses."""
     read = {name for row in preference_losses(loss.loss) for name in row.settings}
     names = ("beta", "label_smoothing", "simpo_gamma", "discopop_tau", "orpo_lambda")
     given: dict[str, Any] = {name: getattr(loss, name) for name in names}
     defaults = PairLossConfig()
     for name, value in given.items():
         if name not in read and value != getattr(defaults, name):
-            raise UsageError(f"{name} {value} changes nothing in loss {','.join(loss.loss)}: leave it away")
+            raise UsageError(f"{name} {value} has no effect on loss {','.join(loss.loss)}: remove it")
     weights = tuple(loss.loss_weights or [1.0] * len(loss.loss))
     return DPOObjective(tuple(loss.loss), weights, PreferenceSettings(**given), loss.nll_loss_coef)

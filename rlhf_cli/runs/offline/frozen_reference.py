@@ -1,4 +1,4 @@
-"""The reference that the settings of a preference command ask for, as the offline loop takes it."""
+"""Reference model for preference commands: checks, and hooks for the offline loop."""
 
 import functools
 from collections.abc import Callable
@@ -24,21 +24,21 @@ from rlhf_cli.trainers.offline.pairs import Gather
 from rlhf_cli.trainers.offline.reference_logprobs import all_results, digest_of_pairs, digest_of_responses
 
 Forwards = dict[str, Callable[[object, Any], object]]
-"""The queries to the reference, by the column it becomes."""
+"""Reference forward functions, keyed by result column."""
 
 
 def check_reference(
     reference: FrozenReferenceConfig, model: TrainedModel, settings: DeepSpeedConfig, *, is_needed: bool
 ) -> None:
-    """Raise UsageError for a reference that cannot be had, or that is asked for and not needed."""
+    """Raise UsageError if the reference is unsupported, or set but unused."""
     if not is_needed and reference != type(reference)():
-        raise UsageError("the loss compares with no reference: remove the settings of the reference")
+        raise UsageError("the loss does not use a reference: remove the reference settings")
     if reference.moves and model.plan is not None:
-        raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
+        raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
     if reference.ref_offload and _is_base(reference, model):
-        raise UsageError("ref_offload moves a second model; under an adapter the reference is the trained one's base")
+        raise UsageError("ref_offload requires a separate reference: with an adapter, the base model is the reference")
     if reference.moves and settings.zero_stage == 3:
-        raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
+        raise UsageError("ref_sync_steps does not support --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
         find_companion("ref_pretrain", _source(reference, model), model)
 
@@ -46,7 +46,7 @@ def check_reference(
 def resident_reference(
     reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
 ) -> PretrainedConfig | None:
-    """Return the configuration of a reference that stays on the GPUs while the model trains; None for others."""
+    """Return the configuration of a reference that stays on the GPUs during training, else None."""
     is_early = isinstance(reference, ReferenceConfig) and reference.precompute_ref_log_probs
     if not is_needed or is_early or reference.ref_offload or _is_base(reference, model):
         return None
@@ -61,7 +61,7 @@ def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfi
 def reference_identity(
     reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
 ) -> dict[str, object]:
-    """Return the facts about the reference that must be equal for a checkpoint to be continued."""
+    """Return reference facts that must match to resume a checkpoint."""
     if not is_needed:
         return model_identity("reference", None) | reference.movement
     found = model.found if reference.ref_pretrain is None else find_model(_source(reference, model))
@@ -69,7 +69,7 @@ def reference_identity(
 
 
 def reference_notices(reference: FrozenReferenceConfig, model: TrainedModel) -> tuple[str, ...]:
-    """Return lines about a reference that is not the model as it starts, unless the settings name it."""
+    """Return a notice if the reference differs from the initial model without being set."""
     return tuple(reference_notice(model)) if _is_base(reference, model) else ()
 
 
@@ -82,7 +82,7 @@ def pair_reference(
     model: TrainedModel,
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
-    """Return the pairs with the reference's log-probabilities, or the reference that is asked in every step."""
+    """Add precomputed reference log-probs to the pairs, or return hooks that compute them in each step."""
     deepspeed, gather = _of_reference(deepspeed, settings), _gather(deepspeed)
     if not objective.needs_reference:
         return items, _pair_hooks(objective, None, gather)
@@ -102,12 +102,12 @@ def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:
 
 
 def _of_reference(deepspeed: DeepSpeedConfig, settings: FrozenReferenceConfig) -> DeepSpeedConfig:
-    """Return the settings that the reference runs with."""
+    """Return the reference's DeepSpeed settings."""
     return deepspeed.model_copy(update={"param_offload": deepspeed.param_offload or settings.ref_offload})
 
 
 def _gather(settings: DeepSpeedConfig) -> Gather:
-    """Return the function that gives every rank the rows of all."""
+    """Return a function that gathers rows from all ranks."""
     return functools.partial(gather_rows, ranks_per_pack=settings.ranks_per_pack)
 
 
@@ -117,7 +117,7 @@ def _pair_hooks(objective: dpo.DPOObjective, infer: dpo.Infer | None, gather: Ga
 
 
 def _moving(hooks: ReferenceHooks, frozen: FrozenReference, settings: ReferenceConfig) -> ReferenceHooks:
-    """Return the hooks with those that move the reference and keep it in checkpoints."""
+    """Extend the hooks to update the reference and checkpoint it."""
 
     def after_step(engine: DeepSpeedEngine, step: int) -> None:
         if step % settings.ref_sync_steps == 0:
@@ -135,7 +135,7 @@ def labelled_reference(
     model: TrainedModel,
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
-    """Return the responses with the reference's log-probabilities, or the reference that is asked in every step."""
+    """Add precomputed reference log-probs to the responses, or return hooks that compute them in each step."""
     reference, deepspeed = None, _of_reference(deepspeed, settings)
     if settings.precompute_ref_log_probs:
         forwards: Forwards = {kto.REF: kto.matched_logprobs, kto.MISMATCHED_REF: kto.mismatched_logprobs}
@@ -150,7 +150,7 @@ def labelled_reference(
 
 
 class _Precomputed:
-    """Columns of a reference for whole data sets. The model is loaded once, and only if the columns are not on disk."""
+    """Precomputed reference columns for whole datasets. The model is loaded once, and only without cached columns."""
 
     def __init__(self, source: ModelConfig, deepspeed: DeepSpeedConfig, share: Share, forwards: Forwards) -> None:
         self._source, self._deepspeed, self._share, self._forwards = source, deepspeed, share, forwards

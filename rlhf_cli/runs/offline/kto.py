@@ -1,4 +1,4 @@
-"""The task of `rlhf kto`: its data, model, reference and objective."""
+"""Task definition for `rlhf kto`: data, model, reference and objective."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlhf_cli.trainers.offline.kto import KTOObjective, LabelledItems, partners_
 
 
 def kto_task(config: KTOConfig) -> OfflineTask:
-    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
+    """Load the data and build the task. Raises UsageError if settings, model or data conflict."""
     loss, data = config.preference, config.data
     settings = UnpairedSettings(loss.beta, loss.desirable_loss_weight, loss.undesirable_loss_weight)
     objective = KTOObjective(loss.loss, settings)
@@ -58,9 +58,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
 
 
 def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
-    """Return whether the weights make up for the numbers of both kinds, for the terminal. Raise UsageError if one is
-    missing.
-    """
+    """Summarize the class balance, with suggested weights if unbalanced. Raises UsageError if a class is missing."""
     num_desirable = int(data.desirable.sum())
     num_undesirable = len(data.desirable) - num_desirable
     try:
@@ -71,6 +69,4 @@ def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
     weight = loss.undesirable_loss_weight
     if weight > 0 and least <= loss.desirable_loss_weight / weight <= greatest:
         return rows
-    return (
-        f"{rows}: with --undesirable_loss_weight 1 a --desirable_loss_weight of {least:.3g} to {greatest:.3g} balances"
-    )
+    return f"{rows}: with --undesirable_loss_weight 1 --desirable_loss_weight {least:.3g} to {greatest:.3g} balances"

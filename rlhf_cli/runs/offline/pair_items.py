@@ -1,4 +1,4 @@
-"""Preference pairs of the settings as items of the offline loop, for `rm` and `dpo`."""
+"""Preference pairs as items for the offline loop, for `rm` and `dpo`."""
 
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from rlhf_cli.trainers.offline.rm import MARGIN
 
 
 class PairConfig(Protocol):
-    """The settings that loading pairs reads."""
+    """Settings used to load pairs."""
 
     @property
     def data(self) -> PreferenceDataConfig: ...
@@ -33,12 +33,12 @@ def load_pair_items(
     with_margin: bool = False,
     reader: PictureReader | None = None,
 ) -> tuple[Items, str]:
-    """Return the training and evaluation pairs, and a line about the training pairs for the terminal.
+    """Load training and evaluation pairs, with a summary line.
 
-    Prompts are shared if the settings ask for it and the attention kernel can. `reader` reads their pictures.
+    Prompts are shared if enabled and supported by the attention kernel. `reader` loads images.
 
     Raises:
-        UsageError: a margin is asked for and missing.
+        UsageError: a required margin is missing.
     """
     share = share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
@@ -48,5 +48,5 @@ def load_pair_items(
         return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
 
     items = load_items(data, model, load)
-    prompts = "prompts shared by their responses" if share else "prompts repeated for each response"
+    prompts = "shared prompts" if share else "prompts repeated for each response"
     return items, f"{items.data.data.report.summary}; {prompts}"

@@ -1,4 +1,4 @@
-"""The task of `rlhf prm`: its data, model and objective."""
+"""Task definition for `rlhf prm`: data, model and objective."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlhf_cli.trainers.offline.prm import StepItems, step_objective
 
 
 def prm_task(config: PRMConfig) -> OfflineTask:
-    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
+    """Load the data and build the task. Raises UsageError if settings, model or data conflict."""
     data, seed = config.data, config.batch.seed
     model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
@@ -25,12 +25,13 @@ def prm_task(config: PRMConfig) -> OfflineTask:
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> StepItems:
+        # Evaluate all steps even when training uses only the last one.
         own = source["dataset"] == data.dataset
         reading = data if own else data.model_copy(update={"train_on_last_step_only": False})
         return StepItems(load_steps(reading, model.tokenizer, seed=seed, reader=reader, **source))
 
     def load_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
-        """Return the model with the separator in its configuration, where its users look for it."""
+        """Load the model and add the separator to its configuration, where inference reads it."""
         hf_model = load_value_backbone(*args, **kwargs)
         setattr(hf_model.config, STEP_SEPARATOR, data.separator)
         return hf_model

@@ -1,4 +1,4 @@
-"""The task of `rlhf rm`: its data, model and objective."""
+"""Task definition for `rlhf rm`: data, model and objective."""
 
 from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
@@ -12,7 +12,7 @@ from rlhf_cli.trainers.offline.rm import RewardObjective, finish_reward_metrics
 
 
 def rm_task(config: RMConfig) -> OfflineTask:
-    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
+    """Load the data and build the task. Raises UsageError if settings, model or data conflict."""
     loss = config.reward
     model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
@@ -21,7 +21,7 @@ def rm_task(config: RMConfig) -> OfflineTask:
         config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss, reader=reader
     )
     if padding_token(model.tokenizer, model.architecture) is None:
-        summary += "; no token is free for padding: transformers will score one sequence at a time"
+        summary += "; no padding token available, so transformers scores one sequence at a time"
     return OfflineTask(
         command="rm",
         objective=RewardObjective(loss.loss, loss.margin_loss, loss.center_rewards_coefficient),
@@ -37,8 +37,8 @@ def rm_task(config: RMConfig) -> OfflineTask:
 
 
 def reward_statistics(evaluated: dict[str, float]) -> dict[str, object]:
-    """Return mean and std of the rewards on the evaluation data for the model's configuration (`--normalize_reward`).
+    """Return the mean and std of evaluation rewards for the model configuration (`--normalize_reward`).
 
-    Without evaluation data both are None: they replace statistics of the model that training began with.
+    Without evaluation data both are None, which removes statistics inherited from the initial model.
     """
     return {f"reward_{name}": evaluated.get(key) for name, key in (("mean", "reward"), ("std", "reward_std"))}

@@ -1,4 +1,4 @@
-"""The common part of all offline commands: run directory, engine, checkpoints, tracking, model."""
+"""Implementation of all offline commands: run directory, engine, checkpoints, tracking and model."""
 
 import sys
 from contextlib import ExitStack, nullcontext
@@ -53,11 +53,11 @@ from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, train
 
 STOP = "a step is done and saved"
-"""Completes "the run ends as soon as ...", if a stop was asked for."""
+"""Completes "The run ends as soon as ..." after a stop signal."""
 
 
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
-    """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
+    """Train from the latest checkpoint or from the start. Saves the model and the report."""
     check_items(config, task.items)
     rank, _ = distributed_env.rank_and_world_size()
     with held_output(config.checkpoint) if rank == 0 else nullcontext():
@@ -86,7 +86,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
                 lambda: (checked_identity(config, task, resume), checked_layout(config, resume, num_ranks=num_ranks))
             )
         except UsageError:
-            stop.restore()  # so that a launcher can end the other ranks before they repeat the sentence
+            stop.restore()  # lets the launcher stop other ranks before they repeat the error
             distributed.leave_process_group()
             raise
         config, task, memory = _fitted(config, task, num_ranks=num_ranks)
@@ -96,7 +96,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         hf_model, engine = _build(config, task)
         if resume is not None:
             _restore(engine, reference, resume.path / "model")
-        if rank == 0:  # not before: what cannot be built must not cost an earlier run
+        if rank == 0:  # only now: a failed start must not remove an earlier run
             settings = to_yaml(given)
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
@@ -119,7 +119,9 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
 
 
 def _busy(num_ranks: int) -> list[str]:
-    """Return a line if other programs use the cores; several ranks of this run would be taken for such programs."""
+    """Return a notice if other programs keep the cores busy. Skipped with multiple ranks, which look like other
+    programs.
+    """
     return load_notice() if distributed.device().type == "cpu" and num_ranks == 1 else []
 
 
@@ -132,7 +134,7 @@ def _restore(engine: DeepSpeedEngine, reference: ReferenceHooks, folder: Path) -
 def _fitted(
     config: OfflineConfig, task: OfflineTask, *, num_ranks: int
 ) -> tuple[OfflineConfig, OfflineTask, dict[str, str]]:
-    """Return both with the values that a GPU's memory decides, the same on all ranks, and a line with the reason."""
+    """Fit activation recomputation and micro-batch size to GPU memory. All ranks use rank 0's values."""
     on_gpu = distributed.device().type == "cuda"
     room = distributed.by_first_rank(gpu_bytes) if on_gpu else None
     if room is None:
@@ -162,7 +164,7 @@ def _fitted(
 
 
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:
-    """Return this rank's part of every step; ranks that compute packs together have the same part."""
+    """Return this rank's share of each step. Ranks that process packs together have the same share."""
     (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.ranks_per_pack
     cost = quadratic_cost(task.model.architecture)
     shared = config.deepspeed.sequence_parallel_size
@@ -170,23 +172,23 @@ def _share(config: OfflineConfig, task: OfflineTask) -> Share:
 
 
 def check_items(config: OfflineConfig, items: Items) -> None:
-    """Raise UsageError for items that no micro-batch can hold, and for settings of an evaluation without one."""
+    """Raise UsageError for items larger than a micro-batch, and for evaluation settings without evaluation data."""
     given = config.batch.changed("eval_steps", "stop_eval_loss")
     if items.eval_data is None and given:
-        raise UsageError(f"{given} is about evaluations: give --eval_dataset")
+        raise UsageError(f"{given} requires --eval_dataset")
     budget = tokens_of_sequence(config.batch, config.deepspeed)
     for what, part in (("training", items.data), ("evaluation", items.eval_data)):
         longest = int(part.lengths.max()) if part is not None else 0
         if longest > budget:
             raise UsageError(
-                f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
-                f"responses: raise train_max_tokens_per_gpu {config.batch.max_tokens}, or "
+                f"the longest item of the {what} data uses {longest} tokens in a micro-batch (both responses for "
+                f"pairs): raise train_max_tokens_per_gpu {config.batch.max_tokens}, or "
                 f"sequence_parallel_size, or lower max_len {config.data.max_len}"
             )
 
 
 def checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_ranks: int) -> list[str]:
-    """Return a line if the states of `resume` are cut anew. Raise UsageError if they cannot be."""
+    """Return a notice if the states must be repartitioned. Raises UsageError if that is impossible."""
     if resume is None:
         return []
     return continuation_notice(
@@ -199,7 +201,7 @@ def checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_rank
 
 
 def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None) -> dict[str, object]:
-    """Return the facts that must be equal to continue. Raise UsageError if `resume` is of another run."""
+    """Return the facts that must match to resume. Raises UsageError if `resume` is from a different run."""
     data, model = task.items.data, task.model
     identity = {
         "command": task.command,
@@ -243,7 +245,7 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
 
 
 def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
-    """Return the optimizer steps of the whole run."""
+    """Return the number of optimizer steps in the run."""
     batch = config.batch
     batches = StepBatches(
         len(task.items.data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
@@ -253,7 +255,7 @@ def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
 
 @dataclass(frozen=True)
 class _OfflineRun:
-    """Everything built, on one rank."""
+    """All components of a run on one rank."""
 
     config: OfflineConfig
     task: OfflineTask
@@ -317,7 +319,7 @@ class _OfflineRun:
             )
 
     def save_checkpoint(self, step: int, tracker_state: dict[str, object]) -> None:
-        """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
+        """Save a checkpoint. Call it on each rank; rank 0 creates and publishes the folder."""
         with ExitStack() as stack:
             failures: list[RunError] = []
 
@@ -332,7 +334,7 @@ class _OfflineRun:
 
             aside = distributed.by_first_rank(begin)
             if aside is None:
-                raise failures[0] if failures else SystemExit(1)  # rank 0 gives the reason
+                raise failures[0] if failures else SystemExit(1)  # rank 0 reports the reason
             self._save_own_part(aside / "model", step)
 
     def _save_own_part(self, folder: Path, step: int) -> None:
@@ -345,5 +347,5 @@ class _OfflineRun:
         except (OSError, RuntimeError) as error:
             rank, _ = distributed_env.rank_and_world_size()
             if rank == 0:
-                raise  # the store makes a sentence of it and removes what was written
-            raise RunError(f"rank {rank} could not write its part of the checkpoint of step {step}: {error}") from error
+                raise  # the store reports it and removes the partial checkpoint
+            raise RunError(f"rank {rank} failed to write its part of the step {step} checkpoint: {error}") from error

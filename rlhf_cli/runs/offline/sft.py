@@ -1,4 +1,4 @@
-"""The task of `rlhf sft`: its data, model and objective."""
+"""Task definition for `rlhf sft`: data, model and objective."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhf_cli.trainers.offline.sft import SequenceItems, sft_objective
 
 
 def sft_task(config: SFTConfig) -> OfflineTask:
-    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
+    """Load the data and build the task. Raises UsageError if settings, model or data conflict."""
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
@@ -36,7 +36,7 @@ def sft_task(config: SFTConfig) -> OfflineTask:
 def load_sequence_items(
     data: DataConfig, model: TrainedModel, *, seed: int, reader: PictureReader | None = None
 ) -> Items[SequenceItems]:
-    """Return the examples as tokens, with pictures if there is a reader of them. Raise UsageError as `load_items`."""
+    """Load tokenized examples, with images if there is a reader. Raises UsageError like `load_items`."""
 
     def load(**source: Any) -> SequenceItems:
         return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, reader=reader, **source))

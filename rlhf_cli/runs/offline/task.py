@@ -1,4 +1,4 @@
-"""What an offline command trains: its model, its items, and its objective."""
+"""Task definition of an offline command: model, items and objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from rlhf_cli.trainers.offline.loop import ItemData, Objective, Prepare, Share
 
 
 class LoadedData(Protocol):
-    """A data set that has been read."""
+    """A loaded dataset."""
 
     @property
     def report(self) -> DataReport: ...
@@ -37,7 +37,7 @@ class LoadedData(Protocol):
 
 
 class LoadedItems(ItemData, Protocol):
-    """The items of a command, and the data set that they come from."""
+    """A command's items, with their dataset."""
 
     @property
     def data(self) -> LoadedData: ...
@@ -48,7 +48,7 @@ LoadedItemsT = TypeVar("LoadedItemsT", bound=LoadedItems, covariant=True)
 
 @dataclass(frozen=True)
 class Items(Generic[LoadedItemsT]):
-    """The training items and, if given, the evaluation items."""
+    """Training items and optional evaluation items."""
 
     data: LoadedItemsT
     eval_data: LoadedItemsT | None
@@ -56,10 +56,10 @@ class Items(Generic[LoadedItemsT]):
 
 @dataclass(frozen=True)
 class ReferenceHooks:
-    """The hooks of a reference that an objective compares the trained model with.
+    """Hooks for the reference model of an objective.
 
-    `prepare` is called with the micro-batches of every step, `after_step` (engine, step) after every step; `save` and
-    `load` take the folder of a checkpoint, every rank calls them.
+    `prepare` receives the micro-batches before each step, `after_step(engine, step)` runs after each step. `save` and
+    `load` receive the checkpoint folder. All hooks run on each rank.
     """
 
     prepare: Prepare | None = None
@@ -69,13 +69,15 @@ class ReferenceHooks:
 
 
 def no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedItems], ReferenceHooks]:
-    """Return the items unchanged, for objectives that compare with nothing."""
+    """Return the items unchanged, for objectives without a reference."""
     del share
     return items, ReferenceHooks()
 
 
 def offline_model(config: OfflineConfig) -> TrainedModel:
-    """Return the model of an offline command. Raise UsageError as `trained_model`, or if it cannot be loaded here."""
+    """Find an offline command's model. Raises UsageError like `trained_model`, or if it cannot be loaded on this
+    machine.
+    """
     check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype, optimizer=config.optim.optim)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
@@ -101,10 +103,10 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
 
 
 def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
-    """Return the training and evaluation items; `load(dataset=..., split=..., progress=...)` makes one of them.
+    """Load training and evaluation items. `load(dataset=..., split=..., progress=...)` loads one dataset.
 
     Raises:
-        UsageError: the items have tokens or positions that the model lacks.
+        UsageError: tokens or positions exceed the model's limits.
     """
     rank, _ = distributed_env.rank_and_world_size()
     with rows_bar(shown=rank == 0) as progress:
@@ -122,22 +124,22 @@ def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[...,
 
 @dataclass(frozen=True)
 class OfflineTask:
-    """The trained model, its items and its objective."""
+    """Model, items and objective of a run."""
 
     command: str
     objective: Objective
     items: Items[LoadedItems]
-    summary: str  # of the data, for the terminal
+    summary: str  # data summary for the terminal
     model: TrainedModel
     load: Callable[..., PreTrainedModel]  # `load_causal_lm` or `load_value_backbone`
-    # (Hugging Face model, ranks that share sequences) -> module that the objective calls
+    # (Hugging Face model, sequence-parallel ranks) -> module for the objective
     wrap: Callable[[PreTrainedModel, SequenceRanks | None], nn.Module]
-    # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
+    # Runs after ranks have joined, before the model is loaded. May add columns and a reference.
     begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
-    notices: tuple[str, ...] = ()  # lines for the start of the run
-    # The facts that must be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
+    notices: tuple[str, ...] = ()  # shown at startup
+    # Extra facts that must match to resume a checkpoint. Called on rank 0.
     identity: Callable[[], dict[str, object]] = dict
-    # Metrics of the last evaluation -> settings to be saved in the model's configuration.
+    # Last evaluation metrics -> values to save in the model configuration.
     describe: Callable[[dict[str, float]], dict[str, object]] = lambda evaluated: {}
-    resident: PretrainedConfig | None = None  # of a frozen model that stays on the GPUs while this one trains
+    resident: PretrainedConfig | None = None  # frozen model that stays on the GPUs during training

@@ -97,7 +97,7 @@ def test_the_page_s_loss_without_a_reference_reads_no_setting(tmp_path) -> None:
     assert not objective.needs_reference
     found_B = mixed_loss(objective.names, objective.weights, pairs_of(with_reference=False), objective.settings)
     assert found_B.tolist() == [-3.0 + 2.0, -4.0 + 2.0]
-    with pytest.raises(UsageError, match=r"beta 0.3 changes nothing in loss"):
+    with pytest.raises(UsageError, match=r"beta 0.3 has no effect on loss"):
         make_objective(dpo_config(f"{path}:without_reference", beta="0.3").preference)
 
 

@@ -269,7 +269,7 @@ def test_the_command_prints_each_finding_with_its_cure_and_fails_if_one_is_an_er
     assert cli.main(["doctor", "--no_smoke_tests"]) == 1
     printed = capsys.readouterr()
     assert "ERROR  Ray: no cluster responds at RAY_ADDRESS=127.0.0.1:1" in printed.out
-    assert "         cure: ray start --head" in printed.out
+    assert "         fix: ray start --head" in printed.out
     assert printed.err.strip().endswith("checks failed: Ray")
 
 

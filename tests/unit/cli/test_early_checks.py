@@ -24,7 +24,7 @@ MISTAKES = {
     f"{SFT} none.jsonl": "no file 'none.jsonl'",
     f"{SFT} rows.jsonl --eval_dataset none.csv": "no file 'none.csv'",
     f"{SFT} rows.jsonl --input_key q": "rows.jsonl: no column 'q' (--input_key); columns present: prompt, response",
-    f"{SFT} rows.jsonl --save_path rows.jsonl/model": "rows.jsonl is a file, a folder is needed",
+    f"{SFT} rows.jsonl --save_path rows.jsonl/model": "rows.jsonl is a file, not a folder",
     "dpo --pretrain model --dataset rows.jsonl --output run": "no column for the chosen response",
     "kto --pretrain model --dataset rows.jsonl --output run": "no column of labels, desirable or not (label)",
     "prm --pretrain model --dataset rows.jsonl --output run": "no format fits",
@@ -39,7 +39,7 @@ MISTAKES = {
     "ppo --pretrain model --critic_pretrain ./none --prompt_data rows.jsonl --reward_funcs exact --output run": (
         "--critic_pretrain: pretrain './none': there is no such folder"
     ),
-    "generate --pretrain model --prompt_data rows.jsonl --output used": "--output used holds other things",
+    "generate --pretrain model --prompt_data rows.jsonl --output used": "--output used contains other files",
     "eval --pretrain model,./none --prompt_data rows.jsonl --reward_funcs exact": "pretrain './none': there is no such",
     "chat ./none": "pretrain './none': there is no such folder",
     "merge --model ./none --output merged": "--model ./none: there is no such folder",

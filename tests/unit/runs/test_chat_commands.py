@@ -69,7 +69,7 @@ def test_undo_takes_back_one_turn_and_clear_all_of_them_but_not_the_system_promp
     for line in ("/clear", "/reset"):
         cleared = reply_to(TALK, line)
         assert (cleared.session.turns, cleared.session.system) == ((), "Be kind.")
-        assert "system prompt stays" in cleared.text
+        assert "system prompt is kept" in cleared.text
 
 
 def test_the_system_prompt_is_shown_set_and_dropped():
@@ -113,9 +113,9 @@ def test_set_alone_shows_all_settings_and_a_name_alone_its_value():
         ("/set temperature warm", "temperature warm: must be a number"),
         ("/set temprature 1", "did you mean temperature"),
         ("/halp", "did you mean /help"),
-        ("/save", "a file is missing: /save FILE"),
-        ("/save talk.txt", "ends with .json or .jsonl"),
-        ("/load", "a file is missing: /load FILE"),
+        ("/save", "missing file name: /save FILE"),
+        ("/save talk.txt", "must end with .json or .jsonl"),
+        ("/load", "missing file name: /load FILE"),
     ],
 )
 def test_a_command_that_cannot_be_done_gets_one_sentence(line, words):

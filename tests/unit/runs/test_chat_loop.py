@@ -72,13 +72,13 @@ def test_ctrl_c_ends_a_script_at_once_and_the_handler_of_before_is_back():
 
 def test_an_answer_that_is_cut_has_a_note():
     _, screen, _ = chat_of("/set max_new_tokens 2", "hello")
-    assert screen.answers == [[None, "he", "cut at max_new_tokens 2"]]
+    assert screen.answers == [[None, "he", "truncated at max_new_tokens 2"]]
 
 
 def test_an_empty_answer_takes_its_message_back_and_leaves_the_former_answer_of_a_retry():
     chat, screen, _ = chat_of("nothing", "hello")
     assert chat.session.turns == (Turn("hello", ("hello",)),)
-    assert "the answer is empty: the message is taken back" in screen.told
+    assert "empty answer: the message is removed" in screen.told
     start = Session(turns=(Turn("nothing", ("an answer",)),))
     chat, _, _ = chat_of("/retry", session=start)
     assert chat.session.turns == start.turns
@@ -108,7 +108,7 @@ def test_a_saved_conversation_is_loaded_again_and_others_files_are_left_alone(tm
     chat, screen, _ = chat_of(*lines, session=start)
     assert [turn.message for turn in chat.session.turns] == ["ünïcode 🙂", "two"]
     assert len(file.read_text().splitlines()) == 1
-    assert screen.faults == [f"{theirs} is there already, and this chat has not written it: give another name"]
+    assert screen.faults == [f"{theirs} already exists and was not written by this chat: choose another name"]
     assert theirs.read_text() == "[]"
 
 
@@ -127,16 +127,16 @@ def test_a_model_with_an_empty_answer_is_left_out_of_a_file(tmp_path):
     speakers = [EchoSpeaker("a"), EchoSpeaker("b", pressed_after=0)]
     _, screen, _ = chat_of("hello", f"/save {file}", speakers=speakers)
     assert [json.loads(line)["pretrain"] for line in file.read_text().splitlines()] == ["a"]
-    assert "1 left out" in screen.told[-1]
+    assert "1 skipped" in screen.told[-1]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("none.jsonl", None, "there is no file"),
+        ("none.jsonl", None, "file not found"),
         ("text.jsonl", '{"text": "a"}\n', "plain text"),
         ("open.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "no assistant turn"),
-        ("dir/x.json", None, "there is no file"),
+        ("dir/x.json", None, "file not found"),
     ],
 )
 def test_a_file_without_a_conversation_is_refused_and_the_chat_goes_on(tmp_path, name, content, words):
@@ -157,7 +157,7 @@ def test_a_script_gets_the_answers_alone_and_everything_else_apart():
     screen = PipeScreen(io.StringIO("one\r\n/set top_k 5\n/nope\ntwo"), out, errors)
     assert Chat(Session(), [EchoSpeaker()], screen).run() == 1
     assert out.getvalue() == "one\ntwo\n"
-    assert errors.getvalue().startswith("top_k 5\nrlhf chat: there is no command /nope")
+    assert errors.getvalue().startswith("top_k 5\nrlhf chat: unknown command /nope")
 
 
 def test_a_script_reads_the_models_names_before_their_answers():

@@ -171,9 +171,9 @@ def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_ar
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
     with pytest.raises(UsageError, match="no system"):
         found_speakers(chat_config(tiny_model_dir, tokenizer_chat_template=str(template), system_prompt="Be kind."))
-    with pytest.raises(UsageError, match="a system prompt needs a chat template"):
+    with pytest.raises(UsageError, match="a system prompt requires a chat template"):
         found_speakers(chat_config(without_template(tiny_model_dir, tmp_path), system_prompt="Be kind."))
-    with pytest.raises(UsageError, match="--chat_template_kwargs are variables of a chat template"):
+    with pytest.raises(UsageError, match="--chat_template_kwargs requires a chat template"):
         found_speakers(chat_config(tmp_path / "base", chat_template_kwargs='{"a": 1}'))
     with pytest.raises(UsageError, match="names a model twice"):
         chat_config(f"{tiny_model_dir},{tiny_model_dir}")
@@ -191,8 +191,8 @@ def test_a_model_without_a_template_continues_the_text(tiny_model_dir, tmp_path,
     second = ids + kept + tokenizer(" other", add_special_tokens=False).input_ids
     expected = [first, greedy(tiny_model_dir, second, 12)]
     assert texts(screen) == [tokenizer.decode(answer, skip_special_tokens=True) for answer in expected]
-    assert "no chat template: it continues the text" in screen.told[0]
-    assert screen.faults == ["a system prompt needs a chat template: give --tokenizer_chat_template FILE"]
+    assert "no chat template (text completion)" in screen.told[0]
+    assert screen.faults == ["a system prompt requires a chat template: set --tokenizer_chat_template FILE"]
 
 
 def test_a_token_that_the_model_has_no_embedding_of_is_reported_and_the_chat_goes_on(tiny_model_dir, tmp_path):
@@ -228,7 +228,7 @@ def test_template_variables_reach_the_template_and_a_thought_that_it_opens_is_pa
     settings = {"tokenizer_chat_template": str(template), "chat_template_kwargs": '{"thinks": true}'}
     screen = talk(tiny_model_dir, "the one", f"/save {file}", **settings)
     (row,) = json.loads(file.read_text())
-    assert 'its chat template with {"thinks": true}' in screen.told[0]
+    assert 'chat template with {"thinks": true}' in screen.told[0]
     assert row["messages"][1]["content"] == f"<think>\n{texts(screen)[0]}"
 
 

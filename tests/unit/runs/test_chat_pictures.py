@@ -58,7 +58,7 @@ def test_answers_are_those_of_transformers_own_processor_and_model(folder: Path)
     text = "<|im_start|>user\n{}Which?<|im_end|>\n<|im_start|>assistant\n"
     assert both == plain_answer(folder, text.format("<image>" * 2), ["a.png", "b.png"])
     assert neither != both
-    assert f"the next message begins with {folder / 'a.png'}, 120 x 80 pixels" in screen.told
+    assert f"attached {folder / 'a.png'} (120 x 80 pixels) to the next message" in screen.told
 
 
 def test_a_saved_conversation_has_its_pictures_and_goes_on_as_it_would_have(folder: Path, tmp_path: Path) -> None:
@@ -75,24 +75,24 @@ def test_a_model_of_text_refuses_pictures(tiny_model_dir: str, folder: Path, tmp
     row = {"prompt": "Which?", "response": "this", "images": [str(folder / "a.png")]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     screen = talk(Path(tiny_model_dir), f"/image {folder / 'a.png'}", f"/load {tmp_path / 'rows.jsonl'}")
-    assert screen.faults[0] == f"/image: {tiny_model_dir} is a model of text alone, or has no chat template"
+    assert screen.faults[0] == f"/image: {tiny_model_dir} does not support images, or has no chat template"
     assert "images" in screen.faults[1]
 
 
 def test_pictures_wait_for_the_next_message_and_can_be_dropped(folder: Path) -> None:
     assert reply_to(Session(), "/image a b.png").action == Attach(Path("a b.png"))
     session = Session(attached=(shown_picture("a.png", folder), shown_picture("b.png", folder)))
-    assert reply_to(session, "/image").text == f"pictures of the next message: {folder / 'a.png'}, {folder / 'b.png'}"
+    assert reply_to(session, "/image").text == f"images in the next message: {folder / 'a.png'}, {folder / 'b.png'}"
     ask = reply_to(session, "Which?").action
     assert isinstance(ask, Ask)
     assert ask == Ask("\ufffc\ufffcWhich?", pictures=session.attached)
     after = session.answered(ask, ["this"])
     assert after.attached == ()
     assert reply_to(after, "/retry").action == Ask(ask.message, attempt=1, again=True, pictures=session.attached)
-    assert reply_to(after, "/undo").text == "took back '[picture] [picture] Which?' and the answer"
+    assert reply_to(after, "/undo").text == "removed '[image] [image] Which?' and the answer"
     assert reply_to(session, "/image off").session.attached == ()
     with pytest.raises(UsageError, match=r"character U\+FFFC"):
         reply_to(session, "a \ufffc b")
     for name, why in (("none.png", "is not there"), ("model", "is not there")):
-        with pytest.raises(UsageError, match=f"the picture {name} {why}"):
+        with pytest.raises(UsageError, match=f"the image {name} {why}"):
             shown_picture(name, folder)

@@ -193,7 +193,7 @@ def test_ctrl_d_ends_a_typed_episode_which_keeps_its_turns(files, model):
     assert "<|im_start|>user\n    lower<|im_end|>" in screens[2].removeprefix(screens[1])
     assert "<|im_start|>user\n    higher<|im_end|>" in screens[3].removeprefix(screens[2])
     whole = stream.getvalue()
-    assert "  turns: 2 of at most 8\n" in whole
+    assert "  turns: 2; at most 8 (max_turns)\n" in whole
     assert "  end: no more turns\n" in whole
 
 
@@ -313,7 +313,11 @@ def test_turns_of_a_file_are_its_lines_or_a_list_of_texts(files):
     assert read_turns("turns.txt") == ("first", "[TOOL_CALLS] []")
     Path("turns.json").write_text('["a\\nb", ""]')
     assert read_turns("turns.json") == ("a\nb", "")
-    for text, reason in (("{}", "is no list of texts"), ("[]", "has no turn"), ("[", "cannot be read: Expecting")):
+    for text, reason in (
+        ("{}", "must be a list of strings"),
+        ("[]", "contains no turns"),
+        ("[", "cannot be read: Expecting"),
+    ):
         Path("turns.json").write_text(text)
         with pytest.raises(UsageError, match=f"--turns turns.json {reason}"):
             read_turns("turns.json")

@@ -65,8 +65,8 @@ def test_neighbours_of_one_base_share_engines_and_their_order_stays(place, tiny_
     assert turns[0].max_lora_rank == 16
     said = ways(turns, cluster=ONE)
     assert f"engines load {base.resolve()} once for" in said
-    assert "dora is written whole (vLLM computes no DoRA)" in said
-    assert "one is written whole (no neighbour has the same base)" in said
+    assert "dora is merged (vLLM does not support DoRA)" in said
+    assert "one is merged (no neighbor has the same base)" in said
 
 
 def test_a_base_without_an_adapter_beside_it_is_loaded_as_it_is(place, tiny_model_dir):
@@ -82,12 +82,12 @@ def test_every_reason_to_write_an_adapter_whole_is_named(place, tiny_model_dir):
     one = asked(place, "one")
     assert why_whole(one, cluster=ONE) is None
     for model, cluster, reason in (
-        (replace(one, backend="transformers"), ONE, "vLLM alone adds adapters"),
-        (one, gpus, "16 bits alone"),
+        (replace(one, backend="transformers"), ONE, "only vLLM applies adapters"),
+        (one, gpus, "16-bit weights"),
         (one, replace(ONE, node_gpus=[2, 2]), "other machines"),
         (asked(place, "one", stop="7"), ONE, "--stop"),
-        (asked(place, "dora"), ONE, "no DoRA"),
-        (asked(place, "head"), ONE, "whole layers"),
+        (asked(place, "dora"), ONE, "DoRA"),
+        (asked(place, "head"), ONE, "modules_to_save"),
         (asked(place, "high"), ONE, "ranks up to 512"),
     ):
         said = why_whole(model, cluster=cluster)
@@ -95,9 +95,9 @@ def test_every_reason_to_write_an_adapter_whole_is_named(place, tiny_model_dir):
         assert reason in said
     assert why_whole(asked(place, "one", param_dtype="bf16"), cluster=gpus) is None
     (place / "one" / "generation_config.json").write_text('{"eos_token_id": 77}')
-    assert "other tokens" in str(why_whole(one, cluster=ONE))
+    assert "end tokens differ" in str(why_whole(one, cluster=ONE))
     one.model.architecture.architectures = ["MixtralForCausalLM"]
-    assert "are loaded whole" in str(why_whole(one, cluster=ONE))
+    assert "are loaded in full" in str(why_whole(one, cluster=ONE))
 
 
 def test_engines_get_the_adapter_with_its_own_settings_and_the_base_without_any(place, tiny_model_dir):

@@ -109,7 +109,7 @@ def test_earlier_responses_are_replaced_only_when_that_is_said(tmp_path):
     prepare_folder(root, "", IDENTITY, keep=False)
     for name in ("selected.jsonl", "eval.json"):
         (root / name).write_text("{}\n")
-    with pytest.raises(UsageError, match="holds earlier responses"):
+    with pytest.raises(UsageError, match="contains earlier responses"):
         check_folder(root, FRESH)
     (root / "notes.txt").write_text("mine")
     check_folder(root, ANEW)
@@ -121,7 +121,7 @@ def test_earlier_responses_are_replaced_only_when_that_is_said(tmp_path):
 def test_the_folder_of_another_command_is_never_touched(tmp_path, name):
     (tmp_path / name).write_text("mine")
     for settings in (FRESH, ANEW, AGAIN):
-        with pytest.raises(UsageError, match="holds other things"):
+        with pytest.raises(UsageError, match="contains other files"):
             check_folder(tmp_path, settings)
 
 

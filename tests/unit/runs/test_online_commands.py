@@ -158,7 +158,7 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
         ("grpo", "grpo", {"n_samples_per_prompt": "1"}, "--n_samples_per_prompt 1: grpo compares .* at least 2"),
         ("rloo", "rloo", {"n_samples_per_prompt": "1"}, "requires at least 2"),
         ("reinforce++", "reinforce++_group", {"baseline": "group"}, "requires at least 2"),
-        ("grpo", "grpo", {"train_batch_size": "96"}, "does not divide the 1024 responses .* 64 and 128 would"),
+        ("grpo", "grpo", {"train_batch_size": "96"}, "does not divide the 1024 responses .* 64 and 128 do"),
         ("grpo", "gdpo", {"stop_properly_penalty_coef": "0.5"}, "changes the summed reward, but gdpo normalizes"),
         ("ppo", "ppo", {"bootstrap_truncated": "true", "max_len": "16192"}, "reads one more token than --max_len"),
         ("ppo", "ppo", {"reward_funcs": "math,length"}, "length compares responses to the same prompt"),
@@ -166,7 +166,7 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
             "ppo",
             "ppo",
             {"reward_funcs": "math,soft_overlong(max_len=9,buffer=3)", "overlong_buffer_len": "3"},
-            "punish length twice",
+            "penalize length",
         ),
         ("ppo", "ppo", {"overlong_buffer_len": "1025"}, "exceeds the response limit --max_new_tokens 1024"),
     ],
@@ -223,7 +223,7 @@ def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command,
     ("row", "given", "complaint"),
     [
         ("grpo_passk", {"advantage": "passk"}, "grpo_passk uses one reward per response; step rewards: ppo, "),
-        ("gdpo", {"aggregate": "normalize_then_sum"}, "gdpo compares whole responses"),
+        ("gdpo", {"aggregate": "normalize_then_sum"}, "gdpo uses one reward per response"),
         ("grpo", {"advantage_std": "none"}, "normalised by their std, and advantage_std is none"),
     ],
 )
@@ -362,7 +362,11 @@ def test_a_batch_of_episodes_counts_samples_and_the_extra_prompts_of_dynamic_sam
     [
         ("ppo", {"prm_pretrain": "x"}, "--prm_pretrain does not support episodes"),
         ("grpo", {"overlong_buffer_len": 8}, "--overlong_buffer_len applies to a single response"),
-        ("grpo", {"reward_funcs": "environment,soft_overlong(max_len=60,buffer=8)"}, "--reward_funcs soft_overlong is"),
+        (
+            "grpo",
+            {"reward_funcs": "environment,soft_overlong(max_len=60,buffer=8)"},
+            "--reward_funcs soft_overlong applies",
+        ),
     ],
 )
 def test_settings_about_one_response_are_refused_beside_an_environment(command, given, complaint):

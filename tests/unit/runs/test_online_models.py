@@ -165,22 +165,22 @@ def test_a_role_has_its_own_stage_or_that_of_all():
         (
             ("actor",),
             {"ref_num_gpus_per_node": 2},
-            "--ref_num_gpus_per_node is ignored: there is a ref",
+            "--ref_num_gpus_per_node is ignored: a reference",
         ),
         (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage is ignored: a reference requires"),
-        (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref is ignored: there is a"),
-        (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes is ignored: there is a reward model o"),
+        (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref is ignored: a reference"),
+        (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes is ignored: a reward model requires"),
         (
             ("actor", "ref"),
             {"normalize_reward": "true"},
-            "--normalize_reward is ignored: there is a reward model",
+            "--normalize_reward is ignored: a reward model",
         ),
         (
             ("actor", "ref", "reward"),
             {"teacher_zero_stage": 3},
-            "--teacher_zero_stage is ignored: there is a te",
+            "--teacher_zero_stage is ignored: a teacher",
         ),
-        (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward is ignored: there is"),
+        (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward is ignored: a reward model"),
     ],
 )
 def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, given, said):
@@ -219,7 +219,7 @@ def test_models_are_compiled_where_no_role_that_is_there_is_partitioned(given, f
     [
         ({"actor_num_gpus_per_node": 3}, "2 does not divide the 3 ranks of the model"),
         ({"actor_num_gpus_per_node": 2}, "2 does not divide the 1 ranks of the model"),  # the critic's
-        ({"actor_num_gpus_per_node": 2, "critic_num_gpus_per_node": 2, "enable_ema": "true"}, "enable_ema keeps"),
+        ({"actor_num_gpus_per_node": 2, "critic_num_gpus_per_node": 2, "enable_ema": "true"}, "enable_ema averages"),
     ],
     ids=str,
 )

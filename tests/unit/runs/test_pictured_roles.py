@@ -25,7 +25,7 @@ def checked(policy: FoundModel, role: FoundModel, **pictures: int) -> None:
 def test_a_judge_that_does_not_read_the_policys_pictures_is_refused():
     checked(FoundModel("text", TEXT), FoundModel("m", QWEN))
     for role in (TEXT, IDEFICS):
-        complaint = f"--teacher_pretrain 'm' is of type {role.model_type}, which cannot process images for a qwen2_5_vl"
+        complaint = f"--teacher_pretrain 'm' has type {role.model_type}, which cannot process images for a qwen2_5_vl"
         with pytest.raises(UsageError, match=complaint):
             checked(FoundModel("qwen", QWEN), FoundModel("m", role))
 

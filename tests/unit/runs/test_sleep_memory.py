@@ -71,5 +71,5 @@ def test_a_teacher_in_the_ranks_of_its_student_sleeps_there(tiny_model_dir):
 
 
 def test_too_little_memory_is_named():
-    assert described({0: 90 * GIB, 1: 112 * GIB}, 128 * GIB)["Host memory"].startswith("112 GiB on a node")
+    assert described({0: 90 * GIB, 1: 112 * GIB}, 128 * GIB)["Host memory"].startswith("112 GiB per node")
     assert "this node has 96 GiB, WHICH IS NOT ENOUGH" in described({0: 112 * GIB}, 96 * GIB)["Host memory"]
