@@ -313,7 +313,8 @@ def test_turns_of_a_file_are_its_lines_or_a_list_of_texts(files):
     assert read_turns("turns.txt") == ("first", "[TOOL_CALLS] []")
     Path("turns.json").write_text('["a\\nb", ""]')
     assert read_turns("turns.json") == ("a\nb", "")
-    for text, reason in (
+    reasons = {"{}": "must be a list of strings", "[]": "contains no turns", "[": "cannot be read: Expecting"}
+    for text, reason in reasons.items():
         ("{}", "must be a list of strings"),
         ("[]", "contains no turns"),
         ("[", "cannot be read: Expecting"),
