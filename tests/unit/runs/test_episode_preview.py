@@ -315,10 +315,6 @@ def test_turns_of_a_file_are_its_lines_or_a_list_of_texts(files):
     assert read_turns("turns.json") == ("a\nb", "")
     reasons = {"{}": "must be a list of strings", "[]": "contains no turns", "[": "cannot be read: Expecting"}
     for text, reason in reasons.items():
-        ("{}", "must be a list of strings"),
-        ("[]", "contains no turns"),
-        ("[", "cannot be read: Expecting"),
-    ):
         Path("turns.json").write_text(text)
         with pytest.raises(UsageError, match=f"--turns turns.json {reason}"):
             read_turns("turns.json")
