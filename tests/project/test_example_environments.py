@@ -130,7 +130,7 @@ def test_a_game_goes_on_until_the_heap_is_empty_or_a_move_is_none(model, tmp_pat
     assert texts(won)[0][1].endswith("Take stones. There are 3 stones.<|im_end|>\n<|im_start|>assistant\n")
     assert (won.example.facts["reward"], won.example.facts["end"]) == ("1", "the environment is done")
     wrong = play(few, "I take 4")
-    assert (wrong.example.facts["reward"], wrong.example.facts["turns"]) == ("0", "1 of at most 8")
+    assert (wrong.example.facts["reward"], wrong.example.facts["turns"]) == ("0", "1; at most 8 (max_turns)")
     more = rehearsal(model, "nim.py", write(tmp_path / "more.jsonl", {"prompt": prompt, "stones": 9}))
     first, second = (texts(play(more, "1", "none")) for _ in range(2))
     assert first == second  # the opponent's moves come from the seed

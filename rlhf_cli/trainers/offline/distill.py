@@ -1,4 +1,4 @@
-"""Distillation on fixed data: its micro-batches, what the teacher adds to them, and its objective."""
+"""Distillation on a fixed dataset: micro-batches, teacher preparation, and objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,31 +13,31 @@ from rlhf_cli.models.logit_chunks import HeadWeights
 from rlhf_cli.models.student import LOGPROBS
 
 HiddenStates = Callable[[list[Pack]], list[torch.Tensor]]
-"""Packs -> the teacher's hidden states [k, D] for this rank's targets of each."""
+"""Packs -> teacher hidden states [k, D] for this rank's targets in each pack."""
 
 
 @dataclass(frozen=True)
 class DistillBatch:
-    """A pack, the teacher's hidden states [k, D] for this rank's targets, and its head."""
+    """A pack with teacher hidden states [k, D] for this rank's targets, and the teacher's head."""
 
     pack: Pack
     teacher_kD: torch.Tensor
     teacher: HeadWeights
 
     def to(self, device: torch.device | str) -> "DistillBatch":
-        """Return the same micro-batch on another device; the head is there."""
+        """Move the micro-batch to a device. The head is already there."""
         return replace(self, pack=self.pack.to(device), teacher_kD=self.teacher_kD.to(device))
 
 
 @dataclass(frozen=True)
 class TeacherPreparation:
-    """Adds the teacher's hidden states to micro-batches."""
+    """Adds teacher hidden states to micro-batches."""
 
     hidden_states: HiddenStates
     head: HeadWeights
 
     def __call__(self, engine: object, packs: list[Pack]) -> list[DistillBatch]:
-        """Return this rank's micro-batches of a step, or of a part of an evaluation."""
+        """Return this rank's micro-batches for a step, or for part of an evaluation."""
         del engine
         states = self.hidden_states(packs)
         return [DistillBatch(pack, teacher_kD, self.head) for pack, teacher_kD in zip(packs, states, strict=True)]
@@ -45,13 +45,13 @@ class TeacherPreparation:
 
 @dataclass(frozen=True)
 class DistillObjective:
-    """The divergence from the teacher, `kd_coef` times, and the negative log-likelihood with the rest of the weight."""
+    """`kd_coef` times the divergence from the teacher, plus `1 - kd_coef` times the negative log-likelihood."""
 
     settings: DivergenceSettings
     kd_coef: float = 1.0
 
     def __call__(self, model: nn.Module, batch: DistillBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """Return this micro-batch's part of the mean loss over the step's trained tokens, in nats."""
+        """Return this micro-batch's contribution to the mean loss over the step's trained tokens, in nats."""
         mixes = self.kd_coef < 1.0
         found = model(batch.pack, batch.teacher_kD, teacher=batch.teacher, settings=self.settings, with_logprobs=mixes)
         loss = divergence = token_mean(found[DIVERGENCE], totals)

@@ -1,4 +1,4 @@
-"""Direct preference optimization and its relatives: the objective, and the data that it needs beforehand."""
+"""Direct preference optimization and variants: objective and data preparation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,27 +20,27 @@ from rlhf_cli.algorithms.preference import (
 from rlhf_cli.trainers.offline.pairs import Gather, PairBatch, sequence_logprobs, trained_counts
 
 REF, PARTNER, DELTA = "ref_logprobs", "aot_partner", "bco_delta"
-"""Columns of a pair: log-probabilities of both responses under the reference, and constants of the step."""
+"""Pair columns: reference log-probs of both responses, and step constants."""
 
 Infer = Callable[[Any, list[Any]], list[torch.Tensor]]
-"""(engine of the trained model, micro-batches) -> log-probabilities [B] of the sequences of each, no gradient."""
+"""(training engine, micro-batches) -> sequence log-probs [B] per micro-batch, without gradients."""
 
 
 class InferringEngine(Protocol):
-    """One rank of a model that can be asked without training."""
+    """One rank of a model that supports inference."""
 
     def infer(self, micro_batches: list[Any], forward: Callable[[nn.Module, Any], torch.Tensor]) -> list[torch.Tensor]:
-        """Return the results of `forward` on each micro-batch."""
+        """Return the result of `forward` for each micro-batch."""
 
 
 def batch_logprobs(model: nn.Module, batch: PairBatch) -> torch.Tensor:
-    """Return the log-probabilities [2 P] of the responses of a micro-batch."""
+    """Return response log-probs [2 P] for a micro-batch."""
     return sequence_logprobs(model, batch.pack)
 
 
 @dataclass(frozen=True)
 class DPOObjective:
-    """Losses by name with their weights, and the mean NLL per token of the chosen response, `nll_loss_coef` times."""
+    """Weighted sum of losses, plus `nll_loss_coef` times the mean NLL per token of chosen responses."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -48,7 +48,7 @@ class DPOObjective:
     nll_loss_coef: float = 0.0
 
     def __call__(self, model: nn.Module, batch: PairBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """Return this micro-batch's part of the mean loss over the pairs of the step."""
+        """Return this micro-batch's contribution to the mean loss over the step's pairs."""
         pairs = pair_logprobs(batch_logprobs(model, batch), batch)
         loss = sequence_mean(mixed_loss(self.names, self.weights, pairs, self.settings), totals)
         nll = -sequence_mean(pairs.chosen_logprobs / pairs.chosen_lengths, totals)
@@ -59,17 +59,17 @@ class DPOObjective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any of the losses compares with a reference."""
+        """Whether any loss uses the reference."""
         return any(row.needs_reference for row in preference_losses(self.names))
 
     @property
     def step_constants(self) -> set[str]:
-        """Constants of the whole step that the losses need."""
+        """Step constants required by the losses."""
         return {row.step_constant for row in preference_losses(self.names) if row.step_constant is not None}
 
 
 def pair_logprobs(logprobs_B: torch.Tensor, batch: PairBatch) -> PairLogprobs:
-    """Return the log-probs [2 P] of the responses of a micro-batch as pairs, with the columns of the pairs."""
+    """Return response log-probs [2 P] as pairs, with the pair columns."""
     lengths_B, ref_P2, delta_P = trained_counts(batch.pack), batch.columns.get(REF), batch.columns.get(DELTA)
     return PairLogprobs(
         chosen_logprobs=logprobs_B[0::2],
@@ -85,9 +85,9 @@ def pair_logprobs(logprobs_B: torch.Tensor, batch: PairBatch) -> PairLogprobs:
 
 @dataclass(frozen=True)
 class PairPreparation:
-    """Adds to micro-batches the data that the objective needs: the reference's log-probs and constants of the step.
+    """Adds reference log-probs and step constants to micro-batches.
 
-    `reference` is None if the items bring the log-probs, or no loss needs them.
+    `reference` is None if the items contain log-probs, or if no loss uses them.
     """
 
     objective: DPOObjective
@@ -96,11 +96,11 @@ class PairPreparation:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any preparation is required."""
         return self.reference is not None or bool(self.objective.step_constants)
 
     def __call__(self, engine: InferringEngine, batches: list[PairBatch]) -> list[PairBatch]:
-        """Return the micro-batches of this rank with the columns that were missing."""
+        """Return this rank's micro-batches with the missing columns."""
         if self.reference is not None:
             found = self.reference(engine, batches)
             batches = [
@@ -108,6 +108,8 @@ class PairPreparation:
             ]
         if not self.objective.step_constants:
             return batches
+        # The constants depend on all pairs in the step, so gather log-probs from all ranks before the first
+        # micro-batch.
         own = [_table(*both) for both in zip(engine.infer(batches, batch_logprobs), batches, strict=True)]
         whole_P4, start = self.gather(torch.cat(own))
         whole = _pairs_of_table(whole_P4)
@@ -123,11 +125,11 @@ class PairPreparation:
 
 
 def _table(logprobs_B: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Return [P, 4]: chosen and rejected under the model, then under the reference."""
+    """Return [P, 4]: chosen and rejected log-probs for the model, then for the reference."""
     return torch.cat([logprobs_B.unflatten(0, (-1, 2)), batch.columns[REF].to(logprobs_B.device)], dim=1)
 
 
 def _pairs_of_table(table_P4: torch.Tensor) -> PairLogprobs:
     chosen, rejected, ref_chosen, ref_rejected = table_P4.unbind(1)
-    ones = torch.ones_like(chosen)  # no constant depends on lengths
+    ones = torch.ones_like(chosen)  # step constants do not depend on lengths
     return PairLogprobs(chosen, rejected, ref_chosen, ref_rejected, chosen_lengths=ones, rejected_lengths=ones)

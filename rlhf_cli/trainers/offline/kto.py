@@ -1,4 +1,4 @@
-"""Learning from responses labelled desirable or undesirable: items, objective, and the baseline measured beforehand."""
+"""Training on responses labeled desirable or undesirable: items, objective and KL baseline."""
 
 import collections.abc
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs
 
 REF, MISMATCHED_REF = "ref_logprobs", "mismatched_ref_logprobs"
 TRIED_PARTNERS = 32
-"""Items looked at for one with another prompt; data with a longer run of one prompt takes the last of them."""
+"""Maximum number of items tried to find a different prompt; after that, the last one is used."""
 
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """P responses packed, and in a pack of their own the same prompts with a response to another prompt.
+    """P packed responses, and a second pack with the same prompts and mismatched responses.
 
-    `columns` are float32 [P]: log-probabilities of both under the reference. `baseline` is z0 of the whole step
-    in nats, None before it is known.
+    `columns` are float32 [P]: reference log-probs of both responses. `baseline` is z0 for the step in nats, None until
+    it is measured.
     """
 
     pack: Pack
@@ -36,7 +36,7 @@ class LabelledBatch:
     baseline: float | None = None
 
     def to(self, device: torch.device | str) -> "LabelledBatch":
-        """Return the same micro-batch on another device."""
+        """Move the micro-batch to a device."""
         return replace(
             self,
             pack=self.pack.to(device),
@@ -46,16 +46,16 @@ class LabelledBatch:
         )
 
     def with_columns(self, **columns: torch.Tensor) -> "LabelledBatch":
-        """Return the same micro-batch with more columns."""
+        """Return the micro-batch with additional columns."""
         return replace(self, columns=self.columns | columns)
 
 
 @dataclass(frozen=True)
 class LabelledItems:
-    """Tokenised responses: one item is one response.
+    """Tokenized responses, one per item.
 
-    Its mismatched response belongs to another item, always the same one, so that the reference's log-probabilities of
-    both can be computed once. `columns` are float32 [N].
+    Each item is always paired with the same mismatched response, so that reference log-probs of both are computed once.
+    `columns` are float32 [N].
     """
 
     data: LabelledData
@@ -64,22 +64,22 @@ class LabelledItems:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each item: of its own or of the mismatched response, whichever is longer."""
+        """Tokens per item, with the longer of the matched and mismatched responses."""
         responses = self.data.response_lengths
         return self.data.prompt_lengths + np.maximum(responses, responses[self.partners])
 
     @property
     def num_trained(self) -> np.ndarray:
-        """Trained tokens of each response."""
+        """Trained tokens per response."""
         return self.data.num_trained
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Patches of the pictures of each response, None for models of text."""
+        """Image patches per response, None for text models."""
         return self.data.patches
 
     def collate(self, indices: collections.abc.Sequence[int]) -> LabelledBatch:
-        """Return the responses as one packed micro-batch."""
+        """Pack the responses into one micro-batch."""
         items = [self.data.items[index] for index in indices]
         others = [self.data.items[self.partners[index]] for index in indices]
         pairs = zip(items, others, strict=True)
@@ -93,45 +93,46 @@ class LabelledItems:
 
 
 def _tree(item: LabelledItem, response: Branch) -> Tree:
-    """Return the prompt of an item with a response."""
+    """Return an item's prompt with a response."""
     return Tree(item.prompt_ids, (response,), item.pictures)
 
 
 def partners_of(data: LabelledData) -> np.ndarray:
-    """Return for each item the number of another item whose response is put under its prompt, int64 [N]."""
+    """Return for each item the index of the item with its mismatched response, int64 [N]."""
     num_items = len(data.items)
     prompts = [hash(_contents(item)) for item in data.items]
     partners = np.zeros(num_items, dtype=np.int64)
     for number in range(num_items):
+        # Start half the dataset away: neighboring rows often share a prompt.
         tried = [(number + num_items // 2 + further) % num_items for further in range(min(TRIED_PARTNERS, num_items))]
         partners[number] = next((other for other in tried if prompts[other] != prompts[number]), tried[-1])
     return partners
 
 
 def _contents(item: LabelledItem) -> tuple[bytes, tuple[Picture, ...]]:
-    """Return the tokens and pictures of a prompt: the same question about another picture is another prompt."""
+    """Return the tokens and images of a prompt. The same question about another image is a different prompt."""
     return item.prompt_ids.tobytes(), tuple(placed.picture for placed in item.pictures)
 
 
 def matched_logprobs(model: nn.Module, batch: LabelledBatch) -> torch.Tensor:
-    """Return the log-probabilities [P] of the responses."""
+    """Return response log-probs [P]."""
     return sequence_logprobs(model, batch.pack)
 
 
 def mismatched_logprobs(model: nn.Module, batch: LabelledBatch) -> torch.Tensor:
-    """Return the log-probabilities [P] of the mismatched responses."""
+    """Return mismatched response log-probs [P]."""
     return sequence_logprobs(model, batch.mismatched)
 
 
 @dataclass(frozen=True)
 class KTOObjective:
-    """One of the losses on single responses."""
+    """Loss on unpaired responses."""
 
     name: str
     settings: UnpairedSettings
 
     def __call__(self, model: nn.Module, batch: LabelledBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """Return this micro-batch's part of the mean loss over the responses of the step."""
+        """Return this micro-batch's contribution to the mean loss over the step's responses."""
         assert batch.baseline is not None, "the step's baseline was not measured"
         log_ratios_P = matched_logprobs(model, batch) - batch.columns[REF]
         loss_P = UNPAIRED_LOSSES[self.name].function(log_ratios_P, batch.desirable_P, batch.baseline, self.settings)
@@ -143,20 +144,21 @@ class KTOObjective:
             beta=self.settings.beta,
             num_responses=totals.num_sequences,
         )
+        # The engine sums metrics over micro-batches, so each one contributes its share of the constant.
         baseline = loss.new_tensor(batch.baseline) * len(loss_P) / totals.num_sequences
         return loss, {"loss": loss.detach(), "kl_baseline": baseline, **metrics}
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether z0 has to be measured."""
+        """Whether the loss requires z0."""
         return UNPAIRED_LOSSES[self.name].needs_baseline
 
 
 @dataclass(frozen=True)
 class KTOPreparation:
-    """Adds to micro-batches the reference's log-probs and the baseline z0 of the whole step.
+    """Adds reference log-probs and the step's baseline z0 to micro-batches.
 
-    `reference` is None if the items bring the log-probs of both responses.
+    `reference` is None if the items contain both log-probs.
     """
 
     objective: KTOObjective
@@ -164,7 +166,7 @@ class KTOPreparation:
     gather: Gather
 
     def __call__(self, engine: InferringEngine, batches: list[LabelledBatch]) -> list[LabelledBatch]:
-        """Return the micro-batches of this rank with columns and baseline."""
+        """Return this rank's micro-batches with columns and baseline."""
         needs_baseline = self.objective.needs_baseline
         if self.reference is not None:
             batches = _with_reference(batches, REF, self.reference.matched(engine, batches))
@@ -184,7 +186,7 @@ class KTOPreparation:
 
 @dataclass(frozen=True)
 class LabelledReference:
-    """The reference's log-probabilities of responses and of mismatched responses."""
+    """Reference log-probs of matched and mismatched responses."""
 
     matched: Infer
     mismatched: Infer

@@ -1,7 +1,7 @@
-"""The one offline training loop: batches of items -> packed micro-batches -> optimizer steps.
+"""Offline training loop: batches of items -> packed micro-batches -> optimizer steps.
 
-Knows nothing of the objective beyond calling it, and nothing of processes: every rank runs this same loop over the
-same order of items and takes its own share of each step.
+The loop is independent of the objective. Each rank runs it over the same item order, and processes its share of each
+step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,27 +22,28 @@ from rlhf_cli.tracking.phases import PhaseTimer
 
 Objective = Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
 Prepare = Callable[[Any, list[Any]], list[Any]]
-"""(engine, this rank's micro-batches of a step) -> the same with what the objective has to know of a model or of the
-whole step beforehand, such as the reference's log-probabilities. Every rank calls it for every step."""
+"""(engine, this rank's micro-batches) -> the micro-batches with data that the objective requires beforehand, such as
+reference log-probs. Called on all ranks in each step.
+"""
 
 
 class ItemData(Protocol):
-    """Items that are trained on, addressed by index."""
+    """Training items by index."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens each item takes in a pack."""
+        """Tokens per item in a pack."""
 
     @property
     def num_trained(self) -> np.ndarray:
-        """Trained tokens of each item."""
+        """Trained tokens per item."""
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Patches of the pictures of each item, None for models of text."""
+        """Image patches per item, None for text models."""
 
     def collate(self, indices: Sequence[int]) -> object:
-        """Return the packed micro-batch of these items; an idle one for no items."""
+        """Pack the items into a micro-batch; an idle one for no items."""
 
 
 class Engine(Protocol):
@@ -54,7 +55,7 @@ class Engine(Protocol):
 
 
 class StepTracker(Protocol):
-    """The tracker as the loop uses it."""
+    """Tracker interface used by the loop."""
 
     @property
     def phase(self) -> Callable[[str | None], None]: ...
@@ -66,10 +67,10 @@ class StepTracker(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every step this process computes.
+    """This process's share of each step.
 
-    `rank` and `num_ranks` count groups of processes that compute the same micro-batches together. If
-    `ranks_per_sequence` of them share the tokens, a micro-batch has as many times the bound.
+    `rank` and `num_ranks` count groups of processes that compute the same micro-batches together. With
+    `ranks_per_sequence`, the token limit per micro-batch is multiplied by it.
     """
 
     rank: int
@@ -79,7 +80,7 @@ class Share:
     ranks_per_sequence: int = 1
 
     def deal(self, data: ItemData, indices: np.ndarray) -> list[list[int]]:
-        """Return the numbers of the items of each of this rank's micro-batches."""
+        """Return item indices for each of this rank's micro-batches."""
         plan = plan_packs(
             data.lengths[indices].tolist(),
             patches=None if data.patches is None else data.patches[indices],
@@ -91,7 +92,7 @@ class Share:
         return [[int(indices[i]) for i in members] for members in plan[self.rank]]
 
     def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
-        """Return this rank's packed micro-batches of the items, and the totals over all ranks."""
+        """Return this rank's packed micro-batches, and the totals over all ranks."""
         packs = [data.collate(members) for members in self.deal(data, indices)]
         num_tokens = int(data.num_trained[indices].sum())
         return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
@@ -99,7 +100,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the loop does something besides training."""
+    """Step counts for training, saving and evaluation."""
 
     start_step: int
     total_steps: int
@@ -111,7 +112,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OfflineHooks:
-    """The functions that the loop calls besides engine and objective."""
+    """Callbacks of the loop, in addition to engine and objective."""
 
     tracker: StepTracker
     save_checkpoint: Callable[[int], None]
@@ -123,12 +124,12 @@ class OfflineHooks:
 
 @dataclass(frozen=True)
 class Finished:
-    """How the loop ended."""
+    """Outcome of the loop."""
 
     step: int
     interrupted: bool
     evaluated: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last evaluation."""
+    """Metrics from the last evaluation."""
 
 
 def train(
@@ -143,11 +144,11 @@ def train(
 ) -> Finished:
     """Train from `schedule.start_step` to the end, or until `hooks.should_stop` returns True.
 
-    A finished run that is continued only evaluates and saves again.
+    Resuming a finished run only evaluates and saves again.
 
     Raises:
-        RunError: too many steps in a row were skipped. The state after the last of them is saved: they changed nothing,
-            and other items come next.
+        RunError: too many consecutive steps were skipped. The state is saved first: skipped steps changed nothing, and
+        the next steps use other items.
     """
     batches = StepBatches(
         len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
@@ -170,7 +171,7 @@ def train(
         hooks.tracker.log(step, metrics | counts, timer.take())
         if reason := too_many_skipped(metrics, schedule.max_skipped_steps):
             hooks.save_checkpoint(step)
-            raise RunError(f"{reason}; --load_checkpoint goes on after step {step}, which is saved")
+            raise RunError(f"{reason}; step {step} is saved, resume with --load_checkpoint")
         if eval_data is not None and is_due(step, schedule.eval_steps, schedule.total_steps):
             evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
             hooks.tracker.evaluation(step, evaluated)
@@ -187,11 +188,10 @@ def train(
 def evaluate(
     engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: OfflineHooks
 ) -> dict[str, float]:
-    """Return the objective's metrics over all evaluation items, as one global mean; an `accuracy` with its 95 %
-    interval.
+    """Return the objective's global mean metrics over all evaluation items, with a 95% interval for `accuracy`.
 
-    Packed a training batch at a time, so that memory does not grow with the number of items. The interval,
-    `accuracy_low` and `accuracy_high`, takes the items as independent.
+    Packs one training batch at a time, so that memory does not grow with the dataset. The interval, `accuracy_low` to
+    `accuracy_high`, treats items as independent.
     """
     prepare = hooks.prepare or (lambda engine, micro_batches: micro_batches)
     num_items, size = len(data.lengths), share.batch.train_batch_size
@@ -206,21 +206,21 @@ def evaluate(
 
 
 def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]:
-    """Return the objective as the engine calls it, with the totals of the current step filled in."""
+    """Bind the step's totals to the objective."""
     return lambda model, micro_batch: objective(model, micro_batch, totals)
 
 
 def too_many_skipped(metrics: Mapping[str, float], limit: int) -> str | None:
-    """Return a sentence if a role skipped more than so many optimizer steps in a row, else None."""
+    """Return an error message if a role skipped more than `limit` consecutive optimizer steps, else None."""
     most = max(metrics.get(f"{role}skipped_in_a_row", 0.0) for role in ("", "critic/"))
     if most <= limit:
         return None
     return (
-        f"loss or gradient was not finite in {most:.0f} optimizer steps in a row (--max_skipped_steps {limit}): look "
-        "at the data, or begin anew with a lower learning rate"
+        f"loss or gradient was not finite in {most:.0f} optimizer steps in a row (--max_skipped_steps {limit}): check "
+        "the data, or restart with a lower learning rate"
     )
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether something done every so many steps (-1: only at the end) is due after this step."""
+    """Return whether a periodic action (-1: only at the end) is due after this step."""
     return step == last or (every > 0 and step % every == 0)

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected response as the offline loop takes them, for `rm` and `dpo`."""
+"""Preference pairs as items for the offline loop, for `rm` and `dpo`."""
 
 import collections.abc
 from collections.abc import Callable
@@ -15,35 +15,37 @@ from rlhf_cli.data.preference_data import Pair, PairData
 from rlhf_cli.errors import UsageError
 
 Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
-"""Rows of this rank -> rows of all ranks, rank by rank, and where this rank's begin. Ranks may have different numbers
-of rows; every rank calls it."""
+"""Rows of this rank -> rows of all ranks in rank order, and this rank's start index. Ranks may have different numbers
+of rows. Call it on all ranks.
+"""
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P pairs packed: the pack's sequences are chosen, rejected, chosen, rejected and so on.
+    """P packed pairs: the sequences are chosen, rejected, chosen, rejected, and so on.
 
-    `columns` are float32 [P], or [P, 2] with chosen first: values of the pairs beside their tokens.
+    `columns` are float32 [P], or [P, 2] with chosen first: additional values per pair.
     """
 
     pack: Pack
     columns: dict[str, torch.Tensor]
 
     def to(self, device: torch.device | str) -> "PairBatch":
-        """Return the same micro-batch on another device."""
+        """Move the micro-batch to a device."""
         return PairBatch(self.pack.to(device), {name: column.to(device) for name, column in self.columns.items()})
 
     def with_column(self, name: str, column: torch.Tensor) -> "PairBatch":
-        """Return the same micro-batch with one more column."""
+        """Return the micro-batch with an additional column."""
         return replace(self, columns=self.columns | {name: column})
 
 
 @dataclass(frozen=True)
 class PairItems:
-    """Tokenised pairs: one item is one pair.
+    """Tokenized pairs, one per item.
 
-    `share_prompts`: whether the prompt of a pair stands in the pack once; `read_ends`: whether the state at the end of
-    each response is read, or those that predict its trained tokens. `columns` are float32 [N] or [N, 2] for N pairs.
+    - `share_prompts`: whether both responses of a pair share one prompt in the pack.
+    - `read_ends`: whether to read the state after each response instead of the states that predict trained tokens.
+    - `columns`: float32 [N] or [N, 2] for N pairs.
     """
 
     data: PairData
@@ -53,22 +55,22 @@ class PairItems:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each pair in a pack."""
+        """Tokens per pair in a pack."""
         prompts = self.data.prompt_lengths * (1 if self.share_prompts else 2)
         return prompts + self.data.chosen_lengths + self.data.rejected_lengths
 
     @property
     def num_trained(self) -> np.ndarray:
-        """Trained tokens of each pair, both responses together."""
+        """Trained tokens per pair, for both responses."""
         return self.data.num_trained
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Patches of the pictures of each pair, None for models of text."""
+        """Image patches per pair, None for text models."""
         return self.data.patches
 
     def collate(self, indices: collections.abc.Sequence[int]) -> PairBatch:
-        """Return the pairs as one packed micro-batch."""
+        """Pack the pairs into one micro-batch."""
         trees = [tree_of(self.data.pairs[index]) for index in indices]
         packed = pack_trees(trees, share_prompts=self.share_prompts, read_ends=self.read_ends)
         chosen = np.array(indices, dtype=np.int64)
@@ -76,22 +78,22 @@ class PairItems:
 
 
 def tree_of(pair: Pair) -> Tree:
-    """Return a pair as a prompt with two continuations, the chosen one first."""
+    """Return a pair as a prompt with two continuations, chosen first."""
     return Tree(pair.prompt_ids, (pair.chosen, pair.rejected), pair.pictures)
 
 
 def sequence_logprobs(model: nn.Module, pack: Pack) -> torch.Tensor:
-    """Return the log-probabilities of the sequences of a pack, float32 [B]: sums over their trained tokens, in nats."""
+    """Return log-probs per sequence in a pack, float32 [B], summed over trained tokens, in nats."""
     return segment_sum(model(pack)[0], pack.cu_trained)
 
 
 def trained_counts(pack: Pack) -> torch.Tensor:
-    """Return the trained tokens of the sequences of a pack, float32 [B]."""
+    """Return trained tokens per sequence in a pack, float32 [B]."""
     return pack.cu_trained.diff().float()
 
 
 def margins(pairs: PairData) -> np.ndarray:
-    """Return the margin of each pair, float32 [N]. Raise UsageError if a pair has none."""
+    """Return the margin per pair, float32 [N]. Raises UsageError if a pair has none."""
     found = [pair.margin for pair in pairs.pairs]
     missing = sum(margin is None for margin in found)
     if missing:

@@ -18,33 +18,33 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class StepItems:
-    """Tokenised solutions as the offline loop takes them: one item is one solution."""
+    """Tokenized solutions, one per item."""
 
     data: StepData
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each solution with its prompt."""
+        """Tokens per solution with prompt."""
         return self.data.lengths
 
     @property
     def num_trained(self) -> np.ndarray:
-        """Labelled steps of each solution."""
+        """Labeled steps per solution."""
         return self.data.num_trained
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Patches of the pictures of each solution, None for models of text."""
+        """Image patches per solution, None for text models."""
         return self.data.patches
 
     def collate(self, indices: collections.abc.Sequence[int]) -> SamplePack:
-        """Return the solutions as one packed micro-batch, read at the ends of labelled steps."""
+        """Pack the solutions into one micro-batch, read at the ends of labeled steps."""
         samples = [sample_of(self.data.items[index]) for index in indices]
         return pack_samples(samples, names=(LABELS,), pack_sequences=pack_at_ends)
 
 
 def sample_of(item: StepItem) -> Sample:
-    """Return a solution whose targets are the last tokens of its labelled steps."""
+    """Return a solution with the last tokens of labeled steps as targets."""
     is_labelled = ~np.isnan(item.labels)
     mask = np.zeros(item.token_ids.size, dtype=bool)
     mask[item.ends[is_labelled] - 1] = True
@@ -52,12 +52,12 @@ def sample_of(item: StepItem) -> Sample:
 
 
 def pack_at_ends(sequences: list[TokenSequence]) -> Pack:
-    """Return the sequences packed, with the states read at their targets and not before them."""
+    """Pack the sequences to read states at their targets instead of before them."""
     return at_targets(pack(sequences))
 
 
 def step_objective(model: nn.Module, batch: SamplePack, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-    """Return this micro-batch's part of the mean cross-entropy over the labelled steps of the optimizer step."""
+    """Return this micro-batch's contribution to the mean cross-entropy over the step's labeled solution steps."""
     logits_K, labels_K = model(batch.pack), batch.columns[LABELS]
     loss = token_mean(step_loss(logits_K, labels_K), totals)
     return loss, {"loss": loss.detach(), **step_metrics(logits_K, labels_K, batch.pack.cu_trained, totals)}

@@ -1,4 +1,4 @@
-"""Results of a frozen model for all items of a data set at once, and digests that identify the items."""
+"""Precomputes a frozen model's results for a dataset, and digests to identify the items."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -14,12 +14,12 @@ from rlhf_cli.trainers.offline.pairs import Gather, PairItems
 
 
 class ReferenceQuery(Protocol):
-    """A model that is only asked."""
+    """A model for inference only."""
 
     def infer(
         self, batches: list[object], forward: Callable[[torch.nn.Module, object], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the results of `forward` on each micro-batch."""
+        """Return the result of `forward` for each micro-batch."""
 
 
 def all_results(
@@ -30,7 +30,7 @@ def all_results(
     share: Share,
     gather: Gather,
 ) -> np.ndarray:
-    """Return the results of `forward` for all items on every rank: float32 [N], or [N, n] for n numbers an item."""
+    """Return the results of `forward` for all items on all ranks: float32 [N], or [N, n] for n numbers per item."""
     num_items, size = len(items.lengths), share.batch.train_batch_size
     found: list[torch.Tensor] = []
     for start in range(0, num_items, size):
@@ -44,22 +44,23 @@ def all_results(
 
 
 def _numbered(members: list[int], result: torch.Tensor) -> torch.Tensor:
-    """Return each number with the item that it is of, float64 [R, 2].
+    """Return each number with its item index, float64 [R, 2].
 
-    One number a row: a rank that never had an item cannot know how many others have for each.
+    One number per row: a rank without items does not know the number of results per item. float64 represents item
+    indices exactly.
     """
     items_R = np.repeat(np.array(members, dtype=np.float64), len(result) // max(len(members), 1))
     return torch.stack([torch.from_numpy(items_R), result.double()], dim=1)
 
 
 def digest_of_pairs(items: PairItems) -> str:
-    """Return a digest, equal for equal tokens in equal order."""
+    """Hash the tokens in order."""
     pairs = items.data.pairs
     return _digest(part for pair in pairs for part in (pair.prompt_ids, *_parts(pair.chosen, pair.rejected)))
 
 
 def digest_of_responses(items: LabelledItems) -> str:
-    """Return a digest, equal for equal tokens in equal order."""
+    """Hash the tokens in order."""
     return _digest(part for item in items.data.items for part in (item.prompt_ids, *_parts(item.response)))
 
 

@@ -1,4 +1,4 @@
-"""Reward models: the objective on pairs of responses, each with the score at its last token."""
+"""Reward models: pairwise objective with a score at each response's last token."""
 
 import math
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from rlhf_cli.algorithms.reward_model import pairwise_reward_loss, reward_metric
 from rlhf_cli.trainers.offline.pairs import PairBatch
 
 MARGIN = "margin"
-"""Column of a pair: by how much the chosen response is better."""
+"""Pair column: how much better the chosen response is."""
 SQUARE = "reward_square"
 
 
 @dataclass(frozen=True)
 class RewardObjective:
-    """A pairwise loss by name; with `margin_loss` each pair has its own margin."""
+    """Pairwise reward loss; with `margin_loss`, each pair has a margin."""
 
     loss: str
     margin_loss: bool
     center_rewards_coefficient: float
 
     def __call__(self, model: nn.Module, batch: PairBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """Return this micro-batch's part of the mean loss over the pairs of the step."""
+        """Return this micro-batch's contribution to the mean loss over the step's pairs."""
         rewards_B = model(batch.pack)
         chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]
         loss_P = pairwise_reward_loss(
@@ -46,6 +46,6 @@ class RewardObjective:
 
 
 def finish_reward_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of a step with the spread of its rewards instead of their mean square."""
+    """Replace the mean square of rewards by their standard deviation."""
     rest = {name: value for name, value in metrics.items() if name != SQUARE}
     return rest | {"reward_std": math.sqrt(max(0.0, metrics[SQUARE] - metrics["reward"] ** 2))}

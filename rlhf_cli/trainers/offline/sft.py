@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its items and its objective."""
+"""Supervised fine-tuning: items and objective."""
 
 import collections.abc
 from dataclasses import dataclass
@@ -14,32 +14,34 @@ from rlhf_cli.data.sft_data import SequenceData
 
 @dataclass(frozen=True)
 class SequenceItems:
-    """Tokenised sequences as the offline loop takes them: one item is one sequence."""
+    """Tokenized sequences, one per item."""
 
     data: SequenceData
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sequence."""
+        """Tokens per sequence."""
         return self.data.lengths
 
     @property
     def num_trained(self) -> np.ndarray:
-        """Trained tokens of each sequence."""
+        """Trained tokens per sequence."""
         return self.data.num_trained
 
     @property
     def patches(self) -> np.ndarray | None:
-        """Patches of the pictures of each sequence, None for models of text."""
+        """Image patches per sequence, None for text models."""
         return self.data.patches
 
     def collate(self, indices: collections.abc.Sequence[int]) -> Pack:
-        """Return the sequences as one packed micro-batch."""
+        """Pack the sequences into one micro-batch."""
         return pack([self.data.sequences[index] for index in indices])
 
 
 def sft_objective(model: nn.Module, pack: Pack, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-    """Return this micro-batch's part of the mean negative log-likelihood of the step's trained tokens, in nats."""
+    """Return this micro-batch's contribution to the mean negative log-likelihood over the step's trained tokens, in
+    nats.
+    """
     logprobs_K, _ = model(pack)
     loss = token_mean(-logprobs_K, totals)
     return loss, {"loss": loss.detach()}

@@ -1,4 +1,4 @@
-"""The turns of two threads at the actor: the thread that trains, and the thread that samples meanwhile."""
+"""Lock for the actor, shared by the training thread and the sampling thread."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,56 +7,61 @@ from threading import Lock
 from rlhf_cli.errors import ProcessDied
 
 END_SECONDS = 30.0
-"""How long the end of a run waits for the thread that samples. A thread that waits longer, as for an engine of a node
-that was lost, ends when the roles end.
+"""How long the end of a run waits for the sampling thread. A thread that is stuck longer, such as on a lost node's
+engine, ends when the roles stop.
 """
 
 
 class NotWanted(Exception):
-    """Ends the sampling of a batch that nobody will train on, because the run ends."""
+    """Ends sampling of a batch that is no longer needed because the run ends."""
 
 
 class ActorTurns:
-    """Whose turn it is.
+    """Actor lock.
 
-    The thread that trains holds the actor while it trains. An engine that the thread that samples starts again needs
-    the actor's weights, and waits until they are whole.
+    The training thread holds it during training. When the sampling thread restarts an engine, the engine needs the
+    actor's weights, so it waits until no update is in progress.
     """
 
     def __init__(self) -> None:
+        # A plain lock, not a context manager: training takes it in `Lookahead.take` and gives it back in
+        # `Lookahead.wait`.
         self._lock = Lock()
         self._version: int | None = None
         self._is_taken = False
         self._is_over = False
 
     def take(self) -> None:
-        """Hold the actor from now on."""
+        """Acquire the actor."""
         self._lock.acquire()
         self._is_taken = True
 
     def give(self, version: int) -> None:
-        """Leave the actor, whose weights have this version, to others."""
+        """Release the actor, and set the version of its weights."""
         self._version = version
         self._leave()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Hold the actor for the block, by whose end its weights are the same.
+        """Hold the actor for the block. Its weights must be the same at the end.
 
         Raises:
-            ProcessDied: the run ends, and an engine that was started again does not give the actor back.
+            ProcessDied: the run is ending, and a restarted engine does not release the actor.
         """
+        # Without a timeout, a checkpoint at the end of a failed run could wait forever for an engine that never
+        # replies.
         if not self._lock.acquire(timeout=END_SECONDS if self._is_over else -1):
-            raise ProcessDied("a rollout engine that was started again does not take the weights of the actor")
+            raise ProcessDied("a restarted rollout engine does not receive the actor's weights")
         self._is_taken = True
         try:
             yield
         finally:
-            if self._is_taken:  # unless the run ended meanwhile
+            if self._is_taken:  # `end` may have released it meanwhile
                 self._leave()
 
     def end(self) -> None:
-        """End the sampling soon, also if it waits for the actor."""
+        """Stop sampling soon, even while it waits for the actor."""
+        # Set the flag before releasing the lock: a waiting `borrowed` must see it and raise.
         self._is_over = True
         if self._is_taken:
             self._leave()
@@ -68,10 +73,10 @@ class ActorTurns:
 
     @contextmanager
     def borrowed(self) -> Iterator[int | None]:
-        """Hold the actor for the block; yield the version of its weights, None if it is the engines' version.
+        """Hold the actor for the block. Yields the version of its weights, None if the engines have the same version.
 
         Raises:
-            NotWanted: the run ended instead.
+            NotWanted: the run has ended.
         """
         with self._lock:
             self.check_wanted()

@@ -1,7 +1,7 @@
-"""Episodes with an agent program: engines whose response is the conversations of one process.
+"""Episodes of agent programs: rollout engines that sample the conversations of one process per request.
 
-The program asks for its turns when it likes, so turns do not go in step. Engines at rest get a batch of turns when
-every program that runs waits for a turn, or has let the others wait for a moment; later turns join that batch.
+Programs send requests at any time, so turns are not synchronized. Idle engines receive a batch of turns when all
+running programs wait for a turn, or after a short grace period. Later turns join that batch.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ from rlhf_cli.trainers.online.episodes import Dialogue, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import TurnEngines
 from rlhf_cli.trainers.online.multi_turn import CHARACTERS_PER_TOKEN, WAIT_SECONDS, MultiTurnEngines
 
-_GRACE_SECONDS = 0.1  # that a turn waits for the programs that compute
-MOST_REPEATED = 32  # times that a program gets a recorded turn: clients repeat a request less often by themselves
+_GRACE_SECONDS = 0.1  # time that a turn waits for programs that are still computing
+MOST_REPEATED = 32  # limit per request, above the automatic retries of any client
 _REPEATED = (
-    f"repeated a request more than {MOST_REPEATED} times: its client does not mark first tries "
-    "(x-stainless-retry-count), so equal requests get the recorded turn; it may ask for n or change the text"
+    f"sent the same request more than {MOST_REPEATED} times: its client does not mark first tries "
+    "(x-stainless-retry-count), so equal requests return the recorded turn; use n or change the text"
 )
 
 
 class ProgramDialogue(Dialogue, Protocol):
-    """A dialogue whose prompts are a program's."""
+    """A dialogue with prompts from a program."""
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation up to the next turn."""
+        """Render a conversation up to the next turn. Returns token IDs."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token."""
+        """Decode a single token."""
         ...
 
 
 class Dialogues(Protocol):
-    """The dialogues of all lists of tools."""
+    """Dialogues by list of tools."""
 
     def of(self, tools: Sequence[Tool]) -> ProgramDialogue: ...
 
@@ -64,7 +64,7 @@ class Programs(Protocol):
 
 @dataclass(eq=False)
 class _Order:
-    """A request that waits for its turns; `tickets` are those of its repetitions too."""
+    """A request waiting for its turns. `tickets` include its retries."""
 
     number: int
     asked: ChatRequest
@@ -77,7 +77,7 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One turn to sample: choice number `place` of an order."""
+    """A turn to sample: choice number `place` for an order."""
 
     order: _Order
     place: int
@@ -86,21 +86,21 @@ class _Wanted:
 
 
 class AgentEngines(MultiTurnEngines[AgentProgress]):
-    """Rollout engines whose response is an episode of an agent program."""
+    """Rollout engines with one agent program episode per response."""
 
     def __init__(self, engines: TurnEngines, programs: Programs, dialogues: Dialogues, limits: EpisodeLimits) -> None:
         super().__init__(engines, in_step=False)
         self._programs, self._dialogues, self._limits = programs, dialogues, limits
         self._sampling = SamplingParams(0)
-        self._running: set[int] = set()  # episodes whose process runs
-        self._waiting: Counter[int] = Counter()  # requests of each that are not answered
-        self._orders: list[_Order] = []  # that are not answered
+        self._running: set[int] = set()  # episodes with a running process
+        self._waiting: Counter[int] = Counter()  # unanswered requests per episode
+        self._orders: list[_Order] = []  # unanswered
         self._wanted: list[_Wanted] = []
-        self._begun: list[_Wanted] = []  # in the order of the engines' batch
+        self._begun: list[_Wanted] = []  # in engine batch order
         self._begun_with: SamplingParams | None = None
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start a program for each request, which gets its row."""
+        """Start a program for each request, with the request's row."""
         self._drop_all()
         self._sampling, self._begun_with = sampling, None
         self._name_episodes(len(requests))
@@ -110,7 +110,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             self._programs.start(self._first + number, row.get("columns", {}))
 
     def _advance(self, timeout: float | None) -> None:
-        """Wait a moment for turns of the engines and requests of programs; begin the next turns when they are due."""
+        """Wait briefly for turns from engines and requests from programs. Starts the next turns when due."""
         if self._engines.is_generating:
             for place, sampled in self._engines.collect(WAIT_SECONDS):
                 self._take_turn(self._begun[place], sampled)
@@ -121,7 +121,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             self._begin_turns()
 
     def _patience(self, timeout: float | None) -> float | None:
-        """Return the seconds to wait for events before the next turns begin, at most `timeout`."""
+        """Return how long to wait for events before the next turns start, at most `timeout` seconds."""
         if not self._wanted:
             return timeout
         if all(self._waiting[number] for number in self._running):
@@ -130,7 +130,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         return left if timeout is None else min(left, timeout)
 
     def _begin_turns(self) -> None:
-        """Give the engines the turns that are sampled alike; others wait for the end of the batch."""
+        """Send turns with equal sampling parameters to the engines. Others wait for the end of the batch."""
         sampling = self._sampling_of(self._wanted[0].order)
         joins = sampling == self._begun_with
         if self._engines.is_generating and not joins:
@@ -144,6 +144,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         if joins:
             self._begun += chosen
             self._engines.add(requests)
+            # Later batches go to the engine that has the prefix cache of the episode (`continues`).
             return
         continues = self._begun_with is not None
         self._begun, self._begun_with = chosen, sampling
@@ -157,7 +158,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         for event in self._programs.collect(timeout):
             number = event.episode - self._first
             if number not in self._episodes:
-                continue  # it was given up
+                continue  # it was dropped
             match event:
                 case Started():
                     self._running.add(number)
@@ -168,7 +169,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
                     self._finish(number, end)
 
     def _take_request(self, number: int, ticket: int, asked: ChatRequest) -> None:
-        """Record the turns that a request asks for, unless it repeats another one, or is refused."""
+        """Record the requested turns, unless the request is a retry or is refused."""
         episode = self._episodes[number]
         if asked.identity in episode.answers and not asked.is_first_try:
             episode.num_repeated += 1
@@ -189,17 +190,17 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             self._answer(number, ticket, refused)
 
     def _accept(self, number: int, ticket: int, asked: ChatRequest) -> None:
-        """Record the turns that a request asks for. Raise Refused if its episode has no room for them."""
+        """Record the requested turns. Raises Refused if the episode has no room for them."""
         episode, limits = self._episodes[number], self._limits
         if episode.num_asked + asked.n > limits.max_turns:
             episode.reach_limit()
-            raise Refused(f"the episode has its {limits.max_turns} turns (--max_turns)", code="max_turns_exceeded")
+            raise Refused(f"the episode has reached {limits.max_turns} turns (--max_turns)", code="max_turns_exceeded")
         try:
             dialogue, parent, prompt_ids = self._prompt(episode, asked)
         except (TemplateFault, UsageError) as fault:
             raise Refused(str(fault)) from None
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise Refused(f"the messages cannot be rendered: {type(error).__name__}: {error}") from None
+            raise Refused(f"failed to render the messages: {type(error).__name__}: {error}") from None
         room = limits.max_len - len(prompt_ids)
         if room <= 0:
             episode.reach_limit()
@@ -220,12 +221,13 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             self._wanted.append(_Wanted(order, place, request, time.monotonic()))
 
     def _prompt(self, episode: AgentProgress, asked: ChatRequest) -> tuple[ProgramDialogue, int | None, list[int]]:
-        """Return the dialogue of a request, the turn that it goes on from, and its tokens.
+        """Return the request's dialogue, preceding turn, and prompt token IDs.
 
         Raises:
-            TemplateFault: the chat template does not take the messages.
-            UsageError: the chat template has no place for tools.
+            TemplateFault: the chat template rejects the messages.
+            UsageError: the chat template does not support tools.
         """
+        # Check the length in characters first: tokenizing a huge message would block all other episodes.
         if sum(len(message.content) for message in asked.messages) > self._limits.max_len * CHARACTERS_PER_TOKEN:
             episode.reach_limit()
             raise _too_long(self._limits.max_len, "many more")
@@ -233,7 +235,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         if parent is not None:
             messages, token_ids = episode.conversation_of(parent)
             new = asked.messages[len(messages) :]
-            with contextlib.suppress(TemplateFault):  # the template may take the messages in one piece
+            with contextlib.suppress(TemplateFault):  # the template may accept the full conversation
                 if _are_observations(new, has_tools=bool(asked.tools)):
                     between = dialogue.between(Conversation(messages), new, last_id=token_ids[-1])
                     return dialogue, parent, token_ids + between
@@ -256,14 +258,14 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         self._give_up_long()
 
     def _choice(self, episode: AgentProgress, order: _Order, sampled: Generation) -> Choice:
-        """Record a turn and return it as the program gets it: without the text that ended it."""
+        """Record a turn and return it in the form for the program: without the stop text."""
         turn = order.dialogue.read(sampled.token_ids, behind=order.prompt_ids)
         ends = [place for text in order.asked.stop if (place := turn.content.find(text)) >= 0]
         turn = replace(turn, content=turn.content[: min(ends)]) if ends else turn
         is_cut = sampled.finish_reason == "length"
         own = order.asked.max_tokens
         limit = min(self._limits.max_len - len(order.prompt_ids), self._sampling.max_new_tokens)
-        is_own_cut = is_cut and own is not None and own < limit  # by the program, which truncates no episode
+        is_own_cut = is_cut and own is not None and own < limit  # limit of the program, not of the episode
         recorded = replace(sampled, finish_reason="stop") if is_own_cut else sampled
         message = episode.add(order.asked, order.parent, order.prompt_ids, recorded, turn)
         tokens = zip(map(order.dialogue.token_text, sampled.token_ids), sampled.logprobs, strict=True)
@@ -294,7 +296,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
 
 
 def _are_observations(messages: Sequence[Message], *, has_tools: bool) -> bool:
-    """Return whether messages can stand between two turns: results of tools, then words of the user."""
+    """Return whether messages may follow a turn: tool results, then user messages."""
     roles = [message.role for message in messages]
     num_results = roles.count("tool")
     return (has_tools or not num_results) and roles == ["tool"] * num_results + ["user"] * (len(roles) - num_results)
@@ -302,7 +304,7 @@ def _are_observations(messages: Sequence[Message], *, has_tools: bool) -> bool:
 
 def _too_long(max_len: int, found: str) -> Refused:
     return Refused(
-        f"the maximum context length is {max_len} tokens (--max_len), and the messages have {found}",
+        f"the maximum context length is {max_len} tokens (--max_len), but the messages have {found}",
         code="context_length_exceeded",
         param="messages",
     )

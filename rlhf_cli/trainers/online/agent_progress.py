@@ -1,7 +1,7 @@
-"""An episode of an agent program in the making: its turns as a tree, in which each conversation is a branch.
+"""An agent program's episode in progress: a tree of turns with conversations as branches.
 
-A turn follows another one if its history begins with exactly that conversation; its tokens then begin with that turn's
-own. A history that the program rewrote begins a new branch. Each sampled token is trained in one branch.
+A turn follows another if its history starts with exactly that conversation; its tokens then start with that turn's
+tokens. A history rewritten by the program starts a new branch. Each sampled token is trained in one branch.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ _FAILED = "(an agent program) "  # completes "the environment ..."
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A sampled turn. `parent` is the number of the turn before it in its branch, None for the first.
+    """A sampled turn. `parent` is the index of the previous turn in its branch, None for the first.
 
-    `messages` are the conversation up to and with the turn, `prompt_ids` all tokens before it.
+    `messages` is the conversation including the turn; `prompt_ids` are all tokens before it.
     """
 
     parent: int | None
@@ -32,28 +32,28 @@ class _Turn:
     tools: tuple[Tool, ...]
     prompt_ids: list[int]
     sampled: Generation
-    root_length: int  # tokens before the first turn of the branch
+    root_length: int  # tokens before the branch's first turn
 
     @property
     def length(self) -> int:
-        """The number of tokens of the conversation up to and with the turn."""
+        """Number of tokens in the conversation including the turn."""
         return len(self.prompt_ids) + len(self.sampled.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the conversation up to and with the turn."""
+        """Token IDs of the conversation including the turn."""
         return self.prompt_ids + self.sampled.token_ids
 
 
 @dataclass
 class AgentProgress:
-    """The turns of one episode so far. `answers` are by the identity of their request, None as long as it waits."""
+    """Turns of an episode. `answers` are keyed by request identity, None while pending."""
 
     request: GenerationRequest
     answers: dict[str, Completion | None] = field(default_factory=dict)
-    is_at_limit: bool = False  # whether the last request was refused for one
-    was_at_limit: bool = False  # whether any was
-    repeats: Counter[str] = field(default_factory=Counter)  # requests that were repeated, by their identity
+    is_at_limit: bool = False  # the last request was refused because of a limit
+    was_at_limit: bool = False  # any request was
+    repeats: Counter[str] = field(default_factory=Counter)  # retries by request identity
     num_asked: int = 0
     num_repeated: int = 0
     num_calls: int = 0
@@ -62,11 +62,11 @@ class AgentProgress:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest response so far."""
+        """Number of tokens in the longest response so far."""
         return max((turn.length - turn.root_length for turn in self._turns), default=0)
 
     def parent_of(self, asked: ChatRequest) -> int | None:
-        """Return the turn that the request goes on from, None if its history begins with no recorded conversation."""
+        """Return the turn that the request continues, None if its history starts with no recorded conversation."""
         known = tuple(map(_compared, asked.messages))
         found = None
         for number, turn in enumerate(self._turns):
@@ -78,22 +78,22 @@ class AgentProgress:
         return found
 
     def conversation_of(self, number: int) -> tuple[tuple[Message, ...], list[int]]:
-        """Return the messages and the tokens up to and with a turn."""
+        """Return messages and token IDs up to and including a turn."""
         return self._turns[number].messages, self._turns[number].token_ids
 
     def reach_limit(self) -> None:
-        """Note that a request is refused for a limit."""
+        """Record that a request was refused because of a limit."""
         self.is_at_limit = self.was_at_limit = True
 
     def next_seed(self) -> int:
-        """Return the seed of one more turn."""
+        """Return the seed for another turn."""
         self.num_asked += 1
         return turn_seed(self.request.seed, self.num_asked - 1)
 
     def add(
         self, asked: ChatRequest, parent: int | None, prompt_ids: list[int], sampled: Generation, turn: ParsedTurn
     ) -> Message:
-        """Add a sampled turn, and return its message with ids of its calls."""
+        """Add a sampled turn. Returns its message with call IDs."""
         calls = tuple(replace(call, id=call_id(self.num_calls + place)) for place, call in enumerate(turn.calls))
         self.num_calls += len(calls)
         self.num_malformed += len(turn.faults)
@@ -103,7 +103,7 @@ class AgentProgress:
         return message
 
     def generation(self, end: ProgramEnd) -> Generation:
-        """Return the response: the last conversation, with the others as its earlier branches."""
+        """Return the response: the last conversation, with the others as earlier branches."""
         if not self._turns:
             reason = end.failure or "ended without a turn of the model"
             return Generation([], [], "stop", 0, Episode((), (), (), _FAILED + reason, trace=end.trace, num_repeated=0))
@@ -115,7 +115,7 @@ class AgentProgress:
         logprobs = [value for one in sampled for value in one.logprobs]
         runs = [run for one in sampled for run in one.runs]
         final = self._turns[last].sampled
-        # Another request of a parallel program may have been accepted before it died of the refusal.
+        # A parallel program may have had another request accepted before it failed because of the refusal.
         is_cut = self.is_at_limit or (self.was_at_limit and end.failure is not None)
         failure = None if end.failure is None or is_cut else _FAILED + end.failure
         reward = 0.0 if end.reward is None and is_cut else end.reward
@@ -135,12 +135,12 @@ class AgentProgress:
         return Generation(response.branch.token_ids, logprobs, finish_reason, oldest(runs), facts, joined_runs(runs))
 
     def _leaves(self) -> list[int]:
-        """Return the last turn of each branch, in the order in which they were sampled."""
+        """Return the last turn of each branch, in sampling order."""
         parents = {turn.parent for turn in self._turns}
         return [number for number in range(len(self._turns)) if number not in parents]
 
     def _branch(self, leaf: int, trained: set[int]) -> "_FoundBranch":
-        """Return the branch of a leaf, and add its turns to those that are trained."""
+        """Return a leaf's branch, and mark its turns as trained."""
         path = self._path(leaf)
         start = len(self._turns[path[0]].prompt_ids)
         own = [number for number in path if number not in trained]
@@ -152,7 +152,7 @@ class AgentProgress:
         return _FoundBranch(Branch(token_ids[:start], token_ids[start:], spans, entries), turns)
 
     def _path(self, leaf: int) -> list[int]:
-        """Return the turns of a branch, first to last."""
+        """Return a branch's turns in order."""
         path = [leaf]
         while (parent := self._turns[path[-1]].parent) is not None:
             path.append(parent)
@@ -161,12 +161,12 @@ class AgentProgress:
 
 @dataclass(frozen=True, slots=True)
 class _FoundBranch:
-    """A branch, and the turns that are trained in it."""
+    """A branch, with the turns trained in it."""
 
     branch: Branch
     own: Sequence[_Turn]
 
 
 def _compared(message: Message) -> Message:
-    """Return a message as histories are compared: programs strip white space around the model's words."""
+    """Normalize a message for history comparison: programs strip white space around model text."""
     return replace(message, content=message.content.strip()) if message.role == "assistant" else message

@@ -1,6 +1,6 @@
-"""From the responses of one online iteration to the samples of policy and critic.
+"""From an online iteration's responses to policy and critic samples.
 
-Pure functions over flat arrays: the loop asks the models for log-probs and values.
+Pure functions over flat arrays. The loop computes log-probs and values with the models.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,9 @@ from rlhf_cli.trainers.online.update_plan import Steps, UpdatePlan
 
 
 def with_last_states(responses: Responses) -> list[TokenSequence]:
-    """Return the sequences with one more target behind the truncated ones, so that a critic also values the state they
-    ended in.
+    """Append one target to truncated sequences, so that the critic also values the final state.
 
-    No state before a token sees it, so that the target may be any token.
+    The token does not matter, because the state before it cannot see it.
     """
     sequences = list(responses.sequences)
     lasts = responses.sequence_bounds[1:] - 1
@@ -42,7 +41,7 @@ def with_last_states(responses: Responses) -> list[TokenSequence]:
 
 
 def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -> tuple[list[np.ndarray], list[float]]:
-    """Return (values of the states before each response token, bootstrap) from values under `with_last_states`."""
+    """Return (values per response token, bootstrap values) from values computed for `with_last_states`."""
     cuts = truncated_B.tolist()
     own = [values[:-1] if cut else values for values, cut in zip(values, cuts, strict=True)]
     return own, [float(values[-1]) if cut else 0.0 for values, cut in zip(values, cuts, strict=True)]
@@ -51,10 +50,10 @@ def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -
 def learning_samples(
     responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, kl_coef: float
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Return a sample for each sequence of the trained responses, and the metrics of KL divergence and advantages.
+    """Return one sample per trained sequence, and KL and advantage metrics.
 
-    `greedy` are responses to the same prompts to compare with. `kl` is the mean over responses of the divergence summed
-    over their tokens, which the adaptive controller steers. It is a metric here if it is subtracted from the reward.
+    `greedy` are greedy responses to the same prompts, used as baselines. `kl` is the per-response KL divergence
+    averaged over responses, which the adaptive controller targets. It is a metric here if it is part of the reward.
     """
     policy, cu = settings.policy, responses.cu
     kl_N = None if policy.has_kl_loss else _kl(responses, policy)
@@ -84,7 +83,7 @@ def learning_samples(
 
 
 def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray]) -> list[Sample]:
-    """Return the samples of one response, given the columns of its tokens: one for each sequence."""
+    """Return a response's samples, one per sequence, from its token columns."""
     first, end = responses.sequence_bounds[number : number + 2].tolist()
     sequences = responses.sequences[first:end]
     cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
@@ -96,7 +95,7 @@ def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray
 
 
 def plan_over_samples(plan: UpdatePlan, responses: Responses, policy: PolicyConfig) -> UpdatePlan:
-    """Return the plan over the samples of `learning_samples`, given a plan over the trained responses."""
+    """Convert a plan over trained responses to a plan over the samples from `learning_samples`."""
     counts_B = np.diff(responses.sequence_bounds)[responses.trained_B(policy).numpy()]
     firsts_B = np.cumsum(counts_B) - counts_B
     places = [np.arange(first, first + count) for first, count in zip(firsts_B, counts_B, strict=True)]
@@ -108,11 +107,10 @@ def plan_over_samples(plan: UpdatePlan, responses: Responses, policy: PolicyConf
 
 
 def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
-    """Return the change of the tokens' rewards, `[N]`, that moves the environment's reward of each turn from the last
-    token of the response to the last token of the turn. The sum over a response is 0.
+    """Return the reward change per token, `[N]`, that moves each turn's environment reward from the response's last
+    token to the turn's last token. It sums to 0 per response.
 
-    The rewards so far are clipped as the whole score is; else the last token would have to make up for what the score
-    has lost.
+    Cumulative rewards are clipped like the total score; otherwise the last token would compensate for the clipped part.
     """
     moved_N = torch.zeros(int(responses.cu[-1]), dtype=torch.float64)
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
@@ -130,7 +128,7 @@ def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
 def _experience(
     responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, rewards_N: torch.Tensor
 ) -> Experience:
-    """Return the record that advantages are computed from."""
+    """Return the input for advantage estimation."""
     return Experience(
         rewards_N=rewards_N,
         parts=weighted_parts(responses, settings.reward) if settings.estimator.rewards_apart else (),
@@ -149,7 +147,7 @@ def _experience(
 
 
 def _rewards(responses: Responses, settings: OnlineSettings) -> torch.Tensor:
-    """Return the shaped scores, float64 [B]."""
+    """Return shaped scores, float64 [B]."""
     return shaped_scores(
         responses.scores_B,
         segment_lengths(responses.cu),
@@ -160,7 +158,7 @@ def _rewards(responses: Responses, settings: OnlineSettings) -> torch.Tensor:
 
 
 def weighted_parts(responses: Responses, reward: RewardConfig) -> tuple[tuple[float, torch.Tensor], ...]:
-    """Return (weight, clipped values [B]) of each reward."""
+    """Return (weight, clipped values [B]) per reward."""
     weights = weights_of_all_parts(reward)
     return tuple(
         (weights[name], clip_scores(part_B, reward.reward_clip_range)) for name, part_B in responses.parts.items()
@@ -168,7 +166,7 @@ def weighted_parts(responses: Responses, reward: RewardConfig) -> tuple[tuple[fl
 
 
 def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """Return the value of each response's group; `numbers_G` holds the group of each value."""
+    """Look up each response's group value; `numbers_G` holds the group of each value."""
     by_number = values_G.new_zeros(int(numbers_G.max()) + 1).index_put((numbers_G,), values_G)
     return by_number[groups_B]
 
@@ -176,7 +174,7 @@ def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.
 def _columns(
     responses: Responses, policy: PolicyConfig, *, advantages_N: torch.Tensor, returns_N: torch.Tensor | None
 ) -> dict[str, Sequence[np.ndarray]]:
-    """Return the columns of each response's tokens, by name."""
+    """Return the columns of response tokens by name."""
     columns: dict[str, Sequence[np.ndarray]] = {
         "rollout_logprobs": responses.rollout_logprobs,
         "advantages": _split(advantages_N, responses.cu),
@@ -193,22 +191,22 @@ def _columns(
 def _kl(responses: Responses, policy: PolicyConfig) -> torch.Tensor | None:
     if responses.ref_logprobs is None:
         return None
-    assert responses.old_logprobs is not None, "the KL divergence needs the policy's own log-probs"
+    assert responses.old_logprobs is not None, "the KL divergence requires policy log-probs"
     return kl_estimate(_flat(responses.old_logprobs), _flat(responses.ref_logprobs), policy.kl_estimator)
 
 
 def _log_ratio_to_teacher(responses: Responses) -> torch.Tensor:
-    """Return the policy's log-probs less the teacher's, `[N]`, both by the trainer's kernels.
+    """Return policy minus teacher log-probs, `[N]`, both computed by the trainer.
 
-    The sampler's log-probs would put the rounding of another engine into every difference.
+    The sampler's log-probs would add numerical differences between engines to every value.
     """
-    assert responses.old_logprobs is not None, "a teacher needs the policy's own log-probs"
-    assert responses.teacher_logprobs is not None, "distill_coef needs a teacher"
+    assert responses.old_logprobs is not None, "a teacher requires policy log-probs"
+    assert responses.teacher_logprobs is not None, "distill_coef requires a teacher"
     return _flat(responses.old_logprobs) - _flat(responses.teacher_logprobs)
 
 
 def _teacher_metrics(responses: Responses, log_ratio_N: torch.Tensor) -> dict[str, float]:
-    """Return means over the sampled tokens, in nats."""
+    """Return means over sampled tokens, in nats."""
     assert responses.teacher_logprobs is not None
     return {
         "teacher_kl": float(log_ratio_N.mean()),

@@ -1,7 +1,7 @@
-"""Distillation on the student's own responses, and on fixed ones in a share of the iterations (GKD, arXiv 2306.13649).
+"""Generalized knowledge distillation on sampled and fixed responses (GKD, arXiv 2306.13649).
 
-The loop, its engines and its checkpoints are those of the other online algorithms; an iteration differs. The teacher
-lives in the student's ranks, so that neither distributions nor hidden states travel.
+Shares loop, engines and checkpoints with the other online algorithms; only the iteration differs. The student's ranks
+host the teacher, so that neither distributions nor hidden states are transferred.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
 
 OWN_RESPONSES = "own_responses"
-_DRAW = 0x676B64  # "gkd": draws and orders of rows have different seeds
+_DRAW = 0x676B64  # "gkd": separates the seeds of draws and row orders
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Whether an iteration learns on own responses or on fixed sequences, by a draw of its own, as in algorithm 1.
+    """Randomly selects sampled responses or fixed sequences per iteration, as in algorithm 1.
 
-    `fixed` is empty at a share of 1. Everything is a function of seed and iteration, so a resumed run needs no state.
+    `fixed` is empty with `lmbda` 1. All choices depend only on seed and iteration, so resuming needs no state.
     """
 
     lmbda: float
@@ -48,23 +48,23 @@ class Mixture:
     seed: int
 
     def is_own(self, iteration: int) -> bool:
-        """Return whether the student writes the responses of this iteration, counted from 0."""
+        """Return whether the student samples this iteration's responses, counted from 0."""
         draw = np.random.default_rng([self.seed & SEED_MASK, iteration, _DRAW]).random()
         return bool(draw < self.lmbda)
 
     def fixed_batch(self, iteration: int) -> list[TokenSequence]:
-        """Return the fixed sequences at the place of this iteration in their order, which begins anew at its end."""
+        """Return this iteration's fixed sequences. The order restarts when all were used."""
         order = StepBatches(len(self.fixed), batch_size=self.batch_size, epochs=iteration + 1, seed=self.seed)
         return [self.fixed[int(index)] for index in order[iteration]]
 
 
 Batch = ScoredBatch | list[TokenSequence]
-"""Own responses, or fixed sequences."""
+"""Sampled responses, or fixed sequences."""
 
 
 @dataclass(frozen=True)
 class Distilling:
-    """Trains a student on a teacher's distributions; rewards are measured alone."""
+    """Trains a student on a teacher's distributions. Rewards are only logged."""
 
     roles: Roles[Student]
     settings: OnlineSettings
@@ -80,7 +80,7 @@ class Distilling:
         save_steps: int,
         hooks: OnlineHooks,
     ) -> Finished:
-        """Train as `run_iterations`."""
+        """Train like `run_iterations`."""
         roles, tracker = self.roles, hooks.tracker
         source = RolloutSource(roles.engines, roles.scorer, self.settings, prompts, decode, tell=tracker.message)
         with Lookahead(source, roles.engines, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
@@ -100,16 +100,16 @@ class Distilling:
             )
 
     def _collect(self, lookahead: Lookahead, state: LoopState, timer: PhaseTimer) -> Batch | None:
-        """Return what the next iteration learns from."""
+        """Return the next iteration's data."""
         if self.mixture.is_own(state.iteration):
             return scored_batch(self.roles, self.settings, lookahead, state, timer)
-        self.roles.engines.sleep()  # they hold weights for responses that this iteration does not need
+        self.roles.engines.sleep()  # free their memory: this iteration samples nothing
         return self.mixture.fixed_batch(state.iteration)
 
     def _learn(
         self, batch: Batch, state: LoopState, tracker: RunTracker, timer: PhaseTimer
     ) -> tuple[LoopState, dict[str, float]]:
-        """Return (state, metrics) after the rest of an iteration, up to the engines' new weights."""
+        """Return (state, metrics) after the iteration, including the weight push."""
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None
         sequences = batch.sampled.sequences if isinstance(batch, ScoredBatch) else batch
@@ -121,7 +121,7 @@ class Distilling:
         metrics |= {} if own is None else batch_metrics(own, settings.reward)
         metrics |= {OWN_RESPONSES: float(own is not None), "num_tokens": float(sum(map(len, sequences)))}
         tracker.log(iteration, metrics, timer.take())
-        if own is None:  # the prompts of the iteration are passed over
+        if own is None:  # skip the iteration's prompts
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
         tracker.samples(iteration, iteration_rows(own.sampled, own.trainable, has_reward=settings.reward.is_given))
         return replace(state, iteration=iteration, source=own.taken.source), metrics

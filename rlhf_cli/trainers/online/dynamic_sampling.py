@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): ask prompts in rounds until the batch has enough useful groups."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476): sample prompts in rounds until the batch has enough useful groups."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from rlhf_cli.trainers.online.state import SourceState
 
 
 class DynamicBatch:
-    """The groups of one iteration, as rounds of prompts fill it.
+    """Groups of one iteration, filled round by round.
 
-    Surplus of the last batch comes first; it counts in the iteration that trains on it. `num_places` counts the prompts
-    in the order of the run.
+    Starts with the previous batch's surplus, which counts in the iteration that trains on it. `num_places` is the
+    number of prompts in the run's order.
     """
 
     def __init__(self, config: DynamicSamplingConfig, state: SourceState, *, batch_size: int, num_places: int) -> None:
@@ -34,27 +34,29 @@ class DynamicBatch:
 
     @property
     def missing(self) -> int:
-        """Useful groups that the batch still needs."""
+        """Number of useful groups still missing."""
         return self._batch_size - len(self._groups)
 
     @property
     def filtered(self) -> list[PromptGroup]:
-        """The groups that teach nothing."""
+        """Groups without a learning signal."""
         return [group for group in self._judged if usefulness(group.scores, self.config) != "useful"]
 
     @property
     def most_to_come(self) -> int:
-        """Prompts that later rounds may ask at most."""
+        """Maximum number of prompts in later rounds."""
         return (self.config.dynamic_max_rounds - self._num_rounds) * self._round_size
 
     @property
     def _round_size(self) -> int:
-        """Prompts of the next round: one for each missing group and a share more, as long as there are prompts."""
+        """Number of prompts in the next round: one per missing group plus oversampling, limited by the remaining
+        prompts.
+        """
         wanted = math.ceil(self.missing * (1 + self.config.dynamic_oversample))
         return min(wanted, len(self._postponed) + self._num_places - self._num_taken)
 
     def next_round(self) -> list[int]:
-        """Take and return the places of the next round, postponed prompts first; [] if there is no further round."""
+        """Return the prompt positions for the next round, postponed prompts first; [] if no round follows."""
         if not self.missing or self._num_rounds == self.config.dynamic_max_rounds:
             return []
         num_places = self._round_size
@@ -63,7 +65,7 @@ class DynamicBatch:
         return [*places, *range(first, self._num_taken)]
 
     def add(self, places: Sequence[int], groups: Sequence[PromptGroup | None]) -> None:
-        """Split the groups of a round into those for this batch, for the next iteration, and to be asked again."""
+        """Distribute a round's groups: this batch, surplus for the next iteration, or postponed."""
         split = sort_round(places, groups, missing=self.missing, config=self.config)
         self._groups += split.accepted
         self._surplus += split.surplus
@@ -73,12 +75,12 @@ class DynamicBatch:
         self._num_asked += len(places)
 
     def stop_if_too_many_failed(self, max_failures: float, *, num_samples: int) -> None:
-        """Raise RunError if too many of the iteration's rewards have failed, whatever later rounds bring."""
+        """Raise RunError if too many rewards have failed, regardless of later rounds."""
         scores = [score for group in [*self._groups, *self.filtered] for score in group.scores]
         stop_if_too_many_failed(scores, max_failures, num_to_come=self.most_to_come * num_samples)
 
     def rollout(self) -> Rollout:
-        """Return the batch as far as it is filled."""
+        """Return the batch in its current state."""
         metrics = _filter_metrics(self._judged, self.config) | {
             "dynamic/rounds": float(self._num_rounds),
             "dynamic/prompts": float(self._num_asked),
@@ -95,7 +97,7 @@ class DynamicBatch:
         )
 
     def left(self, state: SourceState) -> SourceState:
-        """Return the state of the source with the data that the batch leaves for the next one."""
+        """Return the source state with the data left for the next batch."""
         return replace(state, surplus=self._surplus, postponed=self._postponed, num_taken=self._num_taken)
 
 
@@ -107,13 +109,13 @@ def sample_until_full(
     max_failures: float,
     timer: PhaseTimer,
 ) -> Rollout:
-    """Return useful groups until the batch is full, the rounds are used up, or no prompt is left.
+    """Sample useful groups until the batch is full, the round limit is reached, or no prompts remain.
 
     Args:
-        ask: the prompt at a place in the order of the run.
+        ask: returns the prompt at a position in the run's order.
 
     Raises:
-        RunError: more than `max_failures` of the iteration's rewards have surely failed, whatever later rounds bring.
+        RunError: more than `max_failures` of the rewards have failed, regardless of later rounds.
     """
     with timer("generate"):
         sampler.engines.wake_cache()
@@ -131,12 +133,12 @@ def sample_until_full(
 
 
 def _until_full(num_slots: int, batch: DynamicBatch) -> Callable[[Round], int | None]:
-    """Return a function from a round to the length, in tokens, beyond which the batch needs no response."""
+    """Return a function that computes the response length in tokens above which responses are not needed."""
     return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), batch.missing, batch.config)
 
 
 def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig) -> dict[str, float]:
-    """Return the shares of the judged groups by usefulness, and the metrics of all their responses."""
+    """Return the share of groups by usefulness, and metrics over their responses."""
     if not judged:
         return {}
     found = [usefulness(group.scores, config) for group in judged]

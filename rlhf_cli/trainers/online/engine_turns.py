@@ -1,7 +1,7 @@
-"""The turns of two threads at the engines, if weights are pushed while a batch is sampled.
+"""Lock for the engines when weights are pushed during sampling.
 
-Engines generate by themselves. The thread that samples uses them for a moment at a time: it begins batches and looks at
-responses. The thread that trains pushes between two looks.
+Engines generate asynchronously. The sampling thread uses them briefly to start batches and collect responses; the
+training thread pushes between two such uses.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,9 @@ from rlhf_cli.trainers.online.interfaces import SamplingEngines
 
 
 class EngineTurns:
-    """Whose turn it is. A push comes first, else it would wait for as long as looks follow each other."""
+    """Engine lock. Pushes have priority; otherwise a push could wait indefinitely, because looks follow in quick
+    succession.
+    """
 
     def __init__(self) -> None:
         self._change = Condition()
@@ -22,13 +24,13 @@ class EngineTurns:
 
     @contextmanager
     def look(self) -> Iterator[None]:
-        """Use the engines for the block, unless a push waits."""
+        """Use the engines for the block. Waits while a push is pending."""
         with self._used(lambda: not (self._is_used or self._push_waits)):
             yield
 
     @contextmanager
     def push(self) -> Iterator[None]:
-        """Use the engines for the block, as soon as the look under way has ended."""
+        """Use the engines for the block, as soon as the current look ends."""
         self._announce(True)
         try:
             with self._used(lambda: not self._is_used):
@@ -46,6 +48,7 @@ class EngineTurns:
         with self._change:
             self._change.wait_for(is_free)
             self._is_used = True
+        # The block runs without holding the condition's lock, so that `push` can announce itself during a look.
         try:
             yield
         finally:
@@ -55,7 +58,7 @@ class EngineTurns:
 
 
 class EnginesInTurns:
-    """Engines as the thread that samples uses them; its looks have time limits."""
+    """Engines for the sampling thread. Calls are short because they have time limits."""
 
     def __init__(self, engines: SamplingEngines, turns: EngineTurns) -> None:
         self._engines = engines
@@ -68,26 +71,26 @@ class EnginesInTurns:
 
     @property
     def is_generating(self) -> bool:
-        """Whether responses of the batch are still to come."""
-        with self._turns.look():  # within a push a batch may have no call to wait for
+        """Whether responses in the batch are pending."""
+        with self._turns.look():  # during a push, a batch may have no pending call
             return self._engines.is_generating
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Return finished responses, each with the number of its request."""
+        """Return finished responses with request numbers."""
         with self._turns.look():
             return self._engines.collect(timeout)
 
     def cut(self, max_tokens: int) -> None:
-        """Give up the responses of the batch that have, or get, more than so many tokens."""
+        """Drop responses that exceed `max_tokens`."""
         with self._turns.look():
             self._engines.cut(max_tokens)
 
     def wake_cache(self) -> None:
-        """Be ready to generate."""
+        """Prepare to generate."""
         with self._turns.look():
             self._engines.wake_cache()
 
     def sleep(self) -> None:
-        """Leave the accelerators to others."""
+        """Release the GPUs."""
         with self._turns.look():
             self._engines.sleep()

@@ -1,4 +1,4 @@
-"""An episode in the making: its tokens, turns, messages and rewards so far."""
+"""An episode in progress: tokens, turns, messages and rewards."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,18 @@ from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.turn_bridge import call_id
 
 AS_OPENAI = MessageForm(arguments_as_text=False, no_content="")
-"""The form of messages in samples and for reward files."""
+"""Message format for samples and reward files."""
 
 
 @dataclass
 class EpisodeProgress:
-    """An episode whose response ends with the last turn or with the observation after it."""
+    """An episode with a response that ends with the last turn or the observation after it."""
 
     request: GenerationRequest
     conversation: Conversation
-    num_given: int  # messages of the prompt
+    num_given: int  # number of prompt messages
     prompt_ids: list[int]
-    opening: str = ""  # words of the environment at the end of the prompt
+    opening: str = ""  # environment text at the end of the prompt
     opening_reward: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -42,33 +42,33 @@ class EpisodeProgress:
 
     @property
     def num_results(self) -> int:
-        """The results of calls so far."""
+        """Number of call results so far."""
         return sum(message.role == "tool" for message in self.conversation.messages[self.num_given :])
 
     @property
     def all_ids(self) -> list[int]:
-        """The tokens of prompt and response."""
+        """Prompt and response token IDs."""
         return self.prompt_ids + self.token_ids
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of prompt and response."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def longest(self) -> int:
-        """The tokens of the response so far."""
+        """Number of response tokens."""
         return len(self.token_ids)
 
     def open(self, opening: str, prompt_ids: list[int]) -> None:
-        """Add an observation of the environment to the last message of the prompt, which has these tokens then."""
+        """Append an observation to the last prompt message. `prompt_ids` are the new prompt tokens."""
         *before, last = self.conversation.messages
         begun_with = replace(last, content=last.content + opening)
         self.opening, self.prompt_ids = opening, prompt_ids
         self.conversation = replace(self.conversation, messages=(*before, begun_with))
 
     def turn_request(self, name: int, max_len: int) -> GenerationRequest:
-        """Return the request for the next turn of the episode of that name; each turn has a seed of its own."""
+        """Return the request for the next turn, with a separate seed per turn. `name` is the episode's name."""
         seed = turn_seed(self.request.seed, len(self.turns))
         return replace(
             self.request,
@@ -80,7 +80,7 @@ class EpisodeProgress:
         )
 
     def add_turn(self, sampled: Generation, turn: ParsedTurn) -> ParsedTurn:
-        """Add a sampled turn, and return it with ids of its calls, by which their results are known."""
+        """Add a sampled turn. Returns it with call IDs, which identify the results."""
         first = self.num_results
         calls = tuple(replace(call, id=call_id(first + place)) for place, call in enumerate(turn.calls))
         start = len(self.token_ids)
@@ -96,7 +96,7 @@ class EpisodeProgress:
         return self.last_turn
 
     def add_observation(self, token_ids: list[int], messages: Sequence[Message]) -> None:
-        """Add the tokens and messages between the last turn and the next one."""
+        """Add tokens and messages between the last turn and the next."""
         self.token_ids += token_ids
         self._add(messages)
 
@@ -124,11 +124,11 @@ class EpisodeProgress:
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """Return the seed of a turn, counted from 0, of an episode whose first turn has this seed."""
+    """Return the seed of a turn, counted from 0, derived from the first turn's seed."""
     return seed if number == 0 else zlib.crc32(f"{seed} {number}".encode()) & 0x7FFFFFFF
 
 
 def begun(request: GenerationRequest, row: Mapping[str, Any]) -> EpisodeProgress:
-    """Return the start of the episode for a request, whose row has its prompt as messages."""
+    """Create the episode for a request with prompt messages in its row."""
     messages = tuple(map(message_of, row.get("messages", [])))
     return EpisodeProgress(request, Conversation(messages), len(messages), request.prompt_ids)

@@ -1,13 +1,13 @@
-"""Episodes of several turns: engines whose response is a whole episode with an environment.
+"""Multi-turn episodes: rollout engines whose response is a full episode with an environment.
 
-The loop, the algorithms and the packing know nothing of turns: a response is the tokens of all turns with the
-observations between them, and `Generation.turns` names the sampled tokens. No token is tokenised twice: the prompt of a
-turn is the tokens of all turns before it and the tokens of the observation.
+Loop, algorithms and packing do not depend on turns: a response is the tokens of all turns with the observations between
+them, and `Generation.turns` marks sampled tokens. Tokens are never retokenized: a turn's prompt is all previous tokens
+plus the observation's tokens.
 
-Turns in step: the engines get one batch for each turn of all episodes, and environments answer meanwhile. So a batch
-depends on nothing but seeds and answers, however long an environment takes, and equal runs repeat bit for bit on a CPU.
-Free turns: the next turn of an episode joins the batch of the engines as soon as its environment has answered. So no
-turn waits for another episode, and the rounding of a turn depends on the turns that happen to be beside it.
+Synchronized turns (`in_step`): engines sample one batch per turn for all episodes. Batches depend only on seeds and
+replies, not on timing, so equal runs are bit-identical on a CPU. Asynchronous turns: an episode's next turn joins the
+engines' batch as soon as its environment replies. Turns do not wait for other episodes, but rounding depends on the
+turns that share a batch.
 """
 
 import json
@@ -29,39 +29,39 @@ _SHORTENED = " [shortened]"
 
 
 class Dialogue(Protocol):
-    """Turns as text and tokens, by the chat template of the policy."""
+    """Turns as text and tokens in the policy's chat template."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens at which a turn ends."""
+        """End-of-turn tokens."""
         ...
 
     def read(self, token_ids: Sequence[int], *, behind: Sequence[int] | None = None) -> ParsedTurn:
-        """Return the text and the calls of a sampled turn `behind` these tokens, or behind a prompt."""
+        """Parse text and calls of a sampled turn that follows `behind`, by default a prompt."""
         ...
 
     def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
-        """Return the tokens from the end of a sampled turn, whose last token is `last_id`, to the start of the next.
+        """Return the tokens between a sampled turn with last token `last_id` and the next turn.
 
         `conversation` ends with the turn's message.
         """
         ...
 
     def opened(self, conversation: Conversation, observation: str) -> list[int]:
-        """Return the prompt with an observation behind the text of the last message."""
+        """Return the prompt with an observation appended to the last message."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """The bounds of an episode: turns of the model, and tokens from the prompt's first to the episode's last."""
+    """Limits of an episode: model turns, and total tokens including the prompt."""
 
     max_turns: int
     max_len: int
 
 
 class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
-    """Rollout engines whose response is an episode with an environment."""
+    """Rollout engines with one environment episode per response."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         self._dialogue = dialogue
         self._limits = limits
         self._sampling = SamplingParams(0)
-        self._waiting: set[int] = set()  # for their environments
-        self._ready: list[int] = []  # for their next turns
-        self._asked: list[int] = []  # the episode of each request of the engines' batch
+        self._waiting: set[int] = set()  # waiting for their environments
+        self._ready: list[int] = []  # ready for the next turn
+        self._asked: list[int] = []  # episode per request in the engines' batch
         self._tools = {tool["function"]["name"] for tool in environments.description.tools}
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start an episode for each request, whose row its environment gets."""
+        """Start an episode for each request. Its environment receives the request's row."""
         self._drop_all()
         self._sampling = replace(sampling, end_ids=self._dialogue.end_ids)
         self._ready, self._asked = [], []
@@ -94,19 +94,18 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
             self._send(number, Reset(row.get("columns", {}), requests[number].environment_seed))
 
     def _advance(self, timeout: float | None) -> None:
-        """Begin turns, and wait a moment for turns of the engines and replies of the environments."""
+        """Start turns, then wait briefly for engines and environments."""
         self._begin_turns()
         if self._engines.is_generating:
             for place, sampled in self._engines.collect(WAIT_SECONDS if self._waiting else timeout):
                 self._take_turn(self._asked[place], sampled)
             self._take_replies(0.0)
         elif self._waiting:
+            # Poll instead of blocking, so that `collect` returns in time and a weight push can run in between.
             self._take_replies(WAIT_SECONDS)
 
     def _begin_turns(self) -> None:
-        """Ask for the next turns of the episodes whose environments have answered: in step if these are all episodes,
-        else at once.
-        """
+        """Request the next turns for episodes with a reply. With `in_step`, wait until all episodes have one."""
         if self._in_step and (len(self._ready) < len(self._episodes) or self._engines.is_generating):
             return
         ready, self._ready = sorted(number for number in self._ready if number in self._episodes), []
@@ -124,7 +123,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
     def _take_turn(self, number: int, sampled: Generation) -> None:
         episode = self._episodes.get(number)
         if episode is None:
-            return  # it was given up
+            return  # it was dropped
         turn = episode.add_turn(sampled, self._dialogue.read(sampled.token_ids, behind=episode.all_ids))
         self._give_up_long()
         if number not in self._episodes:
@@ -143,7 +142,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
     def _take_replies(self, timeout: float) -> None:
         for name, reply in self._environments.collect(timeout):
             number = name - self._first
-            if number in self._episodes:  # else it was given up
+            if number in self._episodes:  # else it was dropped
                 self._take_reply(number, reply)
 
     def _take_reply(self, number: int, reply: Reply) -> None:
@@ -167,17 +166,17 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
             self._observe(number, reply.observations)
 
     def _has_reward_so_far(self, episode: EpisodeProgress) -> bool:
-        """Return whether an episode without an answer in time can end with the rewards that it has.
+        """Return whether an episode without a timely reply may end with its current rewards.
 
-        A model can make a tool hang in any turn. A `step` that hangs in the first turn is a fault of the environment.
-        A reward that is computed at the end is not known without the environment.
+        A model can make a tool hang in any turn, but a `step` that hangs in the first turn is an environment bug. A
+        final reward is unknown without the environment.
         """
         description = self._environments.description
         is_answered = len(episode.turns) > (0 if description.tools else 1)
         return is_answered and not episode.is_finished and not description.rewards_at_end
 
     def _open(self, number: int, reply: Reply) -> None:
-        """Begin the first turn of an episode, whose environment may have added to its prompt."""
+        """Start an episode's first turn. The environment may have extended the prompt."""
         episode = self._episodes[number]
         episode.opening_reward = reply.reward
         opening = self._shortened("".join(reply.observations))
@@ -188,12 +187,12 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
                 self._fail(number, f"added to the prompt, and {fault}")
                 return
         if reply.is_done or episode.num_tokens >= self._limits.max_len:
-            self._fail(number, "was done before the first turn" if reply.is_done else "left no room for a turn")
+            self._fail(number, "ended before the first turn" if reply.is_done else "left no room for a turn")
         else:
             self._ready.append(number)
 
     def _observe(self, number: int, observations: Sequence[str]) -> None:
-        """Add the answers to a turn, unless the episode is at one of its limits."""
+        """Add the replies to a turn, unless the episode has reached a limit."""
         episode = self._episodes[number]
         if len(episode.turns) == self._limits.max_turns:
             self._end(number, "length")
@@ -211,23 +210,23 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         self._ready.append(number)
 
     def _messages(self, episode: EpisodeProgress, observations: Sequence[str]) -> tuple[Message, ...]:
-        """Return the answers to a turn: results of its calls and their faults, or the next words of the other side."""
+        """Return the replies to a turn: results and errors of its calls, or the next user message."""
         found = [self._shortened(observation) for observation in observations]
         if not self._environments.description.tools:
             return (Message("user", "\n".join(found)),)
         turn = episode.last_turn
-        # A name that the model made up is text of the model's, which must not get into the template's words.
+        # A made-up tool name is untrusted model text, which must not become part of the template's markup.
         names = [call.name if call.name in self._tools else None for call in turn.calls]
         results = [*zip(names, found, strict=True), *((None, fault) for fault in turn.faults)]
         return tool_results(results, first=episode.num_results)
 
     def _shortened(self, observation: str) -> str:
-        """Return an observation that can be tokenised at no cost to others: no episode has room for a longer one."""
+        """Truncate an observation longer than any episode, so that tokenizing it does not block other episodes."""
         most = self._limits.max_len * CHARACTERS_PER_TOKEN
         return observation if len(observation) <= most else observation[:most] + _SHORTENED
 
     def _end(self, number: int, reason: Literal["stop", "length"]) -> None:
-        """End an episode after a turn; the environment has its last word on the reward."""
+        """End an episode after a turn. The environment returns the final reward."""
         episode = self._episodes[number]
         episode.is_finished, episode.finish_reason = True, reason
         self._send(number, Finish())
@@ -242,7 +241,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         self._environments.send(self._first + number, action)
 
     def _fail(self, number: int, failure: str, trace: str = "") -> None:
-        """End an episode whose environment broke."""
+        """End an episode after an environment failure."""
         episode = self._episodes[number]
         episode.failure, episode.trace = failure, trace
         self._finish(number)

@@ -1,7 +1,7 @@
-"""Evaluation during online training: answer held-out prompts with the present weights and keep the best model.
+"""Evaluation during online training: answers evaluation prompts with the current weights and saves the best model.
 
-The figures equal `rlhf eval` (rewards/evaluation.py). Training does not notice an evaluation: its requests have seeds
-of their own, and no controller reads its figures.
+Metrics equal `rlhf eval` (rewards/evaluation.py). Evaluation does not affect training: requests have separate seeds,
+and controllers ignore its metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +23,16 @@ from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_rows
 from rlhf_cli.trainers.online.rollout import request_of
 from rlhf_cli.trainers.online.scoring import make_score_requests, score_responses, whole_groups
 
-EVALUATION = 0x6576616C  # "eval": evaluations and training have different seeds
+EVALUATION = 0x6576616C  # "eval": separates evaluation seeds from training seeds
 
 
 MAX_KEPT_ROWS = 256
 MAX_KEPT_CHARACTERS = 4_000_000
-"""Responses of one evaluation that are kept as rows at most, and their text with the prompts."""
+"""Maximum number of rows saved per evaluation, and their total prompt and response characters."""
 
 
 class EvaluationTracker(Protocol):
-    """The tracker as evaluations use it."""
+    """Tracker interface for evaluations."""
 
     @property
     def phase(self) -> Callable[[str | None], None]: ...
@@ -44,11 +44,12 @@ class EvaluationTracker(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """The prompts and settings of evaluations.
+    """Prompts and settings for evaluations.
 
-    Nothing is evaluated without prompts. `seed` is the run's, `total_iterations` counts its iterations. Engines that
-    sleep between batches lose their weights and get them again. They get `prompts_at_once`, or all for None: an engine
-    has the inputs of all pictures of a batch in memory.
+    - `prompts`: empty to disable evaluation.
+    - `seed`, `total_iterations`: from the run.
+    - `engines_lose_weights`: engines that sleep between batches need a new weight push.
+    - `prompts_at_once`: prompts per engine batch, None for all. An engine keeps the image inputs of a batch in memory.
     """
 
     config: EvaluationConfig
@@ -64,7 +65,7 @@ class EvaluationTask:
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of the metric so far, and the iteration after which it was measured."""
+    """Best metric value so far, and its iteration."""
 
     iteration: int
     value: float
@@ -72,23 +73,23 @@ class Best:
 
 @dataclass(frozen=True)
 class EvaluationState:
-    """The part of a checkpoint: the iteration of the last evaluation, and the best result so far."""
+    """Checkpointed state: iteration of the last evaluation, and the best result."""
 
     evaluated: int | None = None
     best: Best | None = None
 
     def plain(self) -> dict[str, object]:
-        """Return the state as JSON can hold it."""
+        """Return the state as JSON values."""
         return asdict(self)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "EvaluationState":
-        """Return the state of which `plain` made this."""
+        """Restore the state from `plain`."""
         return cls(plain["evaluated"], None if plain["best"] is None else Best(**plain["best"]))
 
 
 class Evaluator:
-    """Evaluates when it is due. `save_best` is called with each new best, while the weights are those it is about."""
+    """Runs evaluations when due. `save_best` is called for each new best result, before the weights change."""
 
     def __init__(
         self,
@@ -106,7 +107,9 @@ class Evaluator:
         self.state = state
 
     def __call__(self, iteration: int, is_last: bool) -> None:
-        """Evaluate after this iteration if it is due: before the first, every `eval_steps`, and at the end; once."""
+        """Evaluate if due: before the first iteration, every `eval_steps`, and at the end. Never twice per
+        iteration.
+        """
         if not self.is_due(iteration, is_last):
             return
         task = self.task
@@ -124,13 +127,13 @@ class Evaluator:
         self._tracker.evaluation_samples(iteration, kept_rows(rows))
 
     def is_due(self, iteration: int, is_last: bool) -> bool:
-        """Return whether there is something to evaluate after this iteration."""
+        """Return whether an evaluation is due after this iteration."""
         task = self.task
         due = iteration == 0 or is_last or is_due(iteration, task.config.eval_steps, task.total_iterations)
         return bool(task.prompts) and due and self.state.evaluated != iteration
 
     def _metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Return the figures of all prompts, and of each source by its name if there are several sources."""
+        """Compute metrics over all prompts, and per source if there are several."""
         num_samples = self.task.config.eval_n_samples_per_prompt
         groups = [answers[i : i + num_samples] for i in range(0, len(answers), num_samples)]
         sources = by_source(zip(source_names(self.task.prompts), groups, strict=True))
@@ -143,11 +146,11 @@ class Evaluator:
         return metrics
 
     def _answers(self) -> tuple[list[Answer], list[dict[str, object]]]:
-        """Return the samples of all prompts, a prompt's next to each other, judged and as rows."""
+        """Answer all prompts. Returns scored answers, grouped by prompt, and sample rows."""
         task, engines = self.task, self._roles.engines
         num_samples = task.config.eval_n_samples_per_prompt
         asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
-        # The same requests each time: differences between evaluations are the model's.
+        # Use the same requests each time, so that differences are due to the model.
         requests = [
             request_of(
                 prompt,
@@ -181,19 +184,19 @@ class Evaluator:
         return answers, sample_rows(score_requests, generations, scores)
 
     def _better(self, metrics: Mapping[str, float], iteration: int) -> Best | None:
-        """Return a new best, if this is one."""
+        """Return the new best result, or None if it is not better."""
         key = self.task.config.best_metric_key
         if key is None:
             return None
         value = metrics.get(key.removeprefix("eval/"))
         if value is None:
-            raise RunError(f"iteration {iteration}: the evaluation has no {key}; it has {', '.join(metrics)}")
+            raise RunError(f"iteration {iteration}: evaluation metric {key} not found; available: {', '.join(metrics)}")
         so_far = self.state.best
         return Best(iteration, value) if so_far is None or value > so_far.value else None
 
 
 class Sourced(Protocol):
-    """Something that names the data set it is from, and maybe a source of its own."""
+    """An item with a dataset and an optional source."""
 
     @property
     def source(self) -> str: ...
@@ -203,13 +206,13 @@ class Sourced(Protocol):
 
 
 def source_names(prompts: Sequence[Sourced]) -> list[str]:
-    """Return the source of each prompt: the one that its row names, or the data set if rows name none or too many."""
+    """Return each prompt's source from its row, or the dataset if sources are missing or too many."""
     named = [prompt.data_source or prompt.source for prompt in prompts]
     return named if len(set(named)) <= MAX_SOURCES else [prompt.source for prompt in prompts]
 
 
 def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
-    """Return the first rows, so that an evaluation adds a bounded amount to the run's folder."""
+    """Return the first rows, within the size limits."""
     kept: list[dict[str, object]] = []
     characters = 0
     for row in rows[:MAX_KEPT_ROWS]:
@@ -221,11 +224,11 @@ def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
 
 
 def evaluation_seed(seed: int, number: int) -> int:
-    """Return the seed of a request of an evaluation; training counts its seeds apart."""
+    """Return the seed of an evaluation request, separate from training seeds."""
     return scattered_seed(seed ^ EVALUATION, number)
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """Return the names of data sets without folders and endings, or whole names if the short ones are not distinct."""
+    """Return dataset names without folders and extensions, or full names if these are not unique."""
     stems = [Path(source).stem for source in sources]
     return stems if len(set(stems)) == len(stems) else list(sources)

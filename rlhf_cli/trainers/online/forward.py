@@ -1,4 +1,4 @@
-"""The outputs of all models on an iteration's responses, before the update."""
+"""Forward passes of all models on an iteration's responses, before the update."""
 
 from rlhf_cli.trainers.online.batch import split_last_values, with_last_states
 from rlhf_cli.trainers.online.interfaces import Actor, Roles, awake
@@ -7,7 +7,8 @@ from rlhf_cli.trainers.online.state import OnlineSettings
 
 
 def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
-    """Fill in log-probs and values under the models as they are before the update."""
+    """Compute log-probs and values with the current models."""
+    # One model at a time: on shared GPUs only one fits, and each sleeps before the next wakes.
     if roles.reference is not None:
         with awake(roles.reference):
             responses.ref_logprobs = responses.by_response(roles.reference.logprobs(responses.sequences))

@@ -1,6 +1,6 @@
-"""Groups of scored responses, and the choice among them under dynamic sampling (DAPO, arXiv 2503.14476).
+"""Groups of scored responses, and their selection for dynamic sampling (DAPO, arXiv 2503.14476).
 
-Pure: the choice depends on responses, scores and the order of the prompts, never on the order of arrival.
+Pure functions: the selection depends on responses, scores and prompt order, never on arrival order.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
 
 Usefulness = Literal["useful", "too_hard", "too_easy", "alike", "failed"]
-"""What a prompt is to the policy: too_hard, too_easy and alike teach a group's baseline nothing."""
+"""Usefulness of a prompt. Groups that are too_hard, too_easy or alike have no learning signal with a group baseline."""
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """All responses to one prompt, lists by response; `place` is the prompt's in the order of the run."""
+    """All responses to a prompt. `place` is the prompt's position in the run's order."""
 
     place: int
     prompt: Prompt
@@ -29,16 +29,16 @@ class PromptGroup:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response, of all branches of episodes."""
+        """Number of tokens in the longest response, over all branches of episodes."""
         return max(generation.longest for generation in self.generations)
 
 
 def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Usefulness:
-    """Return whether the scores of a group make its prompt worth training on.
+    """Classify a group by its scores.
 
-    With a range, the mean score must lie inside it. Without a range, the scores must differ, and a verifier must find
-    some responses right and others wrong. A reward may report another score to filter by. Failed scores are ignored;
-    fewer than two scores decide nothing.
+    With a reward range, the mean score must be inside it. Otherwise the scores must differ, and a verifier must accept
+    only some responses. A reward may report a separate score for filtering. Failed scores are ignored; fewer than two
+    scores count as failed.
     """
     known = [score for score in scores if score.value is not None]
     values = [score.value if score.filter is None else score.filter for score in known if score.value is not None]
@@ -55,11 +55,11 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
 
 
 def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: DynamicSamplingConfig) -> int | None:
-    """Return the tokens of the longest response up to the group that makes the batch full; None as long as it is not.
+    """Return the longest response up to the group that completes the batch, in tokens; None while it is incomplete.
 
     Args:
-        groups: in the order of the prompts, None for one that is not complete yet; not read beyond the first such.
-        missing: useful groups that the batch needs.
+        groups: in prompt order, None for incomplete groups; not read beyond the first of these.
+        missing: number of useful groups that the batch requires.
     """
     longest = 0
     for group in groups:
@@ -74,9 +74,9 @@ def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: D
 
 @dataclass(frozen=True)
 class RoundSplit:
-    """A round of prompts: groups for the batch, groups for the next iteration, and prompts to ask once more.
+    """Result of a round: groups for the batch, surplus groups, and prompts to sample again.
 
-    `judged` are the groups whose usefulness counted; groups of `postponed` places were not looked at.
+    `judged` are the groups with counted usefulness; groups at `postponed` positions are not judged.
     """
 
     accepted: list[PromptGroup]
@@ -88,11 +88,11 @@ class RoundSplit:
 def sort_round(
     places: Sequence[int], groups: Sequence[PromptGroup | None], *, missing: int, config: DynamicSamplingConfig
 ) -> RoundSplit:
-    """Split a round of which the batch needs `missing` groups.
+    """Split a round for a batch that requires `missing` groups.
 
-    Useful groups are taken in the order of the prompts. Once the batch is full, a later group is kept as surplus only
-    if all its responses are no longer than the longest response that was waited for. A longer response would be there
-    by chance of arrival, which would bias the next batch, so its prompt is postponed.
+    Useful groups are selected in prompt order. When the batch is full, a later group becomes surplus only if all its
+    responses are at most as long as the longest response that the batch waited for. Longer ones were included only by
+    chance of arrival, which would bias the next batch toward them, so their prompts are postponed.
     """
     longest = longest_needed(groups, missing, config)
     accepted: list[PromptGroup] = []

@@ -1,4 +1,4 @@
-"""The interfaces of the online loop: roles, engines, rewards and the tracker."""
+"""Interfaces of the online loop: roles, engines, rewards and tracker."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +17,7 @@ from rlhf_cli.trainers.online.actor_turns import ActorTurns
 
 
 class Sleeper(Protocol):
-    """Something that shares an accelerator and takes turns on it; a role with one to itself does nothing here."""
+    """A role that may share a GPU by sleeping. No-op for a role with a dedicated GPU."""
 
     def wake(self) -> None: ...
 
@@ -26,9 +26,10 @@ class Sleeper(Protocol):
 
 @contextmanager
 def awake(role: Sleeper) -> Iterator[None]:
-    """Hold a role on its accelerator for the block.
+    """Keep a role on its GPU for the block.
 
-    Do not sleep the role after an error: surviving ranks may wait in a collective for a dead one and never reply.
+    Does not put the role to sleep after an error: surviving ranks may be stuck in a collective with a dead one and
+    never reply.
     """
     role.wake()
     yield
@@ -36,14 +37,14 @@ def awake(role: Sleeper) -> Iterator[None]:
 
 
 class Sampled(Sleeper, Protocol):
-    """The model in training, whose responses the engines sample."""
+    """A trained model that the engines sample from."""
 
     def sleep_optimizer(self) -> None:
-        """Keep the weights alone on the accelerator."""
+        """Keep only the weights on the GPU."""
 
 
 class Actor(Sampled, Protocol):
-    """The policy in training."""
+    """Policy in training."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
@@ -53,14 +54,14 @@ class Actor(Sampled, Protocol):
 
 
 class Student(Sampled, Protocol):
-    """The model that learns a teacher's distributions."""
+    """Student model, trained on a teacher's distributions."""
 
     def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step; a step is an array of indices."""
+        """Train, and return the metrics per optimizer step; a step is an array of indices."""
 
 
 class Critic(Sleeper, Protocol):
-    """The value model in training."""
+    """Value model in training."""
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
@@ -68,32 +69,32 @@ class Critic(Sleeper, Protocol):
 
 
 class Reference(Sleeper, Protocol):
-    """The policy that the KL divergence is measured from."""
+    """Reference policy for the KL divergence."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
 class Teacher(Sleeper, Protocol):
-    """The frozen policy that on-policy distillation leads to."""
+    """Frozen teacher policy for distillation."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
 class MovingReference(Sleeper, Protocol):
-    """A reference that follows the policy in training."""
+    """A reference updated toward the policy during training."""
 
     def move(self) -> None:
-        """Go towards the actor, who must not be asked for anything meanwhile."""
+        """Update the reference toward the actor. The actor must be idle."""
 
 
 class RewardModel(Sleeper, Protocol):
-    """The frozen model that scores whole responses."""
+    """Frozen model that scores full responses."""
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]: ...
 
 
 class ProcessRewardModel(Sleeper, Protocol):
-    """The frozen model that scores the steps of responses, each at its last token."""
+    """Frozen model that scores response steps at their last tokens."""
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
@@ -102,27 +103,27 @@ class Steps(Protocol):
     """Scores the steps of sampled responses."""
 
     def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
-        """Return the reward of each step at its last token and NaN elsewhere, one value a token of each response."""
+        """Return each step's reward at its last token and NaN elsewhere, one value per response token."""
 
 
 class SamplingEngines(Protocol):
-    """The verbs of the rollout engines by which a batch is sampled."""
+    """Rollout engine methods used to sample a batch."""
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start a batch, whose responses are to be collected."""
+        """Start a batch. Collect its responses with `collect`."""
 
     @property
     def is_generating(self) -> bool:
-        """Whether responses of the batch are still to come."""
+        """Whether responses in the batch are pending."""
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Return finished responses, each with the number of its request. Wait for one, at most `timeout` seconds."""
+        """Return finished responses with request numbers. Waits for at least one, at most `timeout` seconds."""
 
     def cut(self, max_tokens: int) -> None:
-        """Give up the responses of the batch that have, or get, more than so many tokens."""
+        """Drop responses that exceed `max_tokens`."""
 
     def wake_cache(self) -> None:
-        """Be ready to generate, after the weights are there."""
+        """Prepare to generate. The weights must be loaded."""
 
     def sleep(self) -> None: ...
 
@@ -133,37 +134,37 @@ class Engines(SamplingEngines, Protocol):
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
 
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer."""
+        """Load the actor's current weights. Returns transfer metrics."""
 
 
 class TurnEngines(Engines, Protocol):
-    """Engines whose batch takes further requests."""
+    """Engines that accept additional requests during a batch."""
 
     def add(self, requests: list[GenerationRequest]) -> None:
-        """Join requests to the batch, also when all its responses have come; their numbers go on from the batch's.
+        """Add requests to the batch, even if all its responses have finished. Request numbers continue.
 
-        They are sampled like the others, and go where the beginning of their episode is.
+        They use the batch's sampling parameters, and go to the engine with the start of their episode.
         """
 
 
 class ScoringSession(Protocol):
-    """Responses on their way through the scorer."""
+    """Responses being scored."""
 
     def add(self, requests: Sequence[ScoreRequest]) -> range: ...
 
     def ready(self) -> list[tuple[int, Score]]:
-        """Return the complete scores since the last call, each with the number of its response. Never wait."""
+        """Return newly completed scores with response numbers, without waiting."""
 
     def finish(self, *, is_all: bool = False) -> dict[int, Score]:
-        """Return all scores by number of the response, except groups that stayed incomplete if responses are compared.
+        """Return all scores by response number. Incomplete groups are omitted if a reward compares responses.
 
         Raises:
-            RunError: these are all scores and too many failed.
+            RunError: with `is_all`, if too many scores failed.
         """
 
 
 class Scoring(Protocol):
-    """Turns responses into scores."""
+    """Scores responses."""
 
     def session(self) -> AbstractContextManager[ScoringSession]: ...
 
@@ -171,7 +172,7 @@ class Scoring(Protocol):
 
 
 class RunTracker(Protocol):
-    """The tracker as the loop uses it."""
+    """Tracker interface used by the loop."""
 
     def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
 
@@ -189,9 +190,9 @@ SampledT = TypeVar("SampledT", bound=Sampled)
 
 @dataclass(frozen=True)
 class Roles(Generic[SampledT_co]):
-    """Everything heavy that takes part; `moving_reference` is the reference if it moves.
+    """All models and services of the loop. `moving_reference` is the reference if it is updated.
 
-    `turns` keeps engines that are started again from an actor in training.
+    `turns` prevents restarted engines from reading an actor in training.
     """
 
     actor: SampledT_co

@@ -1,10 +1,10 @@
-"""Sampling ahead of training: batches of later iterations are sampled in a thread while one trains.
+"""Asynchronous sampling: a thread samples batches for later iterations during training.
 
-Batch k, the data of iteration k, begins when iteration k - 1 - lag is trained and pushed. By default the push at the
-end of an iteration waits for the batches in flight: the number of a batch alone decides about its weights, and nothing
-is in flight between iterations. Partial rollouts do not wait: the push comes in the middle of a batch, whose later
-tokens are sampled by the new weights. Only evaluations find engines at rest. A lag of 0 samples each batch in the main
-thread, right before its iteration.
+Batch k, the data of iteration k, starts when iteration k - 1 - lag is trained and pushed. By default, the push at the
+end of an iteration waits for batches in flight, so a batch's number determines its weights, and no batch is in flight
+between iterations. With partial rollouts, pushes do not wait: a push during a batch changes the weights for its
+remaining tokens, and engines are idle only for evaluations. With lag 0, each batch is sampled in the main thread right
+before its iteration.
 """
 
 from collections import deque
@@ -25,12 +25,12 @@ from rlhf_cli.trainers.online.sampling_clock import SamplingClock
 from rlhf_cli.trainers.online.state import LoopState, SourceState
 
 Sampling = tuple[Rollout | None, SourceState]
-"""A batch, None if the last prompts gave none, and the state of the source after it."""
+"""A batch, None if the last prompts gave none, and the source state after it."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The batch of an iteration, the finished batches after it, and the state of the source after the last of them."""
+    """An iteration's batch, the finished batches after it, and the source state after the last one."""
 
     rollout: Rollout
     ahead: tuple[Rollout, ...]
@@ -38,9 +38,9 @@ class Taken:
 
 
 class Lookahead:
-    """The batches of a run in their order, sampled `lag` iterations ahead; a context manager that ends its thread.
+    """A run's batches in order, sampled `lag` iterations ahead. Use as a context manager, which stops the thread.
 
-    `partial_rollout` stands for pushes that do not wait for the batch in flight.
+    With `partial_rollout`, pushes do not wait for the batch in flight.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class Lookahead:
         self._lag = lag
         self._partial_rollout = partial_rollout
         self._total_iterations = total_iterations
+        # One worker: batches must be sampled in order, because each starts from the source state that the previous one
+        # left.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
-        self._flights: deque[Future[Sampling]] = deque()  # batches in flight, and finished ones nobody has asked for
+        self._flights: deque[Future[Sampling]] = deque()  # in flight, or finished and not yet taken
         self._clock = SamplingClock()
         self._failure: BaseException | None = None
 
@@ -76,14 +78,14 @@ class Lookahead:
         self._thread.shutdown(wait=self._end())
 
     def is_used_up(self, state: LoopState) -> bool:
-        """Return whether nothing is left to train on; known beforehand under dynamic sampling alone."""
+        """Return whether no data remains. Known in advance only with dynamic sampling."""
         return not (state.ahead or self._flights) and self._source.is_used_up(state.source)
 
     def take(self, state: LoopState, timer: PhaseTimer) -> Taken | None:
-        """Return the next batch, and begin to sample those that may begin; None if no prompt gave a group.
+        """Return the next batch, and start sampling the batches that may start; None if no prompt gave a group.
 
         Raises:
-            BaseException: the error that ended the sampling in the thread.
+            BaseException: the error that stopped the sampling thread.
         """
         if not self._lag:
             return self._sampled_now(state.source, timer)
@@ -99,12 +101,13 @@ class Lookahead:
                 raise self._failure
         if not ahead:
             return None
+        # Hold the actor from here until `wait`: a restarted engine must not read weights in the middle of an update.
         self._turns.take()
         return Taken(ahead[0], ahead[1:], source)
 
     @contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """End the sampling if the block fails, so that a checkpoint finds engines that nobody uses."""
+        """Stop sampling if the block fails, so that a checkpoint finds idle engines."""
         try:
             yield
         except BaseException:
@@ -112,16 +115,17 @@ class Lookahead:
             raise
 
     def wait(self, taken: Taken, timer: PhaseTimer, *, version: int) -> tuple[Taken, dict[str, float]]:
-        """Return `taken` with the batches that are finished by now, and metrics of the time.
+        """Return `taken` with newly finished batches, and timing metrics.
 
-        Waits for all batches in flight, unless weights are pushed in the middle of one. An error of the sampling is
-        kept for the next `take`: the iteration in training is completed and can be saved.
+        Waits for all batches in flight, except with partial rollouts. A sampling error is raised by the next `take`, so
+        that the current iteration is completed and can be saved.
 
         Args:
-            version: the version of the weights that the actor has now.
+            version: version of the actor's current weights.
         """
         if not self._lag:
             return taken, {}
+        # Release the actor before waiting: an engine restarted by the sampling thread may need it to finish its batch.
         self._turns.give(version)
         if not self._partial_rollout:
             with self._clock.waiting(), timer("generate"):
@@ -134,17 +138,17 @@ class Lookahead:
 
     @contextmanager
     def engines(self, timer: PhaseTimer) -> Iterator[None]:
-        """Keep the engines from the thread for the block, in which weights are pushed."""
+        """Block the sampling thread from the engines while weights are pushed."""
         if not self._partial_rollout:
             yield
             return
-        with timer("transfer"), self._engine_turns.push():  # it waits for the end of a look
+        with timer("transfer"), self._engine_turns.push():  # waits for the current look
             yield
 
     def rest(self) -> None:
-        """Wait for the batch in flight, and begin no other before the next `take`: nobody uses the engines.
+        """Wait for the batch in flight, and start no other until the next `take`, so that the engines are idle.
 
-        An error of the sampling is kept for the next `take`.
+        A sampling error is raised by the next `take`.
         """
         self._flights = deque(flight for flight in self._flights if not flight.cancel())
         with self._clock.waiting():
@@ -154,7 +158,7 @@ class Lookahead:
             self._give_up_flights()
 
     def leave(self) -> None:
-        """End the sampling, which may be in the middle of a round, and leave the accelerators to others."""
+        """Stop sampling, even during a round, and release the GPUs."""
         if self._end():
             self._engines.sleep()
 
@@ -168,7 +172,9 @@ class Lookahead:
         return source.iteration < self._total_iterations and not self._source.is_used_up(source)
 
     def _begin(self, source: SourceState, *, num_trained: int) -> None:
-        """Begin the batches that may begin after so many iterations; each goes on from the source after the former."""
+        """Start the batches allowed after `num_trained` iterations. Each continues from the previous batch's source
+        state.
+        """
         first = source.iteration + len(self._flights)
         for _ in range(first, min(num_trained + 1 + self._lag, self._total_iterations)):
             after = self._flights[-1] if self._flights else source
@@ -180,7 +186,7 @@ class Lookahead:
             return self._source.sample(source, PhaseTimer()) if self._has_more(source) else (None, source)
 
     def _with_next(self, ahead: tuple[Rollout, ...], source: SourceState) -> tuple[tuple[Rollout, ...], SourceState]:
-        """Return the batches with the next finished one added, and the state of the source after it."""
+        """Add the next finished batch. Returns the batches, and the source state after the last one."""
         flight = self._flights.popleft()
         self._failure = flight.exception()
         if self._failure is not None:
@@ -190,7 +196,8 @@ class Lookahead:
         return ahead if rollout is None else (*ahead, rollout), source
 
     def _end(self) -> bool:
-        """End the sampling; return whether it has ended."""
+        """Stop sampling. Returns whether it has stopped."""
+        # Cancel queued batches first, so that the thread does not start the next one.
         self._flights = deque(flight for flight in self._flights if not flight.cancel())
         self._turns.end()
         if self._flights:
@@ -199,9 +206,9 @@ class Lookahead:
         return all(flight.done() for flight in self._flights)
 
     def _give_up_flights(self) -> None:
-        """Leave engines at rest after an error, as the push that follows needs them."""
+        """Leave the engines idle after an error, because the next push requires them."""
         for flight in self._flights:
-            flight.exception()  # each fails with the one before
+            flight.exception()  # each fails with the previous one's error
         self._flights.clear()
         if isinstance(self._failure, ProcessDied) or not self._engines.is_generating:
             return

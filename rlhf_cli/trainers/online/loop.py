@@ -1,7 +1,7 @@
-"""The one online loop: sample, score, evaluate, update, push weights.
+"""Online training loop: sample, score, evaluate, update, push weights.
 
-Everything heavy arrives built, so the loop runs in milliseconds with fakes. Algorithms differ by their table row
-(algorithms/estimators/). The roles send work to ranks and engines.
+All heavy components are passed in, so tests run the loop in milliseconds with fakes. Algorithms differ by their
+estimator (algorithms/estimators/). Roles send work to ranks and engines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
 @dataclass(frozen=True)
 class OnlineHooks:
-    """The functions that the loop calls besides the roles."""
+    """Callbacks of the loop, in addition to the roles."""
 
     tracker: RunTracker
     save_checkpoint: Callable[[LoopState], None]
@@ -64,10 +64,10 @@ BatchT = TypeVar("BatchT")
 
 @dataclass(frozen=True)
 class Iterations(Generic[BatchT]):
-    """The two halves of an iteration: `collect` returns a batch, None if nothing is left, and changes no weights.
+    """The two halves of an iteration: `collect` returns a batch, None if no data remains, and does not change weights.
 
-    `learn` returns the state after the iteration, and its metrics. `is_used_up` is asked after each. `leave_engines`
-    follows an error, which may come in the middle of a round.
+    `learn` returns the state after the iteration, and its metrics. `is_used_up` is called after each iteration.
+    `leave_engines` is called after an error, possibly in the middle of a round.
     """
 
     collect: Callable[[LoopState, PhaseTimer], BatchT | None]
@@ -87,9 +87,10 @@ def train_online(
     save_steps: int,
     hooks: OnlineHooks,
 ) -> Finished:
-    """Train a policy on scored responses, as `run_iterations`.
+    """Train a policy on scored responses, like `run_iterations`.
 
-    Under dynamic sampling training ends earlier if no prompt is left, or if the remaining prompts teach nothing.
+    With dynamic sampling, training ends early if no prompts remain, or if the remaining prompts have no learning
+    signal.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
     with Lookahead(
@@ -118,8 +119,8 @@ def train_online(
 
 
 def _beside_sampling(hooks: OnlineHooks, lookahead: Lookahead, turns: ActorTurns) -> OnlineHooks:
-    """Return the hooks for engines that may sample between two iterations: an evaluation waits until they rest, and a
-    checkpoint keeps the actor from an engine that is started again.
+    """Adapt the hooks to engines that may sample between iterations: evaluations wait until they are idle, and
+    checkpoints keep restarted engines from the actor.
     """
 
     def evaluate(iteration: int, is_last: bool) -> None:
@@ -150,9 +151,9 @@ def run_iterations(
     The last iteration is number `total_iterations`.
 
     Raises:
-        RunError: an evaluation or the rewards of an iteration fail; the state before it is saved. Or too many
-            optimizer steps or iterations in a row were skipped; then the state after the iteration is saved, as other
-            steps may have changed weights, and models, controllers and prompts agree only at its end.
+        RunError: an evaluation or an iteration's rewards failed; the state before it is saved. Or too many consecutive
+        optimizer steps or iterations were skipped; the state after the iteration is saved, because other steps may have
+        changed weights, and models, controllers and prompts are consistent only at its end.
     """
     checkpoints = _Checkpoints(iterations.leave_engines, hooks, saved=state.iteration)
     is_last = state.iteration >= total_iterations or iterations.is_used_up(state)
@@ -170,7 +171,7 @@ def run_iterations(
             if reason := too_many_skipped(metrics, max_skipped_steps) or _nothing_trained(
                 state, max_skipped_steps, is_last=is_last
             ):
-                raise RunError(f"{reason}; --load_checkpoint goes on after iteration {state.iteration}, which is saved")
+                raise RunError(f"{reason}; iteration {state.iteration} is saved, resume with --load_checkpoint")
             hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
         if stop or (save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))):
@@ -181,7 +182,9 @@ def run_iterations(
 
 
 def _nothing_trained(state: LoopState, limit: int, *, is_last: bool) -> str | None:
-    """Return a sentence if too many iterations in a row, or all of a run, had no response to train on; else None."""
+    """Return an error message if too many consecutive iterations, or all of the run, had no response to train on; else
+    None.
+    """
     if state.skipped_in_a_row <= limit and not (is_last and state.skipped == state.iteration > 0):
         return None
     return (
@@ -191,7 +194,7 @@ def _nothing_trained(state: LoopState, limit: int, *, is_last: bool) -> str | No
 
 
 class _Checkpoints:
-    """Saves the loop's state, each iteration once; `saved` is the iteration of the last checkpoint."""
+    """Saves the loop's state once per iteration; `saved` is the last checkpoint's iteration."""
 
     def __init__(self, leave_engines: Callable[[], None], hooks: OnlineHooks, *, saved: int) -> None:
         self._leave_engines = leave_engines
@@ -199,30 +202,31 @@ class _Checkpoints:
         self._saved = saved
 
     def save(self, state: LoopState) -> None:
-        """Save the state unless the last checkpoint is of the same iteration."""
+        """Save the state unless this iteration has a checkpoint."""
         if state.iteration != self._saved:
             self._hooks.save_checkpoint(state)
             self._saved = state.iteration
 
     @contextmanager
     def saved_on_failure(self, state: LoopState) -> Iterator[None]:
-        """Save the state if the block fails, unless a process has died."""
+        """Save the state if the block fails, except after a process died."""
         try:
             yield
         except RunError as error:
+            # After a death, ranks may be stuck in a collective, and saving would wait for them forever.
             if state.iteration != self._saved and not isinstance(error, ProcessDied):
                 self._leave_engines()
                 self.save(state)
-                self._hooks.tracker.message(f"Saved iteration {state.iteration}: --load_checkpoint continues there")
+                self._hooks.tracker.message(f"Saved iteration {state.iteration}; resume with --load_checkpoint")
             raise
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The iteration's training data: scored responses, plus greedy baselines if the estimator uses them.
+    """Training data of an iteration: scored responses, plus greedy baselines if the estimator uses them.
 
-    `sampled` are all responses of the rollout's groups, `trainable` the responses whose score did not fail. `scores`
-    are all scores of the iteration, also of groups that taught nothing.
+    `sampled` are all responses in the rollout's groups; `trainable` are those with a valid score. `scores` are all
+    scores of the iteration, including filtered groups.
     """
 
     taken: Taken
@@ -233,21 +237,21 @@ class ScoredBatch:
 
     @property
     def rollout(self) -> Rollout:
-        """The groups of the iteration."""
+        """The iteration's groups."""
         return self.taken.rollout
 
     def is_empty(self, policy: PolicyConfig) -> bool:
-        """Return whether no response can be trained on: all are truncated and masked, or dynamic sampling left none."""
+        """Return whether no response can be trained on: all are truncated and masked, or dynamic sampling kept none."""
         return not self.trainable.trained_B(policy).any()
 
 
 def scored_batch(
     roles: Roles[Sampled], settings: OnlineSettings, lookahead: Lookahead, state: LoopState, timer: PhaseTimer
 ) -> ScoredBatch | None:
-    """Return sampled and scored responses; None if the last prompts gave nothing to train on."""
+    """Return sampled and scored responses; None if no data remains."""
     taken = lookahead.take(state, timer)
     if taken is None:
-        return_weights(roles, state.iteration)  # for an evaluation at the end
+        return_weights(roles, state.iteration)  # for the final evaluation
         return None
     rollout = taken.rollout
     with lookahead.ended_on_failure(), timer("reward"):
@@ -270,7 +274,7 @@ def scored_batch(
 def _with_model_scores(
     model: RewardModel, reward: RewardConfig, sampled: Responses, greedy: Responses
 ) -> tuple[Responses, Responses]:
-    """Return the responses with the reward model's scores added, from one batch for both."""
+    """Add reward model scores, computed in one batch for both."""
     prompts, generations = [*sampled.prompts, *greedy.prompts], [*sampled.generations, *greedy.generations]
     scores = add_model_scores(model, reward, prompts, generations, [*sampled.scores, *greedy.scores])
     return replace(sampled, scores=scores[: len(sampled)]), replace(greedy, scores=scores[len(sampled) :])
@@ -286,26 +290,26 @@ def _learn(
     tracker: RunTracker,
     timer: PhaseTimer,
 ) -> tuple[LoopState, dict[str, float]]:
-    """Return (state, metrics) after the rest of an iteration, from log-probabilities to the engines' new weights.
+    """Return (state, metrics) after the rest of an iteration, from log-probs to the weight push.
 
-    The order of sleeping and waking keeps the memory peak of shared accelerators low.
+    The order of sleep and wake-up minimizes peak memory on shared GPUs.
     """
     iteration, responses = state.iteration + 1, batch.trainable
     is_skipped = batch.is_empty(settings.policy)
     if is_skipped:
         metrics, updates = dict[str, float](), _Updates({}, [])
-        if len(batch.sampled):  # else the source has reported that no group is left
+        if len(batch.sampled):  # otherwise the source has reported it
             tracker.message(
-                f"Iteration {iteration} is skipped: every scored response was truncated, and mask_truncated leaves "
-                "those out: raise max_new_tokens"
+                f"Iteration {iteration} is skipped: all scored responses were truncated and excluded by "
+                "mask_truncated; raise max_new_tokens"
             )
-        roles.actor.wake()  # as after an update: engines that slept have no weights
+        roles.actor.wake()  # as after an update: engines need weights after sleeping
     else:
         metrics, updates = _train(roles, settings, batch, state=state, tracker=tracker, timer=timer)
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
     with lookahead.engines(timer):
         if settings.lag:
-            roles.actor.wake()  # a push to an engine that was started again has put it to sleep
+            roles.actor.wake()  # a push to a restarted engine has put it to sleep
         metrics |= found | push_weights(roles, iteration, timer)
         if roles.moving_reference is not None and settings.reference_moves(iteration):
             with timer("transfer"), awake(roles.moving_reference):
@@ -332,10 +336,12 @@ def _train(
     tracker: RunTracker,
     timer: PhaseTimer,
 ) -> tuple[dict[str, float], "_Updates"]:
-    """Return (metrics, updates) of the models' forward passes and updates; the actor is awake after them."""
+    """Run the forward passes and updates. Returns (metrics, updates). The actor is left awake."""
     iteration, responses = state.iteration + 1, batch.trainable
     _report_clipping(settings, responses, tracker, iteration=iteration)
     plan = _plan(settings, responses, iteration=iteration, num_sampled=len(batch.sampled))
+    # Carried-over and asynchronous batches were sampled by older weights, so ratios need the current policy's
+    # log-probs.
     on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
     with timer("forward"):
         fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
@@ -348,7 +354,7 @@ def _train(
 
 
 def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> dict[str, float]:
-    """Give the engines the weights after an update, also if they have not changed: engines that slept have none."""
+    """Push weights to the engines after an update, even if unchanged: engines lose weights when they sleep."""
     with timer("transfer"):
         roles.actor.sleep_optimizer()
         metrics = roles.engines.receive_weights(iteration)
@@ -357,10 +363,10 @@ def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> di
 
 
 def batch_metrics(batch: ScoredBatch, reward: RewardConfig) -> dict[str, float]:
-    """Return the metrics of the iteration's responses; without a reward there is none of scores."""
+    """Return the metrics of the iteration's responses; without a reward, no score metrics."""
     sampled = batch.sampled
     num_tokens = {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
-    if not len(sampled):  # dynamic sampling has left no group
+    if not len(sampled):  # dynamic sampling kept no group
         return batch.rollout.metrics | num_tokens
     if not reward.is_given:
         return length_metrics(sampled.generations) | num_tokens
@@ -373,20 +379,20 @@ def batch_metrics(batch: ScoredBatch, reward: RewardConfig) -> dict[str, float]:
 
 
 def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: RunTracker, *, iteration: int) -> None:
-    """Report that --reward_clip_range leaves nothing to learn: it has made all scores that are compared equal."""
+    """Report if --reward_clip_range removes the learning signal because all compared scores become equal."""
     clip_range = settings.reward.reward_clip_range
     groups = responses.groups if settings.estimator.min_group > 1 else [0] * len(responses)
     values = responses.scores_B.tolist()
     if clip_range is not None and clipped_flat(values, groups, clip_range):
         tracker.message(
-            f"Iteration {iteration}: --reward_clip_range {clip_range[0]:g} {clip_range[1]:g} makes all scores that are "
-            f"compared equal (they go from {min(values):g} to {max(values):g}), so their differences teach nothing: "
-            "widen it, or leave it out"
+            f"Iteration {iteration}: --reward_clip_range {clip_range[0]:g} {clip_range[1]:g} makes all compared "
+            f"scores equal (unclipped: {min(values):g} to {max(values):g}), which removes the learning signal: "
+            "widen or remove it"
         )
 
 
 def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num_sampled: int) -> UpdatePlan:
-    """Return the optimizer steps over the trained responses; groups stay whole if their responses are compared."""
+    """Plan the optimizer steps over trained responses. Groups stay together if the estimator compares responses."""
     trained_B = responses.trained_B(settings.policy)
     groups_B = responses.groups_B[trained_B].numpy() if settings.estimator.min_group > 1 else None
     return plan_updates(
@@ -396,7 +402,7 @@ def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num
 
 @dataclass(frozen=True)
 class _Updates:
-    """The metrics of both updates: over the iteration, and of the actor by optimizer step."""
+    """Metrics of both updates: over the iteration, and per optimizer step of the actor."""
 
     metrics: dict[str, float]
     of_actor: list[dict[str, float]]
@@ -405,7 +411,7 @@ class _Updates:
 def _update(
     roles: Roles[Actor], samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
 ) -> _Updates:
-    """Update critic and actor; the actor stays awake, because its weights go to the engines next."""
+    """Update critic and actor. The actor stays awake, because its weights are pushed next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):
@@ -418,7 +424,7 @@ def _update(
 
 
 def return_weights(roles: Roles[Sampled], version: int) -> None:
-    """Give the engines the actor's weights once more: engines that slept may have lost them."""
+    """Push the actor's weights again: engines may have lost them while asleep."""
     roles.actor.wake()
     roles.actor.sleep_optimizer()
     roles.engines.receive_weights(version)
@@ -426,9 +432,7 @@ def return_weights(roles: Roles[Sampled], version: int) -> None:
 
 
 def mean_of_steps(steps: Sequence[dict[str, float]], *, prefix: str = "") -> dict[str, float]:
-    """Return the metrics over the optimizer steps of an iteration: means, and maxima of counts and of names that end in
-    `_max`.
-    """
+    """Merge metrics over an iteration's optimizer steps: means, and maxima for counts and names that end in `_max`."""
     names = steps[0].keys()
     merge = {name: np.max if name.endswith("_max") or name.startswith("skipped_") else np.mean for name in names}
     return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
@@ -443,7 +447,7 @@ def _next_state(
     taken: Taken,
     num_sequences: int,
 ) -> LoopState:
-    """Return the state after an iteration, with its controllers moved as the actor's ranks have moved theirs."""
+    """Return the state after an iteration, with controllers updated like those on the actor's ranks."""
     policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
     for step in updates.of_actor:
         weights = next_weights(weights, step, settings=policy)
@@ -467,6 +471,6 @@ def _next_state(
 
 
 def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
-    """Return the weights of controlled loss terms at the start of an iteration, as metrics."""
+    """Return the controlled loss weights at the start of an iteration, as metrics."""
     kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
     return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}

@@ -1,4 +1,4 @@
-"""The metrics of an online iteration's responses, and their rows for samples.jsonl."""
+"""Metrics of an online iteration's responses, and rows for samples.jsonl."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.responses import Responses
 
 MAX_SOURCES = 32
-"""Sources whose metrics are told apart at most: a column of names that all differ is no source."""
+"""Maximum number of sources with separate metrics: a column with more values is not a source."""
 
 
 def rollout_metrics(generations: Sequence[Generation], scores: Sequence[Score]) -> dict[str, float]:
-    """Return the rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
+    """Return rewards, verdicts and lengths of an iteration's responses. Failed rewards are excluded from means."""
     return rollout_rewards(scores) | length_metrics(generations)
 
 
 def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
-    """Return the rewards, verdicts and the metrics that rewards report besides; failed rewards are not averaged in."""
+    """Return rewards, verdicts and additional reward metrics. Failed rewards are excluded from means."""
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
@@ -41,9 +41,7 @@ def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def source_metrics(score_requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
-    """Return the rewards and verdicts by the source that rows name, if they name several, but not too many to look
-    at.
-    """
+    """Return rewards and verdicts per source, if rows name several but at most `MAX_SOURCES`."""
     found: dict[str, list[Score]] = {}
     for request, score in zip(score_requests, scores, strict=True):
         if request.source is not None:
@@ -59,10 +57,10 @@ def source_metrics(score_requests: Sequence[ScoreRequest], scores: Sequence[Scor
 
 
 def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str, float]:
-    """Return the share of groups whose scores are all equal, as TRL calls it; {} if there is no group of two scores.
+    """Return the share of groups with equal scores, named as in TRL; {} without a group of at least two scores.
 
     Args:
-        groups: the number of each response's group.
+        groups: group number per response.
     """
     values: dict[int, list[float]] = {}
     for score, group in zip(scores, groups, strict=True):
@@ -73,7 +71,7 @@ def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str
 
 
 def clip_metrics(scores: Sequence[Score], clip_range: tuple[float, float] | None) -> dict[str, float]:
-    """Return the share of scores that --reward_clip_range changes; {} without one."""
+    """Return the share of scores changed by --reward_clip_range; {} without it."""
     values = [score.value for score in scores if score.value is not None]
     if clip_range is None or not values:
         return {}
@@ -82,7 +80,7 @@ def clip_metrics(scores: Sequence[Score], clip_range: tuple[float, float] | None
 
 
 def clipped_flat(values_B: Sequence[float], groups: Sequence[int], clip_range: tuple[float, float]) -> bool:
-    """Return whether some groups have different scores, and clipping makes the scores of every group equal."""
+    """Return whether some groups have different scores, and clipping makes them equal in all groups."""
     low, high = clip_range
     by_group: dict[int, list[float]] = {}
     for value, group in zip(values_B, groups, strict=True):
@@ -93,19 +91,19 @@ def clipped_flat(values_B: Sequence[float], groups: Sequence[int], clip_range: t
 
 
 def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Return the share of rewards that failed, and how many did in each way, of the ways in which some did."""
+    """Return the share of failed rewards, and counts by kind of failure."""
     counts = Counter(score.failure for score in scores if score.failure is not None)
     share = {"reward_failed": float(np.mean([score.status == "failed" for score in scores]))}
     return share | {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
 
 
 def greedy_metrics(greedy: Responses | None) -> dict[str, float]:
-    """Return the mean score of the greedy responses, if there are any."""
+    """Return the mean score of greedy responses, if any."""
     return {} if greedy is None else {"greedy_reward": float(greedy.scores_B.mean())}
 
 
 def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
-    """Return the lengths of responses in sampled tokens, the share that was cut at a limit, and facts of episodes."""
+    """Return response lengths in sampled tokens, the truncated share, and episode metrics."""
     lengths = np.array([generation.num_sampled for generation in generations])
     return {
         "response_length": float(lengths.mean()),
@@ -116,7 +114,7 @@ def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
 
 
 def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
-    """Return means over the episodes with an environment; {} without one."""
+    """Return means over episodes with an environment; {} without."""
     found = [(generation, generation.episode) for generation in generations if generation.episode is not None]
     if not found:
         return {}
@@ -134,7 +132,7 @@ def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
 
 
 def _program_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return means over the episodes of agent programs; {} without one."""
+    """Return means over agent program episodes; {} without."""
     if not episodes:
         return {}
     return {
@@ -144,12 +142,11 @@ def _program_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, float]:
-    """Return by how many pushes the weights that sampled the tokens are older than the weights before this iteration's
+    """Return staleness: number of pushes between the weights that sampled each token and the weights before this
     update.
 
-    Where weights were pushed in the middle of responses: also the share of these responses, and the difference of
-    engine and trainer (`rollout_k3`) over the tokens that the weights before the update have sampled, which no update
-    lies between.
+    With pushes during responses, also return the share of such responses, and the engine-trainer mismatch
+    (`rollout_k3`) over tokens sampled by the current weights, which excludes policy changes.
     """
     runs = [run for generation in responses.generations for run in generation.runs]
     versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
@@ -170,7 +167,7 @@ def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, floa
 def sample_rows(
     requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
 ) -> list[dict[str, object]]:
-    """Return the rows for samples.jsonl; `images` are the pictures of a prompt, if it has any."""
+    """Return rows for samples.jsonl. `images` are the prompt's images, if any."""
     return [
         {
             "prompt": request.prompt,
@@ -192,7 +189,7 @@ def sample_rows(
 
 
 def episode_cells(generation: Generation) -> dict[str, object]:
-    """Return the turns of an episode, the reward of each and its earlier branches, as columns of its row."""
+    """Return an episode's turns, turn rewards and earlier branches as row columns."""
     if generation.episode is None:
         return {}
     episode = generation.episode
@@ -202,9 +199,9 @@ def episode_cells(generation: Generation) -> dict[str, object]:
 
 
 def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:
-    """Return the rows of an iteration's responses, with the mean log-ratio to a teacher of those that it judged.
+    """Return rows for an iteration's responses, with the mean log-ratio to a teacher for judged responses.
 
-    Without a reward the scores, which are all 0, are left out.
+    Without a reward, scores (all 0) are omitted.
     """
     rows = sample_rows(sampled.score_requests, sampled.generations, sampled.scores)
     if not has_reward:

@@ -1,4 +1,4 @@
-"""Rollout engines whose response takes several turns: the verbs of the engines inside, over episodes."""
+"""Base class for multi-turn rollout engines: the engine interface, with episodes as responses."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,16 +7,16 @@ from typing import Generic, Protocol, TypeVar
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.trainers.online.interfaces import TurnEngines
 
-WAIT_SECONDS = 0.01  # for responses of the engines while others may answer too
-CHARACTERS_PER_TOKEN = 16  # more than any tokenizer puts into one, but for rows of blanks
+WAIT_SECONDS = 0.01  # polling interval when engines and environments may both reply
+CHARACTERS_PER_TOKEN = 16  # above any tokenizer's ratio, except for long runs of spaces
 
 
 class Growing(Protocol):
-    """An episode in the making."""
+    """An episode in progress."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the response so far."""
+        """Number of response tokens so far."""
         ...
 
 
@@ -24,19 +24,19 @@ GrowingT = TypeVar("GrowingT", bound=Growing)
 
 
 class MultiTurnEngines(ABC, Generic[GrowingT]):
-    """Rollout engines whose response is an episode."""
+    """Rollout engines with one episode per response."""
 
     def __init__(self, engines: TurnEngines, *, in_step: bool) -> None:
         self._engines = engines
         self._in_step = in_step
-        self._episodes: dict[int, GrowingT] = {}  # that are not finished, by the number of their request
+        self._episodes: dict[int, GrowingT] = {}  # unfinished, by request number
         self._finished: list[tuple[int, Generation]] = []
         self._max_tokens: int | None = None
-        self._first = 0  # name of the first episode of the batch, for the other side
-        self._num_started = 0  # names, of all batches
+        self._first = 0  # name of the batch's first episode, for environments and programs
+        self._num_started = 0  # names used in all batches
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return one episode per request, in their order."""
+        """Return one episode per request, in order."""
         self.begin(requests, sampling)
         found: dict[int, Generation] = {}
         while self.is_generating:
@@ -49,26 +49,27 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
 
     @abstractmethod
     def _advance(self, timeout: float | None) -> None:
-        """Wait a moment, at most `timeout` seconds, for turns and answers, and process them."""
+        """Wait up to `timeout` seconds for turns and replies, and process them."""
 
     @abstractmethod
     def _drop(self, number: int) -> None:
-        """Give up an episode."""
+        """Drop an episode."""
 
     def _name_episodes(self, count: int) -> None:
-        """Give the episodes of a new batch names of their own."""
+        """Assign unique names to a new batch's episodes."""
+        # Names are never reused: a late reply for a dropped episode must not reach an episode in the next batch.
         self._max_tokens = None
         self._first, self._num_started = self._num_started, self._num_started + count
 
     @property
     def is_generating(self) -> bool:
-        """Whether episodes of the batch are still to come."""
+        """Whether episodes in the batch are pending."""
         return bool(self._episodes or self._finished)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Return the episodes that finished since the last call, each with the number of its request.
+        """Return newly finished episodes with request numbers.
 
-        Waits for one, at most `timeout` seconds.
+        Waits for at least one, at most `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while self._episodes and not self._finished:
@@ -80,25 +81,24 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
         return finished
 
     def cut(self, max_tokens: int) -> None:
-        """Give up the episodes of the batch that have, or get, more tokens in their response.
+        """Drop episodes with responses that exceed `max_tokens`.
 
-        In step they stay until no other is left, because the rounding of the others depends on what is beside them in a
-        batch.
+        With `in_step` they stay until no other episode is left, because batch composition affects the others' rounding.
         """
         self._max_tokens = max_tokens
         self._give_up_long()
 
     def wake_cache(self) -> None:
-        """Be ready to generate."""
+        """Prepare to generate."""
         self._engines.wake_cache()
 
     def sleep(self) -> None:
-        """Leave the accelerators to others, and the other sides of episodes that were given up."""
+        """Drop remaining episodes with their environments, and release the GPUs."""
         self._drop_all()
         self._engines.sleep()
 
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer."""
+        """Load the actor's current weights. Returns transfer metrics."""
         return self._engines.receive_weights(version)
 
     def _drop_all(self) -> None:
@@ -107,7 +107,7 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
         self._drain()
 
     def _drain(self) -> None:
-        """Give up the turns that engines still sample for episodes that were given up."""
+        """Discard turns that engines still sample for dropped episodes."""
         if self._engines.is_generating:
             self._engines.cut(0)
         while self._engines.is_generating:

@@ -1,4 +1,4 @@
-"""The source of an iteration's responses: which prompts are asked, in which order, until none is left."""
+"""Source of an iteration's responses: selects prompts in order until none remain."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,9 @@ from rlhf_cli.trainers.online.state import OnlineSettings, SourceState
 
 
 def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
-    """Return the iterations of a run; an upper bound under dynamic sampling, which ends with its prompts."""
+    """Return the number of iterations in a run; an upper bound with dynamic sampling, which ends when prompts run
+    out.
+    """
     rollout = settings.rollout
     if settings.dynamic is not None:
         iterations = -(-num_prompts * rollout.num_episodes // rollout.rollout_batch_size)
@@ -32,17 +34,17 @@ def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
 
 
 def _batches(num_prompts: int, settings: OnlineSettings, *, batch_size: int) -> StepBatches:
-    """Return the indices of the prompts, in an order of its own in every episode, in batches."""
+    """Return batches of prompt indices, shuffled per episode."""
     return StepBatches(
         num_prompts, batch_size=batch_size, epochs=settings.rollout.num_episodes, seed=settings.batch.seed
     )
 
 
 def prompt_at(place: int, prompts: Sequence[Prompt], settings: OnlineSettings) -> Prompt:
-    """Return the prompt at a place in the order of the run.
+    """Return the prompt at a position in the run's order.
 
-    Dynamic sampling counts places from 0 through all prompts; else every batch has places of its own, from the second
-    `rollout_batch_size` on.
+    With dynamic sampling, positions count all prompts from 0. Otherwise batch k uses positions from k *
+    `rollout_batch_size`, with k counted from 1.
     """
     if settings.dynamic is not None:
         return prompts[int(_batches(len(prompts), settings, batch_size=1)[place][0])]
@@ -52,7 +54,7 @@ def prompt_at(place: int, prompts: Sequence[Prompt], settings: OnlineSettings) -
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """The source of an iteration's responses; `check_wanted` raises when nobody needs them any more."""
+    """Source of an iteration's responses. `check_wanted` raises when they are no longer needed."""
 
     engines: SamplingEngines
     scorer: Scoring
@@ -63,16 +65,16 @@ class RolloutSource:
     check_wanted: Callable[[], None] = lambda: None
 
     def is_used_up(self, state: SourceState) -> bool:
-        """Return whether nothing is left to sample; known beforehand under dynamic sampling alone."""
+        """Return whether no data remains. Known in advance only with dynamic sampling."""
         is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
         return self.settings.dynamic is not None and is_taken
 
     def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[Rollout | None, SourceState]:
-        """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch of
-        no groups is an iteration that is skipped.
+        """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch
+        without groups skips the iteration.
 
         Raises:
-            RunError: no prompt of the run gave a group, or too many rewards failed.
+            RunError: no prompt in the run gave a group, or too many rewards failed.
         """
         if self.settings.dynamic is None:
             rollout = sample_once(self._sampler, self._asked_once(state), timer)
@@ -98,13 +100,13 @@ class RolloutSource:
         return rollout, self._after(left, rollout)
 
     def _check_scores(self, rollout: Rollout, state: SourceState) -> None:
-        """Raise RunError before a batch without enough scores may get into a checkpoint, if it is sampled ahead."""
+        """Raise RunError for a batch with too few scores before it is checkpointed, if it is sampled ahead."""
         scores = [score for group in (*rollout.groups, *rollout.greedy) for score in group.scores]
         stop_if_too_many_failed(scores, self.settings.reward.reward_max_failures)
         stop_if_all_failed(scores, iteration=state.iteration + 1)
 
     def _after(self, state: SourceState, rollout: Rollout) -> SourceState:
-        """Return the state after a batch, whose lengths deal later prompts."""
+        """Return the state after a batch, with response lengths for scheduling later prompts."""
         is_asked_again = self.settings.rollout.num_episodes > 1
         return replace(
             state,
@@ -142,7 +144,7 @@ class RolloutSource:
         return AskedPrompt(place, prompt, own)
 
     def _report_shortage(self, rollout: Rollout, left: SourceState) -> None:
-        """Report a batch that is not full; `left` is the state after its rounds."""
+        """Report an incomplete batch; `left` is the state after its rounds."""
         size, iteration = self.settings.rollout.rollout_batch_size, left.iteration + 1
         if len(rollout.groups) == size:
             return
@@ -154,10 +156,10 @@ class RolloutSource:
         used_up = left.num_taken == self._num_places and not left.postponed
         if not rollout.groups and used_up and not left.iteration:
             raise RunError(
-                f"iteration {iteration}: {asked} gave no group to learn from ({shares}); choose prompts that the model "
-                "solves sometimes, raise n_samples_per_prompt, or train without --dynamic_filtering"
+                f"iteration {iteration}: {asked} gave no group with a learning signal ({shares}); choose prompts that "
+                "the model solves sometimes, raise n_samples_per_prompt, or train without --dynamic_filtering"
             )
-        reason = "no prompt is left" if used_up else "dynamic_max_rounds is reached"
+        reason = "no prompts remain" if used_up else "dynamic_max_rounds is reached"
         if not rollout.groups and not used_up:
             reason += (
                 ", so it is skipped: choose prompts that the model solves sometimes, or raise n_samples_per_prompt"

@@ -1,4 +1,4 @@
-"""The responses of an online iteration: one record from their scores to the samples of the update."""
+"""Responses of an online iteration, from scoring to the update's samples."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,13 +18,15 @@ from rlhf_cli.trainers.online.groups import PromptGroup
 
 @dataclass
 class Responses:
-    """Responses of one iteration, every list by response.
+    """Responses of one iteration. All lists are per response.
 
-    `groups` numbers the group of each response, the responses to one prompt: a prompt may be asked twice. The loop
-    fills the other columns before the update: one value for each response token from the policy, the reference, the
-    teacher and the critic; None for a model that takes no part. `bootstrap` is the critic's value of the state in which
-    the response was cut, 0 for a finished response; None if nothing is bootstrapped. `positions` are the places among
-    all responses of the iteration. `step_rewards` has the reward of each step at its last token and NaN elsewhere.
+    - `groups`: group number per response. Responses to a prompt form a group; a prompt may be sampled more than once.
+    - `positions`: index among all responses of the iteration.
+    - `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `values`: one value per response token from policy, reference,
+      teacher and critic, computed before the update; None without the model.
+    - `bootstrap`: critic value of a truncated response's final state, 0 for finished responses; None without
+      bootstrapping.
+    - `step_rewards`: each step's reward at its last token, NaN elsewhere.
     """
 
     prompts: Sequence[Prompt]
@@ -53,59 +55,59 @@ class Responses:
         )
 
     def scored(self) -> "Responses":
-        """Return the responses whose score did not fail."""
+        """Return the responses with a valid score."""
         return self.only([score.value is not None for score in self.scores])
 
     def in_groups_of(self, others: "Responses") -> "Responses":
-        """Return the responses whose group has a response in `others`."""
+        """Return the responses with a group in `others`."""
         found = set(others.groups)
         return self.only([group in found for group in self.groups])
 
     @cached_property
     def sequences(self) -> list[TokenSequence]:
-        """Prompt and response end to end, of each response; before it the earlier branches of its episode."""
+        """Token sequences of all responses (prompt and response), preceded by earlier branches of episodes."""
         pairs = zip(self.prompts, self.generations, strict=True)
         return [sequence for prompt, generation in pairs for sequence in as_sequences(prompt, generation)]
 
     @cached_property
     def sequence_bounds(self) -> np.ndarray:
-        """The bounds of the responses in `sequences`, int64 [B + 1]."""
+        """Bounds of responses in `sequences`, int64 [B + 1]."""
         return np.cumsum([0] + [len(branches_of(generation)) + 1 for generation in self.generations])
 
     def by_response(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return columns of the tokens of each sequence as columns of each response."""
+        """Convert token columns per sequence to columns per response."""
         bounds = itertools.pairwise(self.sequence_bounds.tolist())
         return [columns[first] if end - first == 1 else np.concatenate(columns[first:end]) for first, end in bounds]
 
     @cached_property
     def rollout_logprobs(self) -> list[np.ndarray]:
-        """The sampler's log-probs of the response tokens in nats, float32."""
+        """Sampler log-probs of response tokens in nats, float32."""
         return [np.array(generation.logprobs, dtype=np.float32) for generation in self.generations]
 
     @cached_property
     def cu(self) -> torch.Tensor:
-        """Bounds of the responses in arrays over all response tokens, int64 [B + 1]."""
+        """Bounds of responses in arrays over all response tokens, int64 [B + 1]."""
         return torch.tensor(np.cumsum([0] + [generation.num_sampled for generation in self.generations]))
 
     @cached_property
     def scores_B(self) -> torch.Tensor:
-        """The scores, float64 [B]; no score may have failed."""
+        """Scores, float64 [B]. All scores must be valid."""
         return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
 
     @cached_property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The rewards, float64 [B], that make up each score, not weighted; no score may have failed."""
+        """Unweighted rewards, float64 [B], by name. All scores must be valid."""
         names = self.scores[0].parts if self.scores else ()
         return {name: torch.tensor([score.parts[name] for score in self.scores], dtype=torch.float64) for name in names}
 
     @cached_property
     def groups_B(self) -> torch.Tensor:
-        """The number of each response's group, int64 [B]."""
+        """Group number per response, int64 [B]."""
         return torch.tensor(self.groups, dtype=torch.int64)
 
     @cached_property
     def truncated_B(self) -> torch.Tensor:
-        """Whether each response was cut at the limit, bool [B]."""
+        """Whether each response was truncated, bool [B]."""
         cut = [generation.finish_reason == "length" for generation in self.generations]
         return torch.tensor(cut, dtype=torch.bool)
 
@@ -115,22 +117,22 @@ class Responses:
 
 
 def as_sequence(prompt: Prompt, generation: Generation) -> TokenSequence:
-    """Return prompt and response end to end; exactly the sampled tokens are trained on."""
+    """Concatenate prompt and response. Only sampled tokens are trained on."""
     sequence = _sequence(prompt_of(prompt, generation), generation.token_ids, generation.turns)
     return replace(sequence, pictures=prompt.pictures)
 
 
 def as_sequences(prompt: Prompt, generation: Generation) -> list[TokenSequence]:
-    """Return the sequences to train on: the earlier branches of an episode, then the response itself.
+    """Return sequences to train on: an episode's earlier branches, then the response.
 
-    Each sampled token is trained in one of them.
+    Each sampled token is trained in exactly one of them.
     """
     earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in branches_of(generation))
     return [*earlier, as_sequence(prompt, generation)]
 
 
 def branches_of(generation: Generation) -> tuple[Branch, ...]:
-    """Return the conversations of an episode besides the response's own."""
+    """Return an episode's earlier conversations."""
     return () if generation.episode is None else generation.episode.earlier
 
 
@@ -143,13 +145,13 @@ def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tu
 
 
 def prompt_of(prompt: Prompt, generation: Generation) -> list[int]:
-    """Return the prompt that the response was sampled after; an environment may have added to the row's."""
+    """Return the prompt used for sampling, which an environment may have extended."""
     own = generation.episode.prompt_ids if generation.episode is not None else None
     return prompt.prompt_ids if own is None else own
 
 
 def of_groups(groups: Sequence[PromptGroup]) -> Responses:
-    """Return the responses of all groups."""
+    """Return all groups' responses."""
     return Responses(
         [group.prompt for group in groups for _ in group.scores],
         [generation for group in groups for generation in group.generations],

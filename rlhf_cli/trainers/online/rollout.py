@@ -1,4 +1,4 @@
-"""The responses of an iteration: prompts go to the engines, each response to the scorer as soon as it is finished."""
+"""Rollouts: sends prompts to the engines, and each finished response to the scorer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
 
-_LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full, and at whether it is wanted
+_LOOK_SECONDS = 0.1  # polling interval for scores that may complete the batch, and for cancellation
 
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A prompt at its place in the order of the run; `expected_tokens` is a guess of its responses' length."""
+    """A prompt with its position in the run's order; `expected_tokens` estimates its response length."""
 
     place: int
     prompt: Prompt
@@ -28,9 +28,9 @@ class AskedPrompt:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Turns prompts into scored groups. `greedy` asks for a greedy response to each prompt too.
+    """Converts prompts to scored groups. `greedy` adds a greedy response per prompt.
 
-    `check_wanted` raises, and so ends the sampling, when nobody needs the responses any more.
+    `check_wanted` raises to stop sampling when responses are no longer needed.
     """
 
     engines: SamplingEngines
@@ -44,7 +44,7 @@ class Sampler:
 
 
 class Round:
-    """One batch of prompts on its way through engines and scorer; a context manager."""
+    """A batch of prompts processed by engines and scorer. Use as a context manager."""
 
     def __init__(self, sampler: Sampler, asked: Sequence[AskedPrompt]) -> None:
         self._sampler = sampler
@@ -62,7 +62,7 @@ class Round:
         self._generations: dict[int, Generation] = {}
         self._score_requests: dict[int, ScoreRequest] = {}
         self._scores: dict[int, Score] = {}
-        self._added: list[int] = []  # numbers of the requests, in the order in which the scorer got their responses
+        self._added: list[int] = []  # request numbers, in scoring order
 
     def __enter__(self) -> Self:
         self._context = self._sampler.scorer.session()
@@ -73,9 +73,9 @@ class Round:
         self._context.__exit__(*failure)  # type: ignore[arg-type]
 
     def generate(self, *, enough: Callable[["Round"], int | None] | None = None) -> None:
-        """Ask the engines and pass finished responses to the scorer, until the last response.
+        """Generate responses, and pass finished ones to the scorer.
 
-        As soon as `enough` returns a number of tokens, longer responses are given up.
+        As soon as `enough` returns a number of tokens, longer responses are dropped.
         """
         sampler, is_cut = self._sampler, enough is None
         sampler.engines.begin(self._requests, sampler.sampling)
@@ -99,12 +99,12 @@ class Round:
                 self._take([(len(self._requests) + number, generation) for number, generation in found])
 
     def finish(self, *, is_all: bool) -> None:
-        """Wait for the missing scores. Raise RunError if they complete an iteration and too many failed."""
+        """Wait for remaining scores. Raises RunError if they complete an iteration and too many failed."""
         found = self._session.finish(is_all=is_all)
         self._scores |= {self._added[number]: score for number, score in found.items()}
 
     def group(self, slot: int) -> PromptGroup | None:
-        """Return the responses to the prompt of that number; None if one of them, or its score, is not there."""
+        """Return the responses to prompt `slot`; None while a response or score is missing."""
         first = slot * self._sampler.num_samples
         return self._group(slot, range(first, first + self._sampler.num_samples))
 
@@ -113,7 +113,7 @@ class Round:
         return [self.group(slot) for slot in range(len(self._asked))]
 
     def greedy_groups(self) -> list[PromptGroup]:
-        """Return the greedy response to each prompt, if they were asked for."""
+        """Return the greedy response per prompt, if enabled."""
         first = len(self._requests)
         numbers = range(len(self._asked)) if self._sampler.greedy else range(0)
         found = (self._group(slot, range(first + slot, first + slot + 1)) for slot in numbers)
@@ -148,7 +148,7 @@ class Round:
         return number - sampled if number >= sampled else number // self._sampler.num_samples
 
     def _place(self, number: int) -> GroupPlace:
-        """Return the place of a response in its group; a greedy one is a group of its own."""
+        """Return a response's position in its group. A greedy response forms a separate group."""
         place, num_samples = self._asked[self._slot(number)].place, self._sampler.num_samples
         if number >= len(self._requests):
             return GroupPlace(f"{place} greedy", 0, 1)
@@ -162,10 +162,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups of an iteration.
+    """Groups of an iteration.
 
-    `greedy` are the greedy responses to the same prompts; `filtered` the groups that taught nothing; `num_carried`
-    counts the first of the groups, which an earlier policy sampled.
+    - `greedy`: greedy responses to the same prompts.
+    - `filtered`: groups without a learning signal.
+    - `num_carried`: number of leading groups, sampled by an earlier policy.
     """
 
     groups: list[PromptGroup]
@@ -176,7 +177,7 @@ class Rollout:
 
 
 def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTimer) -> Rollout:
-    """Return every prompt's group, whatever its scores are."""
+    """Return each prompt's group, regardless of scores."""
     with Round(sampler, asked) as one:
         with timer("generate"):
             sampler.engines.wake_cache()
@@ -189,7 +190,7 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
 
 
 def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_seed: int = 0) -> GenerationRequest:
-    """Return the request for a response to the prompt, whose samples share the seed of their environments."""
+    """Return the request for a prompt. All samples of a prompt use the same environment seed."""
     return GenerationRequest(
         prompt.prompt_ids,
         seed,
@@ -201,12 +202,12 @@ def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_
 
 
 def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:
-    """Return the seed of one request; requests are counted through the run by the place of their prompt."""
+    """Return a request's seed, determined by the prompt's position in the run and the sample number."""
     return scattered_seed(seed, place * num_samples + sample)
 
 
 def mean_lengths(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    """Return the mean response length in tokens by source of the prompts."""
+    """Return the mean response length in tokens per prompt source."""
     lengths: dict[str, list[int]] = {}
     for group in groups:
         found = [len(generation.token_ids) for generation in group.generations]
@@ -215,9 +216,9 @@ def mean_lengths(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 
 def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[PromptGroup]) -> dict[str, dict[str, int]]:
-    """Return the known mean response length of each prompt in tokens, by source and number of the row.
+    """Update the mean response lengths in tokens, by source and row number.
 
-    Numbers are texts, as JSON has them.
+    Row numbers are strings, as JSON requires.
     """
     lengths = {source: dict(found) for source, found in known.items()}
     for group in groups:

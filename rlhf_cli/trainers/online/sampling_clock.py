@@ -1,4 +1,4 @@
-"""The time of sampling ahead: who worked, and who waited for whom."""
+"""Timing of asynchronous sampling: working and waiting time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,19 +7,19 @@ from threading import Lock
 
 
 class SamplingClock:
-    """Measures one thread that samples, and another one that waits for it at times."""
+    """Times a sampling thread, and another thread that sometimes waits for it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = Lock()
         self._sampled = self._waited = 0.0  # seconds
         self._sampling_since: float | None = None
-        self._looked: float | None = None  # the time of the last look, or of the start
+        self._looked: float | None = None  # last call of `metrics`, or the start
         self._sampled_by_then = 0.0  # seconds
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Count the block as sampling."""
+        """Count the block as sampling time."""
         with self._lock:
             self._sampling_since = begin = self._clock()
             if self._looked is None:
@@ -33,7 +33,7 @@ class SamplingClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block as waiting for batches."""
+        """Count the block as waiting time."""
         begin = self._clock()
         try:
             yield
@@ -41,7 +41,8 @@ class SamplingClock:
             self._waited += self._clock() - begin
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds since the last call: of sampling, of waiting for it, and without sampling."""
+        """Return seconds since the last call: sampling, waiting for sampling, and idle engines."""
+        # The lock covers values written by the sampling thread; only the training thread uses `_waited`.
         with self._lock:
             now, since = self._clock(), self._sampling_since
             sampled = self._sampled + (0.0 if since is None else now - since)

@@ -1,4 +1,4 @@
-"""From responses to their scores: requests to the rewards, and the reward model's part of a score."""
+"""Scoring of responses: requests to the rewards, and reward model scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rlhf_cli.trainers.online.responses import as_sequence
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Which response something is, counted from 0, of the `size` in a group."""
+    """Position of a response, counted from 0, in a group with `size` responses."""
 
     group: str
     sample: int
@@ -23,7 +23,7 @@ class GroupPlace:
 
 
 def whole_groups(num_prompts: int, num_samples: int) -> list[GroupPlace]:
-    """Return the places of all samples of prompts; the samples of a prompt are neighbours."""
+    """Return positions for all samples, grouped by prompt."""
     return [
         GroupPlace(str(group), sample, num_samples) for group in range(num_prompts) for sample in range(num_samples)
     ]
@@ -36,14 +36,14 @@ def make_score_requests(
     *,
     places: Sequence[GroupPlace],
 ) -> list[ScoreRequest]:
-    """Return the requests to the rewards: texts of prompts and responses, without special tokens in the response.
+    """Build score requests with prompt and response text. Special tokens are removed from responses.
 
-    The response of an episode is the text of its last turn: a verifier must never find its answer in the output of a
-    tool, nor in the arguments of a call.
+    An episode's response is the text of its last turn, so that a verifier never finds an answer in tool output or call
+    arguments.
 
     Args:
-        prompts: the prompt of each response.
-        places: the place of each response in its group: a prompt may be asked twice in an iteration.
+        prompts: prompt per response.
+        places: position in the group per response; a prompt may be sampled twice in an iteration.
     """
     requests = []
     for prompt, generation, place in zip(prompts, generations, places, strict=True):
@@ -74,7 +74,7 @@ def make_score_requests(
 
 
 def _last_words(episode: Episode) -> str:
-    """Return the text of the last turn without its calls; "" for an episode that broke before its first turn."""
+    """Return the text of the last turn without calls; "" for an episode that failed before its first turn."""
     return str(episode.messages[-1]["content"]) if episode.messages else ""
 
 
@@ -87,7 +87,7 @@ def score_responses(
     generations: Sequence[Generation],
     score_requests: list[ScoreRequest],
 ) -> list[Score]:
-    """Return the score of each response from all rewards.
+    """Score each response with all rewards.
 
     Raises:
         RunError: too many rewards failed.
@@ -107,7 +107,7 @@ def add_model_scores(
     generations: Sequence[Generation],
     scores: Sequence[Score],
 ) -> list[Score]:
-    """Return the scores with the reward model's added; it reads up to the last token, also of truncated responses."""
+    """Add reward model scores, which cover the full response even if it is truncated."""
     pairs = zip(prompts, generations, strict=True)
     with awake(model):
         values = model.scores([as_sequence(prompt, generation) for prompt, generation in pairs])

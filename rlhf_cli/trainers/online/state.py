@@ -1,4 +1,4 @@
-"""The settings of the online loop, and its state from one iteration to the next besides the models."""
+"""Settings and state of the online loop, except the models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from rlhf_cli.trainers.online.rollout import Rollout
 
 @dataclass(frozen=True)
 class OnlineSettings:
-    """The settings the loop itself reads."""
+    """Settings used by the loop."""
 
     estimator: Estimator
     rollout: RolloutConfig
@@ -31,17 +31,17 @@ class OnlineSettings:
     batch: OnlineBatchConfig
     reference: MovingReferenceConfig
     optim: OptimConfig
-    dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
+    dynamic: DynamicSamplingConfig | None = None  # None to train on all groups
     distill_coef: float | None = None  # None without a teacher
-    step_weight: float = 1.0  # of the rewards of steps
-    lag: int = 0  # batches that are sampled ahead of training
-    partial_rollout: bool = False  # whether weights are pushed in the middle of responses
-    end_ids: tuple[int, ...] = ()  # tokens that end a response besides the model's own
-    estimator_settings: SettingsGroup | None = None  # that user code brings; None for the policy's settings
+    step_weight: float = 1.0  # weight of step rewards
+    lag: int = 0  # number of batches sampled ahead of training
+    partial_rollout: bool = False  # push weights during responses
+    end_ids: tuple[int, ...] = ()  # additional end-of-response tokens
+    estimator_settings: SettingsGroup | None = None  # of a user-defined estimator; None for the policy settings
 
     @property
     def sampling(self) -> SamplingParams:
-        """How responses are sampled for training."""
+        """Sampling parameters for training."""
         rollout = self.rollout
         return SamplingParams(
             rollout.max_new_tokens,
@@ -55,30 +55,30 @@ class OnlineSettings:
 
     @property
     def needs_old(self) -> bool:
-        """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward, or
-        beside a teacher's.
-        """
+        """Whether policy log-probs are required regardless of the steps: for a KL reward or a teacher."""
         has_kl_reward = self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
         return has_kl_reward or self.distill_coef is not None
 
     def reference_moves(self, iteration: int) -> bool:
-        """Return whether the reference moves after this iteration."""
+        """Return whether the reference is updated after this iteration."""
         return self.reference.ref_sync_steps > 0 and iteration % self.reference.ref_sync_steps == 0
 
     @property
     def bootstraps(self) -> bool:
-        """Return whether the critic values the states in which responses were cut."""
+        """Whether the critic values the final states of truncated responses."""
         return bootstraps(self.policy)
 
 
 @dataclass(frozen=True)
 class SourceState:
-    """The state of the source of responses, which moves when a batch is sampled.
+    """State of the response source, advanced when a batch is sampled.
 
-    `iteration` counts the batches so far. `lengths` are mean response lengths in tokens by source. In runs of several
-    episodes `prompt_lengths` holds the lengths of single prompts when they were last sampled, by source and number of
-    the row. Under dynamic sampling `num_taken` counts the prompts taken from the order of the run; `postponed` ones are
-    asked again; `surplus` are groups for the next batch.
+    - `iteration`: number of batches so far.
+    - `lengths`: mean response length in tokens by source.
+    - `prompt_lengths`: last response length per prompt by source and row number, in runs with several episodes.
+    - `num_taken`: number of prompts taken from the run's order with dynamic sampling; `postponed` ones are sampled
+      again.
+    - `surplus`: groups for the next batch.
     """
 
     iteration: int = 0
@@ -89,17 +89,17 @@ class SourceState:
     surplus: Sequence[PromptGroup] = ()
 
     def plain(self) -> dict[str, object]:
-        """Return all but the groups, as it goes into JSON."""
+        """Return all values except groups, for JSON."""
         return {name: value for name, value in vars(self).items() if name != "surplus"}
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """The state of the loop from one iteration to the next besides the models.
+    """State of the loop between iterations, except the models.
 
-    `iteration` counts the iterations of training so far. `ahead` are batches of the next iterations, which are sampled
-    already; `source` is the state after the last of them. `skipped` counts the iterations that had no response to train
-    on, `skipped_in_a_row` those since the last that had one.
+    - `iteration`: number of trained iterations.
+    - `ahead`: batches already sampled for the next iterations; `source` is the state after the last one.
+    - `skipped`: number of iterations without a response to train on; `skipped_in_a_row` since the last one with.
     """
 
     iteration: int
@@ -112,7 +112,7 @@ class LoopState:
     skipped_in_a_row: int = 0
 
     def plain(self) -> dict[str, object]:
-        """Return all but the groups, as it goes into JSON."""
+        """Return all values except groups, for JSON."""
         own = {name: value for name, value in vars(self).items() if name not in ("source", "ahead")}
         return own | {"source": self.source.plain()}
 
@@ -120,16 +120,16 @@ class LoopState:
     def of(
         cls, plain: Mapping[str, Any], *, surplus: Sequence[PromptGroup] = (), ahead: Sequence[Rollout] = ()
     ) -> Self:
-        """Return the state of which `plain` made this, with its groups."""
+        """Restore the state from `plain`, with its groups."""
         source = SourceState(**plain["source"], surplus=surplus)
         return cls(**{**plain, "source": source, "ahead": ahead})
 
     @property
     def weights(self) -> LossWeights:
-        """Return the controllers' weights of the terms of the actor's loss."""
+        """Loss weights from the controllers."""
         return LossWeights(kl=self.kl_coef, entropy=EntropyState(self.entropy_coef, self.entropy_applied))
 
 
 def first_state(policy: PolicyConfig) -> LoopState:
-    """Return the start of a run."""
+    """Return the initial state of a run."""
     return LoopState(iteration=0, kl_coef=policy.init_kl_coef, entropy_coef=policy.entropy_loss_coef)

@@ -1,4 +1,4 @@
-"""Steps of sampled responses and the probability that each is right, by a process reward model."""
+"""Step detection in sampled responses, and step scores from a process reward model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from rlhf_cli.trainers.online.interfaces import ProcessRewardModel, awake
 
 @dataclass(frozen=True)
 class StepFinder:
-    """Finds the steps of sampled tokens by their separator; `closing` tokens end a response and are no step.
+    """Finds steps in sampled tokens by their separator; `closing` tokens end a response and are not part of a step.
 
-    `last_separator` are the tokens of the separator for a model that reads one behind the last step too.
+    `last_separator` are separator tokens for models that require one after the last step.
     """
 
     separator: str
@@ -30,11 +30,11 @@ class StepFinder:
     last_separator: tuple[int, ...] = ()
 
     def ends(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the end of each step in tokens."""
+        """Return each step's end in tokens."""
         return token_step_ends(token_ids, self.separator, self.decode, closing=self.closing)
 
     def read(self, token_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
-        """Return the tokens of a response that the model reads, and the end of each step in them."""
+        """Return a response's tokens as input for the model, and each step's end in them."""
         ends = self.ends(token_ids)
         if not ends or not self.last_separator:
             return token_ids, ends
@@ -45,7 +45,7 @@ class StepFinder:
 
 
 def at_step_ends(prompt: Prompt, response_ids: Sequence[int], ends: Sequence[int]) -> TokenSequence:
-    """Return prompt and response end to end, marked at the last token of each step."""
+    """Concatenate prompt and response, with the last token of each step as target."""
     token_ids = np.array([*prompt.prompt_ids, *response_ids], dtype=np.int32)
     mask = np.zeros(token_ids.size, dtype=bool)
     mask[len(prompt.prompt_ids) - 1 + np.array(ends, dtype=np.int64)] = True
@@ -54,22 +54,22 @@ def at_step_ends(prompt: Prompt, response_ids: Sequence[int], ends: Sequence[int
 
 @dataclass(frozen=True)
 class StepScorer:
-    """A process reward model with the finder of the steps that it scores."""
+    """A process reward model with its step finder."""
 
     model: ProcessRewardModel
     finder: StepFinder
 
     def probabilities(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[list[float]]:
-        """Return the probability of each step of each response.
+        """Return each step's probability per response.
 
         Raises:
-            RunError: the model gives a number that is not finite.
+            RunError: the model returns a non-finite number.
         """
         return [scores_K.tolist() for scores_K in self._scores(self._marked(prompts, generations))]
 
     def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
-        """Return the probability of each step at its last token and NaN elsewhere, float32, one value a token of each
-        response. Errors as for `probabilities`.
+        """Return each step's probability at its last token and NaN elsewhere, float32, one value per response token.
+        Raises like `probabilities`.
         """
         rewards = []
         for generation, scores_K in zip(generations, self._scores(self._marked(prompts, generations)), strict=True):
@@ -86,18 +86,18 @@ class StepScorer:
         with awake(self.model):
             logits = self.model.step_scores(sequences)
         if not all(np.isfinite(logits_K).all() for logits_K in logits):
-            raise RunError("the process reward model gives a step a score that is not finite: its weights are damaged")
+            raise RunError("the process reward model returned a non-finite step score: its weights are damaged")
         return [1 / (1 + np.exp(-logits_K.astype(np.float64))) for logits_K in logits]
 
 
 def step_metrics(rewards: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the mean reward of the steps, and the mean number of steps of a response."""
+    """Return the mean step reward, and the mean number of steps per response."""
     num_steps = [int(np.count_nonzero(~np.isnan(rewards_T))) for rewards_T in rewards]
     return {"step_reward": float(np.nanmean(np.concatenate(rewards))), "num_steps": float(np.mean(num_steps))}
 
 
 def step_finder(model: RewardModelPlan, tokenizer: Any) -> StepFinder:
-    """Return the finder of the steps that a process reward model has learned to score."""
+    """Return the step finder for a process reward model."""
     assert model.separator is not None, "not a process reward model"
     decode = partial(text_of, tokenizer, skip_special_tokens=False)
     return StepFinder(model.separator, decode, frozenset(tokenizer.all_special_ids), model.last_separator)

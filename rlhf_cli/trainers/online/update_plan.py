@@ -1,4 +1,4 @@
-"""Which samples each optimizer step of an iteration sees, a pure function of seed and iteration."""
+"""Assigns samples to an iteration's optimizer steps, as a pure function of seed and iteration."""
 
 import zlib
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.data.sampling import epoch_order
 
 Steps = list[np.ndarray]
-"""Sample indices of every optimizer step."""
+"""Sample indices per optimizer step."""
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The optimizer steps of an iteration; the actor has none while the critic is trained alone."""
+    """Optimizer steps of an iteration; `actor` is empty while only the critic trains."""
 
     actor: Steps
     critic: Steps
 
     @property
     def on_policy(self) -> bool:
-        """Return whether the actor takes a single step, from the policy that sampled."""
+        """Whether the actor takes a single step from the policy that sampled."""
         return len(self.actor) <= 1
 
 
@@ -33,14 +33,15 @@ def plan_updates(
     groups_B: np.ndarray | None = None,
     num_sampled: int | None = None,
 ) -> UpdatePlan:
-    """Return the steps over that many samples; epochs have the same orders for actor and critic.
+    """Plan the steps over `num_samples` samples. Actor and critic use the same order per epoch.
 
-    All `num_sampled` responses, `num_samples` if not given, decide the number of steps. If some are left out, every
-    step is smaller by as much: Adam moves as far by one response as by a full step, and the schedule of the learning
-    rate counts the same steps in each iteration.
+    All `num_sampled` responses, by default `num_samples`, determine the number of steps. If some are excluded, each
+    step is
+    smaller: one Adam step moves weights about equally far for one response as for a full batch, and the learning-rate
+    schedule counts the same number of steps per iteration.
 
-    With `groups_B`, int [num_samples], groups are shuffled instead of samples, so that a group is in one step, or in
-    two if it does not fit: its prompt is computed once there.
+    With `groups_B`, int [num_samples], groups are shuffled instead of samples. A group is in one step, or two if it
+    does not fit, so that its prompt is computed once there.
     """
     count = min(-(-(num_sampled or num_samples) // batch.train_batch_size), num_samples)
     if groups_B is not None:
@@ -65,7 +66,7 @@ def _steps_of_groups(groups_B: np.ndarray, batch: OnlineBatchConfig, *, count: i
 
 
 def _orders(number: int, batch: OnlineBatchConfig, *, iteration: int) -> list[np.ndarray]:
-    """Return the order of each epoch."""
+    """Return each epoch's order."""
     seed = _seed(batch, iteration)
     return [epoch_order(number, epoch=epoch, seed=seed) for epoch in range(batch.max_epochs)]
 
@@ -76,14 +77,14 @@ def _seed(batch: OnlineBatchConfig, iteration: int) -> int:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Optimizer steps of a whole run, for the courses of the learning rates."""
+    """Number of optimizer steps in a run, for the learning-rate schedules."""
 
     actor: int
     critic: int
 
 
 def count_steps(num_samples: int, batch: OnlineBatchConfig, *, iterations: int) -> StepCounts:
-    """Return the steps of a run of that many iterations over that many samples each."""
+    """Return the number of steps for `iterations` iterations with `num_samples` samples each."""
     last = plan_updates(num_samples, batch, iteration=iterations)
     return StepCounts(
         actor=(iterations - batch.critic_only_iterations) * len(last.actor), critic=iterations * len(last.critic)

@@ -84,7 +84,11 @@ def test_turns_of_calls_earn_the_reward_of_the_calculator(calculator):
         ("turn 2, reward 1", ANSWER + "<|im_end|>"),
     ]
     facts = played.example.facts
-    assert (facts["reward"], facts["turns"], facts["end"]) == ("1", "2 of at most 8", "the environment is done")
+    assert (facts["reward"], facts["turns"], facts["end"]) == (
+        "1",
+        "2; at most 8 (max_turns)",
+        "the environment is done",
+    )
     assert facts["calls"] == "2, and 0 that could not be read"
 
 

@@ -29,7 +29,7 @@ def test_a_program_that_repeats_a_request_until_it_likes_the_answer_is_ended_and
     assert calm is not None
     assert endless is not None
     assert (calm.failure, len(play.engines.sampled)) == (None, 2)
-    assert str(endless.failure).startswith(f"(an agent program) repeated a request more than {MOST_REPEATED} times")
+    assert str(endless.failure).startswith(f"(an agent program) sent the same request more than {MOST_REPEATED} times")
     assert endless.num_repeated == MOST_REPEATED + 1
     assert 1 in play.programs.dropped
 
@@ -48,7 +48,7 @@ def test_a_request_that_cannot_be_rendered_is_refused_alone(monkeypatch, error):
     def program(row):
         (answer,) = yield [asked([user("bad")], tools=[ADD])]
         assert isinstance(answer, Refused)
-        assert str(answer).startswith(f"the messages cannot be rendered: {type(error).__name__}")
+        assert str(answer).startswith(f"failed to render the messages: {type(error).__name__}")
         yield [asked([user("good")], tools=[ADD])]
         return ProgramEnd(1.0)
 

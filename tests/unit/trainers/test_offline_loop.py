@@ -232,7 +232,7 @@ def test_a_stop_in_the_last_step_is_the_end():
 def test_too_many_skipped_steps_in_a_row_end_the_run_and_are_saved_as_steps():
     run = Run()
     run.engine.skipped = [1, 2, 4, 5, 6, 7]
-    message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* --load_checkpoint goes on after step 6"
+    message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* step 6 is saved"
     with pytest.raises(RunError, match=message):
         run(eval_items=3, evaluate=1)
     assert run.journal[-3:] == ["train", "log 6", "save 6"]

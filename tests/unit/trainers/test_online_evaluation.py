@@ -137,7 +137,7 @@ def test_what_was_trained_before_an_evaluation_that_fails_is_saved():
     with pytest.raises(RunError, match="2 of 3 rewards failed"):
         run()
     assert [state.iteration for state in run.saved] == [2]
-    assert run.tracker.messages == ["Saved iteration 2: --load_checkpoint continues there"]
+    assert run.tracker.messages == ["Saved iteration 2; resume with --load_checkpoint"]
     run.evaluate = evaluate
     run(state=run.saved[0])
     assert trained_on(run) == trained_on(whole)

@@ -203,7 +203,7 @@ def test_clipping_that_makes_all_scores_equal_is_reported():
 
     clipped = run(reward_clip_range=(-2.0, 0.5))
     assert clipped.tracker.logged[0][1]["reward_clipped"] == 1.0
-    expected = "Iteration 1: --reward_clip_range -2 0.5 makes all scores that are compared equal (they go from 1 to 4)"
+    expected = "Iteration 1: --reward_clip_range -2 0.5 makes all compared scores equal (unclipped: 1 to 4)"
     assert clipped.tracker.messages[0].startswith(expected)
     assert not run(reward_clip_range=(0.0, 3.0)).tracker.messages
     assert "reward_clipped" not in run().tracker.logged[0][1]
@@ -222,7 +222,7 @@ def test_what_was_trained_before_an_iteration_without_rewards_is_saved():
     with pytest.raises(RunError, match=r"iteration 3: every reward failed"):
         run()
     assert [state.iteration for state in run.saved] == [2]
-    assert run.tracker.messages == ["Saved iteration 2: --load_checkpoint continues there"]
+    assert run.tracker.messages == ["Saved iteration 2; resume with --load_checkpoint"]
     run.scorer.fails = lambda index: False
     run(state=run.saved[0])
     whole = Run()
@@ -237,7 +237,7 @@ def test_too_many_skipped_steps_end_the_run_after_their_iteration_which_is_saved
     getattr(run, role).found = {"skipped_in_a_row": 2.0}
     run(total_iterations=1)  # as many as are allowed
     getattr(run, role).found = {"skipped_in_a_row": 3.0}
-    message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* --load_checkpoint goes on after iteration 2"
+    message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* iteration 2 is saved"
     with pytest.raises(RunError, match=message):
         run(state=LoopState(1, 0.0, 0.0, source=SourceState(1)))
     assert [state.iteration for state in run.saved] == [2]
@@ -392,7 +392,7 @@ def truncated_in(run: Run, iterations: range) -> Run:
 def test_an_iteration_whose_responses_are_all_truncated_is_skipped_and_counted():
     run = truncated_in(Run(policy=MASKED), range(2, 4))
     run(save_steps=1)
-    skipped = "is skipped: every scored response was truncated, and mask_truncated leaves those out: raise max_new"
+    skipped = "is skipped: all scored responses were truncated and excluded by mask_truncated; raise max_new"
     assert [message[: len(skipped) + 12] for message in run.tracker.messages] == [
         f"Iteration 2 {skipped}",
         f"Iteration 3 {skipped}",
@@ -416,7 +416,7 @@ def test_too_many_skipped_iterations_end_the_run_which_is_saved():
     with pytest.raises(RunError, match=r"the last 2 iterations had no response to train on \(--max_skipped_steps 1\)"):
         run()
     assert [state.iteration for state in run.saved] == [3]
-    assert run.tracker.messages[-1] == "Saved iteration 3: --load_checkpoint continues there"
+    assert run.tracker.messages[-1] == "Saved iteration 3; resume with --load_checkpoint"
     assert LoopState.of(run.saved[0].plain()).skipped_in_a_row == 2
 
 
