@@ -89,7 +89,7 @@ def test_turns_of_calls_earn_the_reward_of_the_calculator(calculator):
         "2; at most 8 (max_turns)",
         "the environment is done",
     )
-    assert facts["calls"] == "2, and 0 that could not be read"
+    assert facts["calls"] == "2 valid, 0 malformed"
 
 
 # A class as TRL's `environment_factory` takes it: no base class, `**kwargs`, Returns in docstrings, errors as answers.
@@ -149,7 +149,7 @@ def test_a_class_of_trl_plays_unchanged_in_a_process_of_its_own(files, model):
     assert "Error: try_code: got an unexpected keyword argument 'hard'. Arguments: code, loudly" in parts[3][1]
     facts = played.example.facts
     assert (facts["reward"], facts["end"]) == ("0.5", "the environment is done")
-    assert facts["calls"] == "4, and 0 that could not be read"
+    assert facts["calls"] == "4 valid, 0 malformed"
 
 
 def test_without_a_script_each_tool_is_called_and_trained_text_is_marked(calculator):

@@ -228,7 +228,7 @@ def test_a_model_that_is_better_than_the_checkpoint_knows_is_renamed_with_a_line
     for best in (Best(3, 0.75), Best(1, 0.5)):
         state = {"evaluation": EvaluationState(3, best).plain()}
         forget_later_best(paths, Checkpoint(tmp_path, 2, state), said.append)
-    assert said == [f"{tmp_path}/best was saved after the checkpoint of iteration 2: it is best.after_3 now"]
+    assert said == [f"{tmp_path}/best was saved after the checkpoint of iteration 2: renamed to best.after_3"]
     assert (tmp_path / "best.after_3" / "best.json").is_file()
 
 
@@ -260,7 +260,7 @@ def test_the_best_so_far_belongs_to_the_checkpoint():
 
 def test_a_metric_that_is_not_there_ends_the_run_before_any_training():
     run = Evaluated(best_metric_key="eval/accuracy")
-    with pytest.raises(RunError, match="iteration 0: the evaluation has no eval/accuracy; it has reward"):
+    with pytest.raises(RunError, match="iteration 0: evaluation metric eval/accuracy not found; available: reward"):
         run()
     assert run.actor.updates == []
 
