@@ -15,7 +15,6 @@ from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.packing import packs as packing
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -38,7 +37,7 @@ class FakeModel:
 
     def __init__(self, name: str, journal: list[str], *, level: float = 0.0) -> None:
         self.name, self.journal, self.level = name, journal, level
-        self.updates: list[tuple[list[Sample], list[list[int]]]] = []
+        self.updates: list[tuple[list[packing.TokenSequence], list[list[int]]]] = []
         self.on_policy: list[bool] = []
         self.weights: list[LossWeights | None] = []
         self.found: dict[str, float] = {}  # further metrics of each step of an update
@@ -73,7 +72,7 @@ class FakeModel:
 
     def update(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[packing.TokenSequence],
         steps: Sequence[np.ndarray],
         *,
         on_policy: bool = False,

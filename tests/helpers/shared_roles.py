@@ -25,7 +25,6 @@ from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.adapters import plan_adapter
 
 GSPO = ActorCriticPolicyConfig(
@@ -46,7 +45,7 @@ LAST = np.arange(7, 8)
 """A step of one short response: other groups of ranks are idle, and ranks of its own group may have no target."""
 
 
-def samples() -> list[Sample]:
+def samples() -> list[TokenSequence]:
     """Responses to three prompts, with values of their tokens that depend on nothing but the seed."""
     rng = np.random.default_rng(0)
     made = []
@@ -55,7 +54,7 @@ def samples() -> list[Sample]:
         for length in lengths:
             token_ids = np.concatenate([prompt, rng.integers(0, 40, length)]).astype(np.int32)
             mask = np.arange(len(token_ids)) >= prompt_length
-            made.append(Sample(TokenSequence(token_ids, mask), columns(rng, length)))
+            made.append(TokenSequence(token_ids, mask, columns=columns(rng, length)))
     return made
 
 
@@ -116,7 +115,7 @@ class Shares:
             found |= dict(zip(members, values, strict=True))
         return found
 
-    def steps(self, steps: Sequence[np.ndarray], of: Sequence[Sample] | None = None) -> list[Any]:
+    def steps(self, steps: Sequence[np.ndarray], of: Sequence[TokenSequence] | None = None) -> list[Any]:
         """Return this rank's share of the steps, of the common samples or of others."""
         return self._dealer.steps(of or samples(), steps)[dist.get_rank()]
 
@@ -124,7 +123,7 @@ class Shares:
 def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **settings: Any) -> dict[str, Any]:
     """Log-probs, then steps of the objective, with the weights that engines get, and their average in a folder."""
     role = ActorRank(role_settings(pretrain, size, split=split, **settings))
-    shares, sequences = Shares(size, split=split), [sample.sequence for sample in samples()]
+    shares, sequences = Shares(size, split=split), samples()
     weights = LossWeights(0.1, EntropyState(0.01))
     found: dict[str, Any] = {"before": shares.answers(sequences, role.logprobs)}
     metrics = role.update(shares.steps(STEPS), False, weights) + role.update(shares.steps([LAST]), True, weights)
@@ -149,7 +148,7 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
         for last in (7, 8)
     ]
     rng, shares = np.random.default_rng(0), Shares(1, max_tokens=512)
-    made = [Sample(sequence, columns(rng, sequence.num_trained)) for sequence in sequences]
+    made = [replace(sequence, columns=columns(rng, sequence.num_trained)) for sequence in sequences]
     found = shares.answers(sequences, lambda mine: role.logprobs(_sent(MicroBatches(mine))))
     step = _sent(shares.steps([np.arange(len(made))], made))
     return {
@@ -168,7 +167,7 @@ def _sent(work: Any) -> Any:
 def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict[str, Any]:
     """Values, then steps of the critic."""
     role = CriticRank(role_settings(pretrain, size, split=split, **settings))
-    shares, sequences = Shares(size, split=split), [sample.sequence for sample in samples()]
+    shares, sequences = Shares(size, split=split), samples()
     found: dict[str, Any] = {"before": shares.answers(sequences, role.values)}
     metrics = role.update(shares.steps([*STEPS, LAST]))
     return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}
@@ -177,10 +176,7 @@ def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict
 def reward(pretrain: str, size: int) -> dict[str, Any]:
     """Scores at the ends of the responses."""
     role = RewardRank(role_settings(pretrain, size, stage=3))
-    ends = [
-        TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
-        for sequence in (sample.sequence for sample in samples())
-    ]
+    ends = [TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1) for sequence in samples()]
     return {"before": Shares(size, share_prompts=False).answers(ends, role.scores)}
 
 

@@ -21,7 +21,6 @@ from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.backends.roles.worker_group import RankT, WorkerGroup
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, only_end, plan_packs
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.packing.shared_prompts import plan_groups
 from rlhf_cli.models.reward_model import ScoreStatistics
 
@@ -86,14 +85,14 @@ class Dealer:
             quadratic_cost=self.quadratic_cost,
         )
 
-    def steps(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[UpdateSteps]:
+    def steps(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[UpdateSteps]:
         """Return every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
         shares = [UpdateSteps() for _ in range(self.num_ranks)]
         for indices in steps:
             chosen = [samples[i] for i in indices]
-            num_tokens = sum(sample.sequence.num_trained for sample in chosen)
+            num_tokens = sum(sample.num_trained for sample in chosen)
             totals = StepTotals(num_tokens=num_tokens, num_sequences=len(chosen))
-            for rank, bins in enumerate(self.plan([sample.sequence for sample in chosen])):
+            for rank, bins in enumerate(self.plan(chosen)):
                 shares[rank].append(UpdateStep([[chosen[i] for i in members] for members in bins], totals))
         return shares
 
@@ -196,7 +195,7 @@ class ActorRole:
         return self.trained.dealer.forward(self.trained.group, lambda rank, work: rank.logprobs(work), sequences)
 
     def update(
-        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
+        self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step."""
         shares = self.trained.dealer.steps(samples, steps)
@@ -213,7 +212,7 @@ class StudentRole:
 
     def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step; a step is an array of indices."""
-        shares = self.trained.dealer.steps([Sample(sequence, {}) for sequence in sequences], steps)
+        shares = self.trained.dealer.steps(sequences, steps)
         return self.trained.group.all_each(lambda rank, share: rank.learn(share), shares)[0]
 
 
@@ -228,7 +227,7 @@ class CriticRole:
         """Return the values of the states before each sequence's trained tokens."""
         return self.trained.dealer.forward(self.trained.group, lambda rank, work: rank.values(work), sequences)
 
-    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
+    def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step."""
         shares = self.trained.dealer.steps(samples, steps)
         metrics = self.trained.group.all_each(lambda rank, share: rank.update(share), shares)

@@ -40,8 +40,7 @@ from rlhf_cli.backends.weight_sync.adapter_push import ObjectTransport, vllm_con
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
-from rlhf_cli.data.packing.packs import Pack, TokenSequence, at_targets, pack
-from rlhf_cli.data.packing.samples import SamplePack, pack_samples
+from rlhf_cli.data.packing.packs import MicroBatch, Pack, TokenSequence, at_targets, micro_batch, pack
 from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import (
     ACTIVE,
@@ -90,9 +89,9 @@ class Packer:
     def __call__(self, sequences: list[TokenSequence]) -> Pack:
         return pack_groups(sequences) if self._shares_prompts else pack(sequences)
 
-    def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
+    def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[MicroBatch]:
         """Return a rank's share of a step, with these columns."""
-        return [pack_samples(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
+        return [micro_batch(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
 
 
 class TrainedRank:
@@ -117,7 +116,7 @@ class TrainedRank:
         trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
 
-    def train_step(self, micro_batches: list[SamplePack], loss: ComputeLoss) -> dict[str, float]:
+    def train_step(self, micro_batches: list[MicroBatch], loss: ComputeLoss) -> dict[str, float]:
         """Take one optimizer step and return its metrics."""
         metrics = self.engine.train_step(micro_batches, loss)
         if self._average is not None:
@@ -250,7 +249,7 @@ class ActorRank(SampledRank):
     def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
         settings = self.role.settings
 
-        def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
+        def loss(model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
             logprobs_K, entropy_K = model(batch.pack, temperature=settings.temperature, with_entropy=True)
             columns = PolicyColumns(
                 rollout_K=batch.columns["rollout_logprobs"],
@@ -299,7 +298,7 @@ class CriticRank:
         policy, max_new_tokens = self.role.settings.policy, self.role.settings.max_new_tokens
         assert isinstance(policy, ActorCriticPolicyConfig)
 
-        def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
+        def loss(model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
             return value_objective(
                 model(batch.pack),
                 old_values_K=batch.columns["old_values"],

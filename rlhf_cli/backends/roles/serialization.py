@@ -12,13 +12,14 @@ import numpy as np
 
 from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]
 Pictures = dict[int, tuple[PlacedPicture, ...]]
-JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, Pictures]
-"""Token ids and loss masks end to end, the bounds between them, and the pictures by number of the sequence."""
+JoinedColumns = dict[str, tuple[np.ndarray, np.ndarray]]
+JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, Pictures, JoinedColumns]
+"""Token ids and loss masks end to end, the bounds between them, the pictures by number of the sequence, and the columns
+end to end with their bounds."""
 
 
 class MicroBatches(list[list[TokenSequence]]):
@@ -37,17 +38,14 @@ class UpdateSteps(list[UpdateStep]):
 
     def __reduce__(self) -> Reduced:
         numbers: dict[int, int] = {}
-        samples: list[Sample] = []
+        samples: list[TokenSequence] = []
         steps = []
         for step in self:
             for sample in (sample for members in step.micro_batches for sample in members):
                 if numbers.setdefault(id(sample), len(samples)) == len(samples):
                     samples.append(sample)
             steps.append(([[numbers[id(sample)] for sample in members] for members in step.micro_batches], step.totals))
-        names = list(samples[0].columns) if samples else []
-        assert all(list(sample.columns) == names for sample in samples), "samples of one update differ in their columns"
-        columns = {name: _joined([sample.columns[name] for sample in samples]) for name in names}
-        return _steps, (_joined_sequences([sample.sequence for sample in samples]), columns, steps)
+        return _steps, (_joined_sequences(samples), steps)
 
 
 def _micro_batches(sizes: Sequence[int], joined: JoinedSequences) -> list[list[TokenSequence]]:
@@ -55,20 +53,18 @@ def _micro_batches(sizes: Sequence[int], joined: JoinedSequences) -> list[list[T
     return [[next(sequences) for _ in range(size)] for size in sizes]
 
 
-def _steps(
-    joined: JoinedSequences, columns: dict[str, tuple[np.ndarray, np.ndarray]], steps: Sequence[tuple[Any, Any]]
-) -> list[UpdateStep]:
-    cells = {name: _split(*column) for name, column in columns.items()}
-    samples = [
-        Sample(sequence, {name: values[number] for name, values in cells.items()})
-        for number, sequence in enumerate(_split_sequences(*joined))
-    ]
+def _steps(joined: JoinedSequences, steps: Sequence[tuple[Any, Any]]) -> list[UpdateStep]:
+    samples = _split_sequences(*joined)
     return [UpdateStep([[samples[n] for n in members] for members in bins], totals) for bins, totals in steps]
 
 
 def _joined_sequences(sequences: Sequence[TokenSequence]) -> JoinedSequences:
+    names = list(sequences[0].columns) if sequences else []
+    assert all(list(one.columns) == names for one in sequences), "sequences of one update differ in their columns"
     token_ids, bounds = _joined([sequence.token_ids for sequence in sequences])
-    return token_ids, _joined([sequence.loss_mask for sequence in sequences])[0], bounds, _pictures(sequences)
+    loss_mask, _ = _joined([sequence.loss_mask for sequence in sequences])
+    columns = {name: _joined([sequence.columns[name] for sequence in sequences]) for name in names}
+    return token_ids, loss_mask, bounds, _pictures(sequences), columns
 
 
 def _pictures(sequences: Sequence[TokenSequence]) -> Pictures:
@@ -84,10 +80,14 @@ def _pictures(sequences: Sequence[TokenSequence]) -> Pictures:
 
 
 def _split_sequences(
-    token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray, pictures: Pictures
+    token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray, pictures: Pictures, columns: JoinedColumns
 ) -> list[TokenSequence]:
+    split = {name: _split(*column) for name, column in columns.items()}
     pieces = enumerate(zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True))
-    return [TokenSequence(ids, mask, pictures.get(number, ())) for number, (ids, mask) in pieces]
+    return [
+        TokenSequence(ids, mask, pictures.get(number, ()), {name: values[number] for name, values in split.items()})
+        for number, (ids, mask) in pieces
+    ]
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

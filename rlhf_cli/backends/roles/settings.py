@@ -16,8 +16,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing.packs import Pack
-from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.data.packing.packs import Pack, TokenSequence
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.logit_chunks import HeadWeights
 
@@ -61,7 +60,7 @@ class RoleSettings:
 class UpdateStep:
     """One rank's share of one optimizer step."""
 
-    micro_batches: list[list[Sample]]
+    micro_batches: list[list[TokenSequence]]
     totals: StepTotals
 
 

@@ -27,7 +27,7 @@ class StudentRank(SampledRank):
             return [self._step(step) for step in steps]
 
     def _step(self, step: UpdateStep) -> dict[str, float]:
-        packs = [self.role.packer([sample.sequence for sample in samples]) for samples in step.micro_batches]
+        packs = [self.role.packer(sequences) for sequences in step.micro_batches]
         batches = self._prepare(self.role.engine, packs)
         return self.role.train_step(batches, lambda model, batch: self._objective(model, batch, step.totals))
 

@@ -6,7 +6,8 @@ sequences form an optimizer step is decided in `sampling`.
 
 import collections.abc
 from bisect import bisect_left, insort
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -26,15 +27,28 @@ SmolVLM 9 to 16: there the tower would compute several times the patches of othe
 
 @dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
 class TokenSequence:
-    """One tokenised sequence: `token_ids` int32 [L], and `loss_mask` bool [L], true for tokens that are training
-    targets. `pictures` stand in it in their order; no token of their runs is a target.
+    """One tokenized sequence, for a forward pass or for training.
 
-    The first token is never a target, because no token before it could predict it.
+    - `token_ids`: int32 `[L]`.
+    - `loss_mask`: bool `[L]`, True for training targets. The first token is never one: nothing predicts it.
+    - `pictures`: images in token order; none of their tokens is a target.
+    - `columns`: float32 `[K]` by name, one value per target: `rollout_logprobs`, `advantages`, `old_logprobs` and
+      `ref_logprobs` for the policy, `old_values` and `returns` for the critic, `labels` for a process reward model.
+      Empty for a forward pass.
+
+    Example: a prompt of two tokens and a response of three, trained with advantage 0.5:
+
+        TokenSequence(
+            token_ids=[7, 8, 4, 5, 2],
+            loss_mask=[False, False, True, True, True],
+            columns={"rollout_logprobs": [-0.1, -0.7, -0.2], "advantages": [0.5, 0.5, 0.5]},
+        )  # L = 5, K = 3
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     pictures: tuple[PlacedPicture, ...] = ()
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape, "token_ids and loss_mask differ in length"
@@ -104,7 +118,7 @@ class Pack:
 
 
 def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[str, torch.Tensor]:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    values = {column.name: getattr(record, column.name) for column in fields(record)}
     return {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, torch.Tensor)}
 
 
@@ -136,6 +150,44 @@ def _pictures_of(sequences: list[TokenSequence]) -> PackPictures | None:
     if not any(sequence.pictures for sequence in sequences):
         return None
     return place_pictures([TokenRun(sequence.token_ids, pictures=sequence.pictures) for sequence in sequences])
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences with the values that their loss reads.
+
+    `columns` by name: float32 `[K]` in the order of the pack's targets, or one row per pair, `[P]` or `[P, 2]` with the
+    chosen response first.
+
+    Example: two sequences with 2 and 1 targets: `pack.cu_trained = [0, 2, 3]`, `columns["advantages"].shape == (3,)`.
+    """
+
+    pack: Pack
+    columns: dict[str, torch.Tensor]
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """Return the micro-batch on another device."""
+        return MicroBatch(self.pack.to(device), {name: column.to(device) for name, column in self.columns.items()})
+
+    def with_column(self, name: str, column: torch.Tensor) -> "MicroBatch":
+        """Return the micro-batch with one more column."""
+        return replace(self, columns=self.columns | {name: column})
+
+
+def micro_batch(
+    sequences: list[TokenSequence],
+    *,
+    names: tuple[str, ...],
+    pack_sequences: Callable[[list[TokenSequence]], Pack] = pack,
+) -> MicroBatch:
+    """Return the sequences packed in order with the named columns; an empty list gives an idle pack and empty
+    columns.
+    """
+    columns = {
+        name: torch.from_numpy(np.concatenate([s.columns[name] for s in sequences] or [np.zeros(0, np.float32)]))
+        for name in names
+    }
+    return MicroBatch(pack_sequences(sequences), columns)
 
 
 def only_end(sequence: TokenSequence) -> TokenSequence:

@@ -17,7 +17,8 @@ from rlhf_cli.algorithms.preference import (
     preference_losses,
     preference_metrics,
 )
-from rlhf_cli.trainers.offline.pairs import Gather, PairBatch, sequence_logprobs, trained_counts
+from rlhf_cli.data.packing.packs import MicroBatch
+from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs, trained_counts
 
 REF, PARTNER, DELTA = "ref_logprobs", "aot_partner", "bco_delta"
 """Pair columns: reference log-probs of both responses, and step constants."""
@@ -33,7 +34,7 @@ class InferringEngine(Protocol):
         """Return the result of `forward` for each micro-batch."""
 
 
-def batch_logprobs(model: nn.Module, batch: PairBatch) -> torch.Tensor:
+def batch_logprobs(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Return response log-probs [2 P] for a micro-batch."""
     return sequence_logprobs(model, batch.pack)
 
@@ -47,7 +48,7 @@ class DPOObjective:
     settings: PreferenceSettings
     nll_loss_coef: float = 0.0
 
-    def __call__(self, model: nn.Module, batch: PairBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, model: nn.Module, batch: MicroBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
         """Return this micro-batch's contribution to the mean loss over the step's pairs."""
         pairs = pair_logprobs(batch_logprobs(model, batch), batch)
         loss = sequence_mean(mixed_loss(self.names, self.weights, pairs, self.settings), totals)
@@ -68,7 +69,7 @@ class DPOObjective:
         return {row.step_constant for row in preference_losses(self.names) if row.step_constant is not None}
 
 
-def pair_logprobs(logprobs_B: torch.Tensor, batch: PairBatch) -> PairLogprobs:
+def pair_logprobs(logprobs_B: torch.Tensor, batch: MicroBatch) -> PairLogprobs:
     """Return response log-probs [2 P] as pairs, with the pair columns."""
     lengths_B, ref_P2, delta_P = trained_counts(batch.pack), batch.columns.get(REF), batch.columns.get(DELTA)
     return PairLogprobs(
@@ -99,7 +100,7 @@ class PairPreparation:
         """Whether any preparation is required."""
         return self.reference is not None or bool(self.objective.step_constants)
 
-    def __call__(self, engine: InferringEngine, batches: list[PairBatch]) -> list[PairBatch]:
+    def __call__(self, engine: InferringEngine, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return this rank's micro-batches with the missing columns."""
         if self.reference is not None:
             found = self.reference(engine, batches)
@@ -124,7 +125,7 @@ class PairPreparation:
         return prepared
 
 
-def _table(logprobs_B: torch.Tensor, batch: PairBatch) -> torch.Tensor:
+def _table(logprobs_B: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return [P, 4]: chosen and rejected log-probs for the model, then for the reference."""
     return torch.cat([logprobs_B.unflatten(0, (-1, 2)), batch.columns[REF].to(logprobs_B.device)], dim=1)
 

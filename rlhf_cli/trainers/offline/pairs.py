@@ -2,14 +2,14 @@
 
 import collections.abc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
 from rlhf_cli.algorithms.ragged import segment_sum
-from rlhf_cli.data.packing.packs import Pack
+from rlhf_cli.data.packing.packs import MicroBatch, Pack
 from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
 from rlhf_cli.data.preference_data import Pair, PairData
 from rlhf_cli.errors import UsageError
@@ -18,25 +18,6 @@ Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 """Rows of this rank -> rows of all ranks in rank order, and this rank's start index. Ranks may have different numbers
 of rows. Call it on all ranks.
 """
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """P packed pairs: the sequences are chosen, rejected, chosen, rejected, and so on.
-
-    `columns` are float32 [P], or [P, 2] with chosen first: additional values per pair.
-    """
-
-    pack: Pack
-    columns: dict[str, torch.Tensor]
-
-    def to(self, device: torch.device | str) -> "PairBatch":
-        """Move the micro-batch to a device."""
-        return PairBatch(self.pack.to(device), {name: column.to(device) for name, column in self.columns.items()})
-
-    def with_column(self, name: str, column: torch.Tensor) -> "PairBatch":
-        """Return the micro-batch with an additional column."""
-        return replace(self, columns=self.columns | {name: column})
 
 
 @dataclass(frozen=True)
@@ -69,12 +50,12 @@ class PairItems:
         """Image patches per pair, None for text models."""
         return self.data.patches
 
-    def collate(self, indices: collections.abc.Sequence[int]) -> PairBatch:
-        """Pack the pairs into one micro-batch."""
+    def collate(self, indices: collections.abc.Sequence[int]) -> MicroBatch:
+        """Pack the pairs into one micro-batch: chosen, rejected, chosen, rejected, and so on."""
         trees = [tree_of(self.data.pairs[index]) for index in indices]
         packed = pack_trees(trees, share_prompts=self.share_prompts, read_ends=self.read_ends)
         chosen = np.array(indices, dtype=np.int64)
-        return PairBatch(packed, {name: torch.from_numpy(column[chosen]) for name, column in self.columns.items()})
+        return MicroBatch(packed, {name: torch.from_numpy(column[chosen]) for name, column in self.columns.items()})
 
 
 def tree_of(pair: Pair) -> Tree:

@@ -9,8 +9,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
 from rlhf_cli.algorithms.process_reward import step_loss, step_metrics
-from rlhf_cli.data.packing.packs import Pack, TokenSequence, at_targets, pack
-from rlhf_cli.data.packing.samples import Sample, SamplePack, pack_samples
+from rlhf_cli.data.packing.packs import MicroBatch, Pack, TokenSequence, at_targets, micro_batch, pack
 from rlhf_cli.data.step_data import StepData, StepItem
 
 LABELS = "labels"
@@ -37,18 +36,18 @@ class StepItems:
         """Image patches per solution, None for text models."""
         return self.data.patches
 
-    def collate(self, indices: collections.abc.Sequence[int]) -> SamplePack:
+    def collate(self, indices: collections.abc.Sequence[int]) -> MicroBatch:
         """Pack the solutions into one micro-batch, read at the ends of labeled steps."""
-        samples = [sample_of(self.data.items[index]) for index in indices]
-        return pack_samples(samples, names=(LABELS,), pack_sequences=pack_at_ends)
+        sequences = [sequence_of(self.data.items[index]) for index in indices]
+        return micro_batch(sequences, names=(LABELS,), pack_sequences=pack_at_ends)
 
 
-def sample_of(item: StepItem) -> Sample:
+def sequence_of(item: StepItem) -> TokenSequence:
     """Return a solution with the last tokens of labeled steps as targets."""
     is_labelled = ~np.isnan(item.labels)
     mask = np.zeros(item.token_ids.size, dtype=bool)
     mask[item.ends[is_labelled] - 1] = True
-    return Sample(TokenSequence(item.token_ids, mask, item.pictures), {LABELS: item.labels[is_labelled]})
+    return TokenSequence(item.token_ids, mask, item.pictures, {LABELS: item.labels[is_labelled]})
 
 
 def pack_at_ends(sequences: list[TokenSequence]) -> Pack:
@@ -56,7 +55,7 @@ def pack_at_ends(sequences: list[TokenSequence]) -> Pack:
     return at_targets(pack(sequences))
 
 
-def step_objective(model: nn.Module, batch: SamplePack, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
+def step_objective(model: nn.Module, batch: MicroBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
     """Return this micro-batch's contribution to the mean cross-entropy over the step's labeled solution steps."""
     logits_K, labels_K = model(batch.pack), batch.columns[LABELS]
     loss = token_mean(step_loss(logits_K, labels_K), totals)

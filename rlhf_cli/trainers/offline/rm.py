@@ -8,7 +8,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, sequence_mean
 from rlhf_cli.algorithms.reward_model import pairwise_reward_loss, reward_metrics
-from rlhf_cli.trainers.offline.pairs import PairBatch
+from rlhf_cli.data.packing.packs import MicroBatch
 
 MARGIN = "margin"
 """Pair column: how much better the chosen response is."""
@@ -23,7 +23,7 @@ class RewardObjective:
     margin_loss: bool
     center_rewards_coefficient: float
 
-    def __call__(self, model: nn.Module, batch: PairBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, model: nn.Module, batch: MicroBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
         """Return this micro-batch's contribution to the mean loss over the step's pairs."""
         rewards_B = model(batch.pack)
         chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]

@@ -4,6 +4,7 @@ Pure functions over flat arrays. The loop computes log-probs and values with the
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
 from rlhf_cli.trainers.online.responses import Responses
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -49,7 +49,7 @@ def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -
 
 def learning_samples(
     responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, kl_coef: float
-) -> tuple[list[Sample], dict[str, float]]:
+) -> tuple[list[TokenSequence], dict[str, float]]:
     """Return one sample per trained sequence, and KL and advantage metrics.
 
     `greedy` are greedy responses to the same prompts, used as baselines. `kl` is the per-response KL divergence
@@ -82,14 +82,14 @@ def learning_samples(
     return samples, metrics
 
 
-def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray]) -> list[Sample]:
+def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray]) -> list[TokenSequence]:
     """Return a response's samples, one per sequence, from its token columns."""
     first, end = responses.sequence_bounds[number : number + 2].tolist()
     sequences = responses.sequences[first:end]
     cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
     pieces = {name: np.split(values, cuts) for name, values in columns.items()}
     return [
-        Sample(sequence, {name: values[place] for name, values in pieces.items()})
+        replace(sequence, columns={name: values[place] for name, values in pieces.items()})
         for place, sequence in enumerate(sequences)
     ]
 

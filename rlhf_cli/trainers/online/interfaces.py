@@ -9,7 +9,6 @@ import numpy as np
 
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -49,7 +48,7 @@ class Actor(Sampled, Protocol):
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
     def update(
-        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
+        self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]: ...
 
 
@@ -65,7 +64,7 @@ class Critic(Sleeper, Protocol):
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
-    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
+    def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
 
 class Reference(Sleeper, Protocol):

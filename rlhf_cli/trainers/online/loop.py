@@ -15,7 +15,7 @@ from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import LossWeights, next_weights
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
@@ -409,7 +409,7 @@ class _Updates:
 
 
 def _update(
-    roles: Roles[Actor], samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
+    roles: Roles[Actor], samples: Sequence[TokenSequence], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
 ) -> _Updates:
     """Update critic and actor. The actor stays awake, because its weights are pushed next."""
     metrics: dict[str, float] = {}

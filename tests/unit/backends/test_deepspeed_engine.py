@@ -1,6 +1,7 @@
 """The engine on one rank, with real DeepSpeed: the result of a step does not depend on how it is cut up or stored."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ from rlhf_cli.algorithms.objective import value_objective
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine, seed_everything
 from rlhf_cli.config.model import ModelConfig, SFTModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing.packs import TokenSequence, pack
-from rlhf_cli.data.packing.samples import Sample, pack_samples
+from rlhf_cli.data.packing.packs import TokenSequence, micro_batch, pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
 from rlhf_cli.models.policy import PolicyModel, ValueModel
@@ -94,10 +94,13 @@ def test_micro_batches_do_not_change_a_step(tiny_model_dir, items, stage, layout
     assert farthest(whole_weights, cut_up_weights) < CLOSE
 
 
-def value_samples(count: int) -> list[Sample]:
+def value_samples(count: int) -> list[TokenSequence]:
     rng = np.random.default_rng(3)
     return [
-        Sample(sequence, {name: rng.normal(size=sequence.num_trained).astype(np.float32) for name in VALUE_COLUMNS})
+        replace(
+            sequence,
+            columns={name: rng.normal(size=sequence.num_trained).astype(np.float32) for name in VALUE_COLUMNS},
+        )
         for sequence in make_sequences(count)
     ]
 
@@ -157,7 +160,7 @@ VALUE_COLUMNS = ("old_values", "returns")
 @pytest.mark.parametrize(("stage", "loss_agg"), [(0, "token_mean"), (3, "seq_mean")])
 def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage, loss_agg):
     samples = value_samples(7)
-    totals = StepTotals(sum(sample.sequence.num_trained for sample in samples), len(samples))
+    totals = StepTotals(sum(sample.num_trained for sample in samples), len(samples))
 
     def loss(model: nn.Module, batch: Any) -> Any:
         return value_objective(
@@ -174,7 +177,7 @@ def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage, loss_agg):
     for micro_batches in ([samples], [[sample] for sample in samples]):
         hf_model = load_value_backbone(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
         engine = make_engine(ValueModel(hf_model), stage)
-        packs = [pack_samples(chosen, names=VALUE_COLUMNS) for chosen in micro_batches]
+        packs = [micro_batch(chosen, names=VALUE_COLUMNS) for chosen in micro_batches]
         metrics = [engine.train_step(packs, loss) for _ in range(2)]
         results.append((metrics, weights_of(engine, hf_model)))
     (packed, packed_weights), (single, single_weights) = results

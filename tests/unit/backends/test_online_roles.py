@@ -12,7 +12,6 @@ from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
 from rlhf_cli.backends.rollout.engine_shares import SharedBatch, balanced_shares, same_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.models.reward_model import ScoreStatistics
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
@@ -76,7 +75,7 @@ def test_scores_are_normalised_by_the_statistics_of_the_model():
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
 def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_step(num_ranks, max_tokens, max_sequences):
-    samples = [Sample(sequence, {}) for sequence in make_sequences(7)]
+    samples = make_sequences(7)
     steps = [np.array([3, 0, 6]), np.array([1, 2, 4, 5])]
     shares = dealer(num_ranks, max_tokens, max_sequences).steps(samples, steps)
     assert len(shares) == num_ranks
@@ -85,7 +84,7 @@ def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_ste
         trained = [id(sample) for part in parts for batch in part.micro_batches for sample in batch]
         assert sorted(trained) == sorted(id(samples[i]) for i in indices)
         assert {part.totals.num_sequences for part in parts} == {len(indices)}
-        assert {part.totals.num_tokens for part in parts} == {sum(samples[i].sequence.num_trained for i in indices)}
+        assert {part.totals.num_tokens for part in parts} == {sum(samples[i].num_trained for i in indices)}
         assert len({len(part.micro_batches) for part in parts}) == 1
 
 

@@ -10,7 +10,6 @@ from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
 from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
 RNG = np.random.default_rng(0)
@@ -22,10 +21,10 @@ def sequence(length: int) -> TokenSequence:
     return TokenSequence(RNG.integers(0, 1000, length).astype(np.int32), mask)
 
 
-def sample(length: int) -> Sample:
+def sample(length: int) -> TokenSequence:
     made = sequence(length)
     columns = {name: RNG.random(made.num_trained).astype(np.float32) for name in ("old_logprobs", "advantages")}
-    return Sample(made, columns)
+    return replace(made, columns=columns)
 
 
 def arrived(sent):
@@ -44,8 +43,8 @@ def test_pictures_arrive_with_their_sequences_and_a_message_has_equal_ones_once(
     assert [one.pictures for one in found] == [one.pictures for one in sent]
     assert found[0].pictures[0].picture is found[1].pictures[0].picture is found[3].pictures[1].picture
     assert len(pickle.dumps(MicroBatches([sent]))) < 2 * first.pixels.nbytes + 3000
-    samples = UpdateSteps([UpdateStep([[Sample(sent[0], {})]], StepTotals(num_tokens=1, num_sequences=1))])
-    assert arrived(samples)[0].micro_batches[0][0].sequence.pictures == sent[0].pictures
+    samples = UpdateSteps([UpdateStep([[sent[0]]], StepTotals(num_tokens=1, num_sequences=1))])
+    assert arrived(samples)[0].micro_batches[0][0].pictures == sent[0].pictures
 
 
 def assert_equal_sequences(found: TokenSequence, sent: TokenSequence) -> None:
@@ -79,7 +78,7 @@ def test_steps_arrive_and_a_sample_of_several_steps_travels_once():
     for one, other in zip(found, sent, strict=True):
         for members, originals in zip(one.micro_batches, other.micro_batches, strict=True):
             for got, original in zip(members, originals, strict=True):
-                assert_equal_sequences(got.sequence, original.sequence)
+                assert_equal_sequences(got, original)
                 assert got.columns.keys() == original.columns.keys()
                 for name, values in original.columns.items():
                     np.testing.assert_array_equal(got.columns[name], values, strict=True)

@@ -13,7 +13,6 @@ from rlhf_cli.backends.roles.groups import Dealer
 from rlhf_cli.config.commands.grpo import GRPOConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
-from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups
 from rlhf_cli.models.attention.varlen import SelectTokens
 from rlhf_cli.models.policy import PolicyModel
@@ -167,11 +166,11 @@ def test_results_of_shared_packs_come_back_to_their_sequences(num_ranks, max_tok
 
 
 def test_columns_stay_with_their_tokens():
-    samples = [Sample(s, {"ids": s.token_ids[s.loss_mask].astype(np.float32)}) for s in SCATTERED]
+    samples = [replace(s, columns={"ids": s.token_ids[s.loss_mask].astype(np.float32)}) for s in SCATTERED]
     dealer = Dealer(1, BatchConfig(train_max_tokens_per_gpu=100), 0.01, lambda: True)
     ((step,),) = dealer.steps(samples, [np.arange(5)])
     (micro_batch,) = step.micro_batches
-    packed = pack_groups([sample.sequence for sample in micro_batch])
+    packed = pack_groups(micro_batch)
     assert np.concatenate([s.columns["ids"] for s in micro_batch]).tolist() == packed.targets_K.tolist()
     assert (step.totals.num_tokens, step.totals.num_sequences) == (9, 5)
 

@@ -129,7 +129,7 @@ def run(*, oversample: float = 3.0, judge: Callable[[ScoreRequest], Score] = eve
 
 def trained(made: Run) -> list[list[list[int]]]:
     """Tokens of every sample of every update."""
-    return [[sample.sequence.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
+    return [[sample.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
 
 
 def test_every_iteration_trains_on_full_groups_that_differ():

@@ -80,7 +80,7 @@ def logged(made: Run) -> list[tuple[int, dict[str, float]]]:
 
 def trained(made: Run) -> list[list[list[int]]]:
     """Tokens of every sample of every update."""
-    return [[sample.sequence.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
+    return [[sample.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
 
 
 def goes_on(state: LoopState, made: Run, **given: Any) -> Finished:

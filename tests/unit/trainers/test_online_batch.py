@@ -319,7 +319,7 @@ def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
     reward = RewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5)
     settings = settings_of("remax", PolicyConfig(mask_truncated=True), reward)
     samples, metrics = learning_samples(kept, greedy, settings, kl_coef=0.0)
-    assert [sample.sequence.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut
+    assert [sample.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut
     assert [sample.columns["advantages"].tolist() for sample in samples] == [[3.0 - 4.0], [9.0 - 4.0]]
     assert metrics == {"advantage_abs": 3.0}
 
@@ -329,7 +329,7 @@ def test_columns_have_a_value_for_every_trained_token():
     responses.values = [floats(0.0, 1.0), floats(2.0)]
     samples, _ = learning_samples(responses, None, settings_of("ppo"), kl_coef=0.0)
     for sample in samples:
-        assert {len(column) for column in sample.columns.values()} == {sample.sequence.num_trained}
+        assert {len(column) for column in sample.columns.values()} == {sample.num_trained}
         assert {column.dtype for column in sample.columns.values()} == {np.dtype(np.float32)}
 
 

@@ -59,13 +59,13 @@ def test_the_branches_of_an_episode_share_its_advantage_and_its_group_counts_it_
     """Scores 3, 1 and 2 in one group: advantages 1, -1 and 0 over the unbiased std of 1, not weighted by branches."""
     responses = responses_of(BRANCHED, PLAIN, PLAIN, scores=(3.0, 1.0, 2.0))
     samples, _ = learning_samples(responses, None, settings_of("grpo"), kl_coef=0.0)
-    assert [sample.sequence.token_ids.tolist() for sample in samples] == [
+    assert [sample.token_ids.tolist() for sample in samples] == [
         [5, 1, 2, 90, 3],
         [6, 6, 91, 4, 5],
         [7, 8, 9],
         [7, 8, 9],
     ]
-    assert [sample.sequence.loss_mask.astype(int).tolist() for sample in samples[:2]] == [
+    assert [sample.loss_mask.astype(int).tolist() for sample in samples[:2]] == [
         [0, 1, 1, 0, 1],
         [0, 0, 0, 1, 1],
     ]
@@ -162,4 +162,4 @@ def test_the_loop_asks_all_models_about_all_branches_and_trains_each():
     assert lengths
     assert all(one == [3, 2] * 6 for one in lengths)
     for sample in samples:
-        assert {len(values) for values in sample.columns.values()} == {sample.sequence.num_trained}
+        assert {len(values) for values in sample.columns.values()} == {sample.num_trained}

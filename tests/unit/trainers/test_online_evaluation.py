@@ -89,7 +89,7 @@ def trained_on(run: Run) -> list[Any]:
     """Everything that shaped the weights: samples with all their columns, and the order of steps."""
     return [
         (
-            [(s.sequence.token_ids.tolist(), {n: v.tolist() for n, v in s.columns.items()}) for s in samples],
+            [(s.token_ids.tolist(), {n: v.tolist() for n, v in s.columns.items()}) for s in samples],
             steps,
         )
         for model in (run.actor, run.critic)

@@ -65,7 +65,7 @@ def test_steps_are_rewards_of_tokens_in_the_returns_of_a_critic():
     for run in (plain, stepped):
         run(total_iterations=1)
     for before, after in zip(plain.critic.updates[0][0], stepped.critic.updates[0][0], strict=True):
-        ids = after.sequence.token_ids[after.sequence.loss_mask]
+        ids = after.token_ids[after.loss_mask]
         later = np.cumsum(ids[::-1])[::-1] / 10  # the fake finds a step at every token
         np.testing.assert_allclose(after.columns["returns"] - before.columns["returns"], 0.5 * later, rtol=1e-5)
     assert stepped.journal[3:5] == ["scorer.score", "steps.rewards"]
@@ -127,8 +127,8 @@ def test_exactly_the_sampled_tokens_are_trained_with_the_samplers_logprobs():
     answers = [run.engines._answer(request) for request in run.engines.requests[0]]
     samples, _ = run.actor.updates[0]
     for request, answer, sample in zip(run.engines.requests[0], answers, samples, strict=True):
-        assert sample.sequence.token_ids.tolist() == request.prompt_ids + answer.token_ids
-        assert sample.sequence.loss_mask.tolist() == [False] * 2 + [True] * len(answer.token_ids)
+        assert sample.token_ids.tolist() == request.prompt_ids + answer.token_ids
+        assert sample.loss_mask.tolist() == [False] * 2 + [True] * len(answer.token_ids)
         assert sample.columns["rollout_logprobs"].tolist() == answer.logprobs
 
 
@@ -168,7 +168,7 @@ def test_failed_rewards_are_left_out_of_both_updates():
     kept = [request.prompt_ids for i, request in enumerate(run.engines.requests[0]) if i not in (1, 4)]
     for model in (run.actor, run.critic):
         samples, steps = model.updates[0]
-        assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == kept
+        assert [sample.token_ids[:2].tolist() for sample in samples] == kept
         assert sorted(steps[0]) == [0, 1, 2, 3]
     metrics, rows = run.tracker.logged[0][1], run.tracker.rows[0][1]
     assert metrics["reward_failed"] == pytest.approx(2 / 6)
@@ -339,7 +339,7 @@ def test_greedy_responses_are_scored_with_the_others_and_not_trained_on():
     assert [request.group_size for request in asked] == [SAMPLES_EACH] * 6 + [1] * 3
     assert len({request.group for request in asked}) == 3 + 3  # a greedy response is compared with no other
     samples, steps = run.actor.updates[0]
-    assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == [r.prompt_ids for r in sampled]
+    assert [sample.token_ids[:2].tolist() for sample in samples] == [r.prompt_ids for r in sampled]
     assert sorted(index for step in steps for index in step) == [0, 1, 2, 3, 4, 5]
     metrics, rows = run.tracker.logged[0][1], run.tracker.rows[0][1]
     assert len(rows) == 6
@@ -356,7 +356,7 @@ def test_responses_to_a_prompt_whose_greedy_one_has_no_score_are_left_out():
     run(total_iterations=1)
     samples, _ = run.actor.updates[0]
     kept = [request.prompt_ids for i, request in enumerate(run.engines.requests[0]) if i not in (2, 3)]
-    assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == kept
+    assert [sample.token_ids[:2].tolist() for sample in samples] == kept
     with pytest.raises(RunError, match=r"every reward failed \(grader broke\)"):
         Run(algorithm="remax", fails=lambda index: index >= 6)()
 
@@ -369,7 +369,7 @@ def test_cut_responses_are_left_out_of_both_updates_where_that_is_asked_for():
     assert 0 < len(whole) < 6
     for model in (run.actor, run.critic):
         samples, steps = model.updates[0]
-        assert [sample.sequence.num_trained for sample in samples] == whole
+        assert [sample.num_trained for sample in samples] == whole
         assert sorted(steps[0]) == list(range(len(whole)))
     assert run.tracker.logged[0][1]["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
 
@@ -433,7 +433,7 @@ def test_metrics_of_several_steps_are_means_and_maxima():
     metrics = run.tracker.logged[0][1]
     assert (metrics["loss"], metrics["ratio_max"]) == (1.0, 10.0)  # of 0, 1, 2 and 10, 9, 8
     assert (metrics["critic/loss"], metrics["weight_version"]) == (1.0, 1.0)
-    assert metrics["num_tokens"] == sum(len(sample.sequence) for sample in run.actor.updates[0][0])
+    assert metrics["num_tokens"] == sum(len(sample) for sample in run.actor.updates[0][0])
 
 
 def test_every_step_of_every_epoch_has_its_own_samples():
@@ -503,7 +503,7 @@ def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
         # The fake critic returns 0, .1, .2, .3 and, of the state after four tokens, .4; gamma and lambda are 1.
         more = 0.4 if is_cut else 0.0
         assert sample.columns["returns"].tolist() == pytest.approx((before.columns["returns"] + more).tolist())
-        assert sample.sequence.num_trained == len(sample.columns["old_values"])
+        assert sample.num_trained == len(sample.columns["old_values"])
 
 
 def test_a_prompt_is_expected_to_get_responses_as_long_as_last_time_or_as_those_of_its_source():

@@ -80,7 +80,7 @@ def in_flight(made: Run) -> EnginesInFlight:
 
 def trained(made: Run) -> list[list[list[int]]]:
     """Tokens of every sample of every update."""
-    return [[sample.sequence.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
+    return [[sample.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
 
 
 def threads() -> list[str]:

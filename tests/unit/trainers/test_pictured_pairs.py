@@ -13,12 +13,11 @@ from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.preference import PreferenceSettings, mixed_loss
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import PAIR_LOSSES
-from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.packing.packs import MicroBatch, TokenSequence
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.trainers.offline.dpo import REF, DPOObjective, PairPreparation, batch_logprobs, pair_logprobs
-from rlhf_cli.trainers.offline.pairs import PairBatch
 
 NUM_PAIRS = len(MIXED)
 TOTALS = StepTotals(num_tokens=1, num_sequences=NUM_PAIRS)
@@ -29,7 +28,7 @@ class Pairs:
     """Pairs whose prompts have zero to two pictures: the model, its micro-batch, and log-probs of the plain model."""
 
     model: PolicyModel
-    batch: PairBatch
+    batch: MicroBatch
     plain_B: torch.Tensor
 
 
@@ -49,7 +48,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     plain_K = plain_logprobs(folder, whole)[0].detach()
     plain_B = torch.stack([part.sum() for part in plain_K.tensor_split(torch.from_numpy(bounds))])
     reference_P2 = plain_B.unflatten(0, (-1, 2)) + torch.from_numpy(rng.normal(size=(NUM_PAIRS, 2))).float()
-    batch = PairBatch(pack_trees(trees, share_prompts=True, read_ends=False), {REF: reference_P2})
+    batch = MicroBatch(pack_trees(trees, share_prompts=True, read_ends=False), {REF: reference_P2})
     model = PolicyModel(load_causal_lm(ModelConfig(pretrain=str(folder), param_dtype="fp32")))
     return Pairs(model, batch, plain_B)
 
