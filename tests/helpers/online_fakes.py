@@ -22,6 +22,7 @@ from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.samples import Sample
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
@@ -94,9 +95,9 @@ class FakeSteps:
     def __init__(self, journal: list[str]) -> None:
         self.journal = journal
 
-    def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
+    def rewards(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         self.journal.append("steps.rewards")
-        return [np.array(generation.token_ids, np.float32) / 10 for generation in generations]
+        return [np.array(sample.response.token_ids, np.float32) / 10 for sample in samples]
 
 
 class FakeEngines:

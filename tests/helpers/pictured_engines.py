@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from samples import sample_of
 from tiny_vision import random_picture
 from vision_sequences import MIXED, tiny_family, vision_sequences
 
@@ -20,7 +21,6 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.models.vision.tower import tower_modules
-from rlhf_cli.trainers.online.responses import as_sequence
 
 SAMPLING = SamplingParams(max_new_tokens=16)
 
@@ -55,7 +55,7 @@ def largest_difference(
 ) -> float:
     """Return the largest difference between the log-probs of engine and trainer."""
     sequences = [
-        as_sequence(Prompt(request.prompt_ids, "", None, "", 0, pictures=request.pictures), generation)
+        sample_of(Prompt(request.prompt_ids, "", None, "", 0, pictures=request.pictures), generation).sequence
         for request, generation in zip(requests, generations, strict=True)
     ]
     found = torch.tensor([logprob for generation in generations for logprob in generation.logprobs])

@@ -12,14 +12,14 @@ from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
-from rlhf_cli.data.rollouts import Generation, sampling_params, scattered_seed
+from rlhf_cli.data.rollouts import sampling_params, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
-from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
@@ -34,7 +34,8 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
 from rlhf_cli.trainers.online.metrics import episode_cells, failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.rollout import request_of
-from rlhf_cli.trainers.online.scoring import make_score_requests, score_responses, whole_groups
+from rlhf_cli.trainers.online.samples import Sample, scores_of
+from rlhf_cli.trainers.online.scoring import judged, scored_samples
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
 STEP_SCORES = "step_scores"
@@ -59,17 +60,6 @@ class ModelUnderTest:
     cells: Mapping[str, object] = field(default_factory=dict)
     process_model: RewardModelPlan | None = None
     episodes: EpisodePlan | None = None
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Responses to one chunk of prompts. Lists are per response, with samples of a prompt adjacent."""
-
-    prompts: list[Prompt]
-    score_requests: list[ScoreRequest]
-    generations: list[Generation]
-    scores: list[Score] | None
-    steps: list[list[float]] | None = None  # probability per step
 
 
 @dataclass(frozen=True)
@@ -277,10 +267,10 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
     for number in range(begin, len(chunks)):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         first, end = chunks.bounds(number)
-        answers = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
+        samples, steps = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
         step = examinee.first_step + number
-        hooks.tracker.log(step, _metrics(answers), timer.take())
-        hooks.tracker.samples(step, sample_cells(answers, examinee, first=first))
+        hooks.tracker.log(step, _metrics(samples, is_scored=answering.scorer is not None), timer.take())
+        hooks.tracker.samples(step, _rows(samples, steps, examinee, is_scored=answering.scorer is not None))
         if hooks.should_stop() and number + 1 < len(chunks):
             return False
     return True
@@ -288,8 +278,11 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 
 def _answer(
     answering: InferenceRun, prompts: Sequence[Prompt], examinee: ModelUnderTest, *, first: int, timer: PhaseTimer
-) -> Answers:
-    """Answer prompts. `first` is the index of the first prompt, which determines the seeds."""
+) -> tuple[list[Sample], list[list[float]] | None]:
+    """Return samples, and step probabilities per sample with a process reward model.
+
+    `first` is the index of the first prompt, which determines the seeds.
+    """
     config, sampling = examinee.config, examinee.config.sampling
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
@@ -304,53 +297,50 @@ def _answer(
     with timer("generate"):
         generations = answering.engines.generate(requests, sampling_params(sampling, end_ids=examinee.data.end_ids))
     with timer("reward"):
-        places = whole_groups(len(prompts), sampling.n_samples_per_prompt)
-        score_requests = make_score_requests(asked, generations, answering.decode, places=places)
-        scores = None
+        samples = scored_samples(
+            asked,
+            generations,
+            answering.decode,
+            answering.scorer,
+            num_samples=sampling.n_samples_per_prompt,
+            first=first,
+        )
         if answering.scorer is not None:
-            scores = score_responses(
-                answering.scorer,
-                answering.reward_model,
-                config.reward,
-                asked=asked,
-                generations=generations,
-                score_requests=score_requests,
-            )
-        steps = None if answering.steps is None else answering.steps.probabilities(asked, generations)
-    return Answers(asked, score_requests, generations, scores, steps)
+            samples = judged(samples, answering.reward_model, config.reward)
+        steps = None if answering.steps is None else answering.steps.probabilities(samples)
+    return samples, steps
 
 
-def _metrics(answers: Answers) -> dict[str, float]:
-    if answers.scores is None:
-        metrics = length_metrics(answers.generations)
-    else:
-        metrics = rollout_metrics(answers.generations, answers.scores) | failure_metrics(answers.scores)
-    return metrics | {"num_tokens": float(sum(generation.num_sampled for generation in answers.generations))}
+def _metrics(samples: Sequence[Sample], *, is_scored: bool) -> dict[str, float]:
+    responses, scores = [sample.response for sample in samples], scores_of(samples)
+    metrics = rollout_metrics(responses, scores) | failure_metrics(scores) if is_scored else length_metrics(responses)
+    return metrics | {"num_tokens": float(sum(response.num_sampled for response in responses))}
 
 
-def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, object]]:
+def _rows(
+    samples: Sequence[Sample], steps: Sequence[list[float]] | None, examinee: ModelUnderTest, *, is_scored: bool
+) -> list[dict[str, object]]:
     """Return rows for samples.jsonl. prompt_index counts prompts; row is the index in the dataset."""
     rows = []
-    for place, prompt in enumerate(answers.prompts):
-        number, sample = divmod(place, examinee.chunks.num_samples)
-        if sample == 0:
+    for number, sample in enumerate(samples):
+        prompt, response = sample.prompt, sample.response
+        if sample.index == 0:
             conversation = examinee.data.conversation_of(prompt)
             cells = {"source": prompt.source, "row": prompt.index, **prompt_cells(conversation)}
-        generation = answers.generations[place]
         row = {
             **examinee.cells,
-            "prompt_index": first + number,
-            "sample_index": sample,
+            "prompt_index": sample.group,
+            "sample_index": sample.index,
             **cells,
-            "response": answers.score_requests[place].response,
+            "response": sample.text,
             "label": prompt.label,
-            "num_tokens": generation.num_sampled,
-            "finish_reason": generation.finish_reason,
+            "num_tokens": response.num_sampled,
+            "finish_reason": response.finish_reason,
             **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
-            **episode_cells(generation),
+            **episode_cells(response),
         }
-        row |= _score_cells(answers.scores[place]) if answers.scores is not None else {}
-        rows.append(row | ({STEP_SCORES: answers.steps[place]} if answers.steps is not None else {}))
+        row |= _score_cells(sample.score) if is_scored else {}
+        rows.append(row | ({STEP_SCORES: steps[number]} if steps is not None else {}))
     return rows
 
 

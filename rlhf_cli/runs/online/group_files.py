@@ -6,7 +6,7 @@ One file holds surplus groups from `--dynamic_filtering`, the other holds comple
 import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.errors import UsageError
-from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.trainers.online.groups import PromptGroup
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.samples import Group, Sample
 from rlhf_cli.trainers.online.state import LoopState
 
 SURPLUS = "surplus.jsonl.gz"
@@ -47,12 +47,12 @@ def load_state(checkpoint: Checkpoint, prompt_at: Callable[[int], Prompt]) -> Lo
     )
 
 
-def save_surplus(folder: Path, groups: Sequence[PromptGroup]) -> None:
+def save_surplus(folder: Path, groups: Sequence[Group]) -> None:
     """Write groups to a checkpoint folder without rounding. Prompts and images are not stored."""
     _write(folder / SURPLUS, map(_plain, groups))
 
 
-def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[PromptGroup]:
+def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Group]:
     """Load groups from a checkpoint. `prompt_at` returns the prompt at a position in the run's prompt order."""
     return [_group(row, prompt_at(row["place"])) for row in _read(folder / SURPLUS)]
 
@@ -87,36 +87,32 @@ def _plain_rollout(rollout: Rollout) -> dict[str, object]:
 
 def _rollout(row: Mapping[str, Any], prompt_at: Callable[[int], Prompt]) -> Rollout:
     groups, greedy, filtered = (
-        [_group(one, prompt_at(one["place"])) for one in row[name]] for name in ("groups", "greedy", "filtered")
+        [_group(one, prompt_at(one["place"]), is_greedy=name == "greedy") for one in row[name]]
+        for name in ("groups", "greedy", "filtered")
     )
     return Rollout(groups, greedy, filtered, row["num_carried"], row["metrics"])
 
 
-def _plain(group: PromptGroup) -> dict[str, object]:
+def _plain(group: Group) -> dict[str, object]:
     return {
-        "place": group.place,
-        "generations": [asdict(generation) for generation in group.generations],
-        "score_requests": [asdict(replace(request, pictures=())) for request in group.score_requests],
-        "scores": [asdict(score) for score in group.scores],
+        "place": group[0].group,
+        "generations": [asdict(sample.response) for sample in group],
+        "texts": [sample.text for sample in group],
+        "scores": [asdict(sample.score) for sample in group],
     }
 
 
-def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
-    pictures = tuple(placed.picture for placed in prompt.pictures)
-    return PromptGroup(
-        row["place"],
-        prompt,
-        [_generation(plain) for plain in row["generations"]],
-        [_score_request(plain | {"pictures": pictures}) for plain in row["score_requests"]],
-        [Score(**score) for score in row["scores"]],
-    )
+def _group(row: Mapping[str, Any], prompt: Prompt, *, is_greedy: bool = False) -> Group:
+    # Checkpoints of earlier versions hold the requests to the rewards, with the texts in them.
+    texts = row["texts"] if "texts" in row else [request["response"] for request in row["score_requests"]]
+    columns = zip(row["generations"], texts, row["scores"], strict=True)
+    return [
+        Sample(prompt, row["place"], None if is_greedy else index, _generation(plain), text, Score(**score))
+        for index, (plain, text, score) in enumerate(columns)
+    ]
 
 
 def _generation(plain: Mapping[str, Any]) -> Generation:
     episode = None if plain.get("episode") is None else Episode.of(plain["episode"])
     runs = tuple((version, count) for version, count in plain.get("version_runs", ()))
     return Generation(**{**plain, "episode": episode, "version_runs": runs})
-
-
-def _score_request(plain: Mapping[str, Any]) -> ScoreRequest:
-    return ScoreRequest(**{**plain, "messages": tuple(plain.get("messages", ()))})

@@ -20,7 +20,7 @@ from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
-from rlhf_cli.trainers.online.responses import Responses
+from rlhf_cli.trainers.online.samples import Responses
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import Steps, UpdatePlan
 
@@ -60,7 +60,7 @@ def learning_samples(
     rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
     if settings.estimator.steps == "tokens" and responses.step_rewards is not None:
         rewards_N = rewards_N + settings.step_weight * _flat(responses.step_rewards).nan_to_num(0.0)
-    if settings.estimator.steps == "tokens" and any(one.episode is not None for one in responses.generations):
+    if settings.estimator.steps == "tokens" and any(one.episode is not None for one in responses.responses):
         rewards_N = rewards_N + _moved_to_turns(responses, settings.reward)
     experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
     found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
@@ -114,7 +114,7 @@ def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
     """
     moved_N = torch.zeros(int(responses.cu[-1]), dtype=torch.float64)
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
-    for end, generation in zip(responses.cu[1:].tolist(), responses.generations, strict=True):
+    for end, generation in zip(responses.cu[1:].tolist(), responses.responses, strict=True):
         if weight and generation.episode is not None:
             lengths = np.array([stop - start for start, stop in generation.turns])
             ends = end - lengths.sum() + lengths.cumsum() - 1
@@ -137,9 +137,7 @@ def _experience(
         cu=responses.cu,
         groups_B=responses.groups_B,
         trained_B=responses.trained_B(settings.policy),
-        greedy_B=None
-        if greedy is None
-        else _of_groups(_rewards(greedy, settings), greedy.groups_B, responses.groups_B),
+        greedy_B=None if greedy is None else _of_groups(_rewards(greedy, settings), greedy, responses),
         steps_N=None if responses.step_rewards is None else _flat(responses.step_rewards),
         step_weight=settings.step_weight,
         scale=scale_of(_rewards(responses, settings)),
@@ -165,10 +163,10 @@ def weighted_parts(responses: Responses, reward: RewardConfig) -> tuple[tuple[fl
     )
 
 
-def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """Look up each response's group value; `numbers_G` holds the group of each value."""
-    by_number = values_G.new_zeros(int(numbers_G.max()) + 1).index_put((numbers_G,), values_G)
-    return by_number[groups_B]
+def _of_groups(values_G: torch.Tensor, greedy: Responses, responses: Responses) -> torch.Tensor:
+    """Return the value of the greedy response in each response's group, float64 [B]."""
+    by_group = {sample.group: value for sample, value in zip(greedy.samples, values_G.tolist(), strict=True)}
+    return torch.tensor([by_group[sample.group] for sample in responses.samples], dtype=torch.float64)
 
 
 def _columns(

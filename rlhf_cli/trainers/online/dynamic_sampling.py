@@ -7,9 +7,10 @@ from dataclasses import replace
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.groups import longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.metrics import rollout_metrics
 from rlhf_cli.trainers.online.rollout import AskedPrompt, Rollout, Round, Sampler
+from rlhf_cli.trainers.online.samples import Group, samples_of, scores_of
 from rlhf_cli.trainers.online.state import SourceState
 
 
@@ -29,7 +30,7 @@ class DynamicBatch:
         self._surplus = list(state.surplus[batch_size:])
         self._postponed = list(state.postponed)
         self._num_taken = state.num_taken
-        self._judged: list[PromptGroup] = []
+        self._judged: list[Group] = []
         self._num_rounds = self._num_asked = 0
 
     @property
@@ -38,9 +39,9 @@ class DynamicBatch:
         return self._batch_size - len(self._groups)
 
     @property
-    def filtered(self) -> list[PromptGroup]:
+    def filtered(self) -> list[Group]:
         """Groups without a learning signal."""
-        return [group for group in self._judged if usefulness(group.scores, self.config) != "useful"]
+        return [group for group in self._judged if usefulness(scores_of(group), self.config) != "useful"]
 
     @property
     def most_to_come(self) -> int:
@@ -64,7 +65,7 @@ class DynamicBatch:
         first, self._num_taken = self._num_taken, self._num_taken + num_places - len(places)
         return [*places, *range(first, self._num_taken)]
 
-    def add(self, places: Sequence[int], groups: Sequence[PromptGroup | None]) -> None:
+    def add(self, places: Sequence[int], groups: Sequence[Group | None]) -> None:
         """Distribute a round's groups: this batch, surplus for the next iteration, or postponed."""
         split = sort_round(places, groups, missing=self.missing, config=self.config)
         self._groups += split.accepted
@@ -76,7 +77,7 @@ class DynamicBatch:
 
     def stop_if_too_many_failed(self, max_failures: float, *, num_samples: int) -> None:
         """Raise RunError if too many rewards have failed, regardless of later rounds."""
-        scores = [score for group in [*self._groups, *self.filtered] for score in group.scores]
+        scores = scores_of(samples_of([*self._groups, *self.filtered]))
         stop_if_too_many_failed(scores, max_failures, num_to_come=self.most_to_come * num_samples)
 
     def rollout(self) -> Rollout:
@@ -137,13 +138,13 @@ def _until_full(num_slots: int, batch: DynamicBatch) -> Callable[[Round], int | 
     return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), batch.missing, batch.config)
 
 
-def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig) -> dict[str, float]:
+def _filter_metrics(judged: Sequence[Group], config: DynamicSamplingConfig) -> dict[str, float]:
     """Return the share of groups by usefulness, and metrics over their responses."""
     if not judged:
         return {}
-    found = [usefulness(group.scores, config) for group in judged]
+    found = [usefulness(scores_of(group), config) for group in judged]
     shares = {f"dynamic/{name}": found.count(name) / len(found) for name in ("too_easy", "too_hard", "alike", "failed")}
-    generations = [generation for group in judged for generation in group.generations]
-    sampled = rollout_metrics(generations, [score for group in judged for score in group.scores])
+    samples = samples_of(judged)
+    sampled = rollout_metrics([sample.response for sample in samples], scores_of(samples))
     named = ("reward", "accuracy", "response_length")
     return shares | {f"dynamic/{name}": sampled[name] for name in named if name in sampled}

@@ -19,9 +19,9 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import is_due
 from rlhf_cli.trainers.online.interfaces import Roles, Sampled
 from rlhf_cli.trainers.online.loop import return_weights
-from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_rows
+from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_row
 from rlhf_cli.trainers.online.rollout import request_of
-from rlhf_cli.trainers.online.scoring import make_score_requests, score_responses, whole_groups
+from rlhf_cli.trainers.online.scoring import judged, scored_samples
 
 EVALUATION = 0x6576616C  # "eval": separates evaluation seeds from training seeds
 
@@ -167,21 +167,13 @@ class Evaluator:
             for generation in engines.generate(requests[first : first + size], task.sampling)
         ]
         engines.sleep()
-        places = whole_groups(len(task.prompts), num_samples)
-        score_requests = make_score_requests(asked, generations, task.decode, places=places)
-        scores = score_responses(
-            self._roles.scorer,
-            self._roles.reward_model,
-            task.reward,
-            asked=asked,
-            generations=generations,
-            score_requests=score_requests,
-        )
+        samples = scored_samples(asked, generations, task.decode, self._roles.scorer, num_samples=num_samples)
+        samples = judged(samples, self._roles.reward_model, task.reward)
         answers = [
-            Answer(score, length=generation.num_sampled, truncated=generation.finish_reason == "length")
-            for score, generation in zip(scores, generations, strict=True)
+            Answer(one.score, length=one.response.num_sampled, truncated=one.response.finish_reason == "length")
+            for one in samples
         ]
-        return answers, sample_rows(score_requests, generations, scores)
+        return answers, [sample_row(sample) for sample in samples]
 
     def _better(self, metrics: Mapping[str, float], iteration: int) -> Best | None:
         """Return the new best result, or None if it is not better."""

@@ -2,7 +2,7 @@
 
 from rlhf_cli.trainers.online.batch import split_last_values, with_last_states
 from rlhf_cli.trainers.online.interfaces import Actor, Roles, awake
-from rlhf_cli.trainers.online.responses import Responses
+from rlhf_cli.trainers.online.samples import Responses
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 

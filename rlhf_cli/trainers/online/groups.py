@@ -9,28 +9,16 @@ from typing import Literal
 
 from rlhf_cli.algorithms.groups import is_alike
 from rlhf_cli.config.rollout import DynamicSamplingConfig
-from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
-from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.records import Score
+from rlhf_cli.trainers.online.samples import Group, scores_of
 
 Usefulness = Literal["useful", "too_hard", "too_easy", "alike", "failed"]
 """Usefulness of a prompt. Groups that are too_hard, too_easy or alike have no learning signal with a group baseline."""
 
 
-@dataclass(frozen=True)
-class PromptGroup:
-    """All responses to a prompt. `place` is the prompt's position in the run's order."""
-
-    place: int
-    prompt: Prompt
-    generations: list[Generation]
-    score_requests: list[ScoreRequest]
-    scores: list[Score]
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens in the longest response, over all branches of episodes."""
-        return max(generation.longest for generation in self.generations)
+def longest(group: Group) -> int:
+    """Return the number of tokens in the longest response, over all branches of episodes."""
+    return max(sample.response.longest for sample in group)
 
 
 def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Usefulness:
@@ -54,21 +42,21 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
     return "alike" if is_alike(min(values), max(values)) else "useful"
 
 
-def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: DynamicSamplingConfig) -> int | None:
+def longest_needed(groups: Iterable[Group | None], missing: int, config: DynamicSamplingConfig) -> int | None:
     """Return the longest response up to the group that completes the batch, in tokens; None while it is incomplete.
 
     Args:
         groups: in prompt order, None for incomplete groups; not read beyond the first of these.
         missing: number of useful groups that the batch requires.
     """
-    longest = 0
+    needed = 0
     for group in groups:
         if group is None:
             return None
-        longest = max(longest, group.longest)
-        missing -= usefulness(group.scores, config) == "useful"
+        needed = max(needed, longest(group))
+        missing -= usefulness(scores_of(group), config) == "useful"
         if missing == 0:
-            return longest
+            return needed
     return None
 
 
@@ -79,14 +67,14 @@ class RoundSplit:
     `judged` are the groups with counted usefulness; groups at `postponed` positions are not judged.
     """
 
-    accepted: list[PromptGroup]
-    surplus: list[PromptGroup]
+    accepted: list[Group]
+    surplus: list[Group]
     postponed: list[int]
-    judged: list[PromptGroup]
+    judged: list[Group]
 
 
 def sort_round(
-    places: Sequence[int], groups: Sequence[PromptGroup | None], *, missing: int, config: DynamicSamplingConfig
+    places: Sequence[int], groups: Sequence[Group | None], *, missing: int, config: DynamicSamplingConfig
 ) -> RoundSplit:
     """Split a round for a batch that requires `missing` groups.
 
@@ -94,17 +82,17 @@ def sort_round(
     responses are at most as long as the longest response that the batch waited for. Longer ones were included only by
     chance of arrival, which would bias the next batch toward them, so their prompts are postponed.
     """
-    longest = longest_needed(groups, missing, config)
-    accepted: list[PromptGroup] = []
-    surplus: list[PromptGroup] = []
+    needed = longest_needed(groups, missing, config)
+    accepted: list[Group] = []
+    surplus: list[Group] = []
     postponed: list[int] = []
-    judged: list[PromptGroup] = []
+    judged: list[Group] = []
     for place, group in zip(places, groups, strict=True):
         is_full = len(accepted) == missing
-        if group is None or (is_full and longest is not None and group.longest > longest):
+        if group is None or (is_full and needed is not None and longest(group) > needed):
             postponed.append(place)
             continue
         judged.append(group)
-        if usefulness(group.scores, config) == "useful":
+        if usefulness(scores_of(group), config) == "useful":
             (surplus if is_full else accepted).append(group)
     return RoundSplit(accepted, surplus, postponed, judged)

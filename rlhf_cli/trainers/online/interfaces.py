@@ -9,10 +9,10 @@ import numpy as np
 
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
+from rlhf_cli.trainers.online.samples import Sample
 
 
 class Sleeper(Protocol):
@@ -101,7 +101,7 @@ class ProcessRewardModel(Sleeper, Protocol):
 class Steps(Protocol):
     """Scores the steps of sampled responses."""
 
-    def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
+    def rewards(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return each step's reward at its last token and NaN elsewhere, one value per response token."""
 
 

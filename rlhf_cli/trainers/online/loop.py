@@ -40,8 +40,8 @@ from rlhf_cli.trainers.online.metrics import (
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
-from rlhf_cli.trainers.online.responses import Responses, of_groups
 from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.samples import Responses, samples_of, scores_of
 from rlhf_cli.trainers.online.scoring import add_model_scores
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.step_scoring import step_metrics
@@ -255,10 +255,10 @@ def scored_batch(
         return None
     rollout = taken.rollout
     with lookahead.ended_on_failure(), timer("reward"):
-        sampled, greedy = of_groups(rollout.groups), of_groups(rollout.greedy)
+        sampled, greedy = Responses(samples_of(rollout.groups)), Responses(samples_of(rollout.greedy))
         if roles.reward_model is not None and len(sampled):
             sampled, greedy = _with_model_scores(roles.reward_model, settings.reward, sampled, greedy)
-        scores = [*sampled.scores, *greedy.scores, *of_groups(rollout.filtered).scores]
+        scores = [*sampled.scores, *greedy.scores, *scores_of(samples_of(rollout.filtered))]
         stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
         trainable = sampled.scored()
         if settings.estimator.greedy:
@@ -267,7 +267,7 @@ def scored_batch(
         if len(sampled) and not len(trainable):
             stop_if_all_failed([score for score in scores if score.value is None], iteration=state.iteration + 1)
         if roles.steps is not None and len(trainable):
-            trainable.step_rewards = roles.steps.rewards(trainable.prompts, trainable.generations)
+            trainable.step_rewards = roles.steps.rewards(trainable.samples)
     return ScoredBatch(taken, sampled, trainable, greedy if settings.estimator.greedy else None, scores)
 
 
@@ -275,9 +275,8 @@ def _with_model_scores(
     model: RewardModel, reward: RewardConfig, sampled: Responses, greedy: Responses
 ) -> tuple[Responses, Responses]:
     """Add reward model scores, computed in one batch for both."""
-    prompts, generations = [*sampled.prompts, *greedy.prompts], [*sampled.generations, *greedy.generations]
-    scores = add_model_scores(model, reward, prompts, generations, [*sampled.scores, *greedy.scores])
-    return replace(sampled, scores=scores[: len(sampled)]), replace(greedy, scores=scores[len(sampled) :])
+    samples = add_model_scores(model, reward, [*sampled.samples, *greedy.samples])
+    return Responses(samples[: len(sampled)]), Responses(samples[len(sampled) :])
 
 
 def _learn(
@@ -369,12 +368,12 @@ def batch_metrics(batch: ScoredBatch, reward: RewardConfig) -> dict[str, float]:
     if not len(sampled):  # dynamic sampling kept no group
         return batch.rollout.metrics | num_tokens
     if not reward.is_given:
-        return length_metrics(sampled.generations) | num_tokens
-    metrics = rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(batch.greedy)
+        return length_metrics(sampled.responses) | num_tokens
+    metrics = rollout_metrics(sampled.responses, sampled.scores) | greedy_metrics(batch.greedy)
     metrics |= batch.rollout.metrics | zero_std_metrics(sampled.scores, sampled.groups)
     if batch.trainable.step_rewards is not None:
         metrics |= step_metrics(batch.trainable.step_rewards)
-    metrics |= source_metrics(sampled.score_requests, sampled.scores) | failure_metrics(batch.scores)
+    metrics |= source_metrics(sampled.samples) | failure_metrics(batch.scores)
     return metrics | clip_metrics(sampled.scores, reward.reward_clip_range) | num_tokens
 
 

@@ -9,8 +9,8 @@ import torch
 from rlhf_cli.algorithms.groups import is_alike
 from rlhf_cli.algorithms.importance_correction import mismatch
 from rlhf_cli.data.rollouts import Episode, Generation
-from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.trainers.online.responses import Responses
+from rlhf_cli.rewards.records import Score
+from rlhf_cli.trainers.online.samples import Responses, Sample
 
 MAX_SOURCES = 32
 """Maximum number of sources with separate metrics: a column with more values is not a source."""
@@ -40,12 +40,12 @@ def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
 
 
-def source_metrics(score_requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
+def source_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return rewards and verdicts per source, if rows name several but at most `MAX_SOURCES`."""
     found: dict[str, list[Score]] = {}
-    for request, score in zip(score_requests, scores, strict=True):
-        if request.source is not None:
-            found.setdefault(request.source, []).append(score)
+    for sample in samples:
+        if sample.prompt.data_source is not None:
+            found.setdefault(sample.prompt.data_source, []).append(sample.score)
     if not 1 < len(found) <= MAX_SOURCES:
         return {}
     return {
@@ -148,11 +148,11 @@ def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, floa
     With pushes during responses, also return the share of such responses, and the engine-trainer mismatch
     (`rollout_k3`) over tokens sampled by the current weights, which excludes policy changes.
     """
-    runs = [run for generation in responses.generations for run in generation.runs]
+    runs = [run for generation in responses.responses for run in generation.runs]
     versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     staleness_N = iteration - 1 - np.repeat(versions, counts)
     metrics = {"staleness/mean": float(staleness_N.mean()), "staleness/max": float(staleness_N.max())}
-    mixed = [bool(generation.version_runs) for generation in responses.generations]
+    mixed = [bool(generation.version_runs) for generation in responses.responses]
     if not any(mixed):
         return metrics
     metrics["staleness/mixed"] = float(np.mean(mixed))
@@ -164,28 +164,24 @@ def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, floa
     return metrics
 
 
-def sample_rows(
-    requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
-) -> list[dict[str, object]]:
-    """Return rows for samples.jsonl. `images` are the prompt's images, if any."""
-    return [
-        {
-            "prompt": request.prompt,
-            "response": request.response,
-            "label": request.label,
-            "reward": score.value,
-            "verdict": score.status,
-            "detail": score.detail,
-            "length": generation.num_sampled,
-            "finish_reason": generation.finish_reason,
-            **({"data_source": request.source} if request.source is not None else {}),
-            **({"images": request.pictures} if request.pictures else {}),
-            **episode_cells(generation),
-            **{f"reward/{name}": value for name, value in score.parts.items()},
-            **score.metrics,
-        }
-        for request, generation, score in zip(requests, generations, scores, strict=True)
-    ]
+def sample_row(sample: Sample) -> dict[str, object]:
+    """Return a sample's row for samples.jsonl. `images` are the prompt's images, if any."""
+    prompt, response, score = sample.prompt, sample.response, sample.score
+    return {
+        "prompt": prompt.text,
+        "response": sample.text,
+        "label": prompt.label,
+        "reward": score.value,
+        "verdict": score.status,
+        "detail": score.detail,
+        "length": response.num_sampled,
+        "finish_reason": response.finish_reason,
+        **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
+        **({"images": tuple(placed.picture for placed in prompt.pictures)} if prompt.pictures else {}),
+        **episode_cells(response),
+        **{f"reward/{name}": value for name, value in score.parts.items()},
+        **score.metrics,
+    }
 
 
 def episode_cells(generation: Generation) -> dict[str, object]:
@@ -203,13 +199,12 @@ def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -
 
     Without a reward, scores (all 0) are omitted.
     """
-    rows = sample_rows(sampled.score_requests, sampled.generations, sampled.scores)
+    rows = {sample.id: sample_row(sample) for sample in sampled.samples}
     if not has_reward:
-        rows = [row | {"reward": None, "verdict": None} for row in rows]
+        rows = {name: row | {"reward": None, "verdict": None} for name, row in rows.items()}
     if judged.teacher_logprobs is not None:
-        assert judged.positions is not None
         assert judged.old_logprobs is not None
-        columns = zip(judged.positions, judged.old_logprobs, judged.teacher_logprobs, strict=True)
-        for position, policy, teacher in columns:
-            rows[position]["teacher_kl"] = float((policy - teacher).mean()) if len(policy) else None
-    return rows
+        columns = zip(judged.samples, judged.old_logprobs, judged.teacher_logprobs, strict=True)
+        for sample, policy, teacher in columns:
+            rows[sample.id]["teacher_kl"] = float((policy - teacher).mean()) if len(policy) else None
+    return list(rows.values())

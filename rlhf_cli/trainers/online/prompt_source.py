@@ -18,6 +18,7 @@ from rlhf_cli.trainers.online.rollout import (
     prompt_lengths,
     sample_once,
 )
+from rlhf_cli.trainers.online.samples import samples_of, scores_of
 from rlhf_cli.trainers.online.state import OnlineSettings, SourceState
 
 
@@ -101,7 +102,7 @@ class RolloutSource:
 
     def _check_scores(self, rollout: Rollout, state: SourceState) -> None:
         """Raise RunError for a batch with too few scores before it is checkpointed, if it is sampled ahead."""
-        scores = [score for group in (*rollout.groups, *rollout.greedy) for score in group.scores]
+        scores = scores_of(samples_of([*rollout.groups, *rollout.greedy]))
         stop_if_too_many_failed(scores, self.settings.reward.reward_max_failures)
         stop_if_all_failed(scores, iteration=state.iteration + 1)
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
-from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
-from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
+from rlhf_cli.trainers.online.samples import Group, Sample
+from rlhf_cli.trainers.online.scoring import score_request, text_of_response
 
 _LOOK_SECONDS = 0.1  # polling interval for scores that may complete the batch, and for cancellation
 
@@ -59,8 +59,7 @@ class Round:
             for one in asked
             for sample in range(sampler.num_samples)
         ]
-        self._generations: dict[int, Generation] = {}
-        self._score_requests: dict[int, ScoreRequest] = {}
+        self._responses: dict[int, tuple[Generation, str]] = {}
         self._scores: dict[int, Score] = {}
         self._added: list[int] = []  # request numbers, in scoring order
 
@@ -103,56 +102,54 @@ class Round:
         found = self._session.finish(is_all=is_all)
         self._scores |= {self._added[number]: score for number, score in found.items()}
 
-    def group(self, slot: int) -> PromptGroup | None:
-        """Return the responses to prompt `slot`; None while a response or score is missing."""
-        first = slot * self._sampler.num_samples
-        return self._group(slot, range(first, first + self._sampler.num_samples))
+    @property
+    def _num_samples(self) -> int:
+        return self._sampler.num_samples
 
-    def groups(self) -> list[PromptGroup | None]:
+    def group(self, slot: int) -> Group | None:
+        """Return the samples of prompt `slot`; None while a response or score is missing."""
+        first = slot * self._num_samples
+        return self._group(slot, range(first, first + self._num_samples))
+
+    def groups(self) -> list[Group | None]:
         """Return the responses to all prompts."""
         return [self.group(slot) for slot in range(len(self._asked))]
 
-    def greedy_groups(self) -> list[PromptGroup]:
+    def greedy_groups(self) -> list[Group]:
         """Return the greedy response per prompt, if enabled."""
         first = len(self._requests)
         numbers = range(len(self._asked)) if self._sampler.greedy else range(0)
         found = (self._group(slot, range(first + slot, first + slot + 1)) for slot in numbers)
         return [group for group in found if group is not None]
 
-    def _group(self, slot: int, numbers: range) -> PromptGroup | None:
+    def _group(self, slot: int, numbers: range) -> Group | None:
         if not all(number in self._scores for number in numbers):
             return None
-        return PromptGroup(
-            self._asked[slot].place,
-            self._asked[slot].prompt,
-            [self._generations[number] for number in numbers],
-            [self._score_requests[number] for number in numbers],
-            [self._scores[number] for number in numbers],
-        )
+        asked = self._asked[slot]
+        return [
+            Sample(asked.prompt, asked.place, self._index(number), *self._responses[number], self._scores[number])
+            for number in numbers
+        ]
 
     def _take(self, arrived: list[tuple[int, Generation]]) -> None:
-        asked = [self._asked[self._slot(number)] for number, _ in arrived]
-        score_requests = make_score_requests(
-            [one.prompt for one in asked],
-            [generation for _, generation in arrived],
-            self._sampler.decode,
-            places=[self._place(number) for number, _ in arrived],
-        )
-        self._session.add(score_requests)
-        for (number, generation), request in zip(arrived, score_requests, strict=True):
-            self._generations[number], self._score_requests[number] = generation, request
+        score_requests = []
+        for number, response in arrived:
+            text = text_of_response(response, self._sampler.decode)
+            self._responses[number] = response, text
             self._added.append(number)
+            asked, index = self._asked[self._slot(number)], self._index(number)
+            # A greedy response is a group of its own: group rewards compare samples.
+            group, size = (f"{asked.place} greedy", 1) if index is None else (str(asked.place), self._num_samples)
+            score_requests.append(score_request(asked.prompt, response, text, group=group, index=index or 0, size=size))
+        self._session.add(score_requests)
 
     def _slot(self, number: int) -> int:
         sampled = len(self._requests)
-        return number - sampled if number >= sampled else number // self._sampler.num_samples
+        return number - sampled if number >= sampled else number // self._num_samples
 
-    def _place(self, number: int) -> GroupPlace:
-        """Return a response's position in its group. A greedy response forms a separate group."""
-        place, num_samples = self._asked[self._slot(number)].place, self._sampler.num_samples
-        if number >= len(self._requests):
-            return GroupPlace(f"{place} greedy", 0, 1)
-        return GroupPlace(str(place), number % num_samples, num_samples)
+    def _index(self, number: int) -> int | None:
+        """Return the index of a sample in its group, None for a greedy response."""
+        return number % self._num_samples if number < len(self._requests) else None
 
     def _has_new_scores(self) -> bool:
         ready = self._session.ready()
@@ -169,9 +166,9 @@ class Rollout:
     - `num_carried`: number of leading groups, sampled by an earlier policy.
     """
 
-    groups: list[PromptGroup]
-    greedy: list[PromptGroup]
-    filtered: list[PromptGroup]
+    groups: list[Group]
+    greedy: list[Group]
+    filtered: list[Group]
     num_carried: int
     metrics: dict[str, float]
 
@@ -206,22 +203,22 @@ def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int
     return scattered_seed(seed, place * num_samples + sample)
 
 
-def mean_lengths(groups: Sequence[PromptGroup]) -> dict[str, float]:
+def mean_lengths(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean response length in tokens per prompt source."""
     lengths: dict[str, list[int]] = {}
     for group in groups:
-        found = [len(generation.token_ids) for generation in group.generations]
-        lengths.setdefault(group.prompt.source, []).extend(found)
+        found = [len(sample.response.token_ids) for sample in group]
+        lengths.setdefault(group[0].prompt.source, []).extend(found)
     return {source: float(np.mean(found)) for source, found in lengths.items()}
 
 
-def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[PromptGroup]) -> dict[str, dict[str, int]]:
+def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[Group]) -> dict[str, dict[str, int]]:
     """Update the mean response lengths in tokens, by source and row number.
 
     Row numbers are strings, as JSON requires.
     """
     lengths = {source: dict(found) for source, found in known.items()}
     for group in groups:
-        mean = np.mean([len(generation.token_ids) for generation in group.generations])
-        lengths.setdefault(group.prompt.source, {})[str(group.prompt.index)] = round(mean)
+        mean, prompt = np.mean([len(sample.response.token_ids) for sample in group]), group[0].prompt
+        lengths.setdefault(prompt.source, {})[str(prompt.index)] = round(mean)
     return lengths

@@ -16,8 +16,8 @@ from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
-from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.samples import Group
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SourceState:
     prompt_lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     num_taken: int = 0
     postponed: Sequence[int] = ()
-    surplus: Sequence[PromptGroup] = ()
+    surplus: Sequence[Group] = ()
 
     def plain(self) -> dict[str, object]:
         """Return all values except groups, for JSON."""
@@ -117,9 +117,7 @@ class LoopState:
         return own | {"source": self.source.plain()}
 
     @classmethod
-    def of(
-        cls, plain: Mapping[str, Any], *, surplus: Sequence[PromptGroup] = (), ahead: Sequence[Rollout] = ()
-    ) -> Self:
+    def of(cls, plain: Mapping[str, Any], *, surplus: Sequence[Group] = (), ahead: Sequence[Rollout] = ()) -> Self:
         """Restore the state from `plain`, with its groups."""
         source = SourceState(**plain["source"], surplus=surplus)
         return cls(**{**plain, "source": source, "ahead": ahead})

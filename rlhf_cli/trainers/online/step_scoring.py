@@ -9,12 +9,12 @@ import numpy as np
 
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.data.solution_steps import Decode, token_step_ends, without_closing
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.trainers.online.interfaces import ProcessRewardModel, awake
+from rlhf_cli.trainers.online.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,28 @@ class StepScorer:
     model: ProcessRewardModel
     finder: StepFinder
 
-    def probabilities(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[list[float]]:
+    def probabilities(self, samples: Sequence[Sample]) -> list[list[float]]:
         """Return each step's probability per response.
 
         Raises:
             RunError: the model returns a non-finite number.
         """
-        return [scores_K.tolist() for scores_K in self._scores(self._marked(prompts, generations))]
+        return [scores_K.tolist() for scores_K in self._scores(samples)]
 
-    def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
+    def rewards(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return each step's probability at its last token and NaN elsewhere, float32, one value per response token.
         Raises like `probabilities`.
         """
         rewards = []
-        for generation, scores_K in zip(generations, self._scores(self._marked(prompts, generations)), strict=True):
-            placed_T = np.full(len(generation.token_ids), np.nan, dtype=np.float32)
-            placed_T[np.array(self.finder.ends(generation.token_ids), dtype=np.int64) - 1] = scores_K
+        for sample, scores_K in zip(samples, self._scores(samples), strict=True):
+            token_ids = sample.response.token_ids
+            placed_T = np.full(len(token_ids), np.nan, dtype=np.float32)
+            placed_T[np.array(self.finder.ends(token_ids), dtype=np.int64) - 1] = scores_K
             rewards.append(placed_T)
         return rewards
 
-    def _marked(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[TokenSequence]:
-        pairs = zip(prompts, generations, strict=True)
-        return [at_step_ends(p, *self.finder.read(g.token_ids)) for p, g in pairs]
-
-    def _scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def _scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        sequences = [at_step_ends(one.prompt, *self.finder.read(one.response.token_ids)) for one in samples]
         with awake(self.model):
             logits = self.model.step_scores(sequences)
         if not all(np.isfinite(logits_K).all() for logits_K in logits):

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from chat_tokenizers import CHATML, make_tokenizer
+from samples import sample_of
 
 from rlhf_cli.config.data import DataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -19,16 +19,16 @@ from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.formats.dialogues import row_of_numbered
 from rlhf_cli.data.formats.table import choose_format, choose_prompt_format
 from rlhf_cli.data.preference_data import load_pairs
-from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.data.prompts import Prompt, load_prompts
 from rlhf_cli.data.reading.columns import Columns
 from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.data.rollouts import Branch, Episode, Generation
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.vision.pictures import picture_of_pixels
-from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.report.page import packaged
-from rlhf_cli.trainers.online.metrics import sample_rows
+from rlhf_cli.trainers.online.metrics import sample_row
 
 
 def verl_row(number: int, source: str, truth: object) -> dict[str, object]:
@@ -216,11 +216,11 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
 
 
 def test_the_report_reads_columns_that_rows_of_samples_have():
-    asked = ScoreRequest("pr", "p", "r", "l", num_tokens=1, truncated=False, group="0", sample=0, group_size=1)
-    asked = replace(asked, pictures=(picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8)),))
+    picture = PlacedPicture(picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8)), 0, 1, token=1)
+    prompt = Prompt([1], "p", "l", "d", 0, pictures=(picture,))
     branch = Branch([1], [2], ((0, 1),), ({"role": "user", "content": "p"},))
     episode = Episode(((0, 1),), (1.0,), opening="Begin.", cut="ended it at a limit", earlier=(branch,))
-    (row,) = sample_rows([asked], [Generation([1], [0.0], "stop", 0, episode)], [Score(1.0, "correct")])
+    row = sample_row(sample_of(prompt, Generation([1], [0.0], "stop", 0, episode), Score(1.0, "correct"), text="r"))
     assert set(re.findall(r"\brow\.(\w+)\b(?!\()", packaged("page.js"))) <= {"step", *row}
 
 

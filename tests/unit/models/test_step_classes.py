@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_tiny_tokenizer
 from online_settings import resolve
+from samples import sample_of
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForTokenClassification
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -95,13 +96,10 @@ def test_steps_are_read_at_a_separator_behind_each_of_them_as_they_were_trained(
     trained = [*prompt, *first, *separator, *second, *separator]
     ends = [len(prompt) + len(first) + len(separator) - 1, len(trained) - 1]
     scorer = StepScorer(Reader(folder), step_finder(find_process_reward_model(folder, POLICY, TOKENIZER), TOKENIZER))
-    asked, generations = (
-        [Prompt(prompt, "sum?", None, "a", 0)],
-        [Generation(response, [0.0] * len(response), "stop", 0)],
-    )
-    (found,) = scorer.probabilities(asked, generations)
+    sample = sample_of(Prompt(prompt, "sum?", None, "a", 0), Generation(response, [0.0] * len(response), "stop", 0))
+    (found,) = scorer.probabilities([sample])
     assert found == pytest.approx(softmax_of(folder, trained)[ends].tolist(), rel=1e-5)
-    (rewards,) = scorer.rewards(asked, generations)
+    (rewards,) = scorer.rewards([sample])
     assert len(rewards) == len(response)
     assert np.flatnonzero(~np.isnan(rewards)).tolist() == [len(first) + len(separator) - 1, len(response) - 1]
     assert rewards[~np.isnan(rewards)] == pytest.approx(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rehearsals import play, rehearsal_of, save_model_without_weights, texts
 from rich.console import Console
+from samples import sample_of
 
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.data.rollouts import Generation, SamplingParams
@@ -18,7 +19,6 @@ from rlhf_cli.options import build_config
 from rlhf_cli.runs.data_preview import inspect_data
 from rlhf_cli.runs.episode_preview import Rehearsal, WrittenEngines, read_turns
 from rlhf_cli.runs.episode_view import LineReader, show_episode
-from rlhf_cli.trainers.online.responses import as_sequence
 from rlhf_cli.trainers.online.rollout import request_of
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
@@ -207,7 +207,7 @@ def test_the_shown_tokens_are_those_that_training_has(files, model):
     turns = iter(("7", "3", "5"))
     with rehearsal.plan.played_by(WrittenEngines(lambda ids, start: next(turns), rehearsal.plan.dialogue)) as engines:
         (found,) = engines.generate([request_of(rehearsal.prompt, 0)], SamplingParams(256))
-    sequence = as_sequence(rehearsal.prompt, found)
+    sequence = sample_of(rehearsal.prompt, found).sequence
     played = rehearsal.play_script()
     parts = played.example.parts
     assert sum(part.num_tokens for part in parts) == len(sequence.token_ids)

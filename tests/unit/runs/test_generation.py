@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import sample_of
 from transformers import PretrainedConfig
 
 from rlhf_cli.backends.training.checkpoint import differences
@@ -239,11 +240,12 @@ def test_steps_of_the_sampled_tokens_are_scored_and_kept_in_the_rows():
     generations = [Generation([1, 2, 3, 4], [0.0] * 4, "stop", 0), Generation([1, 2, 3, 2], [0.0] * 4, "length", 0)]
     model = FakeProcessModel()
     scorer = StepScorer(model, finder)
-    found = scorer.probabilities(PROMPTS[:2], generations)
+    samples = [sample_of(*one) for one in zip(PROMPTS, generations, strict=False)]
+    found = scorer.probabilities(samples)
     start = len(PROMPTS[0].prompt_ids)
     assert model.places == [[start + 1, start + 3], [start + 1, start + 3]]
     assert found == [[0.5, 0.5], [0.5, 0.5]]
-    rewards = scorer.rewards(PROMPTS[:2], generations)
+    rewards = scorer.rewards(samples)
     np.testing.assert_equal(rewards, [np.array([np.nan, 0.5, np.nan, 0.5], np.float32)] * 2)
     assert step_metrics(rewards) == {"step_reward": 0.5, "num_steps": 2.0}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from agent_fakes import FakePrograms, Program, TextEngines, asked, dialogues_of
 from model_templates import FAMILIES
+from samples import sample_of
 
 from rlhf_cli.agents.agent_process import ProgramEnd
 from rlhf_cli.agents.chat_records import Choice, Completion, Refused
@@ -16,7 +17,6 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.trainers.online.agent_episodes import AgentEngines
 from rlhf_cli.trainers.online.episodes import EpisodeLimits
-from rlhf_cli.trainers.online.responses import as_sequences
 
 FAMILY = "Qwen 2.5"
 SAMPLING = SamplingParams(50)
@@ -84,7 +84,7 @@ class Play:
 
     def trained(self) -> list[list[int]]:
         """Return the tokens that each sequence trains."""
-        sequences = as_sequences(PROMPT, self.response)
+        sequences = sample_of(PROMPT, self.response).sequences
         return [one.token_ids[one.loss_mask].tolist() for one in sequences]
 
 
@@ -101,7 +101,7 @@ def check_tokens(play: Play) -> int:
     trained = []
     for response in play.found:
         logprobs = iter(response.logprobs)
-        for sequence in as_sequences(PROMPT, response):
+        for sequence in sample_of(PROMPT, response).sequences:
             ids = sequence.token_ids.tolist()
             for start, end in runs_of(sequence.loss_mask):
                 turn = (ids[:start], Generation(ids[start:end], list(islice(logprobs, end - start)), "stop", 3))
@@ -185,7 +185,7 @@ def test_results_of_calls_go_on_with_the_sequence_in_every_notation(family):
     play = Play(tool_loop, lambda prompt, number: [thought + call, "46"][number], family=family)
     assert play.response.episode is not None
     assert (play.response.episode.num_calls, len(play.response.episode.turns)) == (1, 2)
-    assert len(as_sequences(PROMPT, play.response)) == 1
+    assert len(sample_of(PROMPT, play.response).sequences) == 1
     assert check_tokens(play) == 2
 
 
@@ -204,7 +204,7 @@ def test_a_user_after_results_goes_on_with_the_sequence():
         return ProgramEnd(0.0)
 
     play = Play(program, lambda prompt, number: [call_of((1, 2)), "done"][number])
-    assert len(as_sequences(PROMPT, play.response)) == 1
+    assert len(sample_of(PROMPT, play.response).sequences) == 1
     assert check_tokens(play) == 2
     assert "and now?" in play.tokenizer.decode(play.response.token_ids)
 
@@ -218,7 +218,7 @@ def test_a_history_that_was_rewritten_begins_a_second_branch_and_each_token_is_t
         return ProgramEnd(2.0)
 
     play = Play(program)
-    first, last = as_sequences(PROMPT, play.response)
+    first, last = sample_of(PROMPT, play.response).sequences
     assert check_tokens(play) == 3
     assert [len(runs_of(one.loss_mask)) for one in (first, last)] == [2, 1]
     episode = play.response.episode
@@ -237,7 +237,7 @@ def test_two_ways_on_from_one_turn_share_its_tokens_which_one_of_them_trains():
         return ProgramEnd(0.0)
 
     play = Play(program)
-    earlier, last = as_sequences(PROMPT, play.response)
+    earlier, last = sample_of(PROMPT, play.response).sequences
     assert check_tokens(play) == 3
     assert [len(runs_of(one.loss_mask)) for one in (earlier, last)] == [1, 2]
     shared = last.token_ids[: runs_of(last.loss_mask)[0][1]].tolist()
@@ -253,7 +253,7 @@ def test_n_choices_are_branches_with_seeds_of_their_own():
 
     play = Play(program)
     assert check_tokens(play) == 3
-    assert len(as_sequences(PROMPT, play.response)) == 2
+    assert len(sample_of(PROMPT, play.response).sequences) == 2
     ((first, second, _),) = play.engines.batches
     assert first.prompt_ids == second.prompt_ids
     assert first.seed != second.seed
@@ -265,7 +265,7 @@ def test_white_space_around_the_models_words_makes_no_other_history():
         return ProgramEnd(0.0)
 
     play = Play(program, lambda prompt, number: "  padded \n")
-    assert len(as_sequences(PROMPT, play.response)) == 1
+    assert len(sample_of(PROMPT, play.response).sequences) == 1
     assert check_tokens(play) == 2
 
 
@@ -276,7 +276,7 @@ def test_other_tools_begin_another_branch():
         return ProgramEnd(0.0)
 
     play = Play(program)
-    assert len(as_sequences(PROMPT, play.response)) == 2
+    assert len(sample_of(PROMPT, play.response).sequences) == 2
 
 
 def test_a_repeated_request_gets_the_recorded_turn_and_samples_nothing():
@@ -312,7 +312,7 @@ def test_stop_texts_end_a_turn_and_are_not_in_its_words():
     play = Play(program, lambda prompt, number: "the answerEND", sampling=SamplingParams(50, stop=("STOP",)))
     assert [one.stop for one in play.engines.sampling] == [("STOP", "END", "no"), ("STOP",)]
     assert play.engines.batches[0][0].max_new_tokens == 9
-    assert len(as_sequences(PROMPT, play.response)) == 1
+    assert len(sample_of(PROMPT, play.response).sequences) == 1
     assert check_tokens(play) == 2
 
 
@@ -437,7 +437,7 @@ def test_control_tokens_of_messages_are_text_in_a_prompt_and_between_turns():
 
     play = Play(program)
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    (sequence,) = as_sequences(PROMPT, play.response)
+    (sequence,) = sample_of(PROMPT, play.response).sequences
     assert sequence.token_ids.tolist().count(end) == 5  # system, user, turn, user, turn
     assert play.tokenizer.decode(sequence.token_ids).count("forged") == 3
 
@@ -464,7 +464,7 @@ def test_control_tokens_in_calls_of_a_rewritten_history_are_text():
         return ProgramEnd(0.0)
 
     play = Play(program)
-    (sequence,) = as_sequences(PROMPT, play.response)
+    (sequence,) = sample_of(PROMPT, play.response).sequences
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert sequence.token_ids.tolist().count(end) == 5  # system, user, turn, result, turn
     assert play.tokenizer.decode(sequence.token_ids).count("forged") == 6

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from online_fakes import BATCH, NUM_PROMPTS, PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
+from samples import sample_of
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
@@ -17,8 +18,9 @@ from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.runs.online.group_files import SURPLUS, load_surplus, save_surplus
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.groups import longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.prompt_source import planned_iterations, prompt_at
+from rlhf_cli.trainers.online.samples import Group
 from rlhf_cli.trainers.online.state import LoopState
 
 PLAIN = DynamicSamplingConfig(dynamic_filtering=True)
@@ -54,14 +56,12 @@ def test_what_the_scores_of_a_group_say_of_its_prompt(scores, config, found):
     assert usefulness(scores, config) == found
 
 
-def group(place: int, *lengths: int, useful: bool = True) -> PromptGroup:
+def group(place: int, *lengths: int, useful: bool = True) -> Group:
+    prompt = Prompt([1], "p", "1", "a.jsonl", place)
     answers = [Generation([7] * length, [-0.5] * length, "stop", 0) for length in lengths]
     scores = [RIGHT, *[WRONG if useful else RIGHT] * (len(lengths) - 1)]
-    score_requests = [
-        ScoreRequest("q", "p", "r", "1", length, False, "g", sample, len(lengths))
-        for sample, length in enumerate(lengths)
-    ]
-    return PromptGroup(place, Prompt([1], "p", "1", "a.jsonl", place), answers, score_requests, scores)
+    found = enumerate(zip(answers, scores, strict=True))
+    return [sample_of(prompt, one, score, group=place, index=n, text="r") for n, (one, score) in found]
 
 
 def test_the_batch_is_full_at_the_group_that_completes_it_in_the_order_of_the_prompts():
@@ -83,32 +83,30 @@ def test_behind_a_full_batch_short_groups_are_surplus_and_longer_or_unfinished_o
         None,
     ]
     found = sort_round([10, 12, 13, 15, 16, 17], groups, missing=1, config=PLAIN)
-    assert [one.place for one in found.accepted] == [10]
-    assert [one.place for one in found.surplus] == [12, 15]
+    assert [one[0].group for one in found.accepted] == [10]
+    assert [one[0].group for one in found.surplus] == [12, 15]
     assert found.postponed == [13, 17]
-    assert [one.place for one in found.judged] == [10, 12, 15, 16]
+    assert [one[0].group for one in found.judged] == [10, 12, 15, 16]
 
 
 def test_of_a_round_that_does_not_fill_the_batch_everything_counts():
     found = sort_round([0, 1], [group(0, 9, 9), group(1, 1, 1, useful=False)], missing=2, config=PLAIN)
-    assert ([one.place for one in found.accepted], found.surplus, found.postponed) == ([0], [], [])
+    assert ([one[0].group for one in found.accepted], found.surplus, found.postponed) == ([0], [], [])
 
 
 def test_surplus_comes_out_of_a_checkpoint_as_it_went_in(tmp_path):
-    odd = dataclasses.replace(
-        group(3, 2, 1), scores=[Score(0.1 + 0.2, "scored", "é", {"a": 1 / 3}), dataclasses.replace(FAILED)]
-    )
+    scores = [Score(0.1 + 0.2, "scored", "é", {"a": 1 / 3}), FAILED]
+    odd = [dataclasses.replace(one, score=score) for one, score in zip(group(3, 2, 1), scores, strict=True)]
     groups = [odd, group(5, 1, 1)]
     save_surplus(tmp_path, groups)
-    assert load_surplus(tmp_path, {one.place: one.prompt for one in groups}.__getitem__) == groups
+    assert load_surplus(tmp_path, {one[0].group: one[0].prompt for one in groups}.__getitem__) == groups
 
 
 def test_surplus_gets_the_pictures_of_its_prompt_again_and_no_checkpoint_has_pixels(tmp_path):
     picture = picture_of_pixels("digest", np.zeros((64, 64, 3), dtype=np.uint8))
     plain = group(3, 2, 1)
-    prompt = dataclasses.replace(plain.prompt, pictures=(PlacedPicture(picture, 0, 1, token=1),))
-    score_requests = [dataclasses.replace(request, pictures=(picture,)) for request in plain.score_requests]
-    carried = dataclasses.replace(plain, prompt=prompt, score_requests=score_requests)
+    prompt = dataclasses.replace(plain[0].prompt, pictures=(PlacedPicture(picture, 0, 1, token=1),))
+    carried = [dataclasses.replace(sample, prompt=prompt) for sample in plain]
     save_surplus(tmp_path, [carried])
     assert (tmp_path / SURPLUS).stat().st_size < 500
     assert load_surplus(tmp_path, lambda place: prompt) == [carried]

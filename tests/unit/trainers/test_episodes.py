@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from episode_fakes import SEPARATOR, TOOLS, FakeDialogue, FakeEnvironments
+from samples import sample_of
 
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, late_reply, method_names
 from rlhf_cli.data.formats.conversations import Conversation, Message, plain_message
@@ -15,8 +16,7 @@ from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_bridge import MALFORMED
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.metrics import length_metrics
-from rlhf_cli.trainers.online.responses import as_sequence
-from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
+from rlhf_cli.trainers.online.scoring import score_request
 
 SAMPLING = SamplingParams(5)
 
@@ -80,7 +80,7 @@ def test_an_episode_whose_environment_has_no_reward_says_so_to_the_rewards():
     assert found.episode.lacks_reward
     assert Episode.of(json.loads(json.dumps(asdict(found.episode)))).lacks_reward
     prompt = Prompt([], "", None, "d", 0)
-    (asked,) = make_score_requests([prompt], [found], str, places=[GroupPlace("0", 0, 1)])
+    asked = score_request(prompt, found, "", group="0", index=0, size=1)
     assert (asked.episode_reward, asked.lacks_reward) == (0.0, True)
 
 
@@ -99,7 +99,7 @@ def test_a_response_is_the_turns_with_observations_between_them_and_only_turns_a
     assert (found.finish_reason, found.weight_version, found.num_sampled) == ("stop", 3, 5)
     assert found.episode is not None
     assert (found.episode.turns, found.episode.turn_rewards) == (((0, 2), (4, 7)), (1.0, 2.0))
-    sequence = as_sequence(Prompt([97, 63], "a?", None, "d", 0), found)
+    sequence = sample_of(Prompt([97, 63], "a?", None, "d", 0), found).sequence
     assert sequence.token_ids.tolist() == [*b"a?hi", SEPARATOR, *b"1bye"]
     assert sequence.loss_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 3
     assert environments.actions[0] == (0, Reset({"name": "a"}, 7))
@@ -239,7 +239,7 @@ def test_the_words_of_reset_belong_to_the_prompt():
     assert found.episode is not None
     assert found.episode.prompt_ids == [*b"a? board"]
     assert found.episode.opening == " board"
-    sequence = as_sequence(Prompt([97, 63], "a?", None, "d", 0), found)
+    sequence = sample_of(Prompt([97, 63], "a?", None, "d", 0), found).sequence
     assert sequence.token_ids.tolist() == [*b"a? boardhi"]
     assert sequence.loss_mask.sum() == 2
 

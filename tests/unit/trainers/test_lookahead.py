@@ -312,7 +312,7 @@ def test_replaced_prompts_are_neither_lost_nor_trained_on_twice(tmp_path):
     assert (last.source.num_taken, list(last.ahead), list(last.source.surplus)) == (NUM_PROMPTS * 8, [], [])
     asked = {request.group for requests in made.scorer.asked for request in requests}
     assert asked == {str(place) for place in range(NUM_PROMPTS * 8)}
-    waiting = [group.place for state in made.saved for rollout in state.ahead for group in rollout.groups]
+    waiting = [group[0].group for state in made.saved for rollout in state.ahead for group in rollout.groups]
     assert len(set(waiting)) == len(waiting) == sum(len(samples) for samples, _ in made.actor.updates[1:]) / 2
     full = [samples for samples, _ in made.actor.updates if len(samples) == BATCH * SAMPLES_EACH]
     assert len(full) >= len(made.actor.updates) - 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from samples import sample_of
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
@@ -21,7 +22,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.parts import Part, join
-from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
 from rlhf_cli.trainers.online.groups import usefulness
 from rlhf_cli.trainers.online.metrics import (
@@ -29,17 +30,17 @@ from rlhf_cli.trainers.online.metrics import (
     clipped_flat,
     failure_metrics,
     rollout_metrics,
-    sample_rows,
+    sample_row,
     source_metrics,
     zero_std_metrics,
 )
-from rlhf_cli.trainers.online.responses import Responses, as_sequence
-from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests, whole_groups
+from rlhf_cli.trainers.online.samples import Responses, Sample
+from rlhf_cli.trainers.online.scoring import score_request, text_of_response
 from rlhf_cli.trainers.online.state import OnlineSettings
+from rlhf_cli.trainers.online.update_plan import plan_updates
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
 REWARD = RewardConfig(reward_funcs=["exact"])
-PLACES = whole_groups(1, 2)
 
 
 def prompt(number: int, source: str = "a.jsonl") -> Prompt:
@@ -57,8 +58,8 @@ def scored(value: float, status: str = "scored", **parts: float) -> Score:
 def responses_of(
     prompts: list[Prompt], generations: list[Generation], scores: list[Score], groups: list[int]
 ) -> Responses:
-    score_requests = make_score_requests(prompts, generations, str, places=[GroupPlace("0", 0, 1)] * len(prompts))
-    return Responses(prompts, generations, score_requests, scores, groups).scored()
+    columns = enumerate(zip(prompts, generations, scores, groups, strict=True))
+    return Responses([sample_of(p, g, score, group=group, index=n) for n, (p, g, score, group) in columns]).scored()
 
 
 def settings_of(
@@ -86,7 +87,7 @@ def floats(*values: float) -> np.ndarray:
 
 def test_the_response_is_trained_and_the_prompt_is_not():
     placed = (PlacedPicture(picture_of_pixels("digest", np.zeros((4, 4, 3), np.uint8)), 1, 2, token=7),)
-    sequence = as_sequence(Prompt([5, 7, 7], "", None, "data.jsonl", 0, pictures=placed), generation(8, 9))
+    sequence = sample_of(Prompt([5, 7, 7], "", None, "data.jsonl", 0, pictures=placed), generation(8, 9)).sequence
     assert sequence.token_ids.tolist() == [5, 7, 7, 8, 9]
     assert sequence.pictures == placed
     assert sequence.loss_mask.tolist() == [False, False, False, True, True]
@@ -372,46 +373,22 @@ def test_plain_scores_have_no_accuracy():
 
 
 def test_rewards_are_asked_about_prompt_and_response():
-    (request,) = make_score_requests(
-        [prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", places=PLACES[:1]
-    )
+    response = generation(3, cut=True)
+    text = text_of_response(response, lambda token_ids: f"<{token_ids}>")
+    request = score_request(prompt(4), response, text, group="7", index=1, size=2)
     assert (request.query, request.prompt, request.response, request.label) == (
-        "a.jsonl 4? <[1, 2]>",
+        "a.jsonl 4? <[3]>",
         "a.jsonl 4? ",
-        "<[1, 2]>",
+        "<[3]>",
         "4",
     )
-
-
-def test_samples_of_a_prompt_are_neighbours_in_a_group_of_their_own():
-    assert whole_groups(2, 2) == [
-        GroupPlace("0", 0, 2),
-        GroupPlace("0", 1, 2),
-        GroupPlace("1", 0, 2),
-        GroupPlace("1", 1, 2),
-    ]
-
-
-def test_rewards_are_told_length_cut_and_group_of_a_response():
-    requests = make_score_requests(
-        [prompt(4)] * 3,
-        [generation(1, 2), generation(3, cut=True), generation(5)],
-        lambda token_ids: "",
-        places=[GroupPlace("7", 0, 2), GroupPlace("7", 1, 2), GroupPlace("8", 0, 1)],
-    )
-    assert [(request.num_tokens, request.truncated) for request in requests] == [(2, False), (1, True), (1, False)]
-    assert [(request.group, request.sample, request.group_size) for request in requests] == [
-        ("7", 0, 2),
-        ("7", 1, 2),
-        ("8", 0, 1),
-    ]
+    assert (request.num_tokens, request.truncated, request.token_ids) == (1, True, [3])
+    assert (request.group, request.sample, request.group_size) == ("7", 1, 2)
 
 
 def test_rows_of_samples_say_everything_about_a_response():
-    generations = [generation(1, 2, cut=True), generation(3)]
-    requests = make_score_requests([prompt(4), prompt(5)], generations, str, places=PLACES)
-    rows = sample_rows(requests, generations, [scored(1.0, "correct", exact=1.0), FAILED])
-    assert rows[0] == {
+    score = scored(1.0, "correct", exact=1.0)
+    assert sample_row(sample_of(prompt(4), generation(1, 2, cut=True), score, text="[1, 2]")) == {
         "prompt": "a.jsonl 4? ",
         "response": "[1, 2]",
         "label": "4",
@@ -422,7 +399,29 @@ def test_rows_of_samples_say_everything_about_a_response():
         "finish_reason": "length",
         "reward/exact": 1.0,
     }
-    assert (rows[1]["reward"], rows[1]["verdict"], rows[1]["detail"]) == (None, "failed", "timed out after 30 s")
+    row = sample_row(sample_of(prompt(5), generation(3), FAILED))
+    assert (row["reward"], row["verdict"], row["detail"]) == (None, "failed", "timed out after 30 s")
+
+
+def test_the_id_of_a_sample_leads_to_its_row_and_its_weights():
+    response = Generation([20, 2], [-0.1, -0.02], "stop", 12)
+    sample = sample_of(Prompt([17, 10, 18, 28], "2+3=", "5", "sums.jsonl", 16), response, group=340, index=2)
+    assert sample.id == "sums.jsonl:16/340.2@12"
+    assert replace(sample, index=None).id == "sums.jsonl:16/340.greedy@12"
+
+
+def test_steps_are_dealt_in_the_order_of_the_rollout_whatever_the_numbers_of_its_groups():
+    """Under dynamic sampling surplus comes first and postponed prompts after it: groups 7, 6, 8."""
+
+    def steps_of(*groups: int) -> list[list[int]]:
+        numbers = [group for group in groups for _ in range(2)]
+        responses = responses_of([prompt(0)] * 6, [generation(1)] * 6, [scored(1.0)] * 6, numbers)
+        plan = plan_updates(
+            6, OnlineBatchConfig(train_batch_size=2), iteration=1, groups_B=responses.groups_B.numpy(), num_sampled=6
+        )
+        return [step.tolist() for step in plan.actor]
+
+    assert steps_of(7, 6, 8) == steps_of(0, 1, 2)
 
 
 def test_bounds_of_no_response_are_a_single_zero():
@@ -438,16 +437,16 @@ def test_the_share_of_groups_without_spread_leaves_out_failed_scores_and_groups_
 
 
 def test_rewards_are_reported_by_the_source_that_rows_name() -> None:
-    def asked(source: str | None) -> ScoreRequest:
-        return ScoreRequest("q", "p", "r", "l", 1, False, "g", 0, 1, source)
+    def judged(source: str | None, score: Score) -> Sample:
+        return sample_of(replace(prompt(0), data_source=source), generation(1), score)
 
-    score_requests = [asked(source) for source in ("math", "code", "code")]
-    found = source_metrics(score_requests, [scored(1.0, "correct"), scored(0.0, "wrong"), scored(0.5, "wrong")])
+    scores = [scored(1.0, "correct"), scored(0.0, "wrong"), scored(0.5, "wrong")]
+    found = source_metrics([judged(*one) for one in zip(("math", "code", "code"), scores, strict=True)])
     assert found == {
         "source/math/reward": 1.0,
         "source/math/accuracy": 1.0,
         "source/code/reward": 0.25,
         "source/code/accuracy": 0.0,
     }
-    assert source_metrics([asked("math"), asked(None)], [scored(1.0)] * 2) == {}
-    assert source_metrics([asked(str(n)) for n in range(40)], [scored(1.0)] * 40) == {}
+    assert source_metrics([judged("math", scored(1.0)), judged(None, scored(1.0))]) == {}
+    assert source_metrics([judged(str(n), scored(1.0)) for n in range(40)]) == {}

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import numpy as np
 from online_fakes import EXACT, ONE_STEP, WITH_REFERENCE, FakeModel, Run
+from samples import sample_of
 
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
@@ -19,10 +20,10 @@ from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationReques
 from rlhf_cli.rewards.parts import NO_REWARD, episode_part
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples, split_last_values, with_last_states
-from rlhf_cli.trainers.online.groups import PromptGroup
+from rlhf_cli.trainers.online.groups import longest
 from rlhf_cli.trainers.online.metrics import episode_cells, episode_metrics
-from rlhf_cli.trainers.online.responses import Responses
-from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
+from rlhf_cli.trainers.online.samples import Responses
+from rlhf_cli.trainers.online.scoring import score_request
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import UpdatePlan
 
@@ -50,9 +51,8 @@ def settings_of(algorithm: str, reward: RewardConfig = EXACT) -> OnlineSettings:
 
 
 def responses_of(*generations: Generation, scores: tuple[float, ...]) -> Responses:
-    prompts, places = [PROMPT] * len(generations), [GroupPlace("0", 0, 1)] * len(generations)
-    requests = make_score_requests(prompts, generations, str, places=places)
-    return Responses(prompts, generations, requests, [Score(s, "scored", "") for s in scores], [0] * len(prompts))
+    found = enumerate(zip(generations, scores, strict=True))
+    return Responses([sample_of(PROMPT, one, Score(score, "scored"), index=n) for n, (one, score) in found])
 
 
 def test_the_branches_of_an_episode_share_its_advantage_and_its_group_counts_it_once():
@@ -121,8 +121,8 @@ def test_metrics_and_rows_know_all_branches():
 
 def test_a_group_is_as_long_as_its_longest_branch():
     """Programs are given up by the longest of their branches, so groups must be measured alike."""
-    group = PromptGroup(0, PROMPT, [BRANCHED, PLAIN], [], [])
-    assert (group.longest, BRANCHED.longest, PLAIN.longest) == (4, 4, 1)
+    group = [sample_of(PROMPT, BRANCHED), sample_of(PROMPT, PLAIN, index=1)]
+    assert (longest(group), BRANCHED.longest, PLAIN.longest) == (4, 4, 1)
 
 
 def test_an_episode_is_the_same_after_a_checkpoint():
@@ -132,7 +132,7 @@ def test_an_episode_is_the_same_after_a_checkpoint():
 
 def test_a_program_without_a_reward_fails_its_part_alone():
     silent = Generation([1], [-0.1], "stop", 0, Episode(((0, 1),), (), ({"role": "assistant", "content": "x"},)))
-    (request,) = make_score_requests([PROMPT], [silent], str, places=[GroupPlace("0", 0, 1)])
+    request = score_request(PROMPT, silent, "x", group="0", index=0, size=1)
     part = episode_part(request)
     assert (part.value, part.status, part.detail, part.failure) == (None, "failed", NO_REWARD, "environment")
 

@@ -18,6 +18,7 @@ from episode_fakes import FakeDialogue, FakeEnvironments
 from online_fakes import FakeScorer, FakeTracker
 from online_settings import online_settings, resolve
 from safetensors.torch import load_file
+from samples import sample_of
 from saved_loops import read_state, write_state
 from site_hooks import undocumented
 from tiny_vision import save_tiny_vision
@@ -56,7 +57,6 @@ from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.evaluation import EvaluationState, EvaluationTask, Evaluator
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.responses import as_sequence
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -480,7 +480,7 @@ def test_only_sampled_tokens_have_a_gradient(tiny_model_dir):
     turns = ((0, 3), (7, 9), (12, 16))
     generation = Generation([*range(30, 46)], [0.0] * 9, "stop", 0, Episode(turns, (0.0, 0.0, 1.0)))
     policy = PolicyModel(load_causal_lm(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32")))
-    logprobs, _ = policy(pack([as_sequence(Prompt([5, 6, 7], "p", None, "d", 0), generation)]))
+    logprobs, _ = policy(pack([sample_of(Prompt([5, 6, 7], "p", None, "d", 0), generation).sequence]))
     assert logprobs.shape == (9,)
     logprobs.sum().backward()
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)

@@ -30,7 +30,7 @@ from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples
-from rlhf_cli.trainers.online.responses import Responses
+from rlhf_cli.trainers.online.samples import Responses
 
 ALONE = RewardConfig()
 

@@ -9,6 +9,7 @@ import pytest
 from distill_training import STEPS, distill_plainly, distill_steps
 from online_fakes import FakeTracker
 from online_settings import online_settings, resolve
+from samples import sample_of
 from site_hooks import undocumented
 from test_online_repeats import PROMPTS, OneEngine, OneRank, Scorer
 from tiny_training import CLOSE, LEARNING_RATE, OPTIM, Layout, farthest, make_sequences
@@ -30,7 +31,6 @@ from rlhf_cli.trainers.offline.distill import DistillObjective
 from rlhf_cli.trainers.online.distilling import Distilling, Mixture
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks
-from rlhf_cli.trainers.online.responses import as_sequence
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -77,7 +77,10 @@ def responses() -> list[TokenSequence]:
     rng = np.random.default_rng(2)
     prompts = [Prompt(rng.integers(0, 40, length).tolist(), "", None, "d", length) for length in (3, 5, 2)]
     sampled = [rng.integers(0, 40, int(rng.integers(1, 6))).tolist() for _ in range(10)]
-    return [as_sequence(prompts[i % 3], Generation(ids, [0.0] * len(ids), "stop", 0)) for i, ids in enumerate(sampled)]
+    return [
+        sample_of(prompts[i % 3], Generation(ids, [0.0] * len(ids), "stop", 0)).sequence
+        for i, ids in enumerate(sampled)
+    ]
 
 
 @pytest.mark.parametrize(

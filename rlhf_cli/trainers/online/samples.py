@@ -1,0 +1,206 @@
+"""The samples of an online iteration: one record per response, and their columns up to the update."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Branch, Generation
+from rlhf_cli.rewards.records import Score
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to a prompt, with its text and its score.
+
+    - `group`: number of the prompt in the order of the run. A prompt that is sampled again is another group.
+    - `index`: number of the sample in its group, from 0; None for a greedy response, the baseline of the others.
+    - `text`: the response without special tokens; of an episode, the text of the last turn without its calls.
+
+    Example: the third of four responses to row 16 of sums.jsonl, sampled with the weights after iteration 12:
+
+        Sample(
+            Prompt([17, 10, 18, 28], "2+3=", "5", "sums.jsonl", 16),
+            group=340,
+            index=2,
+            response=Generation([20, 2], [-0.1, -0.02], "stop", 12),
+            text="5",
+            score=Score(1.0, "correct"),
+        ).id == "sums.jsonl:16/340.2@12"
+    """
+
+    prompt: Prompt
+    group: int
+    index: int | None
+    response: Generation
+    text: str
+    score: Score
+
+    @property
+    def id(self) -> str:
+        """Data set and row, group and sample, and the oldest weights that sampled a token:
+        `SOURCE:ROW/GROUP.SAMPLE@VERSION`.
+        """
+        index = "greedy" if self.index is None else self.index
+        return f"{self.prompt.source}:{self.prompt.index}/{self.group}.{index}@{self.response.weight_version}"
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """An episode's earlier conversations."""
+        return () if self.response.episode is None else self.response.episode.earlier
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """Prompt and response, concatenated. Only sampled tokens are trained on."""
+        response = self.response
+        # An environment may have extended the prompt of the row.
+        own = None if response.episode is None else response.episode.prompt_ids
+        sequence = _sequence(self.prompt.prompt_ids if own is None else own, response.token_ids, response.turns)
+        return replace(sequence, pictures=self.prompt.pictures)
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """Sequences to train on: an episode's earlier branches, then the response.
+
+        Each sampled token is trained in exactly one of them.
+        """
+        earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in self.branches)
+        return [*earlier, self.sequence]
+
+
+def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
+    token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
+    is_sampled_T = np.zeros(token_ids.size, dtype=bool)
+    for start, end in turns:
+        is_sampled_T[len(prompt_ids) + start : len(prompt_ids) + end] = True
+    return TokenSequence(token_ids, is_sampled_T)
+
+
+Group = list[Sample]
+"""All samples of one prompt, in the order of their indices."""
+
+
+def scores_of(samples: Iterable[Sample]) -> list[Score]:
+    """Return the score of each sample."""
+    return [sample.score for sample in samples]
+
+
+def samples_of(groups: Iterable[Group]) -> Group:
+    """Return the samples of all groups."""
+    return [sample for group in groups for sample in group]
+
+
+@dataclass
+class Responses:
+    """Samples of one iteration with model outputs for their tokens.
+
+    - `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `values`: one value per response token from policy, reference,
+      teacher and critic, computed before the update; None without the model.
+    - `bootstrap`: critic value of a truncated response's final state, 0 for finished responses; None without
+      bootstrapping.
+    - `step_rewards`: each step's reward at its last token, NaN elsewhere.
+    """
+
+    samples: Sequence[Sample]
+    old_logprobs: Sequence[np.ndarray] | None = None
+    ref_logprobs: Sequence[np.ndarray] | None = None
+    teacher_logprobs: Sequence[np.ndarray] | None = None
+    values: Sequence[np.ndarray] | None = None
+    bootstrap: Sequence[float] | None = None
+    step_rewards: Sequence[np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def only(self, keep_B: Sequence[bool]) -> "Responses":
+        """Return the selected samples, in order."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        kept = [number for number, is_kept in enumerate(keep_B) if is_kept]
+        return replace(
+            self,
+            **{name: [column[number] for number in kept] for name, column in columns.items() if column is not None},
+        )
+
+    def scored(self) -> "Responses":
+        """Return the samples with a valid score."""
+        return self.only([score.value is not None for score in self.scores])
+
+    def in_groups_of(self, others: "Responses") -> "Responses":
+        """Return the samples with a group in `others`."""
+        found = {sample.group for sample in others.samples}
+        return self.only([sample.group in found for sample in self.samples])
+
+    @cached_property
+    def responses(self) -> list[Generation]:
+        """Response of each sample."""
+        return [sample.response for sample in self.samples]
+
+    @cached_property
+    def scores(self) -> list[Score]:
+        """Score of each sample."""
+        return scores_of(self.samples)
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """Group of each sample, numbered from 0 in order of appearance."""
+        # Optimizer steps take groups in this order. Numbers in the run (`Sample.group`) do not ascend under dynamic
+        # sampling.
+        numbers: dict[int, int] = {}
+        return [numbers.setdefault(sample.group, len(numbers)) for sample in self.samples]
+
+    @cached_property
+    def sequences(self) -> list[TokenSequence]:
+        """Token sequences of all samples (prompt and response), preceded by earlier branches of episodes."""
+        return [sequence for sample in self.samples for sequence in sample.sequences]
+
+    @cached_property
+    def sequence_bounds(self) -> np.ndarray:
+        """Bounds of samples in `sequences`, int64 [B + 1]."""
+        return np.cumsum([0] + [len(sample.branches) + 1 for sample in self.samples])
+
+    def by_response(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Convert token columns per sequence to columns per sample."""
+        bounds = itertools.pairwise(self.sequence_bounds.tolist())
+        return [columns[first] if end - first == 1 else np.concatenate(columns[first:end]) for first, end in bounds]
+
+    @cached_property
+    def rollout_logprobs(self) -> list[np.ndarray]:
+        """Sampler log-probs of response tokens in nats, float32."""
+        return [np.array(response.logprobs, dtype=np.float32) for response in self.responses]
+
+    @cached_property
+    def cu(self) -> torch.Tensor:
+        """Bounds of samples in arrays over all response tokens, int64 [B + 1]."""
+        return torch.tensor(np.cumsum([0] + [response.num_sampled for response in self.responses]))
+
+    @cached_property
+    def scores_B(self) -> torch.Tensor:
+        """Scores, float64 [B]. All scores must be valid."""
+        return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
+
+    @cached_property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Unweighted rewards, float64 [B], by name. All scores must be valid."""
+        names = self.scores[0].parts if self.scores else ()
+        return {name: torch.tensor([score.parts[name] for score in self.scores], dtype=torch.float64) for name in names}
+
+    @cached_property
+    def groups_B(self) -> torch.Tensor:
+        """Group number per sample, int64 [B]."""
+        return torch.tensor(self.groups, dtype=torch.int64)
+
+    @cached_property
+    def truncated_B(self) -> torch.Tensor:
+        """Whether each response was truncated, bool [B]."""
+        cut = [response.finish_reason == "length" for response in self.responses]
+        return torch.tensor(cut, dtype=torch.bool)
+
+    def trained_B(self, policy: PolicyConfig) -> torch.Tensor:
+        """Return whether each sample is trained on, bool [B]."""
+        return ~self.truncated_B if policy.mask_truncated else torch.ones_like(self.truncated_B)
