@@ -60,7 +60,7 @@ TITLES = {
     "perf/tokens_per_second": "tokens/s",
     "perf/transfer_gb_per_s": "transfer, GB/s",
     "memory/host_gib": "host memory, GiB",
-    "memory/gpu_gib": "GPU memory, GiB",
+    "memory/gpu_gib_max": "GPU memory, GiB",
 }
 GIB = 1 << 30
 EVALUATION = "eval"

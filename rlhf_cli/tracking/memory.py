@@ -1,6 +1,5 @@
 """Memory use of a run."""
 
-import sys
 from contextlib import suppress
 
 import psutil
@@ -25,14 +24,3 @@ def host_gib() -> float:
             private += usage.rss - common
             shared = max(shared, common)
     return (private + shared) / GIB
-
-
-def gpu_gib() -> float | None:
-    """Return PyTorch's peak reserved GPU memory in GiB since the last call, or None without a GPU in use."""
-    # Not imported: the driver has no use for torch, and is_initialized avoids creating a CUDA context.
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    peak = torch.cuda.max_memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
-    return peak / GIB

@@ -197,8 +197,7 @@ class Tracker:
         """Return the latest memory reading, refreshed at intervals."""
         if now - self._memory_read >= SECONDS_BETWEEN_MEMORY_READINGS:
             self._memory_read = now
-            gpu = memory.gpu_gib()
-            self._memory = {"memory/host_gib": memory.host_gib()} | ({} if gpu is None else {"memory/gpu_gib": gpu})
+            self._memory = {"memory/host_gib": memory.host_gib()}
         return self._memory
 
     def _flag(self, step: int, metrics: Mapping[str, float]) -> None:

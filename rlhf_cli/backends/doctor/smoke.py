@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rlhf_cli.backends.doctor.finding import Finding, ok
 from rlhf_cli.environment import prepare_environment
@@ -21,9 +22,8 @@ from rlhf_cli.environment import prepare_environment
 # On first use, DeepSpeed compiles an operator, which takes about a minute.
 SECONDS = 180.0
 """Timeout per test."""
-# On a GPU, kernels run in bf16, which has 8 bits of precision.
-_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
-"""Maximum difference between log-probs and the float32 reference."""
+_TOLERANCE = 1e-4
+"""Difference from float32 log-probs, in nats, that another order of float32 sums explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +71,37 @@ def check_attention(folder: Path) -> str:
     import torch
 
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.data.packing.packs import pack
+    from rlhf_cli.data.packing.packs import TokenSequence, pack
     from rlhf_cli.models.compat import attention_name, has_bf16_products
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype: Literal["bf16", "fp32"] = "bf16" if device.type == "cuda" else "fp32"
     path = tiny_model(folder)
     sequences = [_sequence(length) for length in (7, 1, 130, 40)]
-    exact_model = load_causal_lm(ModelConfig(pretrain=path, param_dtype="fp32", attn_implementation="eager"))
-    dtype = "bf16" if device == "cuda" else "fp32"
-    model = load_causal_lm(ModelConfig(pretrain=path, param_dtype=dtype), device=torch.device(device)).to(device)
+
+    def policy(param_dtype: Literal["bf16", "fp32"], kernel: str) -> PolicyModel:
+        config = ModelConfig(pretrain=path, param_dtype=param_dtype, attn_implementation=kernel)
+        return PolicyModel(load_causal_lm(config, device=device).to(device))
+
+    def logprobs(model: PolicyModel, packs: list[list[TokenSequence]]) -> torch.Tensor:
+        return torch.cat([model(pack(one).to(device))[0].float() for one in packs])
+
+    model, singles = policy(dtype, "auto"), [[one] for one in sequences]
     with torch.no_grad():
-        exact = torch.cat([PolicyModel(exact_model)(pack([one]))[0] for one in sequences])
-        found = PolicyModel(model)(pack(sequences).to(device))[0].float().cpu()
-    difference = (found - exact).abs().max().item()
-    if not difference < _TOLERANCE[device]:
-        raise AssertionError(f"log-probs of packed and single sequences differ by {difference:.2g} nats")
-    kernel = attention_name(model.config)
-    speed = (
-        "" if device == "cuda" or has_bf16_products() else "; bf16 is slow on this processor: use --param_dtype fp32"
-    )
+        exact = logprobs(policy("fp32", "eager"), singles)
+        rounding = (logprobs(policy(dtype, "eager"), singles) - exact).abs().max().item()
+        difference = (logprobs(model, [sequences]) - exact).abs().max().item()
+    # How much rounding to bf16 changes log-probs depends on the model; attending to other sequences changes them more.
+    if not difference < _TOLERANCE + 2 * rounding:
+        raise AssertionError(
+            f"log-probs of packed sequences differ from single ones in float32 by {difference:.2g} nats, of which "
+            f"rounding to {dtype} explains {rounding:.2g}"
+        )
+    kernel = attention_name(model.model.config)
+    is_fast = device.type == "cuda" or has_bf16_products()
+    speed = "" if is_fast else "; bf16 is slow on this processor: use --param_dtype fp32"
     return f"kernel {kernel} agrees with float32 to {difference:.1g} nats{speed}"
 
 

@@ -5,6 +5,7 @@ The engine is in `vllm_engine`.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,13 +88,13 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
     except Exception as error:
-        reason = _start_failure(error)
-        if (kind := full_memory(f"{error} {log_since(begin)}")) is not None:
+        log = log_since(begin)
+        if (kind := full_memory(f"{error} {log}")) is not None:
             raise OutOfMemory(
                 memory_sentence(kind, f"while vLLM started with {model_path}", _memory_fix(kind, settings))
             ) from error
         raise RunError(
-            f"vLLM could not be started with {model_path} ({reason}); "
+            f"vLLM could not be started with {model_path} ({start_failure(error, log)}); "
             "see the engine's log for the cause, or use --rollout_backend transformers"
         ) from error
 
@@ -102,6 +103,8 @@ LOG = Path("/proc/self/fd/2")
 """Log file of this process and its children. Only the log contains the cause of an engine's death."""
 # Enough for the last tracebacks, without reading a large log into memory.
 LOG_BYTES = 1 << 20
+CAUSE = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .+)$", re.MULTILINE)
+"""Last line of a traceback, as Python prints it or as vLLM logs it."""
 
 
 def log_size() -> int:
@@ -130,12 +133,14 @@ def _memory_fix(kind: str, settings: EngineSettings) -> str | None:
     )
 
 
-def _start_failure(error: Exception) -> str:
-    """Return the reason for a failed start in one line."""
+def start_failure(error: Exception, log: str) -> str:
+    """Return the reason for a failed start in one line, from the error or the log of the engine's processes."""
     # For an invalid setting, pydantic's first line is only a count of errors; vLLM's sentence is inside.
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
-    return first_line(error)
+    # vLLM raises "Engine core initialization failed" here. Its process has logged the cause, as last of its traceback.
+    causes = CAUSE.findall(log)
+    return causes[-1] if causes else first_line(error)
 
 
 def _check_head_size(model_path: str, settings: EngineSettings) -> None:

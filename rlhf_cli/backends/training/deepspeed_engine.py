@@ -21,7 +21,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, StateLayout, read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
-from rlhf_cli.backends.training.memory import named_shortage
+from rlhf_cli.backends.training.memory import named_shortage, peak_gpu_memory
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
@@ -107,7 +107,7 @@ class DeepSpeedEngine:
         # Before the optimizer step, which advances the schedule.
         lr = self._engine.get_lr()[0]
         norm = self._optimizer_step()
-        reduced = self._reduced(metrics)
+        reduced = self._reduced(metrics | peak_gpu_memory())
         return reduced | {
             "grad_norm": norm,
             "lr": float(lr),

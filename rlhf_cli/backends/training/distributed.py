@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlhf_cli.backends.training.deepspeed_start import leave_out_shared_memory, load_muon_uncompiled
 from rlhf_cli.backends.training.distributed_env import free_port
-from rlhf_cli.backends.training.extension_builds import remove_stale_locks, use_own_ninja
+from rlhf_cli.backends.training.extension_builds import plain_architectures, remove_stale_locks, use_own_ninja
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.host_memory import keep_freed_memory
 
@@ -46,6 +46,7 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # Before deepspeed.init_distributed, which may compile operators.
     use_own_ninja()
+    plain_architectures()
     remove_stale_locks()
     load_muon_uncompiled()
     if os.environ["WORLD_SIZE"] == "1":

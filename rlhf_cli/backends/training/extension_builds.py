@@ -1,4 +1,4 @@
-"""Prepares compiling DeepSpeed's operators with PyTorch: ninja on PATH, and no stale lock files.
+"""Prepares compiling DeepSpeed's operators with PyTorch: ninja on PATH, architectures, and no stale lock files.
 
 PyTorch creates a lock file while compiling and waits forever if it already exists. The compiling process has the file
 open. If no process has it open, it belongs to a killed process, or to another machine that shares the home directory.
@@ -7,6 +7,7 @@ open. If no process has it open, it belongs to a killed process, or to another m
 import glob
 import logging
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,13 @@ def use_own_ninja() -> None:
     paths = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if paths[0] != ninja.BIN_DIR:
         os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, *paths])
+
+
+def plain_architectures() -> None:
+    """Remove suffixes such as the "a" of 9.0a from TORCH_CUDA_ARCH_LIST, which NVIDIA's containers set."""
+    # DeepSpeed parses the list as numbers, and its operators use no instruction that only exists with the suffix.
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d\.\d)[af]\b", r"\1", listed)
 
 
 def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:

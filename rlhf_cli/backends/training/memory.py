@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from rlhf_cli.algorithms.aggregation import Metrics
 from rlhf_cli.errors import OutOfMemory, full_memory, memory_sentence
 
 
@@ -32,6 +34,15 @@ def named_shortage(phase: str, module: nn.Module, micro_batch: Any) -> Iterator[
             fix = _of_states() if micro_batch is None else _of_pack(module, micro_batch, trains=phase == "training")
         where = f"while {phase}" + ("" if micro_batch is None else f" on a pack of {_num_tokens(micro_batch)} tokens")
         raise OutOfMemory(memory_sentence(kind, where, fix)) from error
+
+
+def peak_gpu_memory() -> Metrics:
+    """Return `memory/gpu_gib_max`: PyTorch's peak reserved memory in GiB since the last call. Empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    peak = torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return {"memory/gpu_gib_max": peak / (1 << 30)}
 
 
 def _num_tokens(micro_batch: Any) -> int:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.attention.varlen import VARLEN
+from rlhf_cli.models.attention.varlen import VARLEN, compute_capability
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 LARGE_OR_ODD = "heads above 256 or no multiple of 8"
@@ -48,7 +48,7 @@ class AttentionBackend:
 def has_cuda_varlen() -> bool:
     """Return whether PyTorch's variable-length kernel is available with sliding windows and runs on this GPU."""
     # Flash kernels need Ampere (8.0) or newer.
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+    if not torch.cuda.is_available() or compute_capability() < (8, 0):
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -6,7 +6,10 @@ scoring of packs, without KV cache, padding, attention dropout, soft caps or sin
 
 import functools
 import inspect
+import os
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -134,12 +137,30 @@ def takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
 def _cuda_kernel() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
-    if wants_flash_attention_3(torch.cuda.get_device_capability(), find_spec("flash_attn_interface") is not None):
+    if wants_flash_attention_3(compute_capability(), find_spec("flash_attn_interface") is not None):
         from torch.nn.attention import activate_flash_attention_impl
 
         # Switches PyTorch's flash kernels for the full process.
         activate_flash_attention_impl("FA3")
     return varlen_attn
+
+
+@functools.cache
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of the first visible GPU, for example (9, 0) for an H100.
+
+    The driver of an online run checks settings but never computes. nvidia-smi is asked there, because PyTorch would
+    create a CUDA context, which holds about 0.5 GiB of the GPU until the run ends.
+    """
+    if not torch.cuda.is_initialized():
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        command = ["nvidia-smi", "-i", first, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        # Without nvidia-smi (some containers), or for MIG devices, which it cannot query, PyTorch answers.
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            major, minor = answer.strip().split(".")
+            return int(major), int(minor)
+    return torch.cuda.get_device_capability()
 
 
 def wants_flash_attention_3(capability: tuple[int, int], is_installed: bool) -> bool:

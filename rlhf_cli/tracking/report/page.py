@@ -31,7 +31,7 @@ TOGETHER = {
     "Probability ratio": ("ratio_mean", "ratio_max"),
     "Values and returns": ("critic/value_mean", "critic/return_mean"),
     "Turns and tool calls": ("episode/turns", "episode/calls", "episode/malformed_calls"),
-    "Memory, GiB": ("memory/host_gib", "memory/gpu_gib"),
+    "Memory, GiB": ("memory/host_gib", "memory/gpu_gib_max", "memory/gpu_gib"),
 }
 PHASE_COLOURS = {
     "generate": "--c1",

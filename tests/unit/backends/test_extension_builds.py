@@ -8,7 +8,12 @@ import time
 
 import pytest
 
-from rlhf_cli.backends.training.extension_builds import STALE_SECONDS, remove_stale_locks, use_own_ninja
+from rlhf_cli.backends.training.extension_builds import (
+    STALE_SECONDS,
+    plain_architectures,
+    remove_stale_locks,
+    use_own_ninja,
+)
 
 OLD = time.time() - 2 * STALE_SECONDS
 
@@ -52,3 +57,13 @@ def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, path
     found = shutil.which("ninja")
     assert found is not None
     assert found.startswith(sysconfig.get_path("scripts"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "plain"),
+    [("9.0a", "9.0"), ("8.0 9.0a 10.0f+PTX", "8.0 9.0 10.0+PTX"), ("8.6;12.0a", "8.6;12.0"), ("Hopper", "Hopper")],
+)
+def test_deepspeed_can_parse_the_list_of_architectures(monkeypatch, listed, plain):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    plain_architectures()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == plain

@@ -10,7 +10,7 @@ from rlhf_cli.backends.cluster.ray_cluster import death_reason
 from rlhf_cli.backends.process.killed import num_killed
 from rlhf_cli.backends.process.launch import check_killed
 from rlhf_cli.backends.rollout.engine import EngineSettings
-from rlhf_cli.backends.rollout.vllm_start import _memory_fix
+from rlhf_cli.backends.rollout.vllm_start import _memory_fix, start_failure
 from rlhf_cli.backends.training.memory import named_shortage
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.errors import OutOfMemory, full_memory
@@ -110,3 +110,27 @@ def test_kills_for_memory_are_counted_by_the_kernel(tmp_path):
     (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
     assert num_killed(tmp_path / "vmstat") == 3
     assert num_killed(tmp_path / "missing") == 0
+
+
+LOGGED = """
+(EngineCore pid=4164) ERROR 11-27 07:53:15 [core.py:1510]   File "core.py", line 1482, in run_engine_core
+(EngineCore pid=4164) ERROR 11-27 07:53:15 [core.py:1510] ModuleNotFoundError: No module named 'flashinfer'
+Process EngineCore:
+Traceback (most recent call last):
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (LOGGED, "ModuleNotFoundError: No module named 'flashinfer'"),
+        (
+            "ValueError: first\n  File x\npackage.OtherError: second",
+            "package.OtherError: second",
+        ),
+        ("INFO no Error: here", "Engine core initialization failed. See root cause above."),
+    ],
+)
+def test_a_failed_start_is_explained_by_the_engines_own_process(log, reason):
+    error = RuntimeError("Engine core initialization failed. See root cause above.\nmore")
+    assert start_failure(error, log) == reason

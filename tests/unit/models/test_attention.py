@@ -1,5 +1,6 @@
 """Attention over packs: every kernel that runs here agrees with the sequences taken one by one."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +18,12 @@ from rlhf_cli.models.attention.table import (
     attention_note,
     resolve_attention,
 )
-from rlhf_cli.models.attention.varlen import attend_cuda, varlen_attention_forward, wants_flash_attention_3
+from rlhf_cli.models.attention.varlen import (
+    attend_cuda,
+    compute_capability,
+    varlen_attention_forward,
+    wants_flash_attention_3,
+)
 from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 from rlhf_cli.models.policy import PolicyModel
 
@@ -296,3 +302,18 @@ def test_plain_attention_on_a_gpu_is_noted_with_its_cure(shape, cure):
     config.get_text_config = lambda: config
     assert cure in attention_note("eager", config, on_gpu=True)["Attention"]
     assert attention_note("eager", config, on_gpu=False) == attention_note("varlen", config, on_gpu=True) == {}
+
+
+def test_the_compute_capability_is_asked_of_the_driver_without_a_cuda_context(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ "$2" = GPU-1f ] && echo 8.9\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f,GPU-2e")
+    compute_capability.cache_clear()
+    assert compute_capability() == (8, 9)
+    compute_capability.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3d")  # nvidia-smi cannot query it
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert compute_capability() == (9, 0)
+    compute_capability.cache_clear()

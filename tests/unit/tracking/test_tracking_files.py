@@ -156,9 +156,9 @@ def test_speed_is_tokens_over_the_time_spent_in_phases(tmp_path):
 
 
 def test_memory_that_the_trainer_reports_replaces_what_the_tracker_measures(tmp_path):
-    make_tracker(tmp_path).log(1, {"memory/host_gib": 123.0, "memory/gpu_gib": 70.0}, {})
+    make_tracker(tmp_path).log(1, {"memory/host_gib": 123.0, "memory/gpu_gib_max": 70.0}, {})
     logged = read_metrics(tmp_path)[1]
-    assert (logged["memory/host_gib"], logged["memory/gpu_gib"]) == (123.0, 70.0)
+    assert (logged["memory/host_gib"], logged["memory/gpu_gib_max"]) == (123.0, 70.0)
 
 
 def test_start_up_before_the_first_phase_is_no_part_of_the_first_step(tmp_path):
