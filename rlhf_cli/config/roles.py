@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 RANKS = "rlhf_cli.backends.roles.ranks"
+DRIVERS = "rlhf_cli.backends.roles.groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,7 @@ class Role:
     - `name`: prefix for flags (`--critic_zero_stage`), logs (`critic-0.log`) and the checkpoint folder.
     - `title`: name in the checkpoint identity; empty if the role starts from the policy.
     - `rank`: class for one process as "module:class". Only that process imports it.
+    - `driver`: class for all ranks together, which the loop calls.
     - `pretrain`: setting for the model.
     - `partner`: role that shares GPUs if `switch` is set.
     - `absent`: completes "--ref_num_nodes is ignored: ".
@@ -23,6 +25,7 @@ class Role:
     name: str
     title: str
     rank: str
+    driver: str
     is_trained: bool = False
     pretrain: str = ""
     partner: str = ""
@@ -38,12 +41,20 @@ class Role:
 ROLES = {
     role.name: role
     for role in (
-        Role("actor", "policy", f"{RANKS}:ActorRank", is_trained=True),
-        Role("critic", "critic", f"{RANKS}:CriticRank", is_trained=True, pretrain="critic_pretrain"),
+        Role("actor", "policy", f"{RANKS}:ActorRank", f"{DRIVERS}:ActorRole", is_trained=True),
+        Role(
+            "critic",
+            "critic",
+            f"{RANKS}:CriticRank",
+            f"{DRIVERS}:CriticRole",
+            is_trained=True,
+            pretrain="critic_pretrain",
+        ),
         Role(
             "ref",
             "",
             f"{RANKS}:ReferenceRank",
+            f"{DRIVERS}:ReferenceRole",
             partner="actor",
             absent="a reference requires --init_kl_coef above 0; with an adapter, the actor's base model is the "
             "reference",
@@ -52,6 +63,7 @@ ROLES = {
             "reward",
             "reward model",
             f"{RANKS}:RewardRank",
+            f"{DRIVERS}:RewardRole",
             pretrain="reward_pretrain",
             partner="critic",
             absent="a reward model requires --reward_pretrain or --prm_pretrain",
@@ -60,6 +72,7 @@ ROLES = {
             "teacher",
             "teacher",
             f"{RANKS}:ReferenceRank",
+            f"{DRIVERS}:TeacherRole",
             pretrain="teacher_pretrain",
             absent="a teacher requires --teacher_pretrain",
         ),
@@ -70,7 +83,9 @@ TRAINED = tuple(role.name for role in ROLES.values() if role.is_trained)
 FROZEN = tuple(role.name for role in ROLES.values() if not role.is_trained)
 
 STUDENT_ROLES = ROLES | {
-    "actor": replace(ROLES["actor"], rank="rlhf_cli.backends.roles.student_rank:StudentRank"),
+    "actor": replace(
+        ROLES["actor"], rank="rlhf_cli.backends.roles.student_rank:StudentRank", driver=f"{DRIVERS}:StudentRole"
+    ),
     "teacher": replace(ROLES["teacher"], host="actor"),
 }
 """Roles for distillation with full distributions, which are too large to send between ranks: the actor's ranks

@@ -1,22 +1,22 @@
-"""The model to train, with an optional adapter, before weights are loaded."""
+"""Language models of a training command, with an optional adapter, before weights are loaded."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan, check_layer_names, plan_adapter
 from rlhf_cli.models.finding import FoundModel, find_model
-from rlhf_cli.models.requirements import packed_attention
+from rlhf_cli.models.requirements import check_trainable, packed_attention
 from rlhf_cli.models.reward_model import find_reader
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """The model to train, with an optional adapter, before weights are loaded.
+class ModelPlan:
+    """A language model, with an optional adapter, before weights are loaded.
 
     - `source`: model settings, which may refer to an adapter.
     - `base`: settings for the model, or for the adapter's base model.
@@ -40,17 +40,17 @@ class TrainedModel:
         return packed_attention(self.base, self.architecture)
 
 
-def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
+def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> ModelPlan:
     """Find the model for these settings. Raises UsageError if it is invalid, or does not match the adapter."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
     found = find_model(base)
     if plan is not None:
         check_layer_names(plan, found.architecture, trust_remote_code=model.trust_remote_code)
-    return TrainedModel(model, base, plan, found, load_tokenizer(model))
+    return ModelPlan(model, base, plan, found, load_tokenizer(model))
 
 
-def reference_notice(model: TrainedModel) -> list[str]:
+def reference_notice(model: ModelPlan) -> list[str]:
     """Return a notice if training starts from an adapter, because the reference is the base model without it."""
     if model.plan is None or model.plan.weights is None:
         return []
@@ -61,7 +61,7 @@ def reference_notice(model: TrainedModel) -> list[str]:
     ]
 
 
-def find_companion(flag: str, source: ModelConfig, trained: TrainedModel) -> FoundModel:
+def find_companion(flag: str, source: ModelConfig, trained: ModelPlan) -> FoundModel:
     """Find a second language model that reads the same tokens as the trained model.
 
     Raises:
@@ -75,3 +75,38 @@ def find_companion(flag: str, source: ModelConfig, trained: TrainedModel) -> Fou
         what = f"--{flag} {source.pretrain!r}"
         raise UsageError(f"{what} has {sizes[0]:,} embeddings, but the tokenizer has {last_token + 1:,} tokens")
     return found
+
+
+def find_teacher(
+    teacher_pretrain: str, policy: ModelConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> ModelPlan:
+    """Find the configured teacher, with the loading settings of the policy.
+
+    Args:
+        architecture: policy configuration.
+        tokenizer: policy tokenizer.
+
+    Raises UsageError if it is not a complete language model, does not support packs or has a different vocabulary than
+    the policy.
+    """
+    changes = {"pretrain": teacher_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
+    source = policy.model_copy(update=changes)
+    found = find_reader("teacher_pretrain", source, tokenizer)
+    try:
+        # The teacher is never trained, but it reads the same packs.
+        check_trainable(found.architecture)
+    except UsageError as error:
+        raise UsageError(f"--teacher_pretrain: {error}") from error
+    _require_all_embeddings(found.architecture, architecture, f"--teacher_pretrain {teacher_pretrain!r}")
+    return ModelPlan(source, source, None, found, tokenizer)
+
+
+def _require_all_embeddings(teacher: PretrainedConfig, policy: PretrainedConfig, what: str) -> None:
+    """Raise UsageError if the policy could sample a token without an embedding in the teacher."""
+    # Compare embedding rows, not vocabularies: the policy may sample padding rows beyond the tokenizer's vocabulary.
+    own, sampled = (config.get_text_config().vocab_size for config in (teacher, policy))
+    if own < sampled:
+        raise UsageError(
+            f"{what} has {own:,} embeddings and the policy {sampled:,}: it cannot read every token that the policy may "
+            "sample"
+        )

@@ -20,7 +20,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
-from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.interfaces import Roles, awake
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.samples import Sample
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
@@ -279,11 +279,16 @@ class Run:
             self.reward_model,
             self.engines,
             self.scorer,
-            self.reference,
+            self._move_reference,
             self.teacher,
             self.steps,
             self.turns,
         )
+
+    def _move_reference(self) -> None:
+        assert self.reference is not None
+        with awake(self.reference):
+            self.reference.move()
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
         self.turns = ActorTurns()  # those of a run that has ended are over

@@ -18,7 +18,7 @@ from vision_sequences import vision_sequences
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights
-from rlhf_cli.backends.roles.groups import Dealer
+from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
 from rlhf_cli.backends.roles.serialization import MicroBatches
 from rlhf_cli.backends.roles.settings import RoleSettings
@@ -103,11 +103,11 @@ class Shares:
 
     def __init__(self, size: int, *, split: int = 1, share_prompts: bool = True, max_tokens: int = 48) -> None:
         batch = BatchConfig(train_max_tokens_per_gpu=max_tokens // size)
-        self._dealer = Dealer(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size, split)
+        self._planner = MicroBatchPlanner(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size, split)
 
     def answers(self, sequences: Sequence[TokenSequence], forward: Any) -> dict[int, torch.Tensor]:
         """Return the results of this rank's sequences by number."""
-        mine = self._dealer.plan(sequences)[dist.get_rank()]
+        mine = self._planner.plan(sequences)[dist.get_rank()]
         found: dict[int, torch.Tensor] = {}
         for members, values_K in zip(mine, forward([[sequences[i] for i in m] for m in mine]), strict=True):
             bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
@@ -117,7 +117,7 @@ class Shares:
 
     def steps(self, steps: Sequence[np.ndarray], of: Sequence[TokenSequence] | None = None) -> list[Any]:
         """Return this rank's share of the steps, of the common samples or of others."""
-        return self._dealer.steps(of or samples(), steps)[dist.get_rank()]
+        return self._planner.steps(of or samples(), steps)[dist.get_rank()]
 
 
 def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **settings: Any) -> dict[str, Any]:
@@ -127,14 +127,14 @@ def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **se
     weights = LossWeights(0.1, EntropyState(0.01))
     found: dict[str, Any] = {"before": shares.answers(sequences, role.logprobs)}
     metrics = role.update(shares.steps(STEPS), False, weights) + role.update(shares.steps([LAST]), True, weights)
-    if role.role.settings.adapter is not None:
+    if role.settings.adapter is not None:
         found["base"] = shares.answers(sequences, role.base_logprobs)
     if folder is not None:
         folder.mkdir(exist_ok=True)
-        role.role.save_average(folder)
+        role.save_average(folder)
         found["average"] = load_file(next(folder.glob("*.safetensors"))) if dist.get_rank() == 0 else {}
     found["pushed"] = {name: weight.clone() for name, weight in role.engine_weights()}
-    return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}
+    return found | {"metrics": metrics, "weights": weights_of(role.engine, role.hf_model)}
 
 
 def pictured_actor(folder: Path) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
         "before": found,
         "pictures": sum(bool(sequences[number].pictures) for number in found),
         "metrics": role.update(step, False, LossWeights(0.1, EntropyState(0.01))),
-        "weights": weights_of(role.role.engine, role.role.hf_model),
+        "weights": weights_of(role.engine, role.hf_model),
     }
 
 
@@ -170,7 +170,7 @@ def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict
     shares, sequences = Shares(size, split=split), samples()
     found: dict[str, Any] = {"before": shares.answers(sequences, role.values)}
     metrics = role.update(shares.steps([*STEPS, LAST]))
-    return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}
+    return found | {"metrics": metrics, "weights": weights_of(role.engine, role.hf_model)}
 
 
 def reward(pretrain: str, size: int) -> dict[str, Any]:

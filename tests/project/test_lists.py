@@ -9,14 +9,20 @@ import pytest
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.command_table import TRAINING
+from rlhf_cli.config.roles import ROLES
 
 ROOT = Path(__file__).parents[2] / "rlhf_cli"
-TABLES = {"command_table.py": TRAINING, "algorithms/estimators/table.py": tuple(ESTIMATORS)}
+TABLES = {
+    "command_table.py": TRAINING,
+    "algorithms/estimators/table.py": tuple(ESTIMATORS),
+    "config/roles.py": tuple(ROLES),
+}
 """The names of each table, by its module; `TRAINING` of the commands."""
 ENOUGH = 3
 """Names that make a list: two occur together by chance."""
 ALLOWED = {
     "config/inspection.py": "help texts of `rlhf data` about single settings, which are constants",
+    "foreign/openrlhf.py": "the sections of OpenRLHF",
     "data/formats/marks.py": "the commands that leave marked text out of the loss",
     "runs/data_settings.py": "a table: the data settings of each command",
 }

@@ -1,6 +1,6 @@
 """Ray cluster: starts or joins one, reserves GPUs, and cleans up at the end.
 
-`placement` plans the layout; `worker` and `worker_group` run the roles.
+`placement` plans the layout; `worker` and `start` run the roles.
 """
 
 import os

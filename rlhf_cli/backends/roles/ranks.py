@@ -1,11 +1,12 @@
 """One rank of each online role, its models and its methods: actor, critic, reference, teacher and reward model.
 
-Leaves out how ranks are started and given work (worker_group, groups). Micro-batches arrive as lists of
+Leaves out how ranks are started and given work (start, groups). Micro-batches arrive as lists of
 sequences and are packed here, so that only token ids and numbers travel between processes.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,10 @@ class TrainedRank:
         trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
 
-    def train_step(self, micro_batches: list[MicroBatch], loss: ComputeLoss) -> dict[str, float]:
-        """Take one optimizer step and return its metrics."""
-        metrics = self.engine.train_step(micro_batches, loss)
+    def update_average(self) -> None:
+        """Move the average of the weights, if one is kept, after an optimizer step."""
         if self._average is not None:
             self._average.update()
-        return metrics
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""
@@ -166,13 +165,13 @@ class TrainedRank:
         return load_tokenizer(self.settings.model)
 
 
-class SampledRank:
+class SampledRank(TrainedRank):
     """One rank of a model in training whose weights go to the engines: what policy and student have in common."""
 
     def __init__(self, settings: RoleSettings, wrap: Callable[[Any, SequenceRanks | None], nn.Module]) -> None:
         hf_model = join_and_load(settings, load_causal_lm)
         module = wrap(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
-        self.role = TrainedRank(settings, hf_model, module, ema_beta=settings.ema_beta)
+        super().__init__(settings, hf_model, module, ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
         self._pushes_adapter = False
 
@@ -180,7 +179,7 @@ class SampledRank:
         """Open the way weights take to the engines; every rank calls it."""
         if self._sender is not None:
             self._sender.close()
-        self._sender = WeightSender(_transport(link, self.role.hf_model))
+        self._sender = WeightSender(_transport(link, self.hf_model))
         self._pushes_adapter = link.adapter_alone
 
     def push_weights(self, version: int) -> PushReport:
@@ -196,14 +195,14 @@ class SampledRank:
 
     def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole weights as a checkpoint without an adapter has them; every rank must iterate to the end."""
-        hf_model = self.role.hf_model
+        hf_model = self.hf_model
         ordered = in_folding_order(hf_model)
-        parameters = folded(dense(self.role.engine.whole(ordered), dict(ordered)), scales(hf_model))
+        parameters = folded(dense(self.engine.whole(ordered), dict(ordered)), scales(hf_model))
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapter's whole weights under the names of PEFT's files; every rank must iterate to the end."""
-        trained = self.role.engine.named_weights(self.role.hf_model, only_trained=True)
+        trained = self.engine.named_weights(self.hf_model, only_trained=True)
         return ((file_name(name), weight) for name, weight in trained)
 
 
@@ -215,39 +214,39 @@ class ActorRank(SampledRank):
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
-        forward = _logprobs_at(self.role.settings.temperature)
-        return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
+        return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
     def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
-        policy = self.role.settings.policy
+        policy = self.settings.policy
         anchor = () if on_policy else ("old_logprobs",)
         reference = ("ref_logprobs",) if policy.has_kl_loss else ()
         names = ("rollout_logprobs", "advantages", *anchor, *reference)
         metrics = []
         for step in steps:
-            found = self.role.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
+            found = self.engine.train_step(self.packer.samples(step, names), self._loss(step.totals, weights))
+            self.update_average()
             weights = next_weights(weights, found, settings=policy)
             metrics.append(found)
         return metrics
 
     def base_logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the same as `logprobs` by the model under the adapter."""
-        with adapter_off(self.role.engine.module):
+        with adapter_off(self.engine.module):
             return self.logprobs(micro_batches)
 
     def num_buckets(self) -> int:
         """Return how many calls of `bucket` give all weights."""
-        return len(list(buckets(list(self.role.hf_model.named_parameters()))))
+        return len(list(buckets(list(self.hf_model.named_parameters()))))
 
     def bucket(self, number: int) -> dict[str, torch.Tensor]:
         """Return the weights of a bucket, whole and on the CPU, on rank 0; every rank calls it."""
-        chosen = list(buckets(list(self.role.hf_model.named_parameters())))[number]
-        gathered = self.role.engine.whole(chosen)
+        chosen = list(buckets(list(self.hf_model.named_parameters())))[number]
+        gathered = self.engine.whole(chosen)
         return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
 
     def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
-        settings = self.role.settings
+        settings = self.settings
 
         def loss(model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
             logprobs_K, entropy_K = model(batch.pack, temperature=settings.temperature, with_entropy=True)
@@ -271,31 +270,27 @@ class ActorRank(SampledRank):
         return loss
 
 
-class CriticRank:
+class CriticRank(TrainedRank):
     """One rank of the value model in training."""
 
     COLUMNS = ("old_values", "returns")
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_value_backbone)
-        module = ValueModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
-        self.role = TrainedRank(settings, hf_model, module)
+        super().__init__(settings, hf_model, ValueModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config)))
 
     def values(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the values of the states before the trained tokens of each micro-batch, float32 [K]."""
-        return _infer(
-            self.role.engine, micro_batches, lambda model, batch: model(batch), pack_sequences=self.role.packer
-        )
+        return _infer(self, micro_batches, lambda model, batch: model(batch))
 
     def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step."""
         return [
-            self.role.train_step(self.role.packer.samples(step, self.COLUMNS), self._loss(step.totals))
-            for step in steps
+            self.engine.train_step(self.packer.samples(step, self.COLUMNS), self._loss(step.totals)) for step in steps
         ]
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
-        policy, max_new_tokens = self.role.settings.policy, self.role.settings.max_new_tokens
+        policy, max_new_tokens = self.settings.policy, self.settings.max_new_tokens
         assert isinstance(policy, ActorCriticPolicyConfig)
 
         def loss(model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
@@ -312,40 +307,20 @@ class CriticRank:
         return loss
 
 
-class ReferenceRank:
-    """One rank of a frozen policy: the reference of the KL divergence, or a teacher."""
+class FrozenRank:
+    """One rank of a model that is not trained."""
 
-    def __init__(self, settings: RoleSettings) -> None:
-        self._hf_model = hf_model = join_and_load(settings, load_causal_lm)
-        self._settings = settings
-        self.packer = Packer(settings, hf_model)
-        module = PolicyModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
+    def __init__(
+        self,
+        settings: RoleSettings,
+        load: Callable[..., nn.Module],
+        wrap: Callable[[Any, SequenceRanks | None], nn.Module],
+    ) -> None:
+        self.settings = settings
+        self.hf_model: Any = join_and_load(settings, load)
+        self.packer = Packer(settings, self.hf_model)
+        module = wrap(self.hf_model, sequence_ranks(settings.deepspeed, self.hf_model.config))
         self.engine = FrozenEngine(module, settings.deepspeed, param_dtype=settings.model.param_dtype)
-
-    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
-        forward = _logprobs_at(self._settings.temperature)
-        return _infer(self.engine, micro_batches, forward, pack_sequences=self.packer)
-
-    def move(self, weights: dict[str, torch.Tensor], alpha: float) -> None:
-        """Make the named weights `alpha` of those given and the rest of their own (TR-DPO, arXiv 2404.09656)."""
-        move_weights(self._hf_model, weights, alpha)
-
-    def num_bytes(self) -> int:
-        """Return the bytes that `save` writes."""
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._hf_model.parameters())
-
-    def save(self, directory: Path) -> None:
-        """Write the weights, which have moved; rank 0 writes."""
-        gather, named = self._settings.deepspeed.zero_stage == 3, list(self._hf_model.named_parameters())
-        whole = whole_weights(named, gather=gather, bucket_bytes=BUCKET_BYTES)
-        weights = {name: weight.to("cpu", copy=True) for name, weight in whole if dist.get_rank() == 0}
-        if weights:
-            save_file(weights, directory / SYNC_FILE)
-
-    def load(self, directory: Path) -> None:
-        """Take the weights that `save` wrote."""
-        move_weights(self._hf_model, load_file(directory / SYNC_FILE), 1.0)
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""
@@ -356,13 +331,43 @@ class ReferenceRank:
         self.engine.wake()
 
 
-class RewardRank:
+class ReferenceRank(FrozenRank):
+    """One rank of a frozen policy: the reference of the KL divergence, or a teacher."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings, load_causal_lm, PolicyModel)
+
+    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
+        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
+
+    def move(self, weights: dict[str, torch.Tensor], alpha: float) -> None:
+        """Make the named weights `alpha` of those given and the rest of their own (TR-DPO, arXiv 2404.09656)."""
+        move_weights(self.hf_model, weights, alpha)
+
+    def num_bytes(self) -> int:
+        """Return the bytes that `save` writes."""
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.hf_model.parameters())
+
+    def save(self, directory: Path) -> None:
+        """Write the weights, which have moved; rank 0 writes."""
+        gather, named = self.settings.deepspeed.zero_stage == 3, list(self.hf_model.named_parameters())
+        whole = whole_weights(named, gather=gather, bucket_bytes=BUCKET_BYTES)
+        weights = {name: weight.to("cpu", copy=True) for name, weight in whole if dist.get_rank() == 0}
+        if weights:
+            save_file(weights, directory / SYNC_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Take the weights that `save` wrote."""
+        move_weights(self.hf_model, load_file(directory / SYNC_FILE), 1.0)
+
+
+class RewardRank(FrozenRank):
     """One rank of the reward model."""
 
     def __init__(self, settings: RoleSettings) -> None:
-        hf_model = join_and_load(settings, load_reward_model)
-        module = ValueModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
-        self.engine = FrozenEngine(module, settings.deepspeed, param_dtype=settings.model.param_dtype)
+        # Scores are read at tokens of whole sequences, which packs with a common prompt do not have.
+        super().__init__(replace(settings, share_prompts=False), load_reward_model, ValueModel)
 
     def scores(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before
@@ -373,15 +378,7 @@ class RewardRank:
             values_K: torch.Tensor = model(at_targets(batch))
             return values_K
 
-        return _infer(self.engine, micro_batches, forward, pack_sequences=pack)
-
-    def sleep(self) -> None:
-        """Leave the accelerator to others."""
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        """Be ready to compute."""
-        self.engine.wake()
+        return _infer(self, micro_batches, forward)
 
 
 def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
@@ -393,14 +390,12 @@ def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.
 
 
 def _infer(
-    engine: DeepSpeedEngine | FrozenEngine,
+    rank: TrainedRank | FrozenRank,
     micro_batches: list[list[TokenSequence]],
     forward: Callable[[nn.Module, Any], torch.Tensor],
-    *,
-    pack_sequences: Callable[[list[TokenSequence]], Pack],
 ) -> list[np.ndarray]:
-    packs = [pack_sequences(sequences) for sequences in micro_batches]
-    return [result.float().numpy() for result in engine.infer(packs, forward)]
+    packs = [rank.packer(sequences) for sequences in micro_batches]
+    return [result.float().numpy() for result in rank.engine.infer(packs, forward)]
 
 
 def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]:

@@ -4,7 +4,7 @@ Imports no DeepSpeed: the process that starts a run makes these records, and onl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,17 +37,17 @@ class HostedTeacher:
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """The settings to build a role."""
+    """The settings to build a role; a frozen one reads no settings of training."""
 
     model: ModelConfig
     deepspeed: DeepSpeedConfig
-    optim: OptimConfig
-    learning_rate: float
-    total_steps: int
     seed: int
-    temperature: float
-    max_new_tokens: int
-    policy: PolicyConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    learning_rate: float = 0.0
+    total_steps: int = 1
+    temperature: float = 1.0
+    max_new_tokens: int = 1
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     share_prompts: bool = False
     adapter: AdapterPlan | None = None
     ema_beta: float | None = None

@@ -27,14 +27,16 @@ class StudentRank(SampledRank):
             return [self._step(step) for step in steps]
 
     def _step(self, step: UpdateStep) -> dict[str, float]:
-        packs = [self.role.packer(sequences) for sequences in step.micro_batches]
-        batches = self._prepare(self.role.engine, packs)
-        return self.role.train_step(batches, lambda model, batch: self._objective(model, batch, step.totals))
+        packs = [self.packer(sequences) for sequences in step.micro_batches]
+        batches = self._prepare(self.engine, packs)
+        metrics = self.engine.train_step(batches, lambda model, batch: self._objective(model, batch, step.totals))
+        self.update_average()
+        return metrics
 
     @contextmanager
     def _awake_teacher(self) -> Iterator[None]:
         """Hold the teacher on the accelerator for the block, if the student leaves its own to others at times."""
-        if not self.role.settings.sleeps:
+        if not self.settings.sleeps:
             yield
             return
         self._teacher.wake()

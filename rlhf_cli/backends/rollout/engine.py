@@ -6,9 +6,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rlhf_cli.config.rollout import SyncBackend
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.rollout import EngineConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.vision.pictures import unexpanded
@@ -56,6 +58,26 @@ class EngineSettings:
     max_images_per_prompt: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+
+
+def engine_settings(
+    engine: EngineConfig, model: ModelSource, pictures: PicturesConfig, *, max_model_len: int, seed: int, **others: Any
+) -> EngineSettings:
+    """Return the settings of the engines of a command; the machine sets memory and threads."""
+    return EngineSettings(
+        max_model_len=max_model_len,
+        dtype=model.param_dtype,
+        seed=seed,
+        tensor_parallel_size=engine.vllm_tensor_parallel_size,
+        enforce_eager=engine.enforce_eager,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        trust_remote_code=model.trust_remote_code,
+        vllm_args=engine.engine_arguments,
+        max_images_per_prompt=pictures.max_images_per_prompt,
+        min_pixels=pictures.min_pixels,
+        max_pixels=pictures.max_pixels,
+        **others,
+    )
 
 
 @dataclass(frozen=True, slots=True)

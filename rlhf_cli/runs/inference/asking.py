@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
+from rlhf_cli.backends.roles.start import Started
 from rlhf_cli.backends.rollout.engine_group import described
 from rlhf_cli.runs.inference.run import InferenceHooks, ModelUnderTest, answer_by, answer_prompts, started_scorer
 from rlhf_cli.runs.inference.turns import Turn, manifest_of
-from rlhf_cli.runs.inference.workers import Models, started_models
+from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.run_directory import LOGS
 
 
@@ -65,7 +66,7 @@ class Asking:
         ) as models:
             return all(self._answer_with_adapter(models, number) for number in numbers)
 
-    def _answer_with_adapter(self, models: Models, number: int) -> bool:
+    def _answer_with_adapter(self, models: Started, number: int) -> bool:
         asked, version = self.examinees[number], number + 1
         self._name(number)
         with started_scorer(asked, self.hooks) as scorer:

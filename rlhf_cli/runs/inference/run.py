@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
+from rlhf_cli.backends.roles.start import Started
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.model import ModelConfig
@@ -24,7 +25,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
-from rlhf_cli.runs.inference.workers import Models, started_models
+from rlhf_cli.runs.inference.workers import REWARD, started_models
 from rlhf_cli.runs.online.checks import refuse_length_rewards
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
@@ -237,7 +238,7 @@ def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractC
 
 
 def answer_by(
-    models: Models, scorer: Scorer | None, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks
+    models: Started, scorer: Scorer | None, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks
 ) -> bool:
     """Answer chunks from `begin` on engines with the model. Returns whether the last chunk was completed."""
 
@@ -245,15 +246,16 @@ def answer_by(
         return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
     with _engines(models, examinee) as engines:
-        answering = InferenceRun(engines, decode, scorer, models.reward_model)
-        if examinee.process_model is not None and models.reward_model is not None:
+        reward_model = models.roles.get(REWARD)
+        answering = InferenceRun(engines, decode, scorer, reward_model)
+        if examinee.process_model is not None and reward_model is not None:
             finder = step_finder(examinee.process_model, examinee.model.tokenizer)
-            steps = StepScorer(models.reward_model, finder)
+            steps = StepScorer(reward_model, finder)
             answering = InferenceRun(engines, decode, scorer, None, steps)
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
 
 
-def _engines(models: Models, examinee: ModelUnderTest) -> AbstractContextManager[Engines]:
+def _engines(models: Started, examinee: ModelUnderTest) -> AbstractContextManager[Engines]:
     """Return the model's engines, wrapped for episodes with an environment."""
     return examinee.episodes.played_by(models.engines) if examinee.episodes else nullcontext(models.engines)
 

@@ -18,7 +18,7 @@ from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, offline_mode
 from rlhf_cli.runs.pictured_roles import check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import model_identity, objective_identity
-from rlhf_cli.runs.trained_model import TrainedModel, find_companion
+from rlhf_cli.runs.trained_model import ModelPlan, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 
 PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage", "teacher_offload"})
@@ -64,7 +64,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     )
 
 
-def teacher_source(config: DistillConfig, model: TrainedModel) -> ModelConfig:
+def teacher_source(config: DistillConfig, model: ModelPlan) -> ModelConfig:
     """Return the teacher's model settings: the student's dtype and attention kernel."""
     changes = {"pretrain": config.distillation.teacher_pretrain, "tokenizer_chat_template": None}
     return model.base.model_copy(update=changes | {"compile_model": False, "gradient_checkpointing": False})
@@ -78,7 +78,7 @@ def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
     return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 
 
-def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: TrainedModel) -> FoundModel:
+def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan) -> FoundModel:
     """Find the teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's."""
     found = find_companion("teacher_pretrain", source, model)
     _, num_ranks = distributed_env.rank_and_world_size()

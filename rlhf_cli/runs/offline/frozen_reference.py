@@ -17,7 +17,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.offline.task import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
-from rlhf_cli.runs.trained_model import TrainedModel, find_companion, reference_notice
+from rlhf_cli.runs.trained_model import ModelPlan, find_companion, reference_notice
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.pairs import Gather
@@ -28,7 +28,7 @@ Forwards = dict[str, Callable[[object, Any], object]]
 
 
 def check_reference(
-    reference: FrozenReferenceConfig, model: TrainedModel, settings: DeepSpeedConfig, *, is_needed: bool
+    reference: FrozenReferenceConfig, model: ModelPlan, settings: DeepSpeedConfig, *, is_needed: bool
 ) -> None:
     """Raise UsageError if the reference is unsupported, or set but unused."""
     if not is_needed and reference != type(reference)():
@@ -44,7 +44,7 @@ def check_reference(
 
 
 def resident_reference(
-    reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
+    reference: FrozenReferenceConfig, model: ModelPlan, *, is_needed: bool = True
 ) -> PretrainedConfig | None:
     """Return the configuration of a reference that stays on the GPUs during training, else None."""
     is_early = isinstance(reference, ReferenceConfig) and reference.precompute_ref_log_probs
@@ -53,13 +53,13 @@ def resident_reference(
     return model.architecture if reference.ref_pretrain is None else find_model(_source(reference, model)).architecture
 
 
-def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:
+def _source(reference: FrozenReferenceConfig, model: ModelPlan) -> ModelConfig:
     changes = {"compile_model": False} | ({"pretrain": reference.ref_pretrain} if reference.ref_pretrain else {})
     return model.base.model_copy(update=changes)
 
 
 def reference_identity(
-    reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
+    reference: FrozenReferenceConfig, model: ModelPlan, *, is_needed: bool = True
 ) -> dict[str, object]:
     """Return reference facts that must match to resume a checkpoint."""
     if not is_needed:
@@ -68,7 +68,7 @@ def reference_identity(
     return model_identity("reference", found) | reference.movement
 
 
-def reference_notices(reference: FrozenReferenceConfig, model: TrainedModel) -> tuple[str, ...]:
+def reference_notices(reference: FrozenReferenceConfig, model: ModelPlan) -> tuple[str, ...]:
     """Return a notice if the reference differs from the initial model without being set."""
     return tuple(reference_notice(model)) if _is_base(reference, model) else ()
 
@@ -79,7 +79,7 @@ def pair_reference(
     items: Items,
     share: Share,
     *,
-    model: TrainedModel,
+    model: ModelPlan,
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
     """Add precomputed reference log-probs to the pairs, or return hooks that compute them in each step."""
@@ -96,7 +96,7 @@ def pair_reference(
     return items, _moving(hooks, frozen, settings) if settings.moves else hooks
 
 
-def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:
+def _is_base(settings: FrozenReferenceConfig, model: ModelPlan) -> bool:
     """Return whether the reference is the trained model without its adapter."""
     return model.plan is not None and settings.ref_pretrain is None
 
@@ -132,7 +132,7 @@ def labelled_reference(
     items: Items,
     share: Share,
     *,
-    model: TrainedModel,
+    model: ModelPlan,
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
     """Add precomputed reference log-probs to the responses, or return hooks that compute them in each step."""

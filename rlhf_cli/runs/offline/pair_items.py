@@ -8,7 +8,7 @@ from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.offline.task import Items, load_items
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.pairs import PairItems, margins
 from rlhf_cli.trainers.offline.rm import MARGIN
 
@@ -26,7 +26,7 @@ class PairConfig(Protocol):
 
 def load_pair_items(
     config: PairConfig,
-    model: TrainedModel,
+    model: ModelPlan,
     *,
     share_prompts: bool,
     read_ends: bool,

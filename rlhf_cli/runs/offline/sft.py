@@ -11,7 +11,7 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.task import Items, OfflineTask, load_items, offline_model
 from rlhf_cli.runs.pictures import picture_reader
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.sft import SequenceItems, sft_objective
 
 
@@ -34,7 +34,7 @@ def sft_task(config: SFTConfig) -> OfflineTask:
 
 
 def load_sequence_items(
-    data: DataConfig, model: TrainedModel, *, seed: int, reader: PictureReader | None = None
+    data: DataConfig, model: ModelPlan, *, seed: int, reader: PictureReader | None = None
 ) -> Items[SequenceItems]:
     """Load tokenized examples, with images if there is a reader. Raises UsageError like `load_items`."""
 

@@ -21,7 +21,7 @@ from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.models.vision.freezing import check_trained_parts
 from rlhf_cli.runs.run_directory import check_not_replaced
-from rlhf_cli.runs.trained_model import TrainedModel, trained_model
+from rlhf_cli.runs.trained_model import ModelPlan, trained_model
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.loop import ItemData, Objective, Prepare, Share
 
@@ -74,7 +74,7 @@ def no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedI
     return items, ReferenceHooks()
 
 
-def offline_model(config: OfflineConfig) -> TrainedModel:
+def offline_model(config: OfflineConfig) -> ModelPlan:
     """Find an offline command's model. Raises UsageError like `trained_model`, or if it cannot be loaded on this
     machine.
     """
@@ -102,7 +102,7 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     return model
 
 
-def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
+def load_items(data: OfflineDataConfig, model: ModelPlan, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
     """Load training and evaluation items. `load(dataset=..., split=..., progress=...)` loads one dataset.
 
     Raises:
@@ -130,7 +130,7 @@ class OfflineTask:
     objective: Objective
     items: Items[LoadedItems]
     summary: str  # data summary for the terminal
-    model: TrainedModel
+    model: ModelPlan
     load: Callable[..., PreTrainedModel]  # `load_causal_lm` or `load_value_backbone`
     # (Hugging Face model, sequence-parallel ranks) -> module for the objective
     wrap: Callable[[PreTrainedModel, SequenceRanks | None], nn.Module]

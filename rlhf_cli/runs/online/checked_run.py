@@ -25,6 +25,7 @@ from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_positions
+from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
@@ -48,7 +49,6 @@ from rlhf_cli.runs.online.models import (
     find_models,
     idle_settings,
     layout_notices,
-    role_names,
     truncation_notice,
 )
 from rlhf_cli.runs.online.student import StudentData, load_student_data
@@ -57,7 +57,7 @@ from rlhf_cli.runs.plugin_files import environment_contents, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import reward_file_notice
 from rlhf_cli.runs.run_directory import RunDirectory, run_directory
-from rlhf_cli.runs.trained_model import TrainedModel, reference_notice
+from rlhf_cli.runs.trained_model import ModelPlan, reference_notice
 from rlhf_cli.tracking.sinks import check_tracking
 from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -178,7 +178,7 @@ def may_have_gpus() -> bool:
 
 def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if the number of ranks per role does not suit the settings."""
-    roles = role_names(config, models)
+    roles = tuple(models.by_role)
     check_stages(config, roles)
     check_ranks_together(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
@@ -194,7 +194,7 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
     placement, rollout, reason = fill_layout(
         config.placement,
         config.rollout,
-        roles=role_names(config, models),
+        roles=tuple(models.by_role),
         node_gpus=node_gpus,
         needs=_needs(config, models),
     )
@@ -250,21 +250,22 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
 
 
 def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRun:
-    """Enable or disable recomputation in the trained models."""
+    """Enable or disable recomputation in the models; a teacher and a reward model never recompute."""
     update = {"gradient_checkpointing": recomputes}
 
-    def changed(model: TrainedModel) -> TrainedModel:
+    def changed(model: ModelPlan | RewardModelPlan) -> ModelPlan | RewardModelPlan:
+        if isinstance(model, RewardModelPlan) or model.source.gradient_checkpointing is False:
+            return model
         return replace(model, source=model.source.model_copy(update=update), base=model.base.model_copy(update=update))
 
-    critic = run.models.critic and changed(run.models.critic)
-    models = replace(run.models, policy=changed(run.models.policy), critic=critic)
+    models = replace(run.models, by_role={role: changed(model) for role, model in run.models.by_role.items()})
     config = run.config.model_copy(update={"model": run.config.model.model_copy(update=update)})
     return replace(run, config=config, models=models, memory_reason=reason)
 
 
 def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
     """Return the layout requirements of the settings."""
-    settings = [config.deepspeed.of(role) for role in (*role_names(config, models), *config.hosted_roles)]
+    settings = [config.deepspeed.of(role) for role in models.loaded]
     groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
     return Needs(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
 
@@ -298,7 +299,7 @@ def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
 
 
 def _load_data(
-    config: OnlineConfig, model: TrainedModel, episodes: EpisodePlan | None
+    config: OnlineConfig, model: ModelPlan, episodes: EpisodePlan | None
 ) -> tuple[PromptData, PromptData | None, StudentData | None]:
     """Load the training prompts, evaluation prompts and student responses."""
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
@@ -332,7 +333,7 @@ def continued_run(run: OnlineRun) -> OnlineRun:
 def notices(run: OnlineRun) -> list[str]:
     """Return notices about settings with no effect or an unexpected effect."""
     config = run.config
-    idle = idle_settings(config, role_names(config, run.models))
+    idle = idle_settings(config, tuple(run.models.by_role))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
     reference = reference_notice(run.models.policy) if config.policy.init_kl_coef > 0 else []

@@ -85,7 +85,7 @@ def make_evaluator(
 
     def save_best(best: Best) -> None:
         with whole_folder(paths.best) as folder:
-            started.actor.trained.save_model(folder)
+            started.actor.save_model(folder)
             record = {"metric": task.config.best_metric_key, **asdict(best)}
             (folder / BEST_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 

@@ -87,14 +87,14 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
 def _roles(models: OnlineModels) -> dict[str, object]:
     """Return the facts about the model of each role with a title; frozen ones are recorded where there is none too."""
     facts = frozen_parts_identity(models.policy.base)
-    for name, model in models.trained.items():
+    for name, trained in models.trained.items():
         suffix = "" if name == "actor" else f" of the {ROLES[name].title}"
-        facts |= model_identity(ROLES[name].title, model.found, model.plan)
-        facts |= adapter_identity(model.plan, suffix=suffix)
-    of_roles = models.of_roles()
+        facts |= model_identity(ROLES[name].title, trained.found, trained.plan)
+        facts |= adapter_identity(trained.plan, suffix=suffix)
     for name in FROZEN:
         if title := ROLES[name].title:
-            facts |= model_identity(title, of_roles[name].found if name in of_roles else None)
+            model = models.loaded.get(name)
+            facts |= model_identity(title, model.found if model else None)
     return facts
 
 

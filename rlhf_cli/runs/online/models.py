@@ -1,8 +1,8 @@
-"""Models of an online command: discovery and compatibility checks before weights are read; role names."""
+"""Models of an online command: discovery and compatibility checks before weights are read."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.backends.training.checkpoint import Checkpoint
@@ -24,43 +24,64 @@ from rlhf_cli.models.reward_model import (
     require_same_tokens,
 )
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
-from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.models.vision.freezing import check_trained_parts
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.shared_sequences import sharing, splitting
-from rlhf_cli.runs.trained_model import TrainedModel, trained_model
+from rlhf_cli.runs.trained_model import ModelPlan, find_teacher, trained_model
 
 
 @dataclass(frozen=True)
 class OnlineModels:
-    """The models from which roles start. Critic, reward model and teacher are optional."""
+    """The models of a run before weights are read.
 
-    policy: TrainedModel
-    critic: TrainedModel | None
-    reward: RewardModelPlan | None
-    teacher: TeacherModel | None = None
+    - `by_role`: for roles with ranks, in the order of `ROLES`.
+    - `hosted`: for roles that the actor's ranks load.
 
-    def of_roles(self) -> dict[str, TrainedModel | RewardModelPlan | TeacherModel]:
-        """Return each role's initial model."""
-        models = {
-            "actor": self.policy,
-            "critic": self.critic,
-            "ref": self.policy,
-            "reward": self.reward,
-            "teacher": self.teacher,
-        }
-        return {role: model for role, model in models.items() if model is not None}
+    Example, `rlhf grpo` with a KL penalty: by_role = {"actor": policy, "ref": policy}, hosted = {}.
+    """
+
+    by_role: Mapping[str, ModelPlan | RewardModelPlan]
+    hosted: Mapping[str, ModelPlan] = field(default_factory=dict)
 
     @property
-    def trained(self) -> dict[str, TrainedModel]:
-        """The models in training, by the name of the role."""
-        return {role: model for role, model in zip(TRAINED, (self.policy, self.critic), strict=True) if model}
+    def loaded(self) -> dict[str, ModelPlan | RewardModelPlan]:
+        """All models by role."""
+        return {**self.by_role, **self.hosted}
+
+    @property
+    def trained(self) -> dict[str, ModelPlan]:
+        """Trained models by role."""
+        return {role: model for role, model in self.by_role.items() if role in TRAINED and isinstance(model, ModelPlan)}
+
+    @property
+    def policy(self) -> ModelPlan:
+        """The actor's model."""
+        return self.trained["actor"]
+
+    @property
+    def critic(self) -> ModelPlan | None:
+        """The critic's model, if any."""
+        return self.trained.get("critic")
+
+    @property
+    def reward(self) -> RewardModelPlan | None:
+        """The reward model, if any."""
+        model = self.by_role.get("reward")
+        return model if isinstance(model, RewardModelPlan) else None
+
+    @property
+    def teacher(self) -> ModelPlan | None:
+        """The teacher, if any."""
+        model = self.loaded.get("teacher")
+        return model if isinstance(model, ModelPlan) else None
 
 
 def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     """Find the models for these settings.
+
+    A separate reference exists only with a KL coefficient and without an adapter that can be disabled instead.
 
     Raises:
         UsageError: a model does not suit its role, or its token IDs differ.
@@ -71,23 +92,33 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     check_trained_parts(policy.base, config.adapter, policy.architecture, is_adapted=policy.plan is not None)
     if policy.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
-    reward = None
-    if config.reward.reward_pretrain is not None:
-        reward = find_reward_model(
-            config.reward.reward_pretrain, policy.base, policy.tokenizer, normalize=config.reward.normalize_reward
-        )
-    teacher, teacher_pretrain = None, teacher_of(config)
-    if teacher_pretrain is not None:
-        teacher = find_teacher(teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
-    if config.reward.prm_pretrain is not None:
-        reward = find_process_reward_model(config.reward.prm_pretrain, policy.base, policy.tokenizer)
-        _check_room_for_separator(config, reward)
-    critic = _critic(config, policy) if estimator.critic else None
-    trained = (policy, critic or policy)
-    names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
-    frozen = [model.source.pretrain for model in (reward, teacher) if model is not None]
-    check_not_replaced(config.checkpoint, *sorted(names), *frozen)
-    return OnlineModels(policy, critic, reward, teacher)
+    models: dict[str, ModelPlan | RewardModelPlan] = {"actor": policy}
+    if estimator.critic:
+        models["critic"] = _critic(config, policy)
+    if config.policy.init_kl_coef > 0 and policy.plan is None:
+        models["ref"] = policy
+    if (reward := _reward_model(config, policy)) is not None:
+        models["reward"] = reward
+    hosted: dict[str, ModelPlan] = {}
+    if (pretrain := teacher_of(config)) is not None:
+        teacher = find_teacher(pretrain, policy.base, policy.architecture, policy.tokenizer)
+        (hosted if "teacher" in config.hosted_roles else models)["teacher"] = teacher
+    bases = {model.base.pretrain for model in models.values() if isinstance(model, ModelPlan)}
+    sources = {model.source.pretrain for model in (*models.values(), *hosted.values())}
+    check_not_replaced(config.checkpoint, *sorted(bases | sources))
+    return OnlineModels(models, hosted)
+
+
+def _reward_model(config: OnlineConfig, policy: ModelPlan) -> RewardModelPlan | None:
+    """Return the reward model of responses or steps, if any."""
+    reward = config.reward
+    if reward.prm_pretrain is not None:
+        model = find_process_reward_model(reward.prm_pretrain, policy.base, policy.tokenizer)
+        _check_room_for_separator(config, model)
+        return model
+    if reward.reward_pretrain is None:
+        return None
+    return find_reward_model(reward.reward_pretrain, policy.base, policy.tokenizer, normalize=reward.normalize_reward)
 
 
 def teacher_of(config: OnlineConfig) -> str | None:
@@ -113,7 +144,7 @@ def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:
     return {"Reward model" if model.separator is None else "Process reward model": model.source.pretrain}
 
 
-def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
+def _critic(config: OnlineConfig, policy: ModelPlan) -> ModelPlan:
     """Return the critic's model: `critic_pretrain`, by default the policy, with a separate adapter in adapter runs."""
     pretrain = config.critic.critic_pretrain
     if pretrain is None:
@@ -129,18 +160,6 @@ def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
     refuse_several_labels(critic.architecture, what)
     require_same_tokens(critic.tokenizer, policy.tokenizer, what)
     return critic
-
-
-def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
-    """Return this run's roles except the engines.
-
-    A separate reference exists only with a KL coefficient and without an adapter that can be disabled instead.
-    """
-    critic = ("critic",) if models.critic else ()
-    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
-    reward = ("reward",) if models.reward else ()
-    teacher = ("teacher",) if models.teacher and "teacher" not in config.hosted_roles else ()
-    return ("actor", *critic, *reference, *reward, *teacher)
 
 
 def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
@@ -180,14 +199,12 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if a role's ranks cannot share sequences as set."""
     deepspeed, policy = config.deepspeed, models.policy
     check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
-    of_roles = models.of_roles()
-    for role in (*role_names(config, models), *config.hosted_roles):
-        model = of_roles[role]
+    for role, model in models.loaded.items():
         check_sequence_parallel(
             model.found.architecture,
             deepspeed.of(role),
             num_ranks=config.placement.num_ranks(config.host_of(role)),
-            attention=model.attention if isinstance(model, TeacherModel) else policy.attention,
+            attention=model.attention if model is models.teacher else policy.attention,
             name=deepspeed.name_of(role, "sequence_parallel_size"),
         )
 
@@ -240,7 +257,7 @@ def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) 
     flags = {role.name: role.pretrain for role in ROLES.values() if role.pretrain}
     if config.reward.prm_pretrain is not None:
         flags["reward"] = "prm_pretrain"
-    for role, model in models.of_roles().items():
+    for role, model in models.loaded.items():
         if role in flags:
             what = f"--{flags[role]} {model.source.pretrain!r}"
             check_role_pictures(

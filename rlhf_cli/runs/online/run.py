@@ -14,6 +14,7 @@ from rlhf_cli.backends.cluster.placement import describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import StudentRole
+from rlhf_cli.backends.roles.start import Processes
 from rlhf_cli.backends.rollout.engine_group import described
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.data.tokenizing.decoding import text_of
@@ -28,10 +29,10 @@ from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
-from rlhf_cli.runs.online.models import reward_model_fact, role_names, teacher_of, together
+from rlhf_cli.runs.online.models import reward_model_fact, teacher_of, together
 from rlhf_cli.runs.online.restarts import with_restarts
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
-from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
+from rlhf_cli.runs.online.start_roles import OnlineRoles
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.runs.run_directory import begin_logs, held_output, prepare_run_directory
@@ -106,9 +107,9 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         with stop_announced(stop, tracker.message, STOP):
             finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
-            roles.actor.trained.save_model(run.paths.model)
+            roles.actor.save_model(run.paths.model)
             if config.optim.enable_ema:
-                roles.actor.trained.save_average(run.paths.ema)
+                roles.actor.save_average(run.paths.ema)
         conclude(tracker, run.paths, finished, best)
     write_report(run.paths.root)
     return finished
@@ -127,22 +128,22 @@ def _tracker(run: OnlineRun, console: Console) -> Tracker:
     )
 
 
-def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, OnlineCluster]:
+def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     """Fill in the run's sizes for the cluster, and reserve resources."""
     cluster = stack.enter_context(ray_cluster())
     run = placed_run(run, cluster.node_gpus if cluster.has_gpus else [])
     config = run.config
-    layout = plan_layout(
-        config.placement, config.rollout, roles=role_names(config, run.models), node_gpus=cluster.node_gpus
-    )
+    layout = plan_layout(config.placement, config.rollout, roles=tuple(run.models.by_role), node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)
     stack.callback(reservation.release)
-    return run, OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
+    return run, Processes(cluster, reservation, run.paths.logs)
 
 
-def _build(run: OnlineRun, where: OnlineCluster) -> OnlineRoles:
+def _build(run: OnlineRun, where: Processes) -> OnlineRoles:
     try:
-        return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps, end_ids=run.data.end_ids)
+        return OnlineRoles(
+            run.config, where, run.backend, run.models, total_steps=run.total_steps, end_ids=run.data.end_ids
+        )
     except ProcessDied as death:
         if run.resume is not None:
             # The run directory may contain checkpoints from an earlier run, so restarting from the last one would be
@@ -151,15 +152,15 @@ def _build(run: OnlineRun, where: OnlineCluster) -> OnlineRoles:
         raise RunError(death.message) from death
 
 
-def _placement(run: OnlineRun, where: OnlineCluster) -> str:
+def _placement(run: OnlineRun, where: Processes) -> str:
     """Describe the placement of roles, and their sequence and tensor parallelism."""
-    groups = together(run.config, role_names(run.config, run.models))
+    groups = together(run.config, tuple(run.models.by_role))
     idle = idle_gpus(where.layout, where.cluster.node_gpus) if where.cluster.has_gpus else ""
     found = [*describe(where.layout, unit=where.cluster.unit), run.layout_reason, idle, *groups]
     return "; ".join(filter(None, found))
 
 
-def _facts(run: OnlineRun, where: OnlineCluster) -> dict[str, str]:
+def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
     """Return the facts for the start of the run."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
     reward_file = reward_file_notice(run.resume, config.reward)

@@ -14,7 +14,7 @@ from rlhf_cli.config.roles import FROZEN
 from rlhf_cli.config.train import OptimizerName
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.online.models import OnlineModels
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import ModelPlan
 
 GIB = 2**30
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -72,12 +72,12 @@ def bytes_by_node(config: OnlineConfig, models: OnlineModels, layout: Layout) ->
 
 def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[str, SleepingRole]:
     roles = {}
-    for name, model in models.of_roles().items():
+    for name, model in models.loaded.items():
         ranks = len(layout.of(config.host_of(name)))
         if not ranks:
             continue
-        source = model.base if isinstance(model, TrainedModel) else model.source
-        is_trained = name not in FROZEN and isinstance(model, TrainedModel) and model.plan is None
+        source = model.base if isinstance(model, ModelPlan) else model.source
+        is_trained = name not in FROZEN and isinstance(model, ModelPlan) and model.plan is None
         size, stage = num_parameters(source), config.deepspeed.of(name).zero_stage
         trained = size if is_trained else 0
         roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks, config.optim.optim)

@@ -8,9 +8,8 @@ from rlhf_cli.config.data import DataConfig, TextConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
-from rlhf_cli.models.teacher import TeacherModel
 from rlhf_cli.runs.run_identity import objective_identity
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 from rlhf_cli.trainers.online.distilling import Mixture
 
@@ -28,7 +27,7 @@ class StudentData:
 
 
 def load_student_data(
-    config: GKDConfig, model: TrainedModel, reader: PictureReader | None, *, num_prompts: int
+    config: GKDConfig, model: ModelPlan, reader: PictureReader | None, *, num_prompts: int
 ) -> StudentData:
     """Load the mixture of sampled and fixed responses, with equal size per iteration.
 
@@ -67,7 +66,7 @@ def rows_config(config: GKDConfig) -> DataConfig:
     return DataConfig(**common | own)
 
 
-def hosted_teacher(config: GKDConfig, teacher: TeacherModel) -> HostedTeacher:
+def hosted_teacher(config: GKDConfig, teacher: ModelPlan) -> HostedTeacher:
     """Return the settings of the hosted teacher and objective."""
     distillation = config.distillation
     settings = DivergenceSettings(distillation.beta, config.rollout.temperature, distillation.teacher_top_k)
@@ -81,6 +80,6 @@ def hosted_teacher(config: GKDConfig, teacher: TeacherModel) -> HostedTeacher:
     )
 
 
-def shares_prompts(config: GKDConfig, teacher: TeacherModel) -> bool:
+def shares_prompts(config: GKDConfig, teacher: ModelPlan) -> bool:
     """Return whether packs may contain a shared prompt once; student and teacher read the same packs."""
     return config.batch.share_prompts and can_share_prompts(teacher.attention, config.deepspeed.of("teacher"))

@@ -79,13 +79,6 @@ class Teacher(Sleeper, Protocol):
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
-class MovingReference(Sleeper, Protocol):
-    """A reference updated toward the policy during training."""
-
-    def move(self) -> None:
-        """Update the reference toward the actor. The actor must be idle."""
-
-
 class RewardModel(Sleeper, Protocol):
     """Frozen model that scores full responses."""
 
@@ -189,7 +182,8 @@ SampledT = TypeVar("SampledT", bound=Sampled)
 
 @dataclass(frozen=True)
 class Roles(Generic[SampledT_co]):
-    """All models and services of the loop. `moving_reference` is the reference if it is updated.
+    """All models and services of the loop. `move_reference` updates the reference toward the actor, which must be
+    idle; None if the reference is fixed.
 
     `turns` prevents restarted engines from reading an actor in training.
     """
@@ -200,7 +194,7 @@ class Roles(Generic[SampledT_co]):
     reward_model: RewardModel | None
     engines: Engines
     scorer: Scoring
-    moving_reference: MovingReference | None = None
+    move_reference: Callable[[], None] | None = None
     teacher: Teacher | None = None
     steps: Steps | None = None
     turns: ActorTurns = field(default_factory=ActorTurns)

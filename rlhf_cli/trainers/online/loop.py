@@ -310,9 +310,9 @@ def _learn(
         if settings.lag:
             roles.actor.wake()  # a push to a restarted engine has put it to sleep
         metrics |= found | push_weights(roles, iteration, timer)
-        if roles.moving_reference is not None and settings.reference_moves(iteration):
-            with timer("transfer"), awake(roles.moving_reference):
-                roles.moving_reference.move()
+        if roles.move_reference is not None and settings.reference_moves(iteration):
+            with timer("transfer"):
+                roles.move_reference()
     metrics |= batch_metrics(batch, settings.reward)
     if settings.lag and len(responses):
         metrics |= staleness_metrics(responses, iteration=iteration)

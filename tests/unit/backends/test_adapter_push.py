@@ -77,7 +77,7 @@ def test_a_push_is_the_adapter_that_is_saved_and_peft_reads_the_folder_of_an_eng
     report = actor.push_weights(2)
     manifest = pickle.loads(pickle.dumps(report.manifest))
     tensors, _ = read_adapter(manifest)
-    actor.role.save_model(tmp_path / "adapter")
+    actor.save_model(tmp_path / "adapter")
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert tensors.keys() == saved.keys()
     assert all(torch.equal(tensors[name], saved[name]) for name in saved)

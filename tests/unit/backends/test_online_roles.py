@@ -8,7 +8,8 @@ import pytest
 from remote_calls import recorded
 from tiny_training import make_sequences
 
-from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
+from rlhf_cli.backends.roles.groups import RewardRole, TeacherRole
+from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.rollout.engine_shares import SharedBatch, balanced_shares, same_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -38,19 +39,16 @@ class FakeGroup:
         ]
 
 
-def dealer(num_ranks: int, max_tokens: int, max_sequences: int | None) -> Dealer:
+def planner(num_ranks: int, max_tokens: int, max_sequences: int | None) -> MicroBatchPlanner:
     batch = BatchConfig(train_max_tokens_per_gpu=max_tokens, micro_train_batch_size=max_sequences)
-    return Dealer(num_ranks, batch, quadratic_cost=0.01)
+    return MicroBatchPlanner(num_ranks, batch, quadratic_cost=0.01)
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
 def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequences):
     sequences, group = make_sequences(7), FakeGroup()
-    results = dealer(num_ranks, max_tokens, max_sequences).forward(
-        group,  # type: ignore[arg-type]
-        lambda rank, work: rank.logprobs(work),
-        sequences,
-    )
+    role = TeacherRole(group, planner(num_ranks, max_tokens, max_sequences), takes_turns=False)  # type: ignore[arg-type]
+    results = role.logprobs(sequences)
     for sequence, result in zip(sequences, results, strict=True):
         assert result.tolist() == (10.0 * sequence.token_ids[sequence.loss_mask]).tolist()
     assert len(group.micro_batches) == num_ranks
@@ -61,15 +59,16 @@ def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequenc
 @pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
 def test_a_reward_model_reads_the_last_token_of_each_sequence(num_ranks, max_tokens, max_sequences):
     sequences, group = make_sequences(7), FakeGroup()
-    deal = dealer(num_ranks, max_tokens, max_sequences)
-    reward = RewardRole(FrozenRole(group, deal, takes_turns=False), statistics=None)  # type: ignore[arg-type]
+    deal = planner(num_ranks, max_tokens, max_sequences)
+    reward = RewardRole(group, deal, takes_turns=False)  # type: ignore[arg-type]
     assert reward.scores(sequences) == [10.0 * sequence.token_ids[-1] for sequence in sequences]
 
 
 def test_scores_are_normalised_by_the_statistics_of_the_model():
-    sequences, deal = make_sequences(3), dealer(1, 1000, None)
+    sequences, deal = make_sequences(3), planner(1, 1000, None)
     statistics = ScoreStatistics(mean=4.0, std=2.0)
-    reward = RewardRole(FrozenRole(FakeGroup(), deal, takes_turns=False), statistics=statistics)  # type: ignore[arg-type]
+    reward = RewardRole(FakeGroup(), deal, takes_turns=False)  # type: ignore[arg-type]
+    reward.statistics = statistics
     assert reward.scores(sequences) == [(10.0 * sequence.token_ids[-1] - 4.0) / 2.0 for sequence in sequences]
 
 
@@ -77,7 +76,7 @@ def test_scores_are_normalised_by_the_statistics_of_the_model():
 def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_step(num_ranks, max_tokens, max_sequences):
     samples = make_sequences(7)
     steps = [np.array([3, 0, 6]), np.array([1, 2, 4, 5])]
-    shares = dealer(num_ranks, max_tokens, max_sequences).steps(samples, steps)
+    shares = planner(num_ranks, max_tokens, max_sequences).steps(samples, steps)
     assert len(shares) == num_ranks
     for number, indices in enumerate(steps):
         parts = [share[number] for share in shares]
@@ -90,9 +89,9 @@ def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_ste
 
 def test_ranks_that_split_layers_get_the_same_micro_batches_of_one_ranks_tokens():
     sequences, batch = make_sequences(7), BatchConfig(train_max_tokens_per_gpu=20)
-    plan = Dealer(4, batch, quadratic_cost=0.01, ranks_per_layer=2).plan(sequences)
+    plan = MicroBatchPlanner(4, batch, quadratic_cost=0.01, ranks_per_layer=2).plan(sequences)
     assert plan[0] == plan[1] != plan[2] == plan[3]
-    assert plan[::2] == Dealer(2, batch, quadratic_cost=0.01).plan(sequences)
+    assert plan[::2] == MicroBatchPlanner(2, batch, quadratic_cost=0.01).plan(sequences)
 
 
 def test_prompts_go_to_the_engine_with_the_least_to_do():

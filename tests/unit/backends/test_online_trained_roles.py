@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.backends.roles.groups import RoleGroup
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, join_and_load
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
@@ -85,11 +86,12 @@ def train(actor: ActorRank, steps: int = 1) -> None:
     sequences = make_sequences(4)
     totals = StepTotals(sum(sequence.num_trained for sequence in sequences), len(sequences))
     for _ in range(steps):
-        actor.role.train_step([pack(sequences)], bind(sft_objective, totals))  # type: ignore[list-item]
+        actor.engine.train_step([pack(sequences)], bind(sft_objective, totals))
+        actor.update_average()
 
 
 def own_weights(actor: ActorRank) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in actor.role.engine.named_weights(actor.role.hf_model)}
+    return {name: weight.clone() for name, weight in actor.engine.named_weights(actor.hf_model)}
 
 
 def engine_weights(actor: ActorRank) -> dict[str, torch.Tensor]:
@@ -114,7 +116,7 @@ def test_engines_get_what_merge_would_write_and_the_trainer_keeps_its_own_bit_fo
     before = own_weights(actor)
     pushed = engine_weights(actor)
     assert equal(before, own_weights(actor))
-    actor.role.save_model(tmp_path / "adapter")
+    actor.save_model(tmp_path / "adapter")
     base = open_weights(folder_of(tiny_model_dir))
     adapter = SafetensorsFiles([tmp_path / "adapter" / WEIGHTS_FILE])
     merged = FoldedAdapter(base, adapter, read_config(tmp_path / "adapter"))
@@ -189,7 +191,7 @@ def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_pat
     linear = ATTENTION if lora_rank else ["all-linear"]
     actor = ActorRank(role_settings(tiny_moe_dir, stage, lora_rank=lora_rank, target_modules=linear))
     train(actor)
-    actor.role.save_model(tmp_path / "saved")
+    actor.save_model(tmp_path / "saved")
     base = open_weights(folder_of(tiny_moe_dir))
     saved = tmp_path / "saved"
     if lora_rank:
@@ -206,19 +208,19 @@ def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_pat
 
 def test_engines_are_told_the_shapes_of_a_mixture_before_the_push(tiny_moe_dir):
     actor = ActorRank(role_settings(tiny_moe_dir, 3))
-    announced = [(spec.name, spec.shape, spec.dtype) for spec in tensor_specs(actor.role.hf_model)]
+    announced = [(spec.name, spec.shape, spec.dtype) for spec in tensor_specs(actor.hf_model)]
     assert announced == [(name, tuple(w.shape), w.dtype) for name, w in engine_weights(actor).items()]
 
 
 @pytest.mark.parametrize(("stage", "later"), [(2, 2), (3, 3), (2, 3), (3, 0)])
 def test_a_critic_trains_its_adapter_and_its_head_alone(tiny_model_dir, tmp_path, stage, later):
     critic = CriticRank(role_settings(tiny_model_dir, stage, lora_rank=4))
-    trained = {name for name, p in critic.role.hf_model.named_parameters() if p.requires_grad}
+    trained = {name for name, p in critic.hf_model.named_parameters() if p.requires_grad}
     assert "score.weight" in trained
     assert all(".lora_" in name for name in trained - {"score.weight"})
-    critic.role.save(tmp_path)
+    critic.save(tmp_path)
     again = CriticRank(role_settings(tiny_model_dir, later, lora_rank=4))
-    again.role.load(tmp_path)
+    again.load(tmp_path)
     found, expected = again.values([make_sequences(5)])[0], critic.values([make_sequences(5)])[0]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 if later != stage else 0)
 
@@ -230,12 +232,12 @@ def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(
     tiny_model_dir, tmp_path, stage, lora_rank, later
 ):
     def averaged(actor: ActorRank) -> dict[str, torch.Tensor]:
-        assert actor.role._average is not None
-        return dict(actor.role._average.weights())
+        assert actor._average is not None
+        return dict(actor._average.weights())
 
     settings = role_settings(tiny_model_dir, stage, lora_rank=lora_rank, ema_beta=0.75)
     actor = ActorRank(settings)
-    trained = {name for name, p in actor.role.hf_model.named_parameters() if p.requires_grad}
+    trained = {name for name, p in actor.hf_model.named_parameters() if p.requires_grad}
     expected = own_weights(actor)
     for _ in range(2):
         train(actor)
@@ -244,15 +246,15 @@ def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(
     assert found.keys() == trained
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
-    actor.role.save(tmp_path / "saved")
+    actor.save(tmp_path / "saved")
     again = ActorRank(replace(settings, deepspeed=DeepSpeedConfig(zero_stage=later)))
-    again.role.load(tmp_path / "saved")
+    again.load(tmp_path / "saved")
     train(actor)
     train(again)
     tolerance = 1e-6 if later != stage else 0
     for name, weight in averaged(actor).items():
         torch.testing.assert_close(averaged(again)[name], weight, rtol=0, atol=tolerance)
-    actor.role.save_average(tmp_path / "ema")
+    actor.save_average(tmp_path / "ema")
     written = load_file(tmp_path / "ema" / (WEIGHTS_FILE if lora_rank else "model.safetensors"))
     assert {tuple(weight.shape) for weight in written.values()} == {tuple(w.shape) for w in found.values()}
     if not lora_rank:
@@ -281,7 +283,7 @@ def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_pa
 
 def test_what_is_saved_of_an_adapter_is_an_adapter(tiny_model_dir, tmp_path: Path):
     actor = ActorRank(role_settings(tiny_model_dir, 2, lora_rank=4))
-    actor.role.save_model(tmp_path / "model")
+    actor.save_model(tmp_path / "model")
     assert {"adapter_config.json", WEIGHTS_FILE} <= {path.name for path in (tmp_path / "model").iterdir()}
     assert not (tmp_path / "model" / "config.json").exists()
 
@@ -295,4 +297,5 @@ def test_every_role_has_a_class_of_that_name():
         "teacher": ReferenceRank,
     }
     assert resolve_name(STUDENT_ROLES["actor"].rank) is StudentRank
+    assert all(issubclass(resolve_name(role.driver), RoleGroup) for role in (*ROLES.values(), STUDENT_ROLES["actor"]))
     assert resolve_name(HOST_ENGINE) is host_engine

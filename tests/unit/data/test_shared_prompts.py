@@ -9,7 +9,8 @@ from repeated_tokens import repeated_tokens
 from test_prefix_packing import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_cli.backends.roles.groups import Dealer
+from rlhf_cli.backends.roles.groups import TeacherRole
+from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.config.commands.grpo import GRPOConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
@@ -124,7 +125,7 @@ def test_a_fixed_size_of_micro_batches_leaves_prompts_shared():
     config = build_config(GRPOConfig, given)
     settings = role_settings(config, "actor", config.model, learning_rate=1e-6, total_steps=1)
     assert settings.share_prompts
-    deal = Dealer(1, config.batch, 0.01, lambda: settings.share_prompts)
+    deal = MicroBatchPlanner(1, config.batch, 0.01, lambda: settings.share_prompts)
     assert sorted(deal.plan(SCATTERED)[0]) == [[0, 2, 4], [1, 3]]
 
 
@@ -159,16 +160,16 @@ class Ranks:
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 100), (2, 12), (3, 7)])
 def test_results_of_shared_packs_come_back_to_their_sequences(num_ranks, max_tokens):
-    dealer = Dealer(num_ranks, BatchConfig(train_max_tokens_per_gpu=max_tokens), 0.01, lambda: True)
-    results = dealer.forward(Ranks(), lambda rank, work: rank.logprobs(work), SCATTERED)  # type: ignore[arg-type]
+    planner = MicroBatchPlanner(num_ranks, BatchConfig(train_max_tokens_per_gpu=max_tokens), 0.01, lambda: True)
+    results = TeacherRole(Ranks(), planner, takes_turns=False).logprobs(SCATTERED)  # type: ignore[arg-type]
     for asked, found in zip(SCATTERED, results, strict=True):
         assert found.tolist() == asked.token_ids[asked.loss_mask].tolist()
 
 
 def test_columns_stay_with_their_tokens():
     samples = [replace(s, columns={"ids": s.token_ids[s.loss_mask].astype(np.float32)}) for s in SCATTERED]
-    dealer = Dealer(1, BatchConfig(train_max_tokens_per_gpu=100), 0.01, lambda: True)
-    ((step,),) = dealer.steps(samples, [np.arange(5)])
+    planner = MicroBatchPlanner(1, BatchConfig(train_max_tokens_per_gpu=100), 0.01, lambda: True)
+    ((step,),) = planner.steps(samples, [np.arange(5)])
     (micro_batch,) = step.micro_batches
     packed = pack_groups(micro_batch)
     assert np.concatenate([s.columns["ids"] for s in micro_batch]).tolist() == packed.targets_K.tolist()

@@ -24,7 +24,6 @@ from rlhf_cli.runs.online.models import (
     find_models,
     idle_settings,
     layout_notices,
-    role_names,
     together,
     truncation_notice,
 )
@@ -101,7 +100,7 @@ def test_a_teacher_is_a_role_of_its_own(tiny_model_dir, tmp_path):
     found = find_models(config, ESTIMATORS["grpo"])
     assert found.teacher is not None
     assert found.teacher.source.pretrain == str(teacher)
-    assert role_names(config, found) == ("actor", "teacher")
+    assert tuple(found.by_role) == ("actor", "teacher")
     with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', from which this run starts"):
         find("grpo", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")
 
@@ -112,7 +111,7 @@ def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model
     config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=str(teacher), compile_model="true", **stage)
     found = find_models(config, ESTIMATORS["gkd"])
     assert found.teacher is not None
-    assert role_names(config, found) == ("actor",)
+    assert tuple(found.by_role) == ("actor",)
     assert idle_settings(config, ("actor",)) == []
     hosted = hosted_teacher(config, found.teacher)
     assert (hosted.model.pretrain, hosted.model.compile_model) == (str(teacher), False)

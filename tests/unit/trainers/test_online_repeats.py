@@ -31,11 +31,9 @@ from rlhf_cli.backends.roles.groups import (
     ActorRole,
     BaseReference,
     CriticRole,
-    Dealer,
-    FrozenRole,
     ReferenceRole,
-    TrainedRole,
 )
+from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, SampledRank, TrainedRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -144,12 +142,14 @@ def role_settings(config: OnlineConfig, learning_rate: float) -> RoleSettings:
     )
 
 
-def reference_of(settings: RoleSettings, policy: TrainedRole, dealer: Dealer) -> ReferenceRole | BaseReference:
+def reference_of(
+    settings: RoleSettings, policy: ActorRole, planner: MicroBatchPlanner
+) -> ReferenceRole | BaseReference:
     """Return the model that the run begins with: under an adapter the actor's own, else a copy."""
     if settings.adapter is not None:
         return BaseReference(policy)
     reference = OneRank(ReferenceRank(settings))
-    return ReferenceRole(FrozenRole(reference, dealer, takes_turns=False), actor=policy, alpha=0.0)  # type: ignore[arg-type]
+    return ReferenceRole(reference, planner, takes_turns=False)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,13 @@ def train(
 
     The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it.
     """
-    algorithm, settings, dealer = ESTIMATORS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
-
-    def trained(role: Any) -> TrainedRole:
-        return TrainedRole(OneRank(role), dealer, takes_turns=False)  # type: ignore[arg-type]
+    algorithm, settings, planner = ESTIMATORS[row], role_settings(config, 1e-2), MicroBatchPlanner(1, config.batch, 0.0)
 
     actor = ActorRank(settings)
     critic = CriticRank(settings) if algorithm.critic else None
     engine, tracker = OneEngine(config.model.pretrain, actor, folder), parts.tracker or FakeTracker()
     state = first_state(config.policy)
-    roles_by_name = {"actor": actor.role} | ({"critic": critic.role} if critic else {})
+    roles_by_name = {"actor": actor} | ({"critic": critic} if critic else {})
     if goes_on := checkpoint is not None and checkpoint.exists():
         for name, role in roles_by_name.items():
             role.load(checkpoint / name)
@@ -201,11 +198,11 @@ def train(
         if checkpoint is not None and not goes_on and state.iteration == 1:
             write_checkpoint(checkpoint, roles_by_name, state)
 
-    policy = trained(actor)
+    policy = ActorRole(OneRank(actor), planner, takes_turns=False)  # type: ignore[arg-type]
     roles = Roles(
-        ActorRole(policy),
-        CriticRole(trained(critic)) if critic else None,
-        reference_of(settings, policy, dealer),
+        policy,
+        CriticRole(OneRank(critic), planner, takes_turns=False) if critic else None,  # type: ignore[arg-type]
+        reference_of(settings, policy, planner),
         None,
         parts.play(engine),
         parts.scorer or Scorer([], fails=lambda index: False),

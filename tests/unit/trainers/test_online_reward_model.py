@@ -88,7 +88,7 @@ def test_a_folder_without_a_score_head_gets_no_random_one(tiny_model_dir):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_critic_that_starts_from_a_reward_model_keeps_its_head(reward_dir, stage):
     critic = CriticRank(role_settings(reward_dir, stage))
-    weights = dict(critic.role.engine.named_weights(critic.role.hf_model))
+    weights = dict(critic.engine.named_weights(critic.hf_model))
     assert weights["score.weight"].equal(load_file(reward_dir / "model.safetensors")["score.weight"])
 
 

@@ -27,8 +27,8 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
-from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.rewards.records import Score
+from rlhf_cli.runs.trained_model import ModelPlan, find_teacher
 from rlhf_cli.trainers.online.batch import learning_samples
 from rlhf_cli.trainers.online.samples import Responses
 
@@ -45,7 +45,7 @@ def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None) 
     return folder
 
 
-def find(teacher: Path, policy: str) -> TeacherModel:
+def find(teacher: Path, policy: str) -> ModelPlan:
     source = ModelConfig(pretrain=policy, param_dtype="fp32", gradient_checkpointing=True)
     return find_teacher(str(teacher), source, find_model(source).architecture, make_tiny_tokenizer())
 

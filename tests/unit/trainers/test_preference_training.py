@@ -51,7 +51,7 @@ from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.dpo import make_objective
 from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference
 from rlhf_cli.runs.offline.task import Items
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline import dpo
 from rlhf_cli.trainers.offline.kto import KTOPreparation, partners_of
 from rlhf_cli.trainers.offline.pairs import PairItems
@@ -204,7 +204,7 @@ def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
 
 def model_of(folder):
     source = ModelConfig(pretrain=str(folder), param_dtype="fp32")
-    return TrainedModel(source, source, None, find_model(source), load_tokenizer(source))
+    return ModelPlan(source, source, None, find_model(source), load_tokenizer(source))
 
 
 @pytest.mark.parametrize("precomputed", [False, True])

@@ -14,7 +14,8 @@ from site_hooks import undocumented
 from test_online_repeats import PROMPTS, OneEngine, OneRank, Scorer
 from tiny_training import CLOSE, LEARNING_RATE, OPTIM, Layout, farthest, make_sequences
 
-from rlhf_cli.backends.roles.groups import Dealer, StudentRole, TrainedRole
+from rlhf_cli.backends.roles.groups import StudentRole
+from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
 from rlhf_cli.config.commands.gkd import GKDConfig
@@ -24,9 +25,9 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.finding import find_model
-from rlhf_cli.models.teacher import find_teacher
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
+from rlhf_cli.runs.trained_model import find_teacher
 from rlhf_cli.trainers.offline.distill import DistillObjective
 from rlhf_cli.trainers.online.distilling import Distilling, Mixture
 from rlhf_cli.trainers.online.interfaces import Roles
@@ -68,8 +69,8 @@ def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> 
 
 def role_of(student: StudentRank, *, max_tokens: int = 1000) -> StudentRole:
     batch = BatchConfig(train_max_tokens_per_gpu=max_tokens)
-    dealer = Dealer(1, batch, 0.0, student.role.packer.shares_prompts)
-    return StudentRole(TrainedRole(OneRank(student), dealer, takes_turns=False))  # type: ignore[arg-type]
+    planner = MicroBatchPlanner(1, batch, 0.0, student.packer.shares_prompts)
+    return StudentRole(OneRank(student), planner, takes_turns=False)  # type: ignore[arg-type]
 
 
 def responses() -> list[TokenSequence]:
@@ -98,7 +99,7 @@ def test_steps_on_responses_are_those_of_one_sequence_at_a_time_in_plain_pytorch
     sequences = responses()
     expected = distill_plainly(tiny_model_dir, tiny_llama_dir, beta=0.4, temperature=0.9, sequences=sequences)
     student = make_student(config_of(tiny_model_dir, tiny_llama_dir, **given))
-    assert student.role.packer.shares_prompts() == ("share_prompts" not in given)
+    assert student.packer.shares_prompts() == ("share_prompts" not in given)
     found = role_of(student, max_tokens=max_tokens).learn(sequences, [np.array(step) for step in STEPS])
     assert [metrics["loss"] for metrics in found] == pytest.approx(expected, rel=2e-6, abs=2e-6)
     assert not undocumented("gkd", found[0])
@@ -115,7 +116,7 @@ def test_steps_on_rows_are_the_steps_of_the_offline_command(tiny_model_dir, tiny
     found = role_of(student).learn(make_sequences(10), [np.array(step) for step in STEPS])
     for metrics, expected in zip(found, offline.metrics, strict=True):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=2e-6)
-    weights = dict(student.role.engine.named_weights(student.role.hf_model))
+    weights = dict(student.engine.named_weights(student.hf_model))
     assert farthest(weights, offline.weights) < CLOSE
 
 
@@ -125,7 +126,7 @@ def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iteratio
     engine, tracker = OneEngine(config.model.pretrain, student, folder), FakeTracker()
     state = first_state(config.policy)
     if resume is not None:
-        student.role.load(resume)
+        student.load(resume)
         state = LoopState.of(json.loads((resume / "state.json").read_text()))
         engine.receive_weights(state.iteration)
     else:
@@ -133,7 +134,7 @@ def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iteratio
 
     def save(state: LoopState) -> None:
         if state.iteration == 2 and resume is None:
-            student.role.save(folder / "saved")
+            student.save(folder / "saved")
             (folder / "saved" / "state.json").write_text(json.dumps(state.plain()))
 
     roles = Roles(role_of(student), None, None, None, engine, Scorer([], fails=lambda index: False))
