@@ -22,6 +22,7 @@ from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.interfaces import Roles, awake
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.samples import Sample
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
 
@@ -294,9 +295,14 @@ class Run:
         self.turns = ActorTurns()  # those of a run that has ended are over
         return train_online(
             self.roles(),
-            self.settings,
-            prompts=PROMPTS,
-            decode=lambda token_ids: "".join(map(str, token_ids)),
+            RolloutSource(
+                self.engines,
+                self.scorer,
+                self.settings,
+                PROMPTS,
+                lambda token_ids: "".join(map(str, token_ids)),
+                self.tracker.message,
+            ),
             state=state or first_state(self.settings.policy),
             total_iterations=total_iterations,
             save_steps=save_steps,

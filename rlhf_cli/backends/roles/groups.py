@@ -130,7 +130,7 @@ class WorkerGroup(Generic[HeldT]):
 
     def all_each(self, call: Callable[[HeldT, Work], Result], work: Sequence[Work]) -> list[Result]:
         """Return the results of a call with its own work on every rank."""
-        return self.wait(self.start_each(call, work))
+        return self.wait([worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)])
 
     def log_file(self, rank: int) -> Path:
         """Return the file of a rank's output."""

@@ -1,27 +1,30 @@
-"""Automatic restarts after a process has died."""
+"""Restarts a run after a process has died."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rlhf_cli.errors import ProcessDied
-from rlhf_cli.trainers.offline.loop import Finished
 
 
-def with_restarts(
-    attempt: Callable[[bool], Finished],
-    *,
-    max_restarts: int,
-    should_stop: Callable[[], bool],
-    has_checkpoint: Callable[[], bool],
-    say: Callable[[str], None],
-) -> Finished:
-    """Run `attempt(continues)` and repeat it after a process died, from the last checkpoint or from the start."""
-    restarts = 0
-    while True:
+@dataclass
+class Restarts:
+    """The restarts of a run; `count` so far, of at most `max_restarts`."""
+
+    max_restarts: int
+    should_stop: Callable[[], bool]
+    has_checkpoint: Callable[[], bool]
+    say: Callable[[str], None]
+    count: int = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """End the block quietly, after a notice, if a process dies in it and another restart is allowed."""
         try:
-            return attempt(restarts > 0)
+            yield
         except ProcessDied as death:
-            if restarts == max_restarts or should_stop():
+            if self.count == self.max_restarts or self.should_stop():
                 raise
-            restarts += 1
-            way = "going on from the last checkpoint" if has_checkpoint() else "no checkpoint yet, beginning anew"
-            say(f"{death.message}; {way} (restart {restarts} of {max_restarts})")
+            self.count += 1
+            way = "going on from the last checkpoint" if self.has_checkpoint() else "no checkpoint yet, beginning anew"
+            self.say(f"{death.message}; {way} (restart {self.count} of {self.max_restarts})")

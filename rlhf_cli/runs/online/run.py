@@ -30,7 +30,7 @@ from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_other
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
 from rlhf_cli.runs.online.models import reward_model_fact, teacher_of, together
-from rlhf_cli.runs.online.restarts import with_restarts
+from rlhf_cli.runs.online.restarts import Restarts
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineRoles
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES
@@ -41,9 +41,10 @@ from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.distilling import Distilling
+from rlhf_cli.trainers.online.distilling import train_student
+from rlhf_cli.trainers.online.evaluation import Evaluator
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.prompt_source import prompt_at
+from rlhf_cli.trainers.online.prompt_source import RolloutSource, prompt_at
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 STOP = "an iteration is done and saved"
@@ -62,16 +63,16 @@ def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
         first, stop = check_run(config, command, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
 
-        def attempt(continues: bool) -> Finished:
-            return _attempt(continued_run(first) if continues else first, stop)
-
-        finished = with_restarts(
-            attempt,
-            max_restarts=config.checkpoint.max_restarts,
-            should_stop=stop,
+        restarts = Restarts(
+            config.checkpoint.max_restarts,
+            stop,
             has_checkpoint=lambda: bool(first.store.steps()),
             say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
         )
+        finished = None
+        while finished is None:
+            with restarts.caught():
+                finished = _attempt(continued_run(first) if restarts.count else first, stop)
     if finished.interrupted:
         sys.exit(INTERRUPTED)
 
@@ -105,12 +106,13 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         if run.resume is not None:
             forget_later_best(run.paths, run.resume, tracker.message)
         with stop_announced(stop, tracker.message, STOP):
-            finished, best = _train(run, roles, scorer, tracker, stop)
+            train, evaluator = _prepared(run, roles, scorer, tracker, stop)
+            finished = train()
         if not finished.interrupted:
             roles.actor.save_model(run.paths.model)
             if config.optim.enable_ema:
                 roles.actor.save_average(run.paths.ema)
-        conclude(tracker, run.paths, finished, best)
+        conclude(tracker, run.paths, finished, best_facts(evaluator, run.paths))
     write_report(run.paths.root)
     return finished
 
@@ -184,19 +186,10 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
     }
 
 
-def _training(run: OnlineRun, started: OnlineRoles, scorer: Scorer) -> Callable[..., Finished]:
-    """Return the training loop for this kind of actor."""
-    actor = started.actor
-    if isinstance(actor, StudentRole):
-        assert run.student is not None, "a student learns from a mixture"
-        return Distilling(started.with_scorer(actor, scorer), run.settings, run.student.mixture)
-    return partial(train_online, started.with_scorer(actor, scorer), run.settings)
-
-
-def _train(
+def _prepared(
     run: OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
-) -> tuple[Finished, dict[str, str]]:
-    """Train. Returns the outcome, and facts about the best model."""
+) -> tuple[Callable[[], Finished], Evaluator]:
+    """Load the state of the run. Returns the function that trains from it, and the evaluator."""
     state = first_state(run.config.policy)
     if run.resume is not None:
         state = load_state(run.resume, lambda place: prompt_at(place, run.data.prompts, run.settings))
@@ -222,12 +215,18 @@ def _train(
             started.save(folder)
             save_groups(folder, state)
 
-    finished = _training(run, started, scorer)(
-        prompts=run.data.prompts,
-        decode=decode,
+    actor = started.actor
+    source = RolloutSource(started.rollout, scorer, run.settings, run.data.prompts, decode, tell=tracker.message)
+    if isinstance(actor, StudentRole):
+        assert run.student is not None, "a student learns from a mixture"
+        train = partial(train_student, started.with_scorer(actor, scorer), run.student.mixture, source)
+    else:
+        train = partial(train_online, started.with_scorer(actor, scorer), source)
+    prepared = partial(
+        train,
         state=state,
         total_iterations=run.total_iterations,
         save_steps=run.config.checkpoint.save_steps,
         hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator, evaluator.is_due),
     )
-    return finished, best_facts(evaluator, run.paths)
+    return prepared, evaluator

@@ -4,13 +4,12 @@ Shares loop, engines and checkpoints with the other online algorithms; only the 
 host the teacher, so that neither distributions nor hidden states are transferred.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.sampling import SEED_MASK, StepBatches
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished
@@ -62,53 +61,48 @@ Batch = ScoredBatch | list[TokenSequence]
 """Sampled responses, or fixed sequences."""
 
 
+def train_student(
+    roles: Roles[Student],
+    mixture: Mixture,
+    source: RolloutSource,
+    *,
+    state: LoopState,
+    total_iterations: int,
+    save_steps: int,
+    hooks: OnlineHooks,
+) -> Finished:
+    """Train a student on a teacher's distributions, like `run_iterations`. Rewards are only logged."""
+    settings = source.settings
+    with Lookahead(source, roles.engines, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
+        iterations: Iterations[Batch] = Distilling(roles, settings, mixture, lookahead, hooks.tracker)
+        return run_iterations(
+            iterations,
+            state=state,
+            total_iterations=total_iterations,
+            save_steps=save_steps,
+            max_skipped_steps=settings.optim.max_skipped_steps,
+            hooks=hooks,
+        )
+
+
 @dataclass(frozen=True)
 class Distilling:
-    """Trains a student on a teacher's distributions. Rewards are only logged."""
+    """Trains a student on a teacher's distributions."""
 
     roles: Roles[Student]
     settings: OnlineSettings
     mixture: Mixture
+    lookahead: Lookahead
+    tracker: RunTracker
 
-    def __call__(
-        self,
-        *,
-        prompts: Sequence[Prompt],
-        decode: Callable[[Sequence[int]], str],
-        state: LoopState,
-        total_iterations: int,
-        save_steps: int,
-        hooks: OnlineHooks,
-    ) -> Finished:
-        """Train like `run_iterations`."""
-        roles, tracker = self.roles, hooks.tracker
-        source = RolloutSource(roles.engines, roles.scorer, self.settings, prompts, decode, tell=tracker.message)
-        with Lookahead(source, roles.engines, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
-            iterations = Iterations[Batch](
-                lambda state, timer: self._collect(lookahead, state, timer),
-                lambda batch, state, timer: self._learn(batch, state, tracker, timer),
-                lookahead.is_used_up,
-                lookahead.leave,
-            )
-            return run_iterations(
-                iterations,
-                state=state,
-                total_iterations=total_iterations,
-                save_steps=save_steps,
-                max_skipped_steps=self.settings.optim.max_skipped_steps,
-                hooks=hooks,
-            )
-
-    def _collect(self, lookahead: Lookahead, state: LoopState, timer: PhaseTimer) -> Batch | None:
+    def collect(self, state: LoopState, timer: PhaseTimer) -> Batch | None:
         """Return the next iteration's data."""
         if self.mixture.is_own(state.iteration):
-            return scored_batch(self.roles, self.settings, lookahead, state, timer)
+            return scored_batch(self.roles, self.settings, self.lookahead, state, timer)
         self.roles.engines.sleep()  # free their memory: this iteration samples nothing
         return self.mixture.fixed_batch(state.iteration)
 
-    def _learn(
-        self, batch: Batch, state: LoopState, tracker: RunTracker, timer: PhaseTimer
-    ) -> tuple[LoopState, dict[str, float]]:
+    def learn(self, batch: Batch, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
         """Return (state, metrics) after the iteration, including the weight push."""
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None
@@ -120,8 +114,16 @@ class Distilling:
         metrics |= push_weights(self.roles, iteration, timer)
         metrics |= {} if own is None else batch_metrics(own, settings.reward)
         metrics |= {OWN_RESPONSES: float(own is not None), "num_tokens": float(sum(map(len, sequences)))}
-        tracker.log(iteration, metrics, timer.take())
+        self.tracker.log(iteration, metrics, timer.take())
         if own is None:  # skip the iteration's prompts
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
-        tracker.samples(iteration, iteration_rows(own.sampled, own.trainable, has_reward=settings.reward.is_given))
+        self.tracker.samples(iteration, iteration_rows(own.sampled, own.trainable, has_reward=settings.reward.is_given))
         return replace(state, iteration=iteration, source=own.taken.source), metrics
+
+    def is_used_up(self, state: LoopState) -> bool:
+        """Return whether no prompts remain."""
+        return self.lookahead.is_used_up(state)
+
+    def leave_engines(self) -> None:
+        """Give up sampling after an error."""
+        self.lookahead.leave()

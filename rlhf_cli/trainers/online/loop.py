@@ -7,16 +7,14 @@ estimator (algorithms/estimators/). Roles send work to ranks and engines.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from rlhf_cli.algorithms.kl import next_kl_coef
-from rlhf_cli.algorithms.objective import LossWeights, next_weights
+from rlhf_cli.algorithms.objective import next_weights
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
@@ -62,26 +60,28 @@ class OnlineHooks:
 BatchT = TypeVar("BatchT")
 
 
-@dataclass(frozen=True)
-class Iterations(Generic[BatchT]):
-    """The two halves of an iteration: `collect` returns a batch, None if no data remains, and does not change weights.
+class Iterations(Protocol[BatchT]):
+    """The two halves of an iteration."""
 
-    `learn` returns the state after the iteration, and its metrics. `is_used_up` is called after each iteration.
-    `leave_engines` is called after an error, possibly in the middle of a round.
-    """
+    def collect(self, state: LoopState, timer: PhaseTimer) -> BatchT | None:
+        """Return the next batch, None if no data remains. Does not change weights."""
 
-    collect: Callable[[LoopState, PhaseTimer], BatchT | None]
-    learn: Callable[[BatchT, LoopState, PhaseTimer], tuple[LoopState, dict[str, float]]]
-    is_used_up: Callable[[LoopState], bool]
-    leave_engines: Callable[[], None]
+    def learn(self, batch: BatchT, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
+        """Return the state after the iteration, and its metrics."""
+        ...
+
+    def is_used_up(self, state: LoopState) -> bool:
+        """Return whether no data remains; called after each iteration."""
+        ...
+
+    def leave_engines(self) -> None:
+        """Give up sampling after an error, possibly in the middle of a round."""
 
 
 def train_online(
     roles: Roles[Actor],
-    settings: OnlineSettings,
+    source: RolloutSource,
     *,
-    prompts: Sequence[Prompt],
-    decode: Callable[[Sequence[int]], str],
     state: LoopState,
     total_iterations: int,
     save_steps: int,
@@ -92,7 +92,7 @@ def train_online(
     With dynamic sampling, training ends early if no prompts remain, or if the remaining prompts have no learning
     signal.
     """
-    source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
+    settings = source.settings
     with Lookahead(
         source,
         roles.engines,
@@ -102,14 +102,7 @@ def train_online(
         partial_rollout=settings.partial_rollout,
     ) as lookahead:
         return run_iterations(
-            Iterations(
-                lambda state, timer: scored_batch(roles, settings, lookahead, state, timer),
-                lambda batch, state, timer: _learn(
-                    roles, settings, lookahead, batch, state=state, tracker=hooks.tracker, timer=timer
-                ),
-                lookahead.is_used_up,
-                lookahead.leave,
-            ),
+            PolicyGradient(roles, settings, lookahead, hooks.tracker),
             state=state,
             total_iterations=total_iterations,
             save_steps=save_steps,
@@ -279,77 +272,92 @@ def _with_model_scores(
     return Responses(samples[: len(sampled)]), Responses(samples[len(sampled) :])
 
 
-def _learn(
-    roles: Roles[Actor],
-    settings: OnlineSettings,
-    lookahead: Lookahead,
-    batch: ScoredBatch,
-    *,
-    state: LoopState,
-    tracker: RunTracker,
-    timer: PhaseTimer,
-) -> tuple[LoopState, dict[str, float]]:
-    """Return (state, metrics) after the rest of an iteration, from log-probs to the weight push.
+@dataclass(frozen=True)
+class PolicyGradient:
+    """Trains a policy on the advantages of scored responses."""
 
-    The order of sleep and wake-up minimizes peak memory on shared GPUs.
-    """
-    iteration, responses = state.iteration + 1, batch.trainable
-    is_skipped = batch.is_empty(settings.policy)
-    if is_skipped:
-        metrics, updates = dict[str, float](), _Updates({}, [])
-        if len(batch.sampled):  # otherwise the source has reported it
-            tracker.message(
-                f"Iteration {iteration} is skipped: all scored responses were truncated and excluded by "
-                "mask_truncated; raise max_new_tokens"
-            )
-        roles.actor.wake()  # as after an update: engines need weights after sleeping
-    else:
-        metrics, updates = _train(roles, settings, batch, state=state, tracker=tracker, timer=timer)
-    taken, found = lookahead.wait(batch.taken, timer, version=iteration)
-    with lookahead.engines(timer):
-        if settings.lag:
-            roles.actor.wake()  # a push to a restarted engine has put it to sleep
-        metrics |= found | push_weights(roles, iteration, timer)
-        if roles.move_reference is not None and settings.reference_moves(iteration):
-            with timer("transfer"):
-                roles.move_reference()
-    metrics |= batch_metrics(batch, settings.reward)
-    if settings.lag and len(responses):
-        metrics |= staleness_metrics(responses, iteration=iteration)
-    after = _next_state(settings, metrics, updates, state=state, taken=taken, num_sequences=len(responses))
-    if is_skipped:
-        after = replace(after, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
-    if after.skipped:
-        metrics["skipped_iterations"] = float(after.skipped)
-    tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
-    tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
-    return after, metrics
+    roles: Roles[Actor]
+    settings: OnlineSettings
+    lookahead: Lookahead
+    tracker: RunTracker
 
+    def collect(self, state: LoopState, timer: PhaseTimer) -> ScoredBatch | None:
+        """Return sampled and scored responses; None if the last prompts left nothing to train on."""
+        return scored_batch(self.roles, self.settings, self.lookahead, state, timer)
 
-def _train(
-    roles: Roles[Actor],
-    settings: OnlineSettings,
-    batch: ScoredBatch,
-    *,
-    state: LoopState,
-    tracker: RunTracker,
-    timer: PhaseTimer,
-) -> tuple[dict[str, float], "_Updates"]:
-    """Run the forward passes and updates. Returns (metrics, updates). The actor is left awake."""
-    iteration, responses = state.iteration + 1, batch.trainable
-    _report_clipping(settings, responses, tracker, iteration=iteration)
-    plan = _plan(settings, responses, iteration=iteration, num_sampled=len(batch.sampled))
-    # Carried-over and asynchronous batches were sampled by older weights, so ratios need the current policy's
-    # log-probs.
-    on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
-    with timer("forward"):
-        fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
-    with timer("advantage"):
-        samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
-    with timer("train"):
-        plan = plan_over_samples(plan, responses, settings.policy)
-        updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
-    return metrics | updates.metrics, updates
+    def learn(self, batch: ScoredBatch, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
+        """Return (state, metrics) after the rest of an iteration, from log-probs to the weight push.
+
+        The order of sleep and wake-up minimizes peak memory on shared GPUs.
+        """
+        roles, settings, lookahead, tracker = self.roles, self.settings, self.lookahead, self.tracker
+        iteration, responses = state.iteration + 1, batch.trainable
+        is_skipped = batch.is_empty(settings.policy)
+        if is_skipped:
+            metrics, updates = dict[str, float](), list[dict[str, float]]()
+            if len(batch.sampled):  # otherwise the source has reported it
+                tracker.message(
+                    f"Iteration {iteration} is skipped: all scored responses were truncated and excluded by "
+                    "mask_truncated; raise max_new_tokens"
+                )
+            roles.actor.wake()  # as after an update: engines need weights after sleeping
+        else:
+            metrics, updates = self._update_models(batch, state, timer)
+        taken, found = lookahead.wait(batch.taken, timer, version=iteration)
+        with lookahead.engines(timer):
+            if settings.lag:
+                roles.actor.wake()  # a push to a restarted engine has put it to sleep
+            metrics |= found | push_weights(roles, iteration, timer)
+            if roles.move_reference is not None and settings.reference_moves(iteration):
+                with timer("transfer"):
+                    roles.move_reference()
+        metrics |= batch_metrics(batch, settings.reward)
+        if settings.lag and len(responses):
+            metrics |= staleness_metrics(responses, iteration=iteration)
+        after = _next_state(settings, metrics, updates, state=state, taken=taken, num_sequences=len(responses))
+        if is_skipped:
+            after = replace(after, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
+        if after.skipped:
+            metrics["skipped_iterations"] = float(after.skipped)
+        tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
+        tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
+        return after, metrics
+
+    def _update_models(
+        self, batch: ScoredBatch, state: LoopState, timer: PhaseTimer
+    ) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """Run the forward passes and updates of both models. Returns the metrics of the iteration and those of each
+        optimizer step of the actor, which stays awake because its weights are pushed next.
+        """
+        roles, settings = self.roles, self.settings
+        iteration, responses = state.iteration + 1, batch.trainable
+        _report_clipping(settings, responses, self.tracker, iteration=iteration)
+        plan = _plan(settings, responses, iteration=iteration, num_sampled=len(batch.sampled))
+        # Carried-over and asynchronous batches were sampled by older weights, so ratios need the current policy's
+        # log-probs.
+        on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
+        with timer("forward"):
+            fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
+        with timer("advantage"):
+            samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
+        with timer("train"):
+            plan = plan_over_samples(plan, responses, settings.policy)
+            if roles.critic is not None:
+                with awake(roles.critic):
+                    metrics |= mean_of_steps(roles.critic.update(samples, plan.critic), prefix="critic/")
+            roles.actor.wake()
+            if not plan.actor:
+                return metrics, []
+            of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=state.weights)
+        return metrics | mean_of_steps(of_actor), of_actor
+
+    def is_used_up(self, state: LoopState) -> bool:
+        """Return whether no prompts remain."""
+        return self.lookahead.is_used_up(state)
+
+    def leave_engines(self) -> None:
+        """Give up sampling after an error."""
+        self.lookahead.leave()
 
 
 def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> dict[str, float]:
@@ -399,29 +407,6 @@ def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num
     )
 
 
-@dataclass(frozen=True)
-class _Updates:
-    """Metrics of both updates: over the iteration, and per optimizer step of the actor."""
-
-    metrics: dict[str, float]
-    of_actor: list[dict[str, float]]
-
-
-def _update(
-    roles: Roles[Actor], samples: Sequence[TokenSequence], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
-) -> _Updates:
-    """Update critic and actor. The actor stays awake, because its weights are pushed next."""
-    metrics: dict[str, float] = {}
-    if roles.critic is not None:
-        with awake(roles.critic):
-            metrics |= mean_of_steps(roles.critic.update(samples, plan.critic), prefix="critic/")
-    roles.actor.wake()
-    if not plan.actor:
-        return _Updates(metrics, [])
-    of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=weights)
-    return _Updates(metrics | mean_of_steps(of_actor), of_actor)
-
-
 def return_weights(roles: Roles[Sampled], version: int) -> None:
     """Push the actor's weights again: engines may have lost them while asleep."""
     roles.actor.wake()
@@ -440,7 +425,7 @@ def mean_of_steps(steps: Sequence[dict[str, float]], *, prefix: str = "") -> dic
 def _next_state(
     settings: OnlineSettings,
     metrics: dict[str, float],
-    updates: _Updates,
+    updates: Sequence[dict[str, float]],
     *,
     state: LoopState,
     taken: Taken,
@@ -448,7 +433,7 @@ def _next_state(
 ) -> LoopState:
     """Return the state after an iteration, with controllers updated like those on the actor's ranks."""
     policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
-    for step in updates.of_actor:
+    for step in updates:
         weights = next_weights(weights, step, settings=policy)
     if "kl" in metrics:
         kl_coef = next_kl_coef(

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from rlhf_cli.errors import ProcessDied, RunError
-from rlhf_cli.runs.online.restarts import with_restarts
+from rlhf_cli.runs.online.restarts import Restarts
 from rlhf_cli.trainers.offline.loop import Finished
 
 
@@ -25,13 +25,15 @@ class Attempts:
         return outcome
 
     def run(self, *, max_restarts: int, stopped: bool = False, saved_after: int = 0) -> Finished:
-        return with_restarts(
-            self,
-            max_restarts=max_restarts,
+        restarts = Restarts(
+            max_restarts,
             should_stop=lambda: stopped,
             has_checkpoint=lambda: len(self.continues) > saved_after,
             say=self.said.append,
         )
+        while True:
+            with restarts.caught():
+                return self(restarts.count > 0)
 
 
 DONE = Finished(4, interrupted=False)

@@ -14,9 +14,10 @@ from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import UsageError
-from rlhf_cli.trainers.online.distilling import OWN_RESPONSES, Distilling, Mixture
+from rlhf_cli.trainers.online.distilling import OWN_RESPONSES, Mixture, train_student
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks
+from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 ROWS = make_sequences(10)
@@ -49,9 +50,17 @@ class FakeRun:
     def __call__(self, iterations: int, *, state: LoopState | None = None) -> "FakeRun":
         scorer = FakeScorer(self.journal, fails=lambda index: False)
         roles = Roles(self.student, None, None, None, self.engines, scorer)
-        Distilling(roles, online_settings(self.config, "gkd"), self.mixture)(
-            prompts=PROMPTS,
-            decode=lambda token_ids: "".join(map(str, token_ids)),
+        train_student(
+            roles,
+            self.mixture,
+            RolloutSource(
+                self.engines,
+                scorer,
+                online_settings(self.config, "gkd"),
+                PROMPTS,
+                lambda token_ids: "".join(map(str, token_ids)),
+                self.tracker.message,
+            ),
             state=state or first_state(self.config.policy),
             total_iterations=iterations,
             save_steps=1,

@@ -55,6 +55,7 @@ from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.evaluation import EvaluationState, EvaluationTask, Evaluator
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -220,9 +221,7 @@ def train(
     evaluator = Evaluator(task, roles, tracker, save_best=lambda best: None, state=EvaluationState())  # type: ignore[arg-type]
     train_online(
         roles,
-        settings_of_loop,
-        prompts=prompts,
-        decode=decode,
+        RolloutSource(roles.engines, roles.scorer, settings_of_loop, prompts, decode, tracker.message),
         state=state,
         total_iterations=iterations,
         save_steps=1,

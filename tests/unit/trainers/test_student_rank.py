@@ -29,9 +29,10 @@ from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
 from rlhf_cli.runs.trained_model import find_teacher
 from rlhf_cli.trainers.offline.distill import DistillObjective
-from rlhf_cli.trainers.online.distilling import Distilling, Mixture
+from rlhf_cli.trainers.online.distilling import Mixture, train_student
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks
+from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -138,9 +139,17 @@ def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iteratio
             (folder / "saved" / "state.json").write_text(json.dumps(state.plain()))
 
     roles = Roles(role_of(student), None, None, None, engine, Scorer([], fails=lambda index: False))
-    Distilling(roles, online_settings(config, "gkd"), mixture_of(config))(
-        prompts=PROMPTS,
-        decode=lambda token_ids: "".join(map(chr, token_ids)),
+    train_student(
+        roles,
+        mixture_of(config),
+        RolloutSource(
+            engine,
+            roles.scorer,
+            online_settings(config, "gkd"),
+            PROMPTS,
+            lambda token_ids: "".join(map(chr, token_ids)),
+            tracker.message,
+        ),
         state=state,
         total_iterations=iterations,
         save_steps=1,
