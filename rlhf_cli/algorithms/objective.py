@@ -16,7 +16,7 @@ from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
 from rlhf_cli.algorithms.kl import kl_estimate
-from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, TokenLoss, cispo, gspo, log_ratio, ppo_clip, reinforce, sapo
+from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, PolicyColumns, TokenLoss, log_ratio
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.policy import POLICY_LOSSES, PolicyConfig
@@ -33,29 +33,6 @@ class LossWeights:
 
     kl: float
     entropy: EntropyState
-
-
-@dataclass(frozen=True)
-class PolicyColumns:
-    """Per-token columns for a micro-batch with K trained tokens in B sequences.
-
-    - `rollout_K`: log-probs from the rollout engine.
-    - `cu`: sequence boundaries, int64 `[B+1]`.
-    - `old_K`: log-probs under the anchor policy. None on the first update after a rollout: the model is the anchor, and
-      the ratio is exactly 1.
-    - `ref_K`: reference log-probs, if the loss includes a KL term.
-
-    All log-probs are computed from logits divided by the sampling temperature.
-
-    Example with two sequences of 2 and 3 tokens: K = 5, `cu = [0, 2, 5]`, and `rollout_K`, `advantages_K` have shape
-    `[5]`.
-    """
-
-    rollout_K: Tensor
-    advantages_K: Tensor
-    cu: Tensor
-    old_K: Tensor | None = None
-    ref_K: Tensor | None = None
 
 
 def policy_objective(
@@ -104,46 +81,6 @@ def policy_objective(
     metrics |= _ratio_metrics(logprobs_K.detach(), anchor_K, flags, totals)
     metrics |= _correction_metrics(anchor_K, columns.rollout_K, weight_K, corrected_K, totals)
     return loss, metrics
-
-
-def clip_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Compute the per-token `clip` loss and metrics."""
-    return ppo_clip(
-        logprobs_K,
-        anchor_K,
-        columns.advantages_K,
-        eps_clip_low=settings.eps_clip_low,
-        eps_clip_high=settings.eps_clip_high,
-        dual_clip=settings.dual_clip,
-    )
-
-
-def gspo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Compute the per-token `gspo` loss and metrics."""
-    return gspo(
-        logprobs_K,
-        anchor_K,
-        columns.advantages_K,
-        columns.cu,
-        eps_clip_low=settings.eps_clip_low,
-        eps_clip_high=settings.eps_clip_high,
-    )
-
-
-def cispo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Compute the per-token `cispo` loss and metrics."""
-    return cispo(logprobs_K, anchor_K, columns.advantages_K, cispo_eps_high=settings.cispo_eps_high)
-
-
-def sapo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Compute the per-token `sapo` loss and metrics."""
-    positive, negative = settings.sapo_tau
-    return sapo(logprobs_K, anchor_K, columns.advantages_K, tau_positive=positive, tau_negative=negative)
-
-
-def reinforce_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:
-    """Compute the per-token `reinforce` loss and metrics."""
-    return reinforce(logprobs_K, anchor_K, columns.advantages_K)
 
 
 def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:

@@ -18,15 +18,15 @@ class PolicyLossRow:
 
 
 def _own(name: str, *reads: str) -> PolicyLossRow:
-    return PolicyLossRow(f"rlhf_cli.algorithms.objective:{name}", reads)
+    return PolicyLossRow(f"rlhf_cli.algorithms.policy_loss:{name}", reads)
 
 
 POLICY_LOSSES = {
-    "clip": _own("clip_loss", "eps_clip", "eps_clip_low_high", "dual_clip"),
-    "gspo": _own("gspo_loss", "eps_clip", "eps_clip_low_high"),
-    "cispo": _own("cispo_loss", "cispo_eps_high"),
-    "sapo": _own("sapo_loss", "sapo_tau"),
-    "reinforce": _own("reinforce_loss"),
+    "clip": _own("ppo_clip", "eps_clip", "eps_clip_low_high", "dual_clip"),
+    "gspo": _own("gspo", "eps_clip", "eps_clip_low_high"),
+    "cispo": _own("cispo", "cispo_eps_high"),
+    "sapo": _own("sapo", "sapo_tau"),
+    "reinforce": _own("reinforce"),
 }
 
 LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm"]
@@ -35,7 +35,7 @@ RolloutCorrection = Literal["token_clip", "token_mask", "seq_mask", "off"]
 
 READ_BY = {
     setting: tuple(name for name, row in POLICY_LOSSES.items() if setting in row.reads)
-    for setting in ("eps_clip", "eps_clip_low_high", "dual_clip", "cispo_eps_high", "sapo_tau")
+    for setting in dict.fromkeys(setting for row in POLICY_LOSSES.values() for setting in row.reads)
 }
 """Losses that read a setting; it has to be left at its default under other losses of the table."""
 

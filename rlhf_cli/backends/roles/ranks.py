@@ -19,7 +19,8 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
-from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, next_weights, policy_objective, value_objective
+from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
+from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings, UpdateStep
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import (

@@ -14,23 +14,28 @@ from rlhf_cli.algorithms.importance_correction import correction_weights, correl
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.objective import (
     LossWeights,
-    PolicyColumns,
     finish_policy_metrics,
     finish_value_metrics,
     next_weights,
     policy_objective,
     value_objective,
 )
-from rlhf_cli.algorithms.policy_loss import ppo_clip
+from rlhf_cli.algorithms.policy_loss import PolicyColumns, ppo_clip
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
 from rlhf_cli.config.policy import LossAgg, PolicyConfig
+
+
+def with_advantages(*advantages: float) -> PolicyColumns:
+    """Columns of one sequence, sampled by the anchor."""
+    count = len(advantages)
+    return PolicyColumns(torch.zeros(count), torch.tensor(advantages), torch.tensor([0, count]))
 
 
 def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float, float]:
     """Loss of one token and its derivative by the log-prob."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    settings = {"eps_clip_low": 0.2, "eps_clip_high": 0.3} | kwargs
-    loss_K, _ = ppo_clip(logprob, torch.zeros(1), torch.tensor([advantage]), **settings)
+    settings = PolicyConfig(eps_clip_low_high=(0.2, 0.3), **kwargs)
+    loss_K, _ = ppo_clip(logprob, torch.zeros(1), with_advantages(advantage), settings)
     loss_K.sum().backward()
     assert logprob.grad is not None
     return loss_K.item(), logprob.grad.item()
@@ -62,10 +67,8 @@ def test_dual_clip_bounds_negative_advantages_only(ratio, advantage, loss, gradi
 
 def test_clip_flags_say_which_tokens_have_no_gradient() -> None:
     logprobs_K = torch.tensor([1.5, 1.5, 0.5, 0.5, 9.0, 1.0]).log().requires_grad_()
-    advantages_K = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
-    loss_K, flags = ppo_clip(
-        logprobs_K, torch.zeros(6), advantages_K, eps_clip_low=0.2, eps_clip_high=0.2, dual_clip=3.0
-    )
+    columns = with_advantages(1.0, -1.0, 1.0, -1.0, -1.0, 1.0)
+    loss_K, flags = ppo_clip(logprobs_K, torch.zeros(6), columns, PolicyConfig(eps_clip=0.2, dual_clip=3.0))
     loss_K.sum().backward()
     assert flags["clip_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert flags["clip_low"].tolist() == [0, 0, 0, 1, 0, 0]
@@ -76,9 +79,7 @@ def test_clip_flags_say_which_tokens_have_no_gradient() -> None:
 
 
 def test_an_exploded_ratio_stays_finite() -> None:
-    loss_K, _ = ppo_clip(
-        torch.tensor([0.0]), torch.tensor([-200.0]), torch.tensor([-1.0]), eps_clip_low=0.2, eps_clip_high=0.2
-    )
+    loss_K, _ = ppo_clip(torch.tensor([0.0]), torch.tensor([-200.0]), with_advantages(-1.0), PolicyConfig(eps_clip=0.2))
     assert float(loss_K) == pytest.approx(math.exp(20), rel=1e-4)
 
 

@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.aggregation import StepTotals, aggregate
-from rlhf_cli.algorithms.policy_loss import cispo, gspo, reinforce, sapo
+from rlhf_cli.algorithms.policy_loss import PolicyColumns, cispo, gspo, reinforce, sapo
+from rlhf_cli.config.policy import PolicyConfig
 
 CU = torch.tensor([0, 2, 2, 5])
 
 
-def loss_and_gradient(loss, ratios: list[float], advantages: list[float], *more, **settings):
+def loss_and_gradient(loss, ratios: list[float], advantages: list[float], **settings):
     """Loss of each token, its derivative by the token's log-prob, and the metrics."""
-    logprobs_K = torch.tensor(ratios).log().requires_grad_()
-    loss_K, metrics = loss(logprobs_K, torch.zeros(len(ratios)), torch.tensor(advantages), *more, **settings)
+    logprobs_K, anchor_K = torch.tensor(ratios).log().requires_grad_(), torch.zeros(len(ratios))
+    columns = PolicyColumns(anchor_K, torch.tensor(advantages), CU)
+    loss_K, metrics = loss(logprobs_K, anchor_K, columns, PolicyConfig(policy_loss=loss.__name__, **settings))
     loss_K.sum().backward()
     assert logprobs_K.grad is not None
     return loss_K.detach(), logprobs_K.grad, metrics
@@ -23,7 +25,7 @@ def loss_and_gradient(loss, ratios: list[float], advantages: list[float], *more,
 def test_gspo_weighs_and_clips_whole_sequences() -> None:
     # Geometric means: sqrt(4 * 1) = 2 in the first sequence, cbrt(.5 * 2 * 1) = 1 in the last.
     loss_K, gradient_K, metrics = loss_and_gradient(
-        gspo, [4.0, 1.0, 0.5, 2.0, 1.0], [1.0, -1.0, 3.0, 3.0, 3.0], CU, eps_clip_low=0.1, eps_clip_high=0.2
+        gspo, [4.0, 1.0, 0.5, 2.0, 1.0], [1.0, -1.0, 3.0, 3.0, 3.0], eps_clip_low_high=(0.1, 0.2)
     )
     torch.testing.assert_close(metrics["ratio"], torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0]))
     torch.testing.assert_close(loss_K, torch.tensor([-1.2, 2.0, -3.0, -3.0, -3.0]))
@@ -36,7 +38,8 @@ def test_the_token_form_of_gspo_has_the_gradient_of_the_sequence_form() -> None:
     old_K, advantage_B = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0]), torch.tensor([0.7, 0.0, -1.3])
     token_K, sequence_K = (torch.tensor([-1.1, -1.8, -0.6, -1.4, -2.9], requires_grad=True) for _ in range(2))
     advantages_K = advantage_B[torch.tensor([0, 0, 2, 2, 2])]
-    loss_K, _ = gspo(token_K, old_K, advantages_K, CU, eps_clip_low=0.9, eps_clip_high=9.0)
+    settings = PolicyConfig(policy_loss="gspo", eps_clip_low_high=(0.9, 9.0))
+    loss_K, _ = gspo(token_K, old_K, PolicyColumns(old_K, advantages_K, CU), settings)
     totals = StepTotals(num_tokens=5, num_sequences=3)
     aggregate(loss_K, CU, totals, kind="seq_mean", max_new_tokens=9).backward()
     whole = sum(
@@ -60,7 +63,7 @@ def test_cispo_bounds_the_ratio_and_keeps_every_gradient() -> None:
 
 @pytest.mark.parametrize(("ratio", "advantage", "tau"), [(1.0, 2.0, 1.0), (1.7, 2.0, 1.0), (0.4, -2.0, 1.5)])
 def test_sapo_by_hand(ratio, advantage, tau) -> None:
-    loss_K, gradient_K, _ = loss_and_gradient(sapo, [ratio], [advantage], tau_positive=1.0, tau_negative=1.5)
+    loss_K, gradient_K, _ = loss_and_gradient(sapo, [ratio], [advantage], sapo_tau=(1.0, 1.5))
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     assert loss_K.item() == pytest.approx(-4 / tau * gate * advantage, rel=1e-5)
     assert gradient_K.item() == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage, rel=1e-5)
@@ -74,18 +77,11 @@ def test_reinforce_weighs_log_probs_with_advantages_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "more", "settings"),
-    [
-        (gspo, (CU,), {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}),
-        (cispo, (), {"cispo_eps_high": 5.0}),
-        (sapo, (), {"tau_positive": 1.0, "tau_negative": 1.05}),
-        (reinforce, (), {}),
-    ],
-    ids=["gspo", "cispo", "sapo", "reinforce"],
+    ("loss", "settings"), [(gspo, {"eps_clip_low_high": (3e-4, 4e-4)}), (cispo, {}), (sapo, {}), (reinforce, {})]
 )
-def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinforce(loss, more, settings) -> None:
+def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinforce(loss, settings) -> None:
     advantages = [1.0, -2.0, 0.5, 0.0, -1.0]
-    _, gradient_K, metrics = loss_and_gradient(loss, [1.0] * 5, advantages, *more, **settings)
+    _, gradient_K, metrics = loss_and_gradient(loss, [1.0] * 5, advantages, **settings)
     torch.testing.assert_close(gradient_K, -torch.tensor(advantages))
     assert metrics["ratio"].tolist() == [1.0] * 5
     assert not any(metrics[name].any() for name in ("clip_low", "clip_high", "clip_dual"))

@@ -8,7 +8,8 @@ from online_settings import resolve
 from rlhf_cli import cli
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.entropy import EntropyState
-from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, policy_objective
+from rlhf_cli.algorithms.objective import LossWeights, policy_objective
+from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.algorithms.preference import PairLogprobs, PreferenceSettings, mixed_loss
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.config.policy import PolicyConfig
