@@ -1,22 +1,21 @@
-"""Addition problems for trying the whole pipeline: small, verifiable, and split without overlap."""
+"""Addition problems for end-to-end trials: small, verifiable, with disjoint splits."""
 
 import json
 import random
 from pathlib import Path
 
 LOWEST, HIGHEST = 10, 99
-"""Operands have two digits each, so that digits of the same value always stand at the same place."""
+"""Two-digit operands, so that each digit position has a fixed place value."""
 NUM_HELD_OUT, NUM_VALIDATION = 500, 200
 
 ROUNDED_FROM, ROUNDED_SHARE = 90, 0.7
-"""Demonstrations round this share of the sums from this one on: a model that imitates them is right on a third."""
+"""Share of sums from 90 that demonstrations round, so that an imitating model is correct on about a third."""
 
 
 def write_problems(folder: Path, *, seed: int) -> None:
-    """Write train.jsonl, validation.jsonl and held_out.jsonl with columns `prompt`, `answer` and `demonstration`.
+    """Write train.jsonl, validation.jsonl and held_out.jsonl with the columns `prompt`, `answer` and `demonstration`.
 
-    Every problem is in exactly one of them. `answer` is the sum; `demonstration` is what somebody wrote down who
-    rounds most of the larger sums down to tens.
+    Splits are disjoint. `answer` is the sum; `demonstration` rounds most larger sums down to tens.
     """
     rng = random.Random(seed)
     numbers = range(LOWEST, HIGHEST + 1)

@@ -1,9 +1,8 @@
-"""Tokenised data kept between runs: one file for each combination of rows, tokenizer, settings and this code.
+"""Cache of tokenized data: one file per combination of rows, tokenizer, settings and code.
 
-The name of a file is a checksum over all contents that it was made from, so nothing has to be compared or cleaned up
-after a change. Files that no run has used for a month are removed. A file is an Arrow stream, the counts of the report
-as JSON, the length of the JSON, and a checksum of everything before it. It appears under its name only when it is
-complete.
+The file name is a checksum over all inputs, so entries never become stale. Files unused for a month are removed. A file
+is an Arrow stream, the report counts as JSON, the JSON length, and a checksum of everything before it. It is renamed to
+its final name when complete.
 """
 
 import errno
@@ -34,23 +33,23 @@ from rlhf_cli.models import vision
 from rlhf_cli.models.identity import tokenizer_fingerprint
 
 FORMAT = 1
-"""Of the files; the code that fills them is part of the key by itself."""
+"""Version of the file format. The code that writes the files is part of the key."""
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
 AUTO_ROWS = 5_000
-"""Fewer rows are tokenised in a second or two: not worth a file that nobody has asked for."""
+"""Minimum number of rows to cache with `auto`: fewer are tokenized in a second or two."""
 UNUSED_SECONDS = 30 * 24 * 3600
 WRITING_SECONDS = 2 * 24 * 3600
-"""Age of a temporary file that no living process still writes."""
+"""Maximum age of a temporary file before it counts as abandoned."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
 VISION_CODE = Path(vision.__file__).parent
-"""Modules that decide the tokens of a picture."""
+"""Modules that determine image tokens."""
 NOT_KEYED = {"dataset", "dataset_probs", "dataset_split", "eval_dataset", "eval_split", "max_samples", "data_cache"}
-"""Settings that only select rows: the rows themselves are in the key, by content and order."""
+"""Settings that only select rows. The selected rows are part of the key, by content and order."""
 
 
 def cache_folder(setting: str, num_rows: int) -> Path | None:
-    """Return the folder that --data_cache means for so many rows, None if nothing is kept."""
+    """Return the folder for --data_cache and this number of rows, None if the cache is off."""
     if setting == "off" or (setting == "auto" and num_rows < AUTO_ROWS):
         return None
     if setting == "auto":
@@ -67,13 +66,12 @@ def kept_path(
     formats: list[str],
     reader: PictureReader | None = None,
 ) -> Path | None:
-    """Return the path at which the items of these rows are kept, None if they are not kept.
+    """Return the cache path for these rows, None without caching.
 
-    They are not kept if the cache is off, if rows come from a source without a checksum, or if the folder of `auto`
-    cannot be written.
+    Rows are not cached if the cache is off, if a source has no checksum, or if the `auto` folder is not writable.
 
     Raises:
-        UsageError: a folder that the settings name cannot be written.
+        UsageError: the configured folder is not writable.
     """
     folder = cache_folder(config.data_cache, len(rows))
     if folder is None or any(table.checksum is None for source in rows.sources for table in source.tables):
@@ -113,7 +111,7 @@ def _key(
 
 
 def _code_checksum(folder: Path) -> str:
-    """Return a checksum of the modules in a folder."""
+    """Return a checksum of all modules in a folder."""
     digest = hashlib.blake2b()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -122,21 +120,21 @@ def _code_checksum(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A table of an earlier run, and the counts of its report."""
+    """A cached table, with its report counts."""
 
     table: StoredTable
     counts: dict[str, object]
 
 
 def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
-    """Return the table kept at `path`, None if there is none or it is damaged."""
+    """Read the cached table at `path`, None if it is missing or damaged."""
     try:
         with pa.memory_map(str(path)) as mapped:
             kept = _parsed(mapped.read_buffer(), schema)
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
     with suppress(OSError):
-        os.utime(path)  # was used
+        os.utime(path)  # mark as used
     return kept
 
 
@@ -156,7 +154,7 @@ def _parsed(content: pa.Buffer, schema: pa.Schema) -> Kept:
 
 
 class KeptTableWriter(TableWriter):
-    """Writes a table that is kept at `path`; left without `keep`, it leaves nothing behind."""
+    """Writes a cached table to `path`. Without a call to `keep`, nothing remains."""
 
     def __init__(self, schema: pa.Schema, path: Path) -> None:
         self._path = path
@@ -174,12 +172,12 @@ class KeptTableWriter(TableWriter):
         self._writing.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise UsageError(
-                f"tokenised data cannot be kept in {self._path.parent}: {error.strerror or error}; "
-                "give another folder with --data_cache DIR, or --data_cache off"
+                f"cannot cache tokenized data in {self._path.parent}: {error.strerror or error}; "
+                "set another folder with --data_cache DIR, or disable it with --data_cache off"
             ) from error
 
     def keep(self, counts: dict[str, object]) -> StoredTable:
-        """Return the table of everything written, and keep it under its name from now on."""
+        """Publish everything written under the cache path, and return it as a table."""
         self.close()
         encoded = json.dumps(counts).encode()
         self.file.write(encoded + len(encoded).to_bytes(LENGTH_BYTES, "little"))
@@ -188,13 +186,14 @@ class KeptTableWriter(TableWriter):
         self.file.write(digest)
         self.file.flush()
         table = self.mapped()
+        # Rename last, so that other processes never see a partial file.
         self._writing.replace(self._path)
         _remove_unused(self._path.parent)
         return table
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove files that no run has used for long, and what killed processes were writing."""
+    """Remove files that have not been used for long, and temporary files of killed processes."""
     for path in folder.iterdir():
         known = KEPT_NAME.fullmatch(path.name)
         if known is None:

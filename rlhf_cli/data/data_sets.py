@@ -1,4 +1,4 @@
-"""What the data sets of all offline commands have in common: their rows, the trial of the template, the empty table."""
+"""Common parts of offline datasets: loading rows, template trial, and check for an empty table."""
 
 from rlhf_cli.config.data import (
     DataConfig,
@@ -17,7 +17,7 @@ from rlhf_cli.errors import UsageError
 def rows_of(
     config: DataConfig | PreferenceDataConfig | LabelledDataConfig | StepDataConfig, dataset: str, split: str, seed: int
 ) -> Rows:
-    """Return the rows of a data set; `dataset_probs` apply if it is the settings' own."""
+    """Load a dataset's rows. `dataset_probs` apply only to the training dataset."""
     probs = config.dataset_probs if dataset == config.dataset else None
     return load_rows(
         dataset,
@@ -30,14 +30,14 @@ def rows_of(
 
 
 def with_tried_template(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:
-    """Return the encoder after a trial of the chat template, if one is used."""
+    """Return the encoder after testing the chat template, if used."""
     if config.apply_chat_template:
         report.end_of_turn = encoder.tried_template()
     return encoder
 
 
 def not_empty(table: StoredTable, report: DataReport) -> StoredTable:
-    """Return the table. Raise UsageError if it has no item."""
+    """Return the table. Raises UsageError if it is empty."""
     if len(table) == 0:
-        raise UsageError(f"no {report.items_are[:-1]} is left to train on: {report.summary}")
+        raise UsageError(f"no {report.items_are[:-1]} remains for training: {report.summary}")
     return table

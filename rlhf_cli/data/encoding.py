@@ -1,4 +1,4 @@
-"""Rows as read to text and tokens, with the check that the trained tokens decode to the assistant's text."""
+"""Renders and tokenizes rows, and checks that trained tokens decode to the assistant's text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Encoded(Generic[T]):
-    """A row as read, and the tokens of its examples."""
+    """A parsed row with its tokenized examples."""
 
     row: Row
     read: T
@@ -36,10 +36,9 @@ class Encoded(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A row as read, and the text of its examples, or the fault for which there is no text.
+    """A parsed row with its rendered examples, or the error.
 
-    `controls` are the special tokens in the row's messages. `pictures` are the pictures of each of its `examples`, once
-    they are measured.
+    `controls` are special tokens in the row's messages. `pictures` are the images per example, after they are measured.
     """
 
     row: Row
@@ -52,15 +51,15 @@ class Draft:
 
 
 Found = list[Tokens] | RowFault
-"""The tokens of a row's examples, or why one of them has none."""
+"""Tokens of a row's examples, or the error."""
 Batch = tuple[int, list[Draft], list[Found]]
-"""Number of rows up to the end of a batch, its rows as read, and their tokens."""
+"""Number of rows up to the end of the batch, parsed rows, and tokens."""
 
 
 class Encoder:
-    """Renders and tokenises rows as read, and checks that the trained tokens decode to the assistant's text.
+    """Renders and tokenizes parsed rows, and checks that trained tokens decode to the assistant's text.
 
-    `reader` reads the pictures of rows; None for models of text.
+    `reader` loads images; None for text models.
     """
 
     def __init__(
@@ -74,19 +73,19 @@ class Encoder:
         self._saved = SavedTokenizer.of(tokenizer)
 
     def tried_template(self) -> str:
-        """Return the end of a turn by the chat template, after a trial of it.
+        """Test the chat template, and return its end-of-turn text.
 
-        A vocabulary of digits or DNA has no tokens for the trial's English words: then tokens are checked on the
-        rows' own texts alone.
+        Token checks are skipped if the vocabulary cannot represent the English test text (digits, DNA); then only the
+        rows' text is checked.
 
-        Raises UsageError if the template cannot be used.
+        Raises UsageError if the template is unusable.
         """
         try:
             pieces = self._renderer.example(Conversation(TRIAL))
             if all(self._tokeniser.writes(message.content) for message in TRIAL):
                 self._try_tokens(pieces)
         except TemplateFault as fault:
-            raise UsageError(f"{fault}; give another one with --tokenizer_chat_template FILE") from fault
+            raise UsageError(f"{fault}; set another one with --tokenizer_chat_template FILE") from fault
         return " or ".join(self._renderer.template.ends_of_turn)
 
     def _try_tokens(self, pieces: Pieces) -> None:
@@ -96,18 +95,18 @@ class Encoder:
         self._tokeniser.check(tokens, pieces)
 
     def placed(self, row: Row, examples: list[Conversation | Document]) -> list[Conversation | Document]:
-        """Return a row's examples with their pictures at the marks. Raise RowFault for a fault."""
+        """Place a row's images at the markers. Raises RowFault."""
         if self.reader is None:
             refuse_pictures(row, examples)
             return examples
         return [self.reader.example(row, example) for example in examples]
 
     def measured(self, drafts: list[Draft]) -> list[Draft]:
-        """Return drafts with their pictures, or with the fault of one of them."""
+        """Measure the drafts' images, and add images or the error."""
         return drafts if self.reader is None else made_in_order(partial(_measured, self.reader), drafts)
 
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
-        """Return the text of a row's examples. Raise RowFault if there is none."""
+        """Render a row's examples. Raises RowFault if that fails."""
         try:
             row_kwargs = template_kwargs_of(row)
             found = [self._renderer.example(example, row_kwargs) for example in examples]
@@ -118,16 +117,16 @@ class Encoder:
         return found
 
     def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
-        """Return the special tokens that the messages of a row write in their text."""
+        """Return special tokens written as text in a row's messages."""
         conversations = (example for example in examples if isinstance(example, Conversation))
         return frozenset[str]().union(*map(self._controls.within, conversations))
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
-        """Return the tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
+        """Tokenize all rows' examples. The first `num_checked` are decoded and compared with their text.
 
         Raises:
-            UsageError: they differ, or the tokenizer loses text. The template or the tokenizer is at fault then, not
-                the row, so no row is dropped for it.
+            UsageError: the texts differ, or the tokenizer loses text. This is caused by the template or tokenizer, not
+            by the row, so the row is not dropped.
         """
         examples = [pieces for draft in drafts for pieces in draft.texts]
         if self._saved is not None:
@@ -146,7 +145,7 @@ class Encoder:
         return found
 
     def _sound(self, draft: Draft, parts: list[Tokens | TemplateFault], *, is_checked: bool) -> list[Tokens]:
-        """Return the tokens of a row's examples, with the runs of their pictures. Raise RowFault for a fault."""
+        """Return a row's tokens with expanded images. Raises RowFault."""
         fault = draft.fault or next((part for part in parts if isinstance(part, TemplateFault)), None)
         if fault is not None:
             raise fault if isinstance(fault, RowFault) else draft.row.error(str(fault))

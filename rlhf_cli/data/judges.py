@@ -1,4 +1,4 @@
-"""What the rewards of a run read of a row besides its prompt."""
+"""Row data used by a run's rewards in addition to the prompt."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from rlhf_cli.data.reading.sources import Row
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """The needs of a run's rewards: `names` are verifiers of all rows, `key` is the column of `by_row`."""
+    """Inputs of a run's rewards: `names` are verifiers for all rows; `key` is the column for `by_row`."""
 
     names: tuple[str, ...]
     key: str
@@ -19,7 +19,7 @@ class Judges:
 
     @classmethod
     def of(cls, reward: RewardConfig | None) -> "Judges":
-        """Return the judges of these settings."""
+        """Return the judges for these settings."""
         if reward is None:
             return cls((), DATA_SOURCE, None, keeps_rows=False)
         verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
@@ -28,12 +28,12 @@ class Judges:
         return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
 
     def source_of(self, row: Row) -> str | None:
-        """Return the row's own name of its source."""
+        """Return the row's source name."""
         value = row.get(self.key)
         return value if isinstance(value, str) else None
 
     def verifiers(self, row: Row) -> list[str]:
-        """Return the names of the verifiers that read the row's label."""
+        """Return the verifiers that read the row's label."""
         source = self.source_of(row)
         named = verifier_of(source, self.own_sources) if source and self.own_sources is not None else None
         return [*self.names, *([called_name(named)] if named else [])]

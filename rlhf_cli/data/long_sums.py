@@ -1,4 +1,4 @@
-"""Sums of several larger numbers, which a tiny model cannot add by itself: it needs a tool."""
+"""Sums of several four-digit numbers, which a tiny model cannot compute without a tool."""
 
 import json
 import random
@@ -8,21 +8,21 @@ from pathlib import Path
 from rlhf_cli.data.formats.conversations import Tool
 
 NUM_TERMS, LOWEST, HIGHEST = 3, 4_000, 9_999
-"""Numbers have four digits and sums five: a tiny model copies reliably if digits always stand at the same place."""
+"""Four-digit terms with five-digit sums: a tiny model copies digits reliably at fixed positions."""
 NUM_HELD_OUT, NUM_TRAIN, NUM_DEMONSTRATIONS = 400, 1_000, 6_000
 
 CALL_SHARE = 0.33
-"""Demonstrations with the tool at hand that call it; all others answer from the head."""
+"""Share of demonstrations with the tool that call it; the others answer directly."""
 UNAIDED_SHARE = 0.25
-"""Demonstrations without the tool at hand."""
+"""Share of demonstrations without the tool."""
 ROUNDED_SHARE = 0.7
-"""Answers from the head that are rounded down to thousands."""
+"""Share of direct answers that are rounded down to thousands."""
 
 
 def write_long_sums(folder: Path, tools: Sequence[Tool], *, seed: int) -> None:
-    """Write demonstrations.jsonl, train.jsonl and held_out.jsonl; every sum is in one of them.
+    """Write demonstrations.jsonl, train.jsonl and held_out.jsonl with disjoint sums.
 
-    Demonstrations have the columns `messages` and, if tools are at hand, `tools`; others have `prompt` and `answer`.
+    Demonstrations have the columns `messages` and optionally `tools`; the others have `prompt` and `answer`.
     """
     rng = random.Random(seed)
     problems = _different_problems(NUM_HELD_OUT + NUM_TRAIN + NUM_DEMONSTRATIONS, rng)

@@ -1,6 +1,6 @@
-"""Data sets as tokenised preference pairs and labelled responses.
+"""Datasets of tokenized preference pairs and labeled responses.
 
-A prompt is stored once for both sides of a pair. How items are packed is the business of `trees` and `packing`.
+A pair's common prompt is stored once. Packing is separate (`packing`).
 """
 
 import collections.abc
@@ -74,10 +74,10 @@ LABELLED_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt, int32 [P] with P > 0, and two ways to go on, of which `chosen` is better by `margin` if that is known.
+    """A prompt, int32 [P] with P > 0, with two continuations; `chosen` is better, by `margin` if known.
 
-    The prompt is all that both sides begin with, up to the first trained token. Unless cut at max_len, a branch ends
-    with the end of its last turn. `pictures` stand in the prompt.
+    The prompt is the common prefix up to the first trained token. Unless truncated at max_len, a branch ends with its
+    last end-of-turn token. `pictures` are in the prompt.
     """
 
     prompt_ids: np.ndarray
@@ -89,9 +89,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class LabelledItem:
-    """A prompt, int32 [P] with P > 0, a response that begins with a trained token, and whether that is desirable.
+    """A prompt, int32 [P] with P > 0, with a response that starts with a trained token, and its label.
 
-    `pictures` stand in the prompt.
+    `pictures` are in the prompt.
     """
 
     prompt_ids: np.ndarray
@@ -119,11 +119,10 @@ def _stored_branch(table: StoredTable, name: str, row: int) -> Branch:
 
 @dataclass(frozen=True)
 class PairData:
-    """Tokenised pairs, in the order of their rows.
+    """Tokenized pairs, in row order.
 
-    int32 [N] each: tokens of the prompt, tokens of both branches without it, and trained tokens of both together.
-    `patches` as in `SequenceData`.
-    `where` gives file and line of a pair's row; `fingerprint` is a hash of all that the other fields hold.
+    Lengths are int32 [N]: prompt tokens, tokens of each branch without prompt, and trained tokens of both branches.
+    `patches` as in `SequenceData`. `where` returns the file and line of a pair's row; `fingerprint` hashes all data.
     """
 
     pairs: collections.abc.Sequence[Pair]
@@ -139,11 +138,10 @@ class PairData:
 
 @dataclass(frozen=True)
 class LabelledData:
-    """Tokenised labelled responses, in the order of their rows; the chosen side of a pair before the rejected.
+    """Tokenized labeled responses, in row order. A pair's chosen side precedes the rejected one.
 
-    int32 [N] each: tokens of the prompt, of the response without it, and trained ones; `desirable` is bool [N].
-    `patches` as in `SequenceData`.
-    `where` gives file and line of a response's row; `fingerprint` is a hash of all that the other fields hold.
+    Lengths are int32 [N]: prompt tokens, response tokens and trained tokens; `desirable` is bool [N]. `patches` as in
+    `SequenceData`. `where` returns the file and line of a response's row; `fingerprint` hashes all data.
     """
 
     items: collections.abc.Sequence[LabelledItem]
@@ -167,14 +165,14 @@ def load_pairs(
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> PairData:
-    """Return the tokenised preference pairs of a data set in the order of its rows, and a report of the reading.
+    """Load and tokenize a dataset's preference pairs in row order, with a report.
 
-    The assistant's text and end-of-turn tokens after the common messages carry loss. Tokens that the template writes
-    behind the last end of turn are left out. `dataset_probs` apply if `dataset` is the settings' own. `progress` is
-    called with the number of rows done and of all rows.
+    Assistant text and end-of-turn tokens after the common messages are trained. Template tokens after the last turn are
+    removed. `dataset_probs` apply only if `dataset` is the training dataset. `progress` is called with the number of
+    processed and total rows.
 
     Raises:
-        UsageError: a row cannot be used (the message names file and line), or no pair is left.
+        UsageError: a row is invalid (the message contains file and line), or no pair remains.
     """
     rows = rows_of(config, dataset, split, seed)
     formats = pair_formats(config, rows.sources)
@@ -217,9 +215,9 @@ def load_labelled(
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> LabelledData:
-    """Return the tokenised labelled responses of a data set, in the order of its rows; a pair gives two.
+    """Load and tokenize a dataset's labeled responses in row order. A pair gives two responses.
 
-    Carrying loss, `dataset_probs`, `progress` and errors as for `load_pairs`.
+    Training targets, `dataset_probs`, `progress` and errors as for `load_pairs`.
     """
     rows = rows_of(config, dataset, split, seed)
     formats = labelled_formats(config, rows.sources)
@@ -304,31 +302,31 @@ def _responses(
 
 
 def _answer(tokens: Tokens, prompt: tuple[Message, ...]) -> Tokens:
-    """Return the tokens with the spans that lie behind the prompt's messages, up to the last of these spans."""
+    """Keep only spans after the prompt's messages, and truncate after the last one."""
     num_before = sum(message.role == "assistant" for message in prompt)
     return _ended(replace(tokens, spans=tokens.spans[num_before:]))
 
 
 def _ended(tokens: Tokens) -> Tokens:
-    """Return the tokens up to the last trained one: a reward model reads its score there."""
+    """Truncate after the last trained token, where a reward model reads its score."""
     return tokens.cut(tokens.spans[-1][1])
 
 
 def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
-    """Return the number of tokens at the start that both have in common and neither trains."""
+    """Return the length of the common untrained prefix."""
     limit = min(chosen.spans[0][0], rejected.spans[0][0])
     pairs = enumerate(zip(chosen.ids[:limit], rejected.ids[:limit], strict=True))
     return next((place for place, (a, b) in pairs if a != b), limit)
 
 
 def _fault_of_pictures(chosen: Tokens, rejected: Tokens, num_prompt: int) -> str | None:
-    """Return the fault if a picture is not part of the prompt that both sides begin with, None if there is none."""
+    """Return an error if an image is not in the common prompt, else None."""
     digests = [[standing.picture.digest for standing in side.pictures] for side in (chosen, rejected)]
     if digests[0] != digests[1]:
-        return "chosen and rejected have different pictures: both answer one prompt with its pictures"
+        return "chosen and rejected have different images: both must share the prompt's images"
     behind = any(standing.stop > num_prompt for side in (chosen, rejected) for standing in side.pictures)
     return (
-        "a picture stands behind the prompt of chosen and rejected: only their prompt may have some" if behind else None
+        "chosen or rejected has an image after the prompt: images are only supported in the prompt" if behind else None
     )
 
 

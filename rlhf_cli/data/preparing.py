@@ -1,6 +1,6 @@
-"""From rows to checked tokens: what all offline data sets have in common, and the report of how they were read.
+"""Converts rows to checked tokens, for all offline datasets, and reports counts.
 
-Which tokens of a row make an item, and how items are stored, is the business of `sft_data` and `preference_data`.
+How tokens become stored items is defined in `sft_data` and `preference_data`.
 """
 
 import gc
@@ -32,16 +32,16 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.folders import one_at_a_time
 
 BATCH_ROWS = 512
-"""Rows tokenised at a time: enough for the tokenizer's threads, little memory."""
+"""Rows per tokenization batch: enough for the tokenizer's threads, with little memory."""
 BATCHES_AT_ONCE = 2
-"""Batches tokenised at a time: while Python takes over the tokens of one, the tokenizer's threads go on."""
+"""Batches in flight: the tokenizer's threads work while Python converts the previous batch."""
 CHECKED_ROWS = 32
-"""Rows at the start whose trained tokens are decoded and compared; later the first of each batch is."""
+"""Number of initial rows with verified trained tokens. Later, the first row of each batch is verified."""
 
 KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
-"""Fields of a report that are known before any row is read."""
+"""Report fields known before rows are read."""
 MAX_NOTED = 5
-"""Rows that a report names for each thing that happened to rows."""
+"""Maximum number of rows listed per counter."""
 COUNTED = {
     "truncated": "truncated",
     "dropped_invalid": "dropped as invalid",
@@ -53,9 +53,9 @@ COUNTED = {
     "marked_rows": "with text that a mark leaves out of the loss",
     "inlined_thoughts": "turns whose reasoning_content became <think> text, as no chat template reads it",
 }
-"""Fields of a report that count the fate of rows, in words."""
+"""Counter fields with descriptions."""
 ORIGIN = {"source": pa.int32(), "index": pa.int64()}
-"""Columns of every table: number of the source among the sources of the rows, and number of the row in it."""
+"""Columns in every table: source number, and row index in the source."""
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
@@ -63,13 +63,15 @@ T = TypeVar("T")
 
 @dataclass
 class DataReport:
-    """The report of a reading: counts of rows and items, and of tokens after truncation.
+    """Report of loading a dataset: counts of rows, items, and tokens after truncation.
 
-    `items_are` names the items: 'sequences'. `details` counts special items: {'with a margin': 12}. `lengths` counts
-    rows, or labelled responses, by their tokens before any row is cut or dropped for its length; a pair counts with its
-    longer side, prompt included. `noted` names the first rows of each counter, with the reason. `largest_token` is the
-    largest token id before any row is cut, `largest_token_at` the first row that has it. `control_rows` counts rows
-    with special tokens in their messages, `control_tokens` the rows of each token.
+    - `items_are`: name of the items, such as 'sequences'.
+    - `details`: counts of special items, such as {'with a margin': 12}.
+    - `lengths`: number of rows or labeled responses by tokens, before truncation. A pair counts with its longer side,
+      including the prompt.
+    - `noted`: first rows per counter, with the reason.
+    - `largest_token`: largest token ID before truncation; `largest_token_at` is its first row.
+    - `control_rows`: number of rows with special tokens in messages; `control_tokens` counts rows per token.
     """
 
     items_are: str
@@ -98,38 +100,38 @@ class DataReport:
     noted: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, counter: str, note: str) -> None:
-        """Count a row with one of the counters, and keep its note if it is among the first."""
+        """Increment a counter, and store the note if it is among the first."""
         setattr(self, counter, getattr(self, counter) + 1)
         listed = self.noted.setdefault(counter, [])
         if len(listed) < MAX_NOTED:
             listed.append(note)
 
     def count_turns(self, *sides: Tokens) -> None:
-        """Count the special turns of an item; its sides have all turns but one in common."""
+        """Count special turns of an item. Its sides share all turns except one."""
         self.marked_rows += any(bool(side.left_out) for side in sides)
         self.merged_starts += any(side.merged for side in sides)
         self.unthought_turns += max(side.num_unthought for side in sides)
         self.inlined_thoughts += max(side.num_inlined for side in sides)
 
     def counts(self) -> dict[str, object]:
-        """Return all counts, without the facts that are known before any row is read."""
+        """Return all counts, without the fields known before reading."""
         return {name: value for name, value in asdict(self).items() if name not in KNOWN_BEFORE}
 
     def take(self, counts: dict[str, object]) -> None:
-        """Take over the counts of an earlier reading of the same data."""
+        """Restore the counts from an earlier run on the same data."""
         for name, value in counts.items():
             setattr(self, name, value)
-        self.lengths = {int(length): count for length, count in self.lengths.items()}  # JSON made words of them
+        self.lengths = {int(length): count for length, count in self.lengths.items()}  # JSON keys are strings
 
     def longest(self, config: OfflineDataConfig) -> int:
-        """Return the tokens of the longest row that is kept, after truncation."""
+        """Return the number of tokens in the longest kept row, after truncation."""
         drops = config.overlong == "drop"
         kept = (length for length in self.lengths if not drops or length <= config.max_len)
         return min(max(kept, default=0), config.max_len)
 
     @property
     def summary(self) -> str:
-        """The report in one line."""
+        """One-line summary."""
         counted = self.details | {what: getattr(self, counter) for counter, what in COUNTED.items()}
         parts = [
             "; ".join(map(str, self.sources)),
@@ -143,22 +145,22 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Origins:
-    """The origin of each item: its source and row."""
+    """Maps items to their source rows."""
 
     rows: Rows
     table: StoredTable
 
     def __call__(self, item: int) -> str:
-        """Return the file and line of the row that an item was made from."""
+        """Return the file and line of an item's row."""
         return self.rows.sources[self.table.value("source", item)].where(self.table.value("index", item))
 
 
 @contextmanager
 def older_objects_uncollected() -> Iterator[None]:
-    """Make Python's garbage collector ignore the objects that exist before the block.
+    """Exclude existing objects from garbage collection within the block.
 
-    Many lists of tokens make the collector go through a million objects of imported packages again and again: an eighth
-    to a sixth of all time.
+    Allocating many token lists triggers collections that traverse a million objects of imported packages: 12 to 17% of
+    the total time.
     """
     gc.freeze()
     try:
@@ -169,12 +171,14 @@ def older_objects_uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Preparation(Generic[T]):
-    """The steps from rows to the columns of a table.
+    """Pipeline from rows to table columns.
 
-    `read` returns the row as read and the examples to tokenise; `mark` may give their texts other spans; `make` returns
-    the stored columns of a row, one dict an item, or no item. A row for which one of them raises RowFault stops
-    everything, or is dropped and counted, by `invalid_rows`. `progress` is called with the number of rows done and of
-    all rows.
+    - `read`: parses a row and returns examples to tokenize.
+    - `mark`: may change the spans of rendered text.
+    - `make`: returns a row's stored columns, one dict per item.
+    - `progress`: called with the number of processed and total rows.
+
+    With `drops_invalid`, rows that raise RowFault are dropped and counted; otherwise the error is raised.
     """
 
     schema: pa.Schema
@@ -186,7 +190,7 @@ class Preparation(Generic[T]):
     mark: Callable[[Row, T, list[Pieces]], list[Pieces]] = lambda row, read, texts: texts
 
     def table(self, rows: Rows, report: DataReport, *, kept_at: Path | None) -> StoredTable:
-        """Return all items, and count the rows in the report. Items are read from `kept_at`, or kept there."""
+        """Return all items and update the report. Items are loaded from, or saved to, the cache file `kept_at`."""
         if kept_at is None:
             return self._fill(TableWriter(self.schema), rows, report).finish()
         with one_at_a_time(kept_at):
@@ -197,7 +201,7 @@ class Preparation(Generic[T]):
             with KeptTableWriter(self.schema, kept_at) as writer:
                 self._fill(writer, rows, report)
                 if self.encoder.reader is not None and report.dropped_invalid:
-                    return writer.finish()  # a picture that is missing may be there next time
+                    return writer.finish()  # do not cache: a missing image may exist next time
                 return writer.keep(report.counts())
 
     @older_objects_uncollected()
@@ -214,10 +218,9 @@ class Preparation(Generic[T]):
         return writer
 
     def _tokenised(self, rows: Rows) -> Iterator[Batch]:
-        """Yield rows as read with their tokens, batch by batch.
+        """Yield parsed rows with tokens, batch by batch.
 
-        Batches are tokenised in threads while the next ones are read and rendered: the tokenizer releases Python's
-        lock.
+        Threads tokenize batches while the next ones are read and rendered: the tokenizer releases the GIL.
         """
         num_rows = 0
         waiting: deque[Future[Batch]] = deque()
@@ -236,7 +239,9 @@ class Preparation(Generic[T]):
         return num_rows, drafts, self.encoder.tokens(drafts, num_checked=num_checked)
 
     def _draft(self, row: Row) -> Draft:
-        """Return a row's text or its fault, which is raised later: batches before this one may have faults too."""
+        """Render a row, or store its error. Errors are raised later in row order, because earlier batches may also have
+        some.
+        """
         try:
             if self.encoder.reader is None:
                 refuse_images(row)
@@ -248,7 +253,7 @@ class Preparation(Generic[T]):
             return Draft(row, None, (), [], fault)
 
     def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, object]]:
-        """Return the items of a row, none if the row is at fault and such rows are dropped."""
+        """Return a row's items; none if it is invalid and such rows are dropped."""
         try:
             if isinstance(tokens, RowFault):
                 raise tokens
@@ -261,21 +266,21 @@ class Preparation(Generic[T]):
             return self.make(Encoded(draft.row, draft.read, tokens), report)
         except RowFault as fault:
             if not self.drops_invalid:
-                raise RowFault(f"{fault}; --invalid_rows drop leaves such rows out") from fault
+                raise RowFault(f"{fault}; use --invalid_rows drop to skip such rows") from fault
             report.note("dropped_invalid", str(fault))
             return []
 
 
 def _unread_keys(draft: Draft) -> list[str]:
-    """Return the keys of a row's messages that may be marks and are not known, each once."""
+    """Return unknown message keys that may be loss markers, without duplicates."""
     conversations = (example for example in draft.examples if isinstance(example, Conversation))
     return sorted({key for talk in conversations for message in talk.messages for key in message.unread})
 
 
 def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: DataReport) -> list[Tokens] | None:
-    """Return the examples of a row within `max_len`, by the policy for longer ones; None if the row is dropped.
+    """Apply the policy for long rows. Returns the row's examples within `max_len`; None if the row is dropped.
 
-    Dropped rows are counted here. The caller counts cut rows, because it may find more reasons to drop a row.
+    Counts dropped rows. The caller counts truncated rows, because it may drop the row for other reasons.
     """
     longest = max(len(part.ids) for part in tokens)
     report.lengths[longest] = report.lengths.get(longest, 0) + 1
@@ -297,27 +302,27 @@ def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: D
 
 
 def count_cut(row: Row, whole: list[Tokens], kept: list[Tokens], report: DataReport) -> None:
-    """Count a row that is kept if something of it was cut off."""
+    """Count a kept row if it was truncated."""
     if kept != whole:
         report.note("truncated", f"{row.where}: {max(len(part.ids) for part in whole):,} tokens")
 
 
 def contents_digest(table: StoredTable) -> str:
-    """Return a hash of the items of a table in their order, wherever their rows come from."""
+    """Hash a table's items in order, independent of their source."""
     return table.digest(name for name in table.names if name not in ORIGIN and name != FILES)
 
 
 def no_progress(done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 def flat(spans: list[Span]) -> list[int]:
-    """Return the bounds of spans one after the other, as they are stored."""
+    """Flatten spans to a list of bounds, as stored."""
     return [bound for span in spans for bound in span]
 
 
 def mask_of(spans: np.ndarray, length: int) -> np.ndarray:
-    """Stored bounds of spans as a mask over `length` tokens, bool."""
+    """Convert stored bounds to a bool mask over `length` tokens."""
     mask = np.zeros(length, dtype=bool)
     for start, stop in spans.reshape(-1, 2):
         mask[start:stop] = True

@@ -1,6 +1,6 @@
-"""Prepared data in a form that people can look at: examples as pieces of text, and lengths in bins.
+"""Prepared data for display: examples as text pieces, and length histograms.
 
-Trained tokens are read from the items that training itself gets. The layout is left to others.
+Uses the same items as training. Layout is separate.
 """
 
 import math
@@ -15,21 +15,21 @@ from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 Decode = Callable[[Sequence[int]], str]
 
 HEAD_TOKENS, TAIL_TOKENS = 120, 40
-"""Tokens shown at both ends of a stretch that is longer than both together."""
+"""Number of tokens shown at the start and end of a longer stretch."""
 HEAD_RUNS, TAIL_RUNS = 6, 4
-"""Stretches shown at both ends of a text that has more of them."""
+"""Number of stretches shown at the start and end of a text with more of them."""
 CUT_CHARACTER = "\ufffd"
-"""What bytes of an incomplete character are decoded to, of which there are at most `MAX_BYTES`."""
+"""Replacement character for incomplete UTF-8 sequences, of at most `MAX_BYTES` bytes."""
 MAX_BYTES = 4
 NUM_BINS = 10
 COMMON_SHARE = 0.99
-"""Share of the lengths that bins of equal width cover if the longest are far away."""
+"""Share of lengths covered by bins of equal width if the longest are outliers."""
 
 
 class Piece(NamedTuple):
-    """Text of neighbouring tokens, which carry loss or do not; or no text, and the number of tokens left out.
+    """Text of adjacent tokens that are all trained or untrained; or the number of omitted tokens.
 
-    The text of a picture's tokens describes the `picture`.
+    For an image, `text` describes the `picture`.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class PreviewPart:
-    """One text of an example: a prompt, a response or all of it."""
+    """One text of an example: a prompt, a response, or all of it."""
 
     name: str
     num_tokens: int
@@ -50,7 +50,7 @@ class PreviewPart:
 
 @dataclass(frozen=True)
 class ShownExample:
-    """An item as the model gets it; `where` is file and line of its row, `facts` what belongs to it besides tokens."""
+    """An item as seen by the model; `where` is the file and line of its row, `facts` are additional properties."""
 
     number: int
     where: str
@@ -59,7 +59,7 @@ class ShownExample:
 
 
 class Bin(NamedTuple):
-    """Lengths from `low` to `high`, both included, and how many there are."""
+    """Number of lengths from `low` to `high` inclusive."""
 
     low: int
     high: int
@@ -67,7 +67,7 @@ class Bin(NamedTuple):
 
 
 def spread(count: int, num_shown: int) -> list[int]:
-    """Return at most `num_shown` of the numbers below `count`, evenly apart, first and last among them."""
+    """Return at most `num_shown` evenly spaced numbers below `count`, including the first and last."""
     if num_shown == 1 or count <= 1:
         return [0][: min(count, num_shown)]
     num_shown = min(count, num_shown)
@@ -84,11 +84,10 @@ def part_of(
     pictures: Sequence[PlacedPicture] = (),
     is_whole: bool = False,
 ) -> PreviewPart:
-    """Return a text with its trained pieces, shortened if it is long, unless `is_whole`. It follows the tokens `behind`
-    it in a sequence.
+    """Split a text into trained and untrained pieces, shortened unless `is_whole`. It follows the tokens `behind`.
 
-    The tokens before a piece decide how its text is decoded: some tokenizers drop a space at the start of a text. The
-    `pictures` stand in the tokens of the text.
+    Preceding tokens affect decoding: some tokenizers drop a space at the start of a text. `pictures` are in the text's
+    tokens.
     """
     ids, first = [*behind, *token_ids], len(behind)
     kinds = [(bool(trained), 0) for trained in is_trained]
@@ -115,13 +114,13 @@ def part_of(
 
 
 def _described(number: int, placed: PlacedPicture) -> Piece:
-    """Return a piece with the size of a picture and its tokens."""
+    """Describe an image by size and number of tokens."""
     size = f"{placed.picture.width} x {placed.picture.height} pixels"
     return Piece(f"[picture {number}: {size}, {placed.length:,} tokens]", False, picture=placed.picture)
 
 
 def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode) -> list[Piece]:
-    """Return one stretch of tokens, all trained or none, without its middle if it is long."""
+    """Return a stretch of tokens, all trained or untrained, without its middle if it is long."""
     if stop - start <= HEAD_TOKENS + TAIL_TOKENS:
         return [Piece(_text(ids, start, stop, decode), trained)]
     head = _whole_characters(ids, start + HEAD_TOKENS, -1, decode)
@@ -139,15 +138,15 @@ def _text(ids: list[int], start: int, stop: int, decode: Decode) -> str:
 
 
 def _whole_characters(ids: list[int], place: int, step: int, decode: Decode) -> int:
-    """Return the place, or one near it, at which no character is cut in two."""
+    """Return a position at or near `place` that does not split a character."""
     places = (place + step * number for number in range(MAX_BYTES))
     return next((near for near in places if not decode(ids[:near]).endswith(CUT_CHARACTER)), place)
 
 
 def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
-    """Return the counted lengths in bins of one round width; no bin has lengths on both sides of the limit.
+    """Bin the lengths with a round bin width. No bin spans the limit.
 
-    A few lengths far above all others share the last bin.
+    Outliers share the last bin.
     """
     ordered = sorted(lengths)
     shortest, longest = ordered[0], ordered[-1]
@@ -167,7 +166,7 @@ def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
 
 
 def quantile(lengths: Mapping[int, int], share: float) -> int:
-    """Return the smallest length that this share of all lengths does not exceed."""
+    """Return the smallest length that covers this share of all lengths."""
     needed, seen = share * sum(lengths.values()), 0
     for length in sorted(lengths):
         seen += lengths[length]
@@ -177,6 +176,6 @@ def quantile(lengths: Mapping[int, int], share: float) -> int:
 
 
 def _round_width(least: float) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, ... that is not below `least`."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... that is at least `least`."""
     power = 10 ** max(0, math.floor(math.log10(least))) if least > 1 else 1
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

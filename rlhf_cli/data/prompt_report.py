@@ -1,4 +1,4 @@
-"""The report of how prompts were read."""
+"""Report of loading prompts."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,9 @@ from rlhf_cli.data.tokenizing.control_tokens import controls_phrase
 
 @dataclass
 class PromptReport:
-    """How prompts were read.
+    """Report of loading prompts.
 
-    `lengths` counts all prompts by their tokens; `noted` names the first rows that were dropped by each counter, and
-    why.
+    `lengths` counts prompts by tokens; `noted` lists the first dropped rows per counter, with the reason.
     """
 
     sources: list[ReadSource] = field(default_factory=list)
@@ -23,19 +22,19 @@ class PromptReport:
     dropped_invalid: int = 0
     dropped_overlong: int = 0
     longest: int = 0
-    """Tokens of the longest prompt that was kept."""
+    """Number of tokens in the longest kept prompt."""
     largest_token: int = -1
-    """The largest token id, and the first row that has it."""
+    """Largest token ID, and its first row."""
     largest_token_at: str = ""
     control_rows: int = 0
-    """Prompts with special tokens in their messages, the prompts of each token, and the first row."""
+    """Number of prompts with special tokens in messages, prompts per token, and the first row."""
     control_tokens: dict[str, int] = field(default_factory=dict)
     control_at: str = ""
     lengths: dict[int, int] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, counter: str, note: str) -> None:
-        """Count a row with one of the counters, and keep its note if it is among the first."""
+        """Increment a counter, and store the note if it is among the first."""
         setattr(self, counter, getattr(self, counter) + 1)
         listed = self.noted.setdefault(counter, [])
         if len(listed) < MAX_NOTED:
@@ -43,8 +42,8 @@ class PromptReport:
 
     @property
     def summary(self) -> str:
-        """The report in one line."""
-        dropped = f", {self.dropped_by_pass_rate:,} left out by their pass rate" if self.dropped_by_pass_rate else ""
+        """One-line summary."""
+        dropped = f", {self.dropped_by_pass_rate:,} dropped by pass rate" if self.dropped_by_pass_rate else ""
         for counter in ("dropped_invalid", "dropped_overlong"):
             if count := getattr(self, counter):
                 dropped += f", {count:,} {COUNTED[counter]}"

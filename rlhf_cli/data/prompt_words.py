@@ -1,4 +1,4 @@
-"""The messages of prompts: read from rows, worded by a file of the user, with the tools of the run's environment."""
+"""Prompt messages: read from rows, reformatted by user code, and extended with the environment's tools."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,7 @@ from rlhf_cli.data.templates.prompt_templates import FormatPrompt, load_format_p
 
 @dataclass(frozen=True, slots=True)
 class PromptWords:
-    """Reads the messages of rows: the format of each source, the `wording` of their text, the system prompt, and the
-    run's environment.
-    """
+    """Reads prompt messages: format per source, `wording` of the text, system prompt, and environment."""
 
     formats: dict[str, PromptFormat]
     wording: FormatPrompt | None
@@ -26,29 +24,27 @@ class PromptWords:
     environment: EnvironmentDescription | None
 
     def read(self, row: Row) -> Conversation:
-        """Return the messages of the row itself."""
+        """Return the row's messages."""
         return self.formats[row.source.name].read_prompt(row)
 
     def asked(self, row: Row, conversation: Conversation) -> Conversation:
-        """Return the messages that the model gets. Raise TemplateFault for a fault."""
+        """Return the model's messages. Raises TemplateFault."""
         worded = conversation if self.wording is None else self.wording.applied(conversation)
         if self.environment is None:
             return worded
         if conversation.pictures:
-            raise row.error("the row has pictures, and an environment takes prompts of text")
+            raise row.error("the row has images, which environments do not support")
         if template_kwargs_of(row):
-            raise row.error(
-                f"column {KWARGS_COLUMN!r} is of this row alone; beside an environment give --{KWARGS_COLUMN}"
-            )
+            raise row.error(f"column {KWARGS_COLUMN!r} is set per row; with an environment, use --{KWARGS_COLUMN}")
         if self.environment.is_program and conversation.tools:
-            raise row.error(f"column {TOOLS_COLUMN!r} has tools, and an agent program has its own: drop the column")
+            raise row.error(f"column {TOOLS_COLUMN!r} has tools, but an agent program defines its own: drop the column")
         return with_tools(worded, self.environment.tools, row).with_system_prompt(self.system_prompt)
 
 
 def words_of(
     config: PromptConfig, rows: Rows, judges: Judges, environment: EnvironmentDescription | None
 ) -> PromptWords:
-    """Return the words of all sources. Raise UsageError if a source has no known format."""
+    """Find all sources' formats. Raises UsageError if one is unknown."""
     formats = prompt_formats(config, rows.sources, verifiers=judges.verifiers)
     wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
     return PromptWords(formats, wording, config.system_prompt, environment)

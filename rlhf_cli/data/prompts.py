@@ -1,6 +1,6 @@
-"""Prompts with their ground truth for online training and evaluation.
+"""Prompts with ground truth for online training and evaluation.
 
-Prompts lie in a temporary file that is mapped into memory, in the order of the rows.
+Prompts are stored in row order in a memory-mapped temporary file.
 """
 
 import collections.abc
@@ -44,7 +44,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 BATCH_ROWS = 512
 PASS_RATE = "pass_rate"
-"""Column with the share of a model's responses to a prompt that were right."""
+"""Column with the share of correct responses to a prompt."""
 SCHEMA = pa.schema(
     {
         "prompt_ids": pa.list_(pa.int32()),
@@ -60,12 +60,14 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in the tokens that generation starts from.
+    """A tokenized prompt.
 
-    `text` is the rendered text, template included; `label` the ground truth, None if the row has none; `source` the
-    data set as named in the settings, and `index` the number of the row in it, from 0. `data_source` is the row's own
-    name of its source. `row` is JSON of the columns for reward files, None if there are none. `pictures` stand in the
-    tokens in order; in the text there is one placeholder for each.
+    - `text`: rendered text, including the template.
+    - `label`: ground truth, None without.
+    - `source`, `index`: dataset as named in the settings, and the row's index in it, from 0.
+    - `data_source`: source name from the row.
+    - `row`: JSON of the columns for reward files, or None.
+    - `pictures`: images in token order. The text has one placeholder each.
     """
 
     prompt_ids: list[int]
@@ -85,11 +87,13 @@ def _prompt_at(table: StoredTable, row: int) -> Prompt:
 
 @dataclass(frozen=True)
 class PromptData:
-    """Prompts in the order of their rows.
+    """Prompts in row order.
 
-    `fingerprint` is of all texts and labels; `row_of` reads a prompt's row again, and `conversation_of` the messages in
-    it, the system message of the settings included; `where` gives file and line of a prompt's row. `has_pictures`: the
-    prompts are of a model that takes pictures. `end_ids` are tokens that end a response by the chat template.
+    - `fingerprint`: hash of all text and labels.
+    - `row_of`, `conversation_of`: read a prompt's row again, or its messages with the system message from the settings.
+    - `where`: file and line of a prompt's row.
+    - `has_pictures`: the model supports images.
+    - `end_ids`: end-of-response tokens of the chat template.
     """
 
     prompts: collections.abc.Sequence[Prompt]
@@ -112,15 +116,15 @@ def load_prompts(
     reader: PictureReader | None = None,
     environment: EnvironmentDescription | None = None,
 ) -> PromptData:
-    """Return the prompts of the settings' data sets, with a report of the reading, for the rewards that will judge
-    them. `reader` reads their pictures; None for models of text. Every prompt shows the tools of the `environment` of
-    the run, which gets the rows.
+    """Load the prompts for these settings, with a report. `reward` determines which columns are kept for scoring.
+    `reader` loads images; None for text models. With an `environment`, prompts contain its tools, and rows are kept for
+    it.
 
-    Prompts that leave no room for `max_new_tokens` within `max_len` are dropped and counted, or an error, by
+    Prompts without room for `max_new_tokens` within `max_len` are dropped and counted, or raise an error, as set by
     `overlong_prompts`.
 
     Raises:
-        UsageError: a row cannot be used (the message names file and line), or no prompt is left.
+        UsageError: a row is invalid (the message contains file and line), or no prompt remains.
     """
     room = _room(config, max_new_tokens)
     rows = load_rows(
@@ -152,7 +156,7 @@ def load_prompts(
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by, *digests]).encode())
     if not report.prompts:
         first = "".join(f"; the first one is {listed[0]}" for listed in report.noted.values())
-        raise UsageError(f"no prompt is left: {report.summary}{first}")
+        raise UsageError(f"no prompt remains: {report.summary}{first}")
     sources = {source.name: source for source in rows.sources}
     origins = _Origins(sources, words)
     return PromptData(
@@ -168,16 +172,16 @@ def load_prompts(
 
 
 def _item(prompt: Prompt, tokens: Tokens) -> dict[str, object]:
-    """Return the stored columns of a prompt."""
+    """Return a prompt's stored columns."""
     return {name: getattr(prompt, name) for name in SCHEMA.names} | stored_pictures(tokens.pictures)
 
 
 def _room(config: PromptConfig, max_new_tokens: int) -> int:
-    """Return the tokens that a prompt may have. Raise UsageError if there is no room for one."""
+    """Return the maximum prompt length in tokens. Raises UsageError if it is below 1."""
     room = config.max_len - max_new_tokens
     if room < 1:
         raise UsageError(
-            f"max_len {config.max_len} leaves no room for a prompt beside max_new_tokens {max_new_tokens}: "
+            f"max_len {config.max_len} leaves no room for a prompt with max_new_tokens {max_new_tokens}: "
             f"raise max_len above {max_new_tokens}"
         )
     return room
@@ -210,7 +214,7 @@ def _steps(
 
 @dataclass(frozen=True, slots=True)
 class _Origins:
-    """Finds the row of a prompt again, in its source."""
+    """Maps prompts to their source rows."""
 
     sources: dict[str, Source]
     words: PromptWords
@@ -228,9 +232,9 @@ class _Origins:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row as read: its messages, the text and label of its prompt, and the special tokens in the messages.
+    """A parsed row: messages, prompt text, label, and special tokens in the messages.
 
-    `pictures` are the pictures of the messages, once they are measured.
+    `pictures` are the messages' images, after they are measured.
     """
 
     row: Row
@@ -243,7 +247,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What happens to a row: its words, then rendering, then the tokenizer."""
+    """Pipeline per row: read messages, render, tokenize."""
 
     words: PromptWords
     renderer: Renderer | PromptTemplate
@@ -255,7 +259,7 @@ class _Steps:
     plain: bool
 
     def draft(self, row: Row) -> _Draft:
-        """Return a row as read, with the text of its prompt. Raise RowFault for a fault."""
+        """Parse a row and render its prompt. Raises RowFault."""
         conversation = self._read(row)
         try:
             text = self.renderer.prompt(self.words.asked(row, conversation), template_kwargs_of(row))
@@ -266,13 +270,13 @@ class _Steps:
         return _Draft(row, conversation, text, label, self.controls.within(conversation))
 
     def measured(self, draft: _Draft) -> _Draft:
-        """Return the draft with its pictures. Raise RowFault if one cannot be used."""
+        """Measure the draft's images. Raises RowFault if one is unusable."""
         if self.reader is None:
             return draft
         return replace(draft, pictures=self.reader.pictures(draft.row, [draft.conversation])[0])
 
     def tokens(self, drafts: list[_Draft]) -> list[list[int]]:
-        """Return the tokens of each prompt, with one placeholder for each picture.
+        """Tokenize all prompts, with one placeholder per image.
 
         Raises UsageError if the tokenizer loses text that the model's tokenizer.json keeps.
         """
@@ -281,10 +285,10 @@ class _Steps:
         return self.tokeniser.prompts([draft.text for draft in drafts], plain=self.plain)
 
     def made(self, draft: _Draft, ids: list[int]) -> tuple[Prompt, Tokens]:
-        """Return the prompt of a row, and its tokens with the runs of pictures. Raise RowFault for a fault."""
+        """Return a row's prompt, and tokens with expanded images. Raises RowFault."""
         tokens = self._tokens(draft.row, ids, draft.pictures)
         if not tokens.ids:
-            raise draft.row.error("the prompt has no tokens")
+            raise draft.row.error("the prompt is empty")
         return self._prompt(draft.row, tokens, draft.text, draft.label), tokens
 
     def _prompt(self, row: Row, tokens: Tokens, text: str, label: str | None) -> Prompt:
@@ -292,7 +296,7 @@ class _Steps:
         return Prompt(tokens.ids, text, label, row.source.name, row.index, source, self._kept(row))
 
     def _read(self, row: Row) -> Conversation:
-        """Return the messages of a row with their pictures at the marks."""
+        """Return a row's messages with images at the markers."""
         if self.reader is None:
             refuse_images(row)
         conversation = self.words.read(row)
@@ -302,7 +306,7 @@ class _Steps:
         return self.reader.placed(row, conversation)
 
     def _tokens(self, row: Row, ids: list[int], pictures: tuple[SourcePicture, ...]) -> Tokens:
-        """Return the tokens with the runs of pictures."""
+        """Return the tokens with expanded images."""
         tokens = Tokens(ids, [])
         try:
             return tokens if self.reader is None else expanded(tokens, pictures, self.reader.family)
@@ -310,7 +314,7 @@ class _Steps:
             raise row.error(str(fault)) from fault
 
     def _kept(self, row: Row) -> str | None:
-        """Return the columns of the row for a reward file, with its prompt as messages if the row has messages."""
+        """Return the row's columns for a reward file. The prompt is a message list if the row contains messages."""
         if not self.judges.keeps_rows:
             return None
         form = self.words.formats[row.source.name]
@@ -328,7 +332,7 @@ class _Steps:
 def _kept_prompts(
     whole: list[Row], steps: _Steps, config: PromptConfig, report: PromptReport, *, room: int
 ) -> list[tuple[Prompt, Tokens]]:
-    """Return the prompts of a batch of rows that are wanted and fit, and count them and the others."""
+    """Return a batch's valid prompts that fit, and update the report."""
     sound = _Sound(report, drops=config.invalid_rows == "drop")
     wanted = sound.kept(_tried(lambda row: (row, _is_wanted(row, config.pass_rate_range)), row) for row in whole)
     batch = [row for row, is_wanted in wanted if is_wanted]
@@ -349,13 +353,13 @@ def _kept_prompts(
 
 @dataclass(frozen=True, slots=True)
 class _Sound:
-    """Goes on without the rows that have a fault, and counts them, if the settings drop such rows."""
+    """Collects results without errors. Rows with errors are counted and dropped if enabled."""
 
     report: PromptReport
     drops: bool
 
     def kept(self, tried: Iterable[B | RowFault]) -> list[B]:
-        """Return the results of a step that rows have."""
+        """Return the successful results of a step."""
         found: list[B] = []
         for made in tried:
             if not isinstance(made, RowFault):
@@ -363,12 +367,12 @@ class _Sound:
             elif self.drops:
                 self.report.note("dropped_invalid", str(made))
             else:
-                raise RowFault(f"{made}; --invalid_rows drop leaves such rows out") from made
+                raise RowFault(f"{made}; use --invalid_rows drop to skip such rows") from made
         return found
 
 
 def _tried(step: Callable[[A], B], item: A | RowFault) -> B | RowFault:
-    """Return what a step makes of an item, or its fault, which may be of an earlier step."""
+    """Apply a step to an item. Returns its error, or the error of an earlier step."""
     try:
         return item if isinstance(item, RowFault) else step(item)
     except RowFault as fault:
@@ -376,7 +380,7 @@ def _tried(step: Callable[[A], B], item: A | RowFault) -> B | RowFault:
 
 
 def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
-    """Return whether the row's pass rate is within the limits; a prompt of unknown rate (null) is not."""
+    """Return whether the row's pass rate is within the limits. An unknown pass rate (null) is not."""
     if limits is None:
         return True
     rate = row.get(PASS_RATE)

@@ -1,4 +1,4 @@
-"""Records of generation: requests to a rollout engine, and its responses."""
+"""Generation records: requests to rollout engines, and responses."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -11,12 +11,12 @@ from rlhf_cli.models.vision.pictures import PlacedPicture
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are sampled. Log-probs that come back are of the distribution that tokens are drawn from.
+    """Sampling parameters. Returned log-probs refer to the distribution from which tokens are drawn.
 
-    The order is vLLM's: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 for all tokens), `top_p`. Greedy
-    sampling takes the likeliest token after the penalty alone. `stop` are texts that end a response as soon as one of
-    them is in it; `end_ids` are tokens that end it besides those of the model. A batch that `continues` has the next
-    turns of the episodes in the batch before: engines keep what they have computed for them.
+    Applied in vLLM's order: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 disables it), `top_p`. Greedy
+    sampling selects the most likely token after the penalty only. `stop` strings end a response as soon as it contains
+    one; `end_ids` are additional end tokens. With `continues`, the batch contains the next turns of the previous
+    batch's episodes, so that engines reuse their prefix cache.
     """
 
     max_new_tokens: int
@@ -32,7 +32,7 @@ class SamplingParams:
 
 
 def sampling_params(sampling: ResponseSamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:
-    """Return the settings as engines take them, with the tokens that end a response by a chat template."""
+    """Convert the settings for engines, with the chat template's end tokens."""
     is_greedy = sampling.temperature == 0
     return SamplingParams(
         sampling.max_new_tokens,
@@ -49,13 +49,14 @@ def sampling_params(sampling: ResponseSamplingConfig, *, end_ids: tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to sample. The same request gives the same response from the same weights.
+    """Request for one response. Equal requests give equal responses from equal weights.
 
-    `expected_tokens` is a guess of the response's length, by which engines are loaded evenly; it changes no response.
-    `prompt_ids` have the whole run of each of the `pictures`. `max_new_tokens` is a lower limit than that of the batch.
-    `row` is the prompt's row as JSON, which an environment reads and no engine gets. `episode` is the number of the
-    episode whose turn this is: all turns go to the same engine. Environments of all samples of a prompt begin with the
-    same `environment_seed`.
+    - `expected_tokens`: estimated response length for load balancing. Does not affect the response.
+    - `prompt_ids`: contain all placeholder tokens of the `pictures`.
+    - `max_new_tokens`: lower limit than the batch's.
+    - `row`: the prompt's row as JSON, for environments. Engines ignore it.
+    - `episode`: number of the turn's episode. All its turns go to the same engine.
+    - `environment_seed`: shared by the environments of all samples of a prompt.
     """
 
     prompt_ids: list[int]
@@ -69,21 +70,21 @@ class GenerationRequest:
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
-        """The part that the samples of a prompt have in common: equal tokens with other pictures are another prompt."""
+        """Key for samples of the same prompt: equal tokens with other images are a different prompt."""
         return tuple(self.prompt_ids), self.pictures
 
     def limit(self, sampling: SamplingParams) -> int:
-        """Return the most tokens that the response may have."""
+        """Return the maximum number of response tokens."""
         own = self.max_new_tokens
         return sampling.max_new_tokens if own is None else min(own, sampling.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A conversation of an episode whose program rewrote its history, besides the response's own.
+    """An earlier conversation of an episode with history rewritten by its program.
 
-    `turns` are the spans of tokens that are trained here; turns that the response has too are trained there.
-    `messages` are all messages of the conversation in OpenAI's form.
+    `turns` are the token spans trained in this branch; turns shared with the response are trained there. `messages` are
+    all messages in OpenAI format.
     """
 
     prompt_ids: list[int]
@@ -94,18 +95,21 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """The facts about a response that took several turns.
+    """Data of a multi-turn response.
 
-    `turns` are the spans of sampled tokens in the response, one a turn; tokens between them are observations, which
-    nothing trains on. `turn_rewards` are the environment's rewards by turn. `messages` are turns and observations in
-    OpenAI's form. `failure` completes a sentence about an environment that broke, and `trace` is the traceback of its
-    error; `cut` completes a sentence about an environment that truncated the episode. `prompt_ids` replace the
-    prompt's if the environment added the text `opening` to it, or a program wrote its own. The counts are of tool
-    calls, of calls that could not be read, and of requests that were repeated.
+    - `turns`: span of sampled tokens per turn. Tokens in between are observations and not trained.
+    - `turn_rewards`: environment reward per turn.
+    - `messages`: turns and observations in OpenAI format.
+    - `failure`, `trace`: completes "the environment ..." after an error, with the traceback.
+    - `cut`: completes "the environment ..." if it truncated the episode.
+    - `prompt_ids`: replaces the prompt's tokens if the environment added the text `opening`, or a program used another
+      prompt.
+    - `num_calls`, `num_malformed`, `num_repeated`: tool calls, unparsable calls, and repeated requests.
+    - `lacks_reward`: the environment returned no reward, not even 0; then `turn_rewards` are zeros.
+    - `earlier`: earlier conversations if a program rewrote its history; the response is the last one. Messages then
+      include the program's prompt.
 
-    An episode `lacks_reward` if its environment gave none at all, not even 0: `turn_rewards` are zeros then. An agent
-    program has no `turn_rewards` if it printed no reward. If it rewrote its history the response is the last
-    conversation, and `earlier` the others; messages begin with those of the program's prompt.
+    An agent program without a printed reward has no `turn_rewards`.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -124,12 +128,12 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """The turns of the model, of all branches."""
+        """Number of model turns in all branches."""
         return len(self.turns) + sum(len(branch.turns) for branch in self.earlier)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Episode":
-        """Return the record from JSON."""
+        """Restore the record from JSON."""
         lists = {name: tuple(plain[name]) for name in ("turn_rewards", "messages")}
         earlier = tuple(
             Branch(**{**branch, "turns": _spans(branch["turns"]), "messages": tuple(branch["messages"])})
@@ -143,11 +147,11 @@ def _spans(plain: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
 
 
 VersionRun = tuple[int, int]
-"""A version of the weights, and the number of tokens in a row that they sampled."""
+"""A weight version, and the number of consecutive tokens sampled with it."""
 
 
 def joined_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
-    """Return the runs with neighbours of one version joined; () if a single version sampled all tokens."""
+    """Merge adjacent runs of the same version; () if all tokens have the same version."""
     joined: list[VersionRun] = []
     for version, count in runs:
         if joined and joined[-1][0] == version:
@@ -158,7 +162,7 @@ def joined_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
 
 
 def oldest(runs: Iterable[VersionRun]) -> int:
-    """Return the oldest version of the weights that sampled a token; 0 without any."""
+    """Return the oldest weight version of any token; 0 without tokens."""
     return min((version for version, count in runs if count), default=0)
 
 
@@ -166,14 +170,14 @@ def oldest(runs: Iterable[VersionRun]) -> int:
 class Generation:
     """One sampled response.
 
-    `token_ids` are exactly the sampled tokens, up to and with the end-of-sequence token or the token that completed a
-    stop string. `logprobs` (nats, same length) are the sampler's own. `finish_reason` is "stop" for such an end and
-    "length" for a response cut at the limit. `weight_version` counts weight pushes, 0 for the initial weights. If
-    weights were pushed while the response was sampled, it is the oldest version, and `version_runs` has the version of
-    every token, in the order of `logprobs`.
-
-    In an `episode` of several turns `token_ids` have observations too, and `logprobs` are of the sampled tokens alone,
-    first of its earlier branches and then of the response.
+    - `token_ids`: exactly the sampled tokens, including the end-of-sequence token or the token that completed a stop
+      string.
+    - `logprobs`: the sampler's log-probs (nats), one per sampled token.
+    - `finish_reason`: "stop", or "length" if truncated at the limit.
+    - `weight_version`: number of weight pushes, 0 for the initial weights. If weights were pushed during the response,
+      the oldest version; `version_runs` then has all versions in the order of `logprobs`.
+    - `episode`: data of a multi-turn response. Then `token_ids` include observations, and `logprobs` cover only sampled
+      tokens, first from earlier branches and then from the response.
     """
 
     token_ids: list[int]
@@ -185,29 +189,29 @@ class Generation:
 
     @property
     def runs(self) -> tuple[VersionRun, ...]:
-        """The versions of the sampled tokens."""
+        """Weight versions of the sampled tokens."""
         return self.version_runs or ((self.weight_version, self.num_sampled),)
 
     @property
     def longest(self) -> int:
-        """The tokens of the response, or of an earlier branch of its episode that has more."""
+        """Number of tokens in the response, or in a longer earlier branch."""
         earlier = () if self.episode is None else self.episode.earlier
         return max(len(self.token_ids), *(len(branch.token_ids) for branch in earlier), 0)
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens that the model wrote."""
+        """Number of sampled tokens."""
         return len(self.logprobs)
 
     @property
     def turns(self) -> tuple[tuple[int, int], ...]:
-        """The spans of sampled tokens in the response."""
+        """Spans of sampled tokens in the response."""
         return ((0, len(self.token_ids)),) if self.episode is None else self.episode.turns
 
 
 def scattered_seed(seed: int, count: int) -> int:
-    """Return the seed of request number `count` of a run: below 2^31, and different for 2^31 consecutive requests.
+    """Return the seed of request number `count`: below 2^31, and unique within 2^31 consecutive requests.
 
-    The count is multiplied by an odd number (Knuth's, of the golden ratio), which maps counts one to one.
+    Multiplies by an odd number (Knuth's golden ratio constant), which is a bijection modulo 2^31.
     """
     return (zlib.crc32(str(seed).encode()) + count) * 2_654_435_761 % (1 << 31)

@@ -1,6 +1,6 @@
-"""Order of the rows: which items each step sees, a pure function of seed and step.
+"""Order of items per step, as a pure function of seed and step.
 
-There is no iterator with a position to save: a resumed run asks for the batches from its step on.
+There is no iterator state to save: a resumed run computes its batches from the step.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from typing import overload
 import numpy as np
 
 SEED_MASK = 2**64 - 1
-"""NumPy's seeds are not negative: a negative one is taken modulo 2^64."""
+"""NumPy requires non-negative seeds: negative ones are taken modulo 2^64."""
 
 
 def epoch_order(num_items: int, *, epoch: int, seed: int) -> np.ndarray:
-    """Return a permutation of the items in this pass over the data, int64 [num_items]."""
+    """Return a permutation of items for this epoch, int64 [num_items]."""
     return np.random.default_rng([seed & SEED_MASK, epoch]).permutation(num_items)
 
 
 @dataclass(frozen=True)
 class StepBatches(Sequence[np.ndarray]):
-    """Item indices of every step: `batches[step]`, `len(batches)` steps in all.
+    """Item indices per step: `batches[step]`, with `len(batches)` steps.
 
-    Each epoch is a new order of all items; its last batch is smaller where `batch_size` does not divide, so that
-    nothing is dropped, repeated or carried into the next epoch.
+    Each epoch is a new permutation of all items. Its last batch is smaller if `batch_size` does not divide evenly, so
+    that no item is dropped, repeated or carried over.
     """
 
     num_items: int
@@ -34,11 +34,11 @@ class StepBatches(Sequence[np.ndarray]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass over the items."""
+        """Number of steps per epoch."""
         return -(-self.num_items // self.batch_size)
 
     def epoch_of(self, step: int) -> int:
-        """Return which pass over the data the step belongs to, from 0."""
+        """Return the epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class StepBatches(Sequence[np.ndarray]):
 
 
 def step_batches(num_items: int, *, batch_size: int, epochs: int, seed: int) -> StepBatches:
-    """Return the item indices of every step of a run; see StepBatches."""
+    """Return item indices for each step of a run. See StepBatches."""
     return StepBatches(num_items, batch_size, epochs, seed)
 
 

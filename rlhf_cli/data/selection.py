@@ -1,7 +1,6 @@
-"""The choice among several scored responses to a prompt, as rows to train on: for sft, or as pairs for dpo and rm.
+"""Selects scored responses as training rows: examples for sft, or pairs for dpo and rm.
 
-Reads samples as `rlhf generate` writes them, all samples of a prompt one after the other. Rewards decide before whether
-a response is good.
+Reads samples from `rlhf generate`, with samples of a prompt adjacent. Scores come from rewards.
 """
 
 import json
@@ -32,9 +31,7 @@ REASONS = {
 
 
 def prompt_cells(conversation: Conversation) -> Cells:
-    """Return the columns of a prompt: the text of a lone user message, else the messages, and the tools if there are
-    any.
-    """
+    """Return a prompt's columns: the text of a single user message, else the messages, and tools if any."""
     messages = conversation.messages
     listed = [AS_OPENAI.entry(message) for message in messages]
     prompt = messages[0].content if [message.role for message in messages] == ["user"] else listed
@@ -42,9 +39,9 @@ def prompt_cells(conversation: Conversation) -> Cells:
 
 
 def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Counter[str]) -> Iterable[Cells]:
-    """Yield rows to train on, in the order of the prompts; `counts` counts the rows that are left out, by reason.
+    """Yield training rows in prompt order; `counts` counts skipped rows by reason.
 
-    A response that was cut at the limit is never kept as a good one: a model would learn to end there.
+    A truncated response is never selected as good: a model would learn to stop there.
     """
     for _, group in groupby(samples, key=lambda sample: sample["prompt_index"]):
         rows = _of_prompt(list(group), settings, counts)
@@ -75,7 +72,7 @@ def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str
 
 
 def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]:
-    """Return the best response against the worst, which may have been cut; None if all scores are equal."""
+    """Return the best response with the worst one, which may be truncated; [] if their scores are equal."""
     worst = min(usable, key=lambda sample: sample["score"])
     margin = best["score"] - worst["score"]
     reason = "without" if len(usable) == 1 else "equal" if not margin else "repeated" if _same(best, worst) else None
@@ -104,19 +101,19 @@ def _messages(prompt: str | list[Cells]) -> list[Cells]:
 
 
 def _opened(sample: Cells) -> list[Cells]:
-    """Return the prompt as messages, with what the environment added to the last one."""
+    """Return the prompt as messages, including text that the environment added to the last one."""
     *before, last = _messages(sample["prompt"])
     return [*before, {**last, "content": last["content"] + sample["opening"]} if "opening" in sample else last]
 
 
 def _turns(sample: Cells) -> list[Cells]:
-    """Return the response as messages: the turns and observations of an episode, or its only turn."""
+    """Return the response as messages: turns and observations of an episode, or its only turn."""
     only: list[Cells] = [{"role": "assistant", "content": sample["response"]}]
     return sample.get("messages", only)
 
 
 def _text(sample: Cells) -> str:
-    """Return the words of a response, "" if there are none; of an episode those of all its turns."""
+    """Return a response's text, "" if empty; for an episode, all turns."""
     if "messages" in sample:
         return json.dumps(sample["messages"]) if sample["messages"] else ""
     return str(sample["response"]).strip()
@@ -127,13 +124,13 @@ def _same(one: Cells, other: Cells) -> bool:
 
 
 def summary(counts: Counter[str]) -> str:
-    """Return one line about the selected and the left-out rows, with the reasons."""
+    """Summarize selected and skipped rows, with reasons."""
     left_out = ", ".join(f"{counts[name]:,} {words}" for name, words in REASONS.items() if counts[name])
     return f"{counts['rows']:,} rows of {counts['prompts']:,} prompts" + (f"; left out: {left_out}" if left_out else "")
 
 
 def write_rows(path: Path, rows: Iterable[Cells]) -> None:
-    """Write JSON lines, whole or not at all."""
+    """Write JSON lines atomically."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as lines:
         for row in rows:

@@ -1,6 +1,6 @@
-"""Data sets as tokenised sequences for supervised fine-tuning.
+"""Datasets of tokenized sequences for supervised fine-tuning.
 
-Sequences lie in a file that is mapped into memory, so that data may be larger than memory. They are not packed here.
+Sequences are in a memory-mapped file, so data may exceed the memory. Packing is separate.
 """
 
 import collections.abc
@@ -54,10 +54,10 @@ def _sequence_at(table: StoredTable, row: int) -> TokenSequence:
 
 @dataclass(frozen=True)
 class SequenceData:
-    """Tokenised data: `lengths` and `num_trained` (int32 [N]) are the tokens and trained tokens of each sequence.
+    """Tokenized data: `lengths` and `num_trained` (int32 [N]) are tokens and trained tokens per sequence.
 
-    `patches` (int64 [N]) are of the pictures of each sequence, None for models of text.
-    `where` gives file and line of a sequence's row; `fingerprint` is a hash of all tokens and of which are trained.
+    `patches` (int64 [N]) are image patches per sequence, None for text models. `where` returns the file and line of a
+    sequence's row; `fingerprint` hashes tokens and loss masks.
     """
 
     sequences: collections.abc.Sequence[TokenSequence]
@@ -79,14 +79,14 @@ def load_sft_sequences(
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> SequenceData:
-    """Return the tokenised sequences of a data set in the order of its rows, and a report of the reading.
+    """Load and tokenize a dataset's sequences in row order, with a report.
 
-    The assistant's text and the end-of-turn tokens behind it carry loss; in plain text, and with `pretrain_mode`, every
-    token but the first. `dataset_probs` apply if `dataset` is the settings' own. `progress` is called with the number
-    of rows done and of all rows.
+    Assistant text and the following end-of-turn tokens are trained; in plain text, or with `pretrain_mode`, all tokens
+    except the first. `dataset_probs` apply only if `dataset` is the training dataset. `progress` is called with the
+    number of processed and total rows.
 
     Raises:
-        UsageError: a row cannot be used (the message names file and line), or no sequence is left.
+        UsageError: a row is invalid (the message contains file and line), or no sequence remains.
     """
     rows = rows_of(config, dataset, split, seed)
     formats = sequence_formats(config, rows.sources)
@@ -100,7 +100,7 @@ def load_sft_sequences(
     def read(row: Row) -> tuple[None, list[Conversation | Document]]:
         example = formats[row.source.name].read(row)
         if config.pretrain_mode and isinstance(example, Conversation) and fault_of_marks(example.messages):
-            raise row.error("a mark leaves text out of the loss, and --pretrain_mode trains all of it: drop one")
+            raise row.error("a marker excludes text from the loss, but --pretrain_mode trains on all text: remove one")
         return None, [example]
 
     def make(encoded: Encoded[None], report: DataReport) -> list[dict[str, object]]:

@@ -1,6 +1,6 @@
-"""Steps of a solution: joined to a text, and found again in a text or in the tokens of a response.
+"""Solution steps: joined to text, and located in text or response tokens.
 
-A step ends with the separator behind it, and the last step with the text. A separator is a text, such as a line break.
+A step ends after its separator, the last step at the end of the text. A separator is a string such as a line break.
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def joined_steps(steps: Sequence[str], separator: str) -> tuple[str, list[int]]:
-    """Return the text of the steps with the separator between them, and the end of each step in it."""
+    """Join the steps with separators. Returns the text, and each step's end."""
     text, ends = "", []
     for number, step in enumerate(steps, start=1):
         text += step + (separator if number < len(steps) else "")
@@ -19,10 +19,10 @@ def joined_steps(steps: Sequence[str], separator: str) -> tuple[str, list[int]]:
 
 
 def step_ends(text: str, separator: str) -> list[int]:
-    """Return the end of each step of a text: the last one is the end of the text.
+    """Return the end of each step; the last one is the end of the text.
 
-    Blank pieces between separators belong to the step before them, at the start of the text to the step behind them.
-    A blank text has no step.
+    Blank pieces between separators belong to the previous step, at the start of the text to the next step. Blank text
+    has no steps.
     """
     pieces = text.split(separator)
     ends: list[int] = []
@@ -37,11 +37,11 @@ def step_ends(text: str, separator: str) -> list[int]:
 
 
 def token_step_ends(token_ids: Sequence[int], separator: str, decode: Decode, *, closing: frozenset[int]) -> list[int]:
-    """Return the end of each step of a response in tokens: a step's last token is the first one that completes it.
+    """Return each step's end in tokens: a step's last token is the first one that completes it.
 
-    The last step ends with the response. The ids are decoded and never tokenised again, so that the model reads the
-    sampled tokens. `decode` keeps special tokens. `closing` tokens at the end (end of sequence, end of turn) are no
-    step of their own. A response without text is one step.
+    The last step ends with the response. Tokens are decoded, not retokenized, so that the model reads the sampled
+    tokens. `decode` must keep special tokens. Trailing `closing` tokens (end of sequence, end of turn) are not a
+    separate step. A response without text is a single step.
     """
     kept_ids = without_closing(token_ids, closing)
     text = decode(kept_ids)
@@ -52,7 +52,7 @@ def token_step_ends(token_ids: Sequence[int], separator: str, decode: Decode, *,
 
 
 def without_closing(token_ids: Sequence[int], closing: frozenset[int]) -> Sequence[int]:
-    """Return the tokens before the closing ones at the end."""
+    """Return the tokens before trailing closing tokens."""
     num_kept = len(token_ids)
     while num_kept and token_ids[num_kept - 1] in closing:
         num_kept -= 1
@@ -60,7 +60,7 @@ def without_closing(token_ids: Sequence[int], closing: frozenset[int]) -> Sequen
 
 
 def _num_tokens(token_ids: Sequence[int], beginning: str, decode: Decode, *, least: int) -> int:
-    """Return the fewest tokens whose text has this beginning."""
+    """Return the minimum number of tokens with text that starts with `beginning`."""
 
     def has_it(num_tokens: int) -> bool:
         return decode(token_ids[:num_tokens]).startswith(beginning)

@@ -1,4 +1,4 @@
-"""Questions about pictures of squares, to try vision-language models: small, verifiable, split without overlap."""
+"""Questions about images of squares, to test vision-language models: small, verifiable, with disjoint splits."""
 
 import itertools
 import json
@@ -11,29 +11,29 @@ import numpy as np
 from PIL import Image
 
 SIDE, CELL, SQUARE = 56, 14, 11
-"""Pixels of a picture, of a cell of its grid, and of the square that stands in a cell."""
+"""Size in pixels of an image, a grid cell, and a square."""
 MOST_SQUARES = 4
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 COUNTS = tuple(str(number) for number in range(1, MOST_SQUARES + 1))
 QUESTIONS = {"colour": "Which colour do the squares have?", "count": "How many squares are there?"}
 ANSWERS = {"colour": tuple(COLOURS), "count": COUNTS}
-"""The answers of each kind; there are four, so that a guess is right one time in four."""
+"""Answers per kind; four each, so that random guesses are correct in a quarter of cases."""
 NUM_HELD_OUT, NUM_TRAIN = 400, 2_000
 
 
 @dataclass(frozen=True)
 class Squares:
-    """A picture of squares of one colour on white, as pixels uint8 [SIDE, SIDE, 3], and what it shows."""
+    """Image of squares with one color on white, uint8 [SIDE, SIDE, 3], and the correct answers."""
 
     pixels: np.ndarray
     answers: dict[str, str]
 
 
 def write_questions(folder: Path, *, seed: int) -> None:
-    """Write train.jsonl, held_out_colour.jsonl and held_out_count.jsonl, and their pictures in images/.
+    """Write train.jsonl, held_out_colour.jsonl and held_out_count.jsonl, with images in images/.
 
-    Rows have the columns `images`, `prompt`, `answer` and `demonstration`. No two rows have the same picture.
-    `answer` is right; `demonstration` is written by somebody who did not look: an answer of the right kind, by chance.
+    Rows have the columns `images`, `prompt`, `answer` and `demonstration`. All images are different. `answer` is
+    correct; `demonstration` is a random answer of the right kind.
     """
     rng = random.Random(seed)
     pictures = _different_pictures(rng)

@@ -1,7 +1,6 @@
-"""Data sets as tokenised solutions with labelled steps, for process reward models.
+"""Datasets of tokenized solutions with labeled steps, for process reward models.
 
-A step's score is read at its last token: the one that completes the separator behind the step, and for the last step
-the end of the turn.
+A step's score is read at its last token: the one that completes the separator, or the end of turn for the last step.
 """
 
 import collections.abc
@@ -53,10 +52,10 @@ STEP_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """A prompt and a solution: token_ids int32 [L], of which `start` are the prompt's.
+    """A prompt with a solution: token_ids int32 [L], with `start` prompt tokens.
 
-    `ends` int32 [S] are the places behind the last token of each step; `labels` float32 [S], NaN for steps that carry
-    no loss. `pictures` stand in the prompt.
+    `ends` int32 [S] are the positions after each step's last token; `labels` float32 [S], NaN for steps without loss.
+    `pictures` are in the prompt.
     """
 
     token_ids: np.ndarray
@@ -73,10 +72,10 @@ def _item_at(table: StoredTable, row: int) -> StepItem:
 
 @dataclass(frozen=True)
 class StepData:
-    """Tokenised solutions in the order of their rows.
+    """Tokenized solutions in row order.
 
-    `lengths` and `num_trained` (int32 [N]) are the tokens and the labelled steps of each solution. `where` gives file
-    and line of its row; `fingerprint` is a hash of all that the other fields hold. `patches` as in `SequenceData`.
+    `lengths` and `num_trained` (int32 [N]) are tokens and labeled steps per solution. `where` returns the file and line
+    of its row; `fingerprint` hashes all data. `patches` as in `SequenceData`.
     """
 
     items: collections.abc.Sequence[StepItem]
@@ -98,9 +97,9 @@ def load_steps(
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> StepData:
-    """Return the tokenised solutions of a data set, and a report of the reading; a row of PRM800K may give several.
+    """Load and tokenize a dataset's solutions, with a report. A PRM800K row may give several.
 
-    The steps are joined by `step_separator` and rendered as the assistant's turn. `max_len` cuts between steps.
+    Steps are joined by `step_separator` and rendered as the assistant's turn. `max_len` truncates between steps.
     `dataset_probs`, `progress` and errors as for `load_pairs`.
     """
     rows = rows_of(config, dataset, split, seed)
@@ -144,7 +143,7 @@ def _conversation(solution: Solution, separator: str) -> Conversation:
 
 
 def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) -> Pieces:
-    """Return the texts with one span for each step in place of the span of the assistant's last turn."""
+    """Replace the span of the assistant's last turn by one span per step."""
     content, ends = joined_steps(solution.steps, separator)
     response = pieces.texts[-1]
     if not response.spans:
@@ -152,7 +151,7 @@ def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) ->
     start, stop = response.spans[-1]
     place = response.text.find(content, start, stop)
     if place < 0:
-        raise row.error(f"the chat template leaves out or alters the steps: {content[:60]!r}")
+        raise row.error(f"the chat template removes or changes the steps: {content[:60]!r}")
     bounds = [start, *(place + end for end in ends[:-1]), stop]
     spans = tuple(pairwise(bounds))
     untrained = [replace(before, spans=()) for before in pieces.texts[:-1]]
@@ -162,7 +161,7 @@ def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) ->
 def _item(
     row: Row, solution: Solution, tokens: Tokens, config: StepDataConfig, report: DataReport
 ) -> dict[str, object] | None:
-    """Return the stored columns of a solution without the steps that `max_len` cuts; None if no label is left."""
+    """Return a solution's stored columns, without steps beyond `max_len`; None if no label remains."""
     kept = fitting(row, [replace(tokens, merged=False)], config, report)
     if kept is None:
         return None
@@ -199,7 +198,7 @@ def _trained_labels(labels: tuple[float | None, ...], *, last_only: bool) -> tup
 
 
 def _count(report: DataReport, solution: Solution, labels: tuple[float | None, ...], separator: str) -> None:
-    """Count the steps by their labels, and solutions in which use would find other steps than their labels are of."""
+    """Count steps by label, and solutions with the separator inside a step, which inference would split differently."""
     known = [label for label in labels if label is not None]
     content, ends = joined_steps(solution.steps, separator)
     counted = {

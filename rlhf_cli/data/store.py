@@ -1,7 +1,7 @@
-"""Tables too large for memory: written once to a temporary Arrow file, then read through a memory map.
+"""Tables larger than memory: written once to a temporary Arrow file, then read through a memory map.
 
-The file never has a name, so that nothing is left behind even if the process is killed while it writes. It lies in
-the system's folder for temporary files (TMPDIR). Tables that are kept for later runs are in `cache`.
+The file is unnamed, so that nothing remains even if the process is killed. It is in the system's temporary folder
+(TMPDIR). Persistent tables are in `cache`.
 """
 
 import collections.abc
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class TableWriter:
-    """Collects record batches of one schema in a file: a temporary one, or one opened for writing and reading."""
+    """Writes record batches with one schema to a temporary or given file."""
 
     def __init__(self, schema: pa.Schema, file: IO[bytes] | None = None) -> None:
         self.schema = schema
@@ -26,11 +26,11 @@ class TableWriter:
         self._writer = pa.ipc.new_stream(self.file, schema)
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Write a batch; reading is by row within batches, so some hundreds of rows each are best."""
+        """Write a batch. Batches of some hundred rows are best, because rows are read from batches."""
         self._writer.write_batch(batch)
 
     def append_columns(self, columns: dict[str, list]) -> None:
-        """Write a batch from one list of values per column."""
+        """Write a batch from a list of values per column."""
         self.append(pa.record_batch([pa.array(columns[f.name], f.type) for f in self.schema], schema=self.schema))
 
     def close(self) -> None:
@@ -39,13 +39,13 @@ class TableWriter:
         self.file.flush()
 
     def mapped(self) -> "StoredTable":
-        """Return the table of everything written before `close`."""
-        # Not by pa.memory_map, which wants a path; the mapping outlives the file, as buffers of the table hold it.
+        """Return everything written before `close` as a table."""
+        # pa.memory_map requires a path. The table's buffers keep this mapping alive after the file is closed.
         mapped = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
         return StoredTable(pa.ipc.open_stream(pa.py_buffer(mapped)).read_all())
 
     def finish(self) -> "StoredTable":
-        """Return the table of everything written; the writer cannot be used afterwards."""
+        """Return everything written as a table. The writer cannot be used afterwards."""
         self.close()
         table = self.mapped()
         self.file.close()
@@ -53,7 +53,7 @@ class TableWriter:
 
 
 class StoredTable:
-    """Random access to the rows of an Arrow table, zero-copy for lists of numbers."""
+    """Random access to an Arrow table, zero-copy for lists of numbers."""
 
     def __init__(self, table: pa.Table) -> None:
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
@@ -70,26 +70,24 @@ class StoredTable:
         return self._batches[number], row - int(self._starts[number])
 
     def numbers(self, name: str, row: int) -> np.ndarray:
-        """Return a cell of a list column as a read-only view of the file."""
+        """Return a list cell as a read-only view of the file."""
         batch, position = self._find(row)
         return batch.column(name)[position].values.to_numpy()
 
     def column(self, name: str) -> np.ndarray:
-        """Return a whole column of plain numbers or truths."""
+        """Return a column of numbers or booleans."""
         parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return a whole column of lists of numbers end to end, and the length of each list."""
+        """Return a column of number lists concatenated, and each list's length."""
         columns = [batch.column(name) for batch in self._batches]
         lengths = [column.value_lengths().to_numpy() for column in columns]
         values = [column.flatten().to_numpy() for column in columns]
         return np.concatenate(values or [np.zeros(0)]), np.concatenate(lengths or [np.zeros(0)]).astype(np.int64)
 
     def digest(self, names: Iterable[str]) -> str:
-        """Return a hash of columns of numbers, truths, or lists of numbers or digests: of their values, however they
-        are stored.
-        """
+        """Hash columns of numbers, booleans, or lists of numbers or digests. Depends only on values, not on batches."""
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
             lengths, values = hashlib.blake2b(), hashlib.blake2b()
@@ -111,25 +109,25 @@ class StoredTable:
         return batch.column(name)[position].as_py()
 
     def fields(self, name: str, row: int, names: tuple[str, ...]) -> list[tuple[Any, ...]]:
-        """Return some fields of each object in a cell of a list of objects."""
+        """Return some fields of each object in a list cell."""
         batch, position = self._find(row)
         cell = batch.column(name)[position].values
         return list(zip(*(cell.field(field).to_pylist() for field in names), strict=True))
 
     def views(self, name: str, row: int, field: str) -> list[memoryview | None]:
-        """Return a field of bytes of each object in a cell of a list of objects, as views of the file."""
+        """Return a bytes field of each object in a list cell, as views of the file."""
         batch, position = self._find(row)
         buffers = [value.as_buffer() for value in batch.column(name)[position].values.field(field)]
         return [None if buffer is None else memoryview(buffer) for buffer in buffers]
 
     def row(self, row: int) -> dict[str, Any]:
-        """Return a whole row as Python values."""
+        """Return a row as Python values."""
         batch, position = self._find(row)
         return {name: column[position].as_py() for name, column in zip(self.names, batch.columns, strict=True)}
 
 
 class StoredItems(collections.abc.Sequence[Item]):
-    """Rows of a table as items, each made when it is asked for."""
+    """Table rows as items, created on access."""
 
     def __init__(self, table: StoredTable, item_at: Callable[[StoredTable, int], Item]) -> None:
         self._table, self._item_at = table, item_at

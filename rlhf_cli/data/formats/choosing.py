@@ -1,6 +1,6 @@
-"""The format of each source of a data set by the settings: used when rows are read, and earlier on the first rows.
+"""Selects the format per data source, when rows are loaded and in early checks of the first rows.
 
-Imports nothing heavy, so that a wrong column is named before any model library is loaded.
+Imports nothing heavy, so that a wrong column is reported before model libraries are loaded.
 """
 
 from collections.abc import Sequence
@@ -27,27 +27,27 @@ from rlhf_cli.data.reading.sources import Source
 
 
 def sequence_formats(config: DataConfig, sources: Sequence[Source]) -> dict[str, Format]:
-    """Return the format of each source of examples by its name. Raise UsageError as `choose_format`."""
+    """Return the example format by source name. Raises UsageError like `choose_format`."""
     wanted, data_format = Columns(config.input_key, config.output_key), known_format(config.data_format)
     return {source.name: choose_format(source, wanted, data_format=data_format) for source in sources}
 
 
 def pair_formats(config: PreferenceDataConfig, sources: Sequence[Source]) -> dict[str, PairFormat]:
-    """Return the format of each source of pairs by its name. Raise UsageError as `choose_pair_format`."""
+    """Return the pair format by source name. Raises UsageError like `choose_pair_format`."""
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
     data_format = known_format(config.data_format)
     return {source.name: choose_pair_format(source, wanted, data_format=data_format) for source in sources}
 
 
 def labelled_formats(config: LabelledDataConfig, sources: Sequence[Source]) -> dict[str, LabelledFormat]:
-    """Return the format of each source of labelled responses. Raise UsageError as `choose_labelled_format`."""
+    """Return the labeled response format by source name. Raises UsageError like `choose_labelled_format`."""
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key, config.output_key, config.label_key)
     data_format = known_format(config.data_format)
     return {source.name: choose_labelled_format(source, wanted, data_format=data_format) for source in sources}
 
 
 def step_formats(config: StepDataConfig, sources: Sequence[Source]) -> dict[str, StepFormat]:
-    """Return the format of each source of solutions by its name. Raise UsageError as `choose_step_format`."""
+    """Return the solution format by source name. Raises UsageError like `choose_step_format`."""
     wanted = StepColumns(
         config.input_key, config.output_key, config.label_key, config.placeholder_token, config.reward_tokens
     )
@@ -58,7 +58,7 @@ def step_formats(config: StepDataConfig, sources: Sequence[Source]) -> dict[str,
 def prompt_formats(
     config: PromptConfig, sources: Sequence[Source], *, verifiers: Verifiers = lambda row: ()
 ) -> dict[str, PromptFormat]:
-    """Return the format of each source of prompts by its name. Raise UsageError as `choose_prompt_format`."""
+    """Return the prompt format by source name. Raises UsageError like `choose_prompt_format`."""
     wanted, data_format = Columns(config.input_key, label_key=config.label_key), known_format(config.data_format)
     return {
         source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=verifiers)

@@ -1,4 +1,4 @@
-"""The records between formats and tokenising, and what every conversation must satisfy."""
+"""Records between formats and tokenization, with validity checks for conversations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,23 +13,23 @@ NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant", "user"),
 }
-"""Which roles may follow which; None is the start."""
+"""Roles that may follow each role; None is the start."""
 
 
 MARK = "\ufffc"
-"""Unicode's object replacement character: stands for a picture in the content of a message."""
+"""Unicode object replacement character, which represents an image in message content."""
 
 
 Span = tuple[int, int]
-"""Two places in a text: its first character, and the one behind its last."""
+"""Start and end (exclusive) of a text range."""
 
 Tool = dict[str, Any]
-"""A function that may be called, as {"type": "function", "function": {...}}."""
+"""A callable function, as {"type": "function", "function": {...}}."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function the assistant asks for."""
+    """A function call by the assistant."""
 
     name: str
     arguments: dict[str, object]
@@ -38,14 +38,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's turn may be tool calls with or without text; a tool's turn may name
+    """One turn of a conversation. An assistant turn may contain tool calls with or without text; a tool turn may name
     its call.
 
-    `reasoning` is the assistant's thought, if the row has it apart from the content. `pictures` are the pictures of the
-    message as the row has them, one for each `MARK` in the content (`pictures/marks`).
+    `reasoning` is the assistant's reasoning, if stored separately from the content. `pictures` are images as in the
+    row, one per `MARK` in the content (`pictures/marks`).
 
-    Marks of the row (`formats/marks`) make no other message: a turn that is not trained carries no loss, `left_out` are
-    the characters of the content that carry none, and `unread` are keys that may be marks and are not known.
+    Loss markers (`formats/marks`) do not affect equality: `is_trained` is False for a turn without loss, `left_out` are
+    character ranges without loss, and `unread` are unknown keys that may be markers.
     """
 
     role: Role
@@ -61,11 +61,11 @@ class Message:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """The texts between the pictures; all of the content without pictures."""
+        """Text between images; the full content without images."""
         return tuple(self.content.split(MARK)) if self.pictures else (self.content,)
 
     def with_reasoning_in_text(self) -> "Message":
-        """Return the message with its reasoning before the content, in the tags of reasoning models."""
+        """Move the reasoning into the content, in <think> tags."""
         if not self.reasoning:
             return self
         thought = f"<think>\n{self.reasoning.strip()}\n</think>\n\n"
@@ -75,9 +75,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in order: at most one system message first, then user and assistant in turns.
+    """Messages in order: at most one system message, then alternating user and assistant turns.
 
-    `tools` describes the functions that may be called.
+    `tools` describes callable functions.
     """
 
     messages: tuple[Message, ...]
@@ -85,11 +85,11 @@ class Conversation:
 
     @property
     def pictures(self) -> tuple[object, ...]:
-        """The pictures of all messages."""
+        """Images of all messages."""
         return tuple(picture for message in self.messages for picture in message.pictures)
 
     def with_system_prompt(self, content: str | None) -> "Conversation":
-        """Return the conversation with this system message first, unless it has one or `content` is None."""
+        """Prepend a system message, unless there is one or `content` is None."""
         if content is None or self.messages[0].role == "system":
             return self
         return replace(self, messages=(Message("system", content), *self.messages))
@@ -97,17 +97,17 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain text, all of which is trained on."""
+    """Plain text, trained in full."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two ways to continue one prompt, of which the first is better.
+    """Two continuations of a prompt; `chosen` is better.
 
-    Each side begins at the first message that may differ and ends with an assistant turn. `margin` is the lead of the
-    first side, None if the row has no margin.
+    Each side starts at the first message that may differ and ends with an assistant turn. `margin` is the preference
+    strength, or None.
     """
 
     prompt: tuple[Message, ...]
@@ -119,7 +119,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A response to a prompt, and whether it is desirable; the response ends with an assistant turn."""
+    """A response to a prompt, labeled desirable or not. It ends with an assistant turn."""
 
     prompt: tuple[Message, ...]
     response: tuple[Message, ...]
@@ -129,7 +129,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A prompt and a response in steps, each with a label: 1 right, 0 wrong, a probability, or None for unknown."""
+    """A prompt with a solution in steps, each labeled 1 (correct), 0 (wrong), a probability, or None (unknown)."""
 
     prompt: tuple[Message, ...]
     steps: tuple[str, ...]
@@ -137,7 +137,7 @@ class Solution:
 
 
 def fault_of_order(messages: tuple[Message, ...]) -> str | None:
-    """Return the fault in the order of the roles, None if there is none."""
+    """Return the error in the role order, or None."""
     if not messages:
         return "the conversation has no messages"
     previous: Role | None = None
@@ -150,7 +150,7 @@ def fault_of_order(messages: tuple[Message, ...]) -> str | None:
 
 
 def fault_of_example(messages: tuple[Message, ...]) -> str | None:
-    """Return the reason why a model cannot learn from the conversation, None if it can."""
+    """Return why the conversation is not a training example, or None."""
     fault = fault_of_order(messages)
     if fault is not None:
         return fault
@@ -164,18 +164,18 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
 
 
 def unmarked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages without their marks, for prompts: nothing of them is trained in any case."""
+    """Remove loss markers from prompt messages, which are not trained in any case."""
     return tuple(replace(message, is_trained=True, left_out=()) for message in messages)
 
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
-    """Return the number of messages at the start that two conversations have in common."""
+    """Return the number of common leading messages."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:
-    """Return the reason why the conversation is no prompt, None if it is one."""
+    """Return why the conversation is not a prompt, or None."""
     fault = fault_of_order(messages)
     if fault is not None:
         return fault
@@ -184,12 +184,12 @@ def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message as JSON, without its pictures and marks."""
+    """Return a message as JSON, without images and loss markers."""
     calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in message.tool_calls]
     kept = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning": message.reasoning}
     return {"role": message.role, "content": message.content, "tool_calls": calls, **kept}
 
 
 def message_of(plain: Mapping[str, Any]) -> Message:
-    """Return the message that `plain_message` made JSON of."""
+    """Restore a message from `plain_message`."""
     return Message(**{**plain, "tool_calls": tuple(ToolCall(**call) for call in plain["tool_calls"])})

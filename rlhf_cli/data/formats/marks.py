@@ -1,6 +1,7 @@
-"""Marks of other tools that take a turn, a part of its text, or a row out of the loss: one table for all commands.
+"""Loss markers from other tools, which exclude a turn, part of its text, or a row from the loss: one table for all
+commands.
 
-A mark is honoured or refused, never ignored: a row that says "do not learn this" would be learned otherwise.
+A marker is applied or rejected, never ignored; otherwise, text marked "do not train" would be trained.
 """
 
 import math
@@ -27,28 +28,29 @@ MARKS = {
     "masked": False,
     "mask": False,
 }
-"""Known marks, and whether 1 (or true) trains; the others leave out. OpenAI has `weight`, Axolotl `train` and
-`training`, ms-swift `loss` and `loss_scale`, verl and LLaMA-Factory `loss_mask`, torchtune `masked`."""
+"""Known markers; True if 1 (or true) means trained, False if it means excluded. OpenAI uses `weight`, Axolotl `train`
+and `training`, ms-swift `loss` and `loss_scale`, verl and LLaMA-Factory `loss_mask`, torchtune `masked`.
+"""
 DETAIL = "train_detail"
-"""Axolotl's list of characters with and without loss; both offsets are of characters that belong to it."""
+"""Axolotl's character ranges with and without loss; both offsets are inclusive."""
 MASK_HISTORY = "mask_history"
-"""LLaMA-Factory's word for training on the last turn only."""
+"""LLaMA-Factory's setting to train only on the last turn."""
 EITHER_WAY = "mask"
-"""Some tools train where it is 1, others where it is 0; true and false have one meaning."""
+"""Ambiguous: 1 means trained in some tools and excluded in others. true and false are unambiguous."""
 SUSPICIOUS = re.compile(r"train|loss|mask|weight|learn|supervis|ignore|exclude|skip")
-"""Parts of unknown keys of a message that are too close to a mark to go on."""
+"""Patterns in unknown message keys that are likely loss markers."""
 SUSPICIOUS_COLUMN = re.compile(r"loss|mask|weight|train_on|(?:no|not|from|skip)_train")
-"""The same for columns, of which rows have many for other purposes."""
+"""The same for columns, which more often have other purposes."""
 
 SEVERAL = re.compile(r"[\[(]?\s*(?:[01]|true|false)(?:[\s,;]+(?:[01]|true|false))+[\s,;]*[\])]?", re.IGNORECASE)
-"""Several marks in one text."""
+"""Several markers in one string."""
 
 
 def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
-    """Return whether the marks of a message or a row ask for loss: None without a mark, False if one leaves it out.
+    """Return whether the markers of a message or row enable loss: None without markers, False if one excludes it.
 
     Raises:
-        RowFault: a mark has a value that training cannot give.
+        RowFault: a marker has an unsupported value.
     """
     found = [_is_trained(row, where, key, entry[key]) for key in MARKS if entry.get(key) is not None]
     return all(found) if found else None
@@ -58,19 +60,19 @@ def _is_trained(row: Row, where: str, key: str, value: object) -> bool:
     number = _number(value)
     if key == EITHER_WAY and not isinstance(value, bool):
         raise row.error(
-            f"{where} has {key} {value!r:.40}, which leaves out in some tools and trains in others: rename it to "
-            "loss_mask (1 trains) or masked (1 leaves out)"
+            f"{where} has {key} {value!r:.40}, which some tools exclude and others train: rename it to "
+            "loss_mask (1 trains) or masked (1 excludes)"
         )
     if number not in (0, 1):
         raise row.error(
-            f"{where} has {key} {value!r:.40}, but loss is not scaled: a mark is 1 or 0, true or false; drop "
-            f"{key}, or rename it if it is no mark"
+            f"{where} has {key} {value!r:.40}, but loss weights are not supported: use 1 or 0, true or false; drop "
+            f"{key}, or rename it if it is not a loss marker"
         )
     return bool(number) == MARKS[key]
 
 
 def _number(value: object) -> float | None:
-    """Return a mark as a number: also of a CSV file's text; None for anything else."""
+    """Return a marker as a number, also from CSV text; None for other values."""
     if isinstance(value, str):
         value = {"true": 1, "false": 0}.get(value.strip().lower(), value)
     try:
@@ -83,13 +85,13 @@ def _number(value: object) -> float | None:
 def marks_of_message(
     row: Row, number: int, role: Role, entry: Mapping[str, Any], *, text_key: str, length: int, has_more: bool
 ) -> tuple[bool, tuple[Span, ...]]:
-    """Return whether message `number` may carry loss, and the characters of its content, `length` long, that do not.
+    """Return whether message `number` is trained, and the excluded ranges of its content with `length` characters.
 
-    The content stands under `text_key`, as text or as parts, which may have marks of their own. A message that
-    `has_more`, calls or a thought, is trained on these if all of its content is left out.
+    The content under `text_key` is text or parts with optional markers. A message that `has_more` (calls or reasoning)
+    is trained on these even if all its content is excluded.
 
     Raises:
-        RowFault: a mark asks for loss on a message that is not the assistant's, or cannot be honoured.
+        RowFault: a marker enables loss on a non-assistant message, or cannot be applied.
     """
     where = f"message {number}"
     found = is_trained(row, where, entry)
@@ -97,9 +99,7 @@ def marks_of_message(
     if role != "assistant":
         if found or _asks_for_loss(detail):
             key = DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
-            raise row.error(
-                f"{where} from {role} has {key} {entry[key]!r:.40}, but only the assistant's turns are trained"
-            )
+            raise row.error(f"{where} from {role} has {key} {entry[key]!r:.40}, but only assistant turns are trained")
         return True, ()
     is_out = _by_detail(row, where, detail, length) if detail else [False] * length
     parts = entry.get(text_key)
@@ -111,7 +111,7 @@ def marks_of_message(
 
 
 def _by_part(row: Row, where: str, parts: list[Any]) -> list[bool]:
-    """Return for each character of a content in parts of text whether its part is left out."""
+    """Return for each character of multi-part content whether its part is excluded."""
     return [out for part in parts for out in [is_trained(row, where, part) is False] * len(part["text"])]
 
 
@@ -120,7 +120,7 @@ def _asks_for_loss(detail: object) -> bool:
 
 
 def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
-    """Return for each character whether Axolotl's list leaves it out; characters that it does not name are trained."""
+    """Return for each character whether Axolotl's ranges exclude it. Characters outside all ranges are trained."""
     is_out = [False] * length
     for part in detail if isinstance(detail, list) else [detail]:
         begin, end, kept = (
@@ -143,17 +143,17 @@ def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
 
 
 def runs_of(truths: Sequence[bool]) -> tuple[Span, ...]:
-    """Return the runs of true places."""
+    """Return the ranges of consecutive True values."""
     bounded = [False, *truths, False]
     edges = [place for place, (before, after) in enumerate(pairwise(bounded)) if before != after]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def unread_marks(row: Row, number: int, entry: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
-    """Return the unknown keys of a message that may be marks, by their values: true, false, 1 or 0.
+    """Return unknown message keys that may be markers, judged by values: true, false, 1 or 0.
 
     Raises:
-        RowFault: the name of one is that of a mark, too.
+        RowFault: a key also has a name like a marker.
     """
     unknown = {key: value for key, value in entry.items() if key not in MARKS and key not in known and key != DETAIL}
     for key, value in unknown.items():
@@ -172,10 +172,10 @@ def _is_like_a_mark(value: object) -> bool:
 
 
 def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str] = ()) -> tuple[Message, ...]:
-    """Return the messages with the marks of the row's columns: one for the row, or a list with one for each turn.
+    """Apply markers in the row's columns: one for the row, or a list with one per turn.
 
-    A list has an entry for each message, with or without the system message, or for each turn of the assistant.
-    Columns that are `used` are no marks.
+    A list has one entry per message, with or without the system message, or per assistant turn. Columns in `used` are
+    not markers.
     """
     _refuse_unknown_columns(row, used)
     kept = [True] * len(messages)
@@ -196,7 +196,7 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
 
 
 def _refuse_unknown_columns(row: Row, used: Collection[str]) -> None:
-    """Raise RowFault for an unknown column that has the name and the values of marks."""
+    """Raise RowFault for an unknown column with the name and values of a loss marker."""
     for key, value in row.items():
         is_known = key in MARKS or key == MASK_HISTORY or key in used
         if not is_known and SUSPICIOUS_COLUMN.search(key.lower()) and _is_like_a_mark(value):
@@ -207,15 +207,15 @@ def _refuse_unknown_columns(row: Row, used: Collection[str]) -> None:
 
 
 def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message, ...]) -> list[bool]:
-    """Return a truth for each message; those of others than the assistant mean nothing."""
+    """Return a flag per message; flags of non-assistant messages are ignored."""
     every = list(range(len(messages)))
     spoken = [place for place in every if messages[place].role != "system"]
     answers = [place for place in every if messages[place].role == "assistant"]
     places = next((listed for listed in (every, spoken, answers) if len(listed) == len(value)), None)
     if places is None:
         raise row.error(
-            f"column {key!r} has {len(value)} marks, but the row has {len(messages)} messages, {len(answers)} of them "
-            "from the assistant: one for each of either is needed"
+            f"column {key!r} has {len(value)} markers, but the row has {len(messages)} messages, {len(answers)} "
+            "of them from the assistant: use one per message or per assistant turn"
         )
     kept = [True] * len(messages)
     for place, mark in zip(places, value, strict=True):
@@ -225,10 +225,10 @@ def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message
 
 
 def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
-    """Return the columns that are marks: numbers, truths and lists of these, also as text; other text is none.
+    """Return marker columns: numbers, booleans and lists of these, also as text. Other text is ignored.
 
     Raises:
-        RowFault: a text has several numbers and is no JSON list of them.
+        RowFault: a text contains several numbers but is not a JSON list.
     """
     found = {}
     for key in MARKS:
@@ -236,14 +236,14 @@ def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
         if isinstance(value, str) and value.strip().startswith("["):
             value = parsed(value)
         if isinstance(value, str) and SEVERAL.fullmatch(value.strip()):
-            raise row.error(f"column {key!r} is {value!r:.40}, which is no list of marks: write it as [0, 1]")
+            raise row.error(f"column {key!r} is {value!r:.40}, which is not a list: write it as [0, 1]")
         if isinstance(value, list) or _number(value) is not None:
             found[key] = value
     return found
 
 
 def fault_of_row_marks(row: Row, used: Collection[str] = ()) -> str | None:
-    """Return why a row cannot be used where no turn can be left out, None if its columns leave nothing out."""
+    """Return why a row is unusable for commands that cannot exclude turns, or None if its columns exclude nothing."""
     for key, value in _marks_of_row(row, used).items():
         marks = value if isinstance(value, list) else [value]
         if not all(_is_trained(row, "the row", key, mark) for mark in marks if mark is not None):
@@ -252,12 +252,12 @@ def fault_of_row_marks(row: Row, used: Collection[str] = ()) -> str | None:
 
 
 ONLY_SFT = (
-    "this mark leaves text out of the loss, which only sft, distill and gkd do, in conversations; drop the row, or the "
-    "mark if all of it is to be trained"
+    "this marker excludes text from the loss, which only sft, distill and gkd support, in conversations; drop the row, "
+    "or the marker to train on all text"
 )
 
 
 def fault_of_marks(trained: tuple[Message, ...]) -> str | None:
-    """Return the fault if a mark leaves something of these turns out of the loss, None if no mark does."""
+    """Return the error if a marker excludes part of these turns from the loss, or None."""
     marked = any(message.role == "assistant" and (message.left_out or not message.is_trained) for message in trained)
-    return f"a turn of the assistant is marked: {ONLY_SFT}" if marked else None
+    return f"an assistant turn is marked: {ONLY_SFT}" if marked else None

@@ -1,7 +1,6 @@
-"""Readers that make a preference pair or a labelled response of the columns of a row.
+"""Reads preference pairs and labeled responses from row columns.
 
-Scores of the two sides are not made into margins. Several marked responses to one prompt have no format here: write one
-row for each response, with its label.
+Scores are not converted to margins. Several labeled responses in one row are not supported: use one row per response.
 """
 
 import math
@@ -42,14 +41,14 @@ CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
 MARGIN_COLUMN, LABEL_COLUMN = "margin", "label"
 
 PROMPT_APART = {"explicit_prompt": True, "shared_prompt": False}
-"""Formats of pairs, and whether their prompt stands in a column of its own."""
+"""Pair formats, and whether the prompt has a separate column."""
 
 Turns = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PairColumns:
-    """Which columns the settings name; None leaves the choice to their names."""
+    """Columns set by the user; None selects them by name."""
 
     input_key: str | None
     chosen_key: str | None = None
@@ -60,7 +59,7 @@ class PairColumns:
 
 @dataclass(frozen=True, slots=True)
 class PairFormat:
-    """The reader of one source's pairs. `columns` names the columns in use: 'prompt -> chosen, rejected'."""
+    """Reader for a source's pairs. `columns` describes the columns: 'prompt -> chosen, rejected'."""
 
     columns: str
     read: Callable[[Row], Preference]
@@ -68,7 +67,7 @@ class PairFormat:
 
 @dataclass(frozen=True, slots=True)
 class LabelledFormat:
-    """How the labelled responses of one source are read; a pair gives two, the chosen one first."""
+    """Reader for a source's labeled responses. A pair gives two, the chosen one first."""
 
     name: str
     columns: str
@@ -76,19 +75,19 @@ class LabelledFormat:
 
 
 def choose_pair_format(source: Source, wanted: PairColumns, *, data_format: str) -> PairFormat:
-    """Return the reader of a source's pairs: by `PROMPT_APART`, or by the columns if the format is 'auto'.
+    """Select the pair reader for a source: by `PROMPT_APART`, or by columns for 'auto'.
 
     Raises:
-        UsageError: the columns fit no format; the message names them.
+        UsageError: no format matches the columns, which the message lists.
     """
     return _pairs(Present(source, source.columns()), wanted, data_format)
 
 
 def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: str) -> LabelledFormat:
-    """Return the reader of a source's labelled responses: 'unpaired', 'preference', or by its columns ('auto').
+    """Select the labeled response reader for a source: 'unpaired', 'preference', or by columns for 'auto'.
 
     Raises:
-        UsageError: the columns fit no format; the message names them.
+        UsageError: no format matches the columns, which the message lists.
     """
     present = Present(source, source.columns())
     if data_format == "preference" or (data_format == "auto" and _has_pairs(present, wanted)):
@@ -114,12 +113,12 @@ def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairForma
     rejected = present.named(wanted.rejected_key, "rejected_key") or present.first((REJECTED_COLUMN,))
     if chosen is None or rejected is None:
         side = "chosen" if chosen is None else "rejected"
-        raise present.error(f"no column for the {side} response ({side}): name it with --{side}_key")
+        raise present.error(f"no column for the {side} response ({side}): set --{side}_key")
     apart = PROMPT_APART.get(data_format)
     alone = _are_whole(present, wanted, (chosen, rejected)) if apart is None else not apart
     prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
     if prompt is None and apart:
-        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): set --input_key")
     read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> Preference:
@@ -137,8 +136,8 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
     label = present.named(wanted.label_key, "label_key") or present.first((LABEL_COLUMN,))
     if label is None:
         raise present.error(
-            f"no column of labels, desirable or not ({LABEL_COLUMN}): name it with --label_key, "
-            "or give pairs in columns chosen and rejected"
+            f"no column of labels, desirable or not ({LABEL_COLUMN}): set --label_key, "
+            "or use pairs in columns chosen and rejected"
         )
     response = present.named(wanted.output_key, "output_key")
     left = tuple(name for name in RESPONSE_COLUMNS if name not in (label, wanted.input_key))
@@ -151,7 +150,7 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
         prompt = None if alone else _prompt_column(present, wanted, used=(response, label))
     if response is None:
         raise present.error(
-            f"no column for the response ({', '.join(RESPONSE_COLUMNS)}; {', '.join(MESSAGE_COLUMNS)}): name it with "
+            f"no column for the response ({', '.join(RESPONSE_COLUMNS)}; {', '.join(MESSAGE_COLUMNS)}): set "
             "--output_key, or a conversation with --input_key"
         )
     read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
@@ -175,13 +174,13 @@ def _prompt_column(present: Present, wanted: PairColumns, *, used: tuple[str, ..
 
 
 def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
-    """Return the reader of a prompt, which may be written as a transcript in the manner of hh."""
+    """Return a prompt reader that also supports hh-style transcripts."""
     plain = prompt_reader(column, joined=joined) if column is not None else None
 
     def read(row: Row) -> Turns:
         if plain is None or column is None:
             raise row.error(
-                f"it has no prompt: a response alone needs a column for it ({', '.join(PROMPT_COLUMNS)}) or --input_key"
+                f"no prompt: a single response requires a prompt column ({', '.join(PROMPT_COLUMNS)}) or --input_key"
             )
         text = row.get(column)
         prompt = with_system(prompt_of_transcript(text), row) if is_transcript(text) else plain(row)
@@ -192,21 +191,21 @@ def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Tu
 
 
 def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) -> bool:
-    """Return whether the first row's cells are conversations with their prompt. Raise UsageError if a prompt is named
-    too.
+    """Return whether the first row's cells are conversations that include the prompt. Raises UsageError if a prompt
+    column is set too.
     """
     first = present.source.row(0)
     whole = all(_is_whole(first.get(column)) for column in columns)
     if whole and wanted.input_key is not None:
         raise present.error(
-            f"{' and '.join(columns)} hold whole conversations, whose prompt would be read in place of "
-            f"{wanted.input_key!r} (--input_key): leave it out"
+            f"{' and '.join(columns)} contain full conversations, whose prompt would replace "
+            f"{wanted.input_key!r} (--input_key): remove it"
         )
     return whole
 
 
 def _is_whole(value: object) -> bool:
-    """Return whether a cell is a conversation with its prompt, instead of the response alone."""
+    """Return whether a cell is a conversation with prompt, instead of only a response."""
     if is_transcript(value):
         return True
     dialogue = dialogue_of(value)
@@ -215,7 +214,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
-    """Return the reason why the cell does not have the format of the settings, None if it has."""
+    """Return why the cell does not match the format setting, or None."""
     whole = _is_whole(row.get(column))
     if whole != PROMPT_APART[data_format]:
         return None
@@ -225,9 +224,7 @@ def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
 
 
 def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) -> Turns:
-    """Return the conversation that ends with this column's response: the cell itself, or the prompt followed by the
-    cell.
-    """
+    """Return the conversation that ends with this column's response: the cell, or the prompt followed by the cell."""
     turns = _turns(row, column)
     return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row)
 
@@ -244,10 +241,10 @@ def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, st
         fault = fault_of_example(turns)
         refuse(row, f"{column}: {fault}" if fault else None)
     if chosen == rejected:
-        raise row.error(f"{columns[0]} and {columns[1]} are the same")
+        raise row.error(f"{columns[0]} and {columns[1]} are equal")
     common = min(num_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if all(message.role == "system" for message in chosen[:common]):
-        raise row.error(f"{columns[0]} and {columns[1]} have no prompt in common: they begin with different questions")
+        raise row.error(f"{columns[0]} and {columns[1]} have no common prompt: they start with different questions")
     for turns, column in zip((chosen, rejected), columns, strict=True):
         fault = fault_of_marks(turns[common:])
         refuse(row, f"{column}: {fault}" if fault else None)

@@ -1,6 +1,6 @@
-"""Readers that make solutions with labelled steps of the columns of a row.
+"""Reads solutions with labeled steps from row columns.
 
-RLHFlow's conversations, in which the assistant answers each step with + or -, have no format here.
+RLHFlow's conversations, in which the assistant answers each step with + or -, are not supported.
 """
 
 import math
@@ -28,19 +28,19 @@ from rlhf_cli.data.reading.sources import Row, Source
 STEP_COLUMNS = ("completions", "steps")
 STEP_LABEL_COLUMNS = ("labels", "label")
 MARKED_COLUMNS = ("input", "text", "prompt")
-"""Columns for a text with a placeholder behind each step."""
+"""Columns for text with a placeholder after each step."""
 MARKED_LABEL_COLUMNS = ("label", "labels", "value")
 FIRST_STEP = re.compile(r"\bStep 1\b")
-"""Start of the first step in texts that have the question before it."""
+"""Start of the first step in text that includes the question."""
 RATINGS = {1: 1.0, 0: 1.0, -1: 0.0}
-"""PRM800K: a neutral step is no error, as its paper counts it (arXiv 2305.20050)."""
+"""PRM800K ratings: a neutral step counts as correct, as in the paper (arXiv 2305.20050)."""
 
 Labels = tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepColumns:
-    """Which columns the settings name, and the words of marked texts; None leaves the choice to the columns' names."""
+    """Columns and marker tokens set by the user; None selects columns by name."""
 
     input_key: str | None
     output_key: str | None
@@ -51,7 +51,7 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True)
 class StepFormat:
-    """The reader of one source's solutions. `columns` names the columns in use: 'prompt -> completions, labels'."""
+    """Reader for a source's solutions. `columns` describes the columns: 'prompt -> completions, labels'."""
 
     name: str
     columns: str
@@ -59,10 +59,10 @@ class StepFormat:
 
 
 def choose_step_format(source: Source, wanted: StepColumns, *, data_format: str) -> StepFormat:
-    """Return the reader of a source's solutions: `data_format`, or by its columns if the setting is 'auto'.
+    """Select the solution reader for a source: `data_format`, or by columns for 'auto'.
 
     Raises:
-        UsageError: the columns fit no format; the message names them.
+        UsageError: no format matches the columns, which the message lists.
     """
     present = Present(source, source.columns())
     return STEP_READERS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
@@ -81,7 +81,7 @@ def _detected(present: Present, wanted: StepColumns) -> str:
         return "placeholder"
     raise present.error(
         f"no format fits: expected a list of steps ({', '.join(STEP_COLUMNS)}; --output_key), a label with steps as in "
-        f"PRM800K, or a text with {wanted.placeholder_token!r} behind each step (--placeholder_token, --input_key)"
+        f"PRM800K, or a text with {wanted.placeholder_token!r} after each step (--placeholder_token, --input_key)"
     )
 
 
@@ -104,9 +104,9 @@ def _stepwise(present: Present, wanted: StepColumns) -> StepFormat:
 
 
 def _processbench(present: Present, wanted: StepColumns) -> StepFormat:
-    """Return the reader of rows whose label is the place of the first wrong step, -1 if all are right.
+    """Return a reader for rows labeled with the index of the first wrong step, -1 if all are correct.
 
-    Steps behind the first wrong one are not labelled (arXiv 2412.06559).
+    Steps after the first wrong one are unlabeled (arXiv 2412.06559).
     """
     prompt, steps, label = _list_columns(present, wanted, ("label",))
     read_prompt = _prompt_reader(prompt, joined=wanted.input_key is None)
@@ -132,11 +132,11 @@ def _list_columns(present: Present, wanted: StepColumns, labels: tuple[str, ...]
     steps = present.named(wanted.output_key, "output_key") or present.first(STEP_COLUMNS)
     label = present.named(wanted.label_key, "label_key") or present.first(labels)
     if prompt is None:
-        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): set --input_key")
     if steps is None:
-        raise present.error(f"no column for the steps ({', '.join(STEP_COLUMNS)}): name it with --output_key")
+        raise present.error(f"no column for the steps ({', '.join(STEP_COLUMNS)}): set --output_key")
     if label is None:
-        raise present.error(f"no column for the labels ({', '.join(labels)}): name it with --label_key")
+        raise present.error(f"no column for the labels ({', '.join(labels)}): set --label_key")
     return prompt, steps, label
 
 
@@ -175,9 +175,9 @@ Path = list[tuple[str, float | None]]
 
 
 def _rated_paths(row: Row, steps: list[Any]) -> list[Path]:
-    """Return the labelled solution, then one path for each rated step that the solution does not go through.
+    """Return the labeled solution, and one path per rated alternative step.
 
-    Such a path is the solution up to there, whose labels count in the solution alone, with the other step at its end.
+    Such a path is the solution up to that point without labels, followed by the alternative.
     """
     solution: Path = []
     others: list[Path] = []
@@ -188,7 +188,7 @@ def _rated_paths(row: Row, steps: list[Any]) -> list[Path]:
         others += [[*before, other] for place, other in enumerate(rated) if place != chosen and other[1] is not None]
         human = _human_text(step) if chosen is None else None
         if human is not None:
-            solution.append((human, 1.0))  # people wrote a right step if every completion was wrong
+            solution.append((human, 1.0))  # humans wrote a correct step if all completions were wrong
         elif chosen is not None:
             solution.append(rated[chosen])
         else:
@@ -210,9 +210,9 @@ def _completions(row: Row, number: int, step: object) -> Path:
 
 
 def _chosen(row: Row, number: int, step: dict[str, Any], rated: Path) -> int | None:
-    """Return the place of the completion that the solution goes through, None for a step that people wrote.
+    """Return the index of the completion in the solution, None for a human-written step.
 
-    Labelling of phase 2 ends at the first error without a choice: the solution's own step is the first completion.
+    Phase 2 labeling stops at the first error without a choice: the solution's own step is the first completion.
     """
     chosen = step.get("chosen_completion")
     if chosen is None:
@@ -229,25 +229,25 @@ def _human_text(step: dict[str, Any]) -> str | None:
 
 
 def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
-    """Return the reader of texts with a placeholder behind each step.
+    """Return a reader for text with a placeholder after each step.
 
-    Labels are the same text with a reward token in place of each placeholder, as in Math-Shepherd, or a list of reward
-    tokens or numbers, as for OpenRLHF.
+    Labels are the same text with reward tokens as placeholders (Math-Shepherd), or a list of reward tokens or numbers
+    (OpenRLHF).
     """
     text = present.named(wanted.input_key, "input_key") or present.first(MARKED_COLUMNS)
     left = tuple(name for name in MARKED_LABEL_COLUMNS if name != text)
     label = present.named(wanted.label_key, "label_key") or present.first(left)
     if text is None:
-        raise present.error(f"no column for the marked text ({', '.join(MARKED_COLUMNS)}): name it with --input_key")
+        raise present.error(f"no column for the marked text ({', '.join(MARKED_COLUMNS)}): set --input_key")
     if label is None:
-        raise present.error(f"no column for the labels ({', '.join(left)}): name it with --label_key")
+        raise present.error(f"no column for the labels ({', '.join(left)}): set --label_key")
 
     def read(row: Row) -> list[Solution]:
         pieces = text_of(row, text).split(wanted.placeholder_token)
         if len(pieces) == 1:
             raise row.error(f"column {text!r} has no {wanted.placeholder_token!r} (--placeholder_token)")
         if pieces[-1].strip():
-            raise row.error(f"column {text!r} has text behind its last {wanted.placeholder_token!r}")
+            raise row.error(f"column {text!r} has text after its last {wanted.placeholder_token!r}")
         prompt, first = _parted(row, pieces[0])
         given = parsed(row.get(label))
         listed = given if isinstance(given, list) else _tokens_between(row, label, pieces, wanted)
@@ -259,26 +259,26 @@ def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
 
 
 def _parted(row: Row, text: str) -> tuple[str, str]:
-    """Return the question and the first step of the text before the first placeholder."""
+    """Split the text before the first placeholder into question and first step."""
     start = FIRST_STEP.search(text)
     place = start.start() if start else text.rfind("?") + 1
     question, step = text[:place].strip(), text[place:].strip()
     if not question or not step:
         raise row.error(
-            "the text does not show where its first step begins, by 'Step 1' or a question mark: write rows with "
+            "the start of the first step is unclear without 'Step 1' or a question mark: use rows with "
             "prompt, completions and labels instead"
         )
     return question, step
 
 
 def _tokens_between(row: Row, column: str, pieces: Sequence[str], wanted: StepColumns) -> list[str]:
-    """Return the reward tokens that stand between the pieces of the marked text in its labelled copy."""
+    """Return the reward tokens between the pieces of the text's labeled copy."""
     rest, found = text_of(row, column), []
     for number, piece in enumerate(pieces[:-1], start=1):
         token = next((token for token in wanted.reward_tokens if rest.startswith(piece + token)), None)
         if token is None:
             raise row.error(
-                f"column {column!r} does not have {' or '.join(wanted.reward_tokens)} (--reward_tokens) behind step "
+                f"column {column!r} does not have {' or '.join(wanted.reward_tokens)} (--reward_tokens) after step "
                 f"{number}, or has another step: {rest[: len(piece) + 10]!r:.80}"
             )
         found.append(token)
@@ -310,7 +310,7 @@ def _labels(row: Row, given: Sequence[object], reward_tokens: tuple[str, str]) -
 
 
 def _number(label: object) -> float | None:
-    """Return a label as a probability of being right, None for any other value."""
+    """Return a label as probability of being correct, None for other values."""
     is_right = truth(label)
     if is_right is not None:
         return float(is_right)
@@ -330,7 +330,7 @@ def _solution(row: Row, prompt: tuple[Message, ...], steps: Sequence[str], label
         raise row.error(f"step {empty} is empty")
     for step in steps:
         refuse_half_characters(row, step)
-    # Chat templates trim a response, and its steps must be where they were put.
+    # Chat templates strip responses, which would shift the step positions.
     texts = list(steps)
     texts[0] = texts[0].lstrip()
     texts[-1] = texts[-1].rstrip()
@@ -343,4 +343,4 @@ STEP_READERS: dict[str, Callable[[Present, StepColumns], StepFormat]] = {
     "prm800k": _prm800k,
     "processbench": _processbench,
 }
-"""The formats by name."""
+"""Readers by format name."""

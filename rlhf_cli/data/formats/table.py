@@ -1,6 +1,6 @@
-"""Table of row formats: how the columns of a row become a conversation, and which format a data set has.
+"""Row formats: reading conversations from columns, and detecting the format.
 
-Preference pairs and unpaired labels are read in `preference`, labelled steps in `steps`.
+Preference pairs and labeled responses are in `preference`, labeled steps in `steps`.
 """
 
 import json
@@ -42,19 +42,19 @@ from rlhf_cli.data.reading.sources import Row, Source
 
 LABEL_COLUMNS = ("label", "answer", "ground_truth", "final_answer", "solution")
 NESTED_LABEL = "reward_model.ground_truth"
-"""Where verl's rows have the ground truth."""
+"""Ground truth column in verl's rows."""
 TESTS_KEY = "inputs"
-"""A key of tests for code, which are a label although they are an object."""
+"""Key in code tests, which are a label even though they are an object."""
 
 Verifiers = Callable[[Row], Sequence[str]]
-"""Names of the verifiers that read a row's label."""
+"""Names of verifiers that read a row's label."""
 
 Example = Conversation | Document
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The reader of one source's rows. `columns` names the columns in use: 'question -> answer'."""
+    """Reader for a source's rows. `columns` describes the columns: 'question -> answer'."""
 
     name: str
     columns: str
@@ -63,7 +63,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """The readers of one source's prompts and ground truths (None without a ground truth)."""
+    """Readers for a source's prompts and ground truths (None without)."""
 
     columns: str
     read_prompt: Callable[[Row], Conversation]
@@ -72,11 +72,10 @@ class PromptFormat:
 
 
 def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Format:
-    """Return the format of a source's rows: `data_format`, or by its columns if the setting is 'auto'.
+    """Select the format of a source's rows: `data_format`, or by columns for 'auto'.
 
     Raises:
-        UsageError: the columns fit no format, a named column is missing, or several columns could be meant; the message
-            names the columns.
+        UsageError: no format matches, a column is missing, or the choice is ambiguous; the message lists the columns.
     """
     present = Present(source, source.columns())
     return FORMATS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
@@ -85,13 +84,13 @@ def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Forma
 def choose_prompt_format(
     source: Source, wanted: Columns, *, data_format: str, verifiers: Verifiers = lambda row: ()
 ) -> PromptFormat:
-    """Return the columns of a source's prompts and ground truths, and the form of its prompts.
+    """Select the prompt and label columns of a source, and the prompt format.
 
-    Prompts are text ('prompt'), messages in either format, or any of these, row by row ('auto'). The prompt of a
-    transcript that ends with the assistant's answer is the text before the answer.
+    Prompts are text ('prompt'), messages in either format, or any of these per row ('auto'). For a transcript that ends
+    with the assistant's answer, the prompt is the text before the answer.
 
     Raises:
-        UsageError: the columns fit no format; the message names them.
+        UsageError: no format matches the columns, which the message lists.
     """
     present = Present(source, source.columns())
     prompt = _prompt_column(present, wanted, data_format)
@@ -131,7 +130,7 @@ def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
 
 
 def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None:
-    """Return the reason why the cell does not have the format of the settings, None if it has."""
+    """Return why the cell does not match the format setting, or None."""
     value = row.get(column)
     dialogue = dialogue_of(value)
     if data_format in ("auto", format_of(dialogue) if dialogue else "prompt"):
@@ -140,7 +139,7 @@ def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None
 
 
 def _detected(present: Present, wanted: Columns) -> str:
-    """Return the name of the format that the columns have."""
+    """Detect the format from the columns."""
     listed = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
     dialogue = dialogue_of(present.source.row(0).get(listed)) if listed else None
     if wanted.output_key is None and (dialogue or listed in MESSAGE_COLUMNS):
@@ -163,9 +162,9 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
     left = tuple(name for name in RESPONSE_COLUMNS if name != prompt)
     response = response or present.only(left, "the response", "output_key")
     if prompt is None:
-        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): set --input_key")
     if response is None:
-        raise present.error(f"no column for the response ({', '.join(RESPONSE_COLUMNS)}): name it with --output_key")
+        raise present.error(f"no column for the response ({', '.join(RESPONSE_COLUMNS)}): set --output_key")
     read_prompt = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> Example:
@@ -178,23 +177,23 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
 
 
 def _fault_of_undesirable(row: Row) -> str | None:
-    """Return why a row of KTO's data is no example, None if it is one.
+    """Return why a KTO row is not an example, or None.
 
-    A label of 0 counts as false, as it does for `rlhf kto`; the message names the way out if 0 is an answer.
+    A label of 0 counts as false, like in `rlhf kto`; the message explains what to do if 0 is an answer.
     """
     label = row.get("label")
     if truth(label) is not False:
         return None
     if label is False or not str(label).strip().startswith("0"):
-        return "label is false: the response is marked as undesirable, which rlhf kto learns from"
-    return "label is 0: rlhf kto reads it as undesirable; rename the column if the label is an answer"
+        return "label is false: the response is marked as undesirable; use rlhf kto"
+    return "label is 0, which means undesirable (rlhf kto); rename the column if the label is an answer"
 
 
 def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
     def make(present: Present, wanted: Columns) -> Format:
         column = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
         if column is None:
-            raise present.error(f"no column with messages ({', '.join(MESSAGE_COLUMNS)}): name it with --input_key")
+            raise present.error(f"no column with messages ({', '.join(MESSAGE_COLUMNS)}): set --input_key")
 
         def read(row: Row) -> Example:
             refuse(row, _fault_of_undesirable(row))
@@ -225,11 +224,11 @@ FORMATS: dict[str, Callable[[Present, Columns], Format]] = {
     "sharegpt": _messages_in("sharegpt"),
     "text": _text,
 }
-"""The formats by name."""
+"""Formats by name."""
 
 
 def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers: Verifiers) -> str | None:
-    """Return the first of the columns that the row has, as text: a list of one is its element, others are JSON."""
+    """Return the row's first label column as text: single-element lists are unwrapped, other values are JSON."""
     column = next((name for name in columns if name in row), columns[0])
     value = row.get(column)
     if isinstance(value, list) and len(value) == 1:
@@ -242,19 +241,19 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers
         refuse(row, _fault_of_structure(column, value, verifiers(row)))
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, float) and not math.isfinite(value):
-        raise row.error(f"column {column!r} is {value}, which is no ground truth")
+        raise row.error(f"column {column!r} is {value}, which is not a ground truth")
     refuse_half_characters(row, text)
     return text
 
 
 def _fault_of_structure(column: str, value: dict[str, object] | list[object], verifiers: Sequence[str]) -> str | None:
-    """Return the reason why an object or a list is no label for these verifiers, None if it is one."""
+    """Return why an object or list is not a label for these verifiers, or None."""
     keys = list(value) if isinstance(value, dict) else []
     inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
     if inside is not None:
-        return f"column {column!r} is an object that holds the label: name the entry with --label_key {column}.{inside}"
+        return f"column {column!r} is an object that contains the label: set --label_key {column}.{inside}"
     blind = next((name for name in verifiers if type(value).__name__ not in row_of(name).structured_labels), None)
     if blind is None:
         return None
-    cure = f"; --label_key {column}.KEY names an entry: {', '.join(keys)}" if keys else ""
+    cure = f"; --label_key {column}.KEY selects an entry: {', '.join(keys)}" if keys else ""
     return f"column {column!r} is {'an object' if keys else 'a list'}, which {blind} cannot compare with{cure}"

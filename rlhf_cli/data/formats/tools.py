@@ -1,6 +1,6 @@
-"""Tool calls of a message and the functions that a row describes, in OpenAI's structure.
+"""Tool calls in messages, and function descriptions in rows, in OpenAI format.
 
-Templates render both (`templates`). ShareGPT's `function_call` is text like any other.
+Templates render both (`templates`). ShareGPT's `function_call` is treated as text.
 """
 
 import json
@@ -15,21 +15,19 @@ TOOLS_COLUMN = "tools"
 
 
 def tool_calls_of(row: Row, number: int, role: Role, value: object) -> tuple[ToolCall, ...]:
-    """Return the calls in `tool_calls` of message `number`. Raise UsageError that names the row and the fault."""
+    """Parse `tool_calls` of message `number`. Raises UsageError with row and reason."""
     value = records(value)
     if not value:
         return ()
     if role != "assistant":
-        raise row.error(f"message {number} from {role} has tool calls, which are the assistant's")
+        raise row.error(f"message {number} from {role} has tool calls, which only assistant messages may have")
     if not isinstance(value, list):
         raise row.error(f"message {number} has tool_calls that are not a list: {value!r:.60}")
     return tuple(_tool_call(row, number, parsed(call)) for call in value)
 
 
 def tools_of(row: Row) -> tuple[dict[str, object], ...]:
-    """Return the functions in a row's column `tools`: a list of JSON schemas, as a list or as JSON text; none without
-    it.
-    """
+    """Parse the functions in the row's `tools` column: JSON schemas, as a list or JSON text; () without the column."""
     value = records(row.get(TOOLS_COLUMN))
     if not value:
         return ()
@@ -39,11 +37,11 @@ def tools_of(row: Row) -> tuple[dict[str, object], ...]:
 
 
 def with_tools(conversation: Conversation, tools: tuple[Tool, ...], row: Row) -> Conversation:
-    """Return the conversation with the environment's tools. Raise RowFault if the row has tools of its own."""
+    """Add the environment's tools to the conversation. Raises RowFault if the row also has tools."""
     if not tools:
         return conversation
     if conversation.tools:
-        raise row.error(f"column {TOOLS_COLUMN!r} has tools, and the environment of this run has its own")
+        raise row.error(f"column {TOOLS_COLUMN!r} has tools, but the environment defines its own")
     return replace(conversation, tools=tools)
 
 
@@ -59,20 +57,20 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, dict):
         raise row.error(
-            f"message {number} calls {function['name']} with arguments that are no JSON object: {arguments!r:.60}"
+            f"message {number} calls {function['name']} with arguments that are not a JSON object: {arguments!r:.60}"
         )
     try:
         json.dumps(arguments)
     except TypeError as error:  # bytes of Parquet
         raise row.error(
-            f"message {number} calls {function['name']} with arguments that JSON has not: {error}"
+            f"message {number} calls {function['name']} with arguments that are not valid JSON: {error}"
         ) from None
     call_id = call.get("id")
     return ToolCall(function["name"], arguments, str(call_id) if call_id else None)
 
 
 def _tool(row: Row, number: int, tool: Any) -> dict[str, object]:
-    """Return one function in the wrapping that templates expect."""
+    """Wrap a function in the structure that templates expect."""
     function = parsed(tool.get("function", tool)) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise row.error(

@@ -204,9 +204,9 @@ def test_overlong_pairs_are_cut_dropped_or_an_error(tmp_path):
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(UsageError, match=r"no pair is left to train on: .*1 dropped with nothing to train on"):
+    with pytest.raises(UsageError, match=r"no pair remains for training: .*1 dropped with nothing to train on"):
         pairs(tmp_path, make_tokenizer(CHATML), ASKED, max_len=4)
-    with pytest.raises(UsageError, match=r"no response is left to train on: .*2 dropped"):
+    with pytest.raises(UsageError, match=r"no response remains for training: .*2 dropped"):
         labelled(tmp_path, make_tokenizer(CHATML), ASKED, max_len=4)
 
 

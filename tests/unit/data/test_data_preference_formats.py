@@ -193,7 +193,7 @@ UNFIT_PAIRS = {
 }
 
 
-UNREAD_PROMPT = r"hold whole conversations, whose prompt would be read in place of 'ctx' \(--input_key\): leave it out"
+UNREAD_PROMPT = r"contain full conversations, whose prompt would replace 'ctx' \(--input_key\): remove it"
 
 
 def test_named_prompt_beside_whole_conversations_is_refused(tmp_path):
@@ -217,11 +217,11 @@ UNWEIGHED = [openai("Q", "A")[0], openai("Q", "A")[1] | {"weight": 0}]
 BAD_PAIRS = {
     "weight 0": (
         {"chosen": UNWEIGHED, "rejected": openai("Q", "B")},
-        "chosen: a turn of the assistant is marked: this mark leaves text out",
+        "chosen: an assistant turn is marked: this marker excludes text",
     ),
     "weight 0 beside a prompt": (
         GOOD | {"rejected": UNWEIGHED[1] | {"content": "B"}},
-        "rejected: a turn of the assistant is marked: this mark leaves text out",
+        "rejected: an assistant turn is marked: this marker excludes text",
     ),
     "identical sides": (GOOD | {"rejected": "A"}, "chosen and rejected are the same"),
     "identical conversations": (
@@ -251,14 +251,14 @@ BAD_PAIRS = {
     ),
     "no common prompt": (
         {"chosen": openai("Q", "A"), "rejected": openai("R", "B")},
-        "chosen and rejected have no prompt in common: they begin with different questions",
+        "chosen and rejected have no common prompt: they start with different questions",
     ),
     "only a system message in common": (
         {
             "chosen": [{"role": "system", "content": "S"}, *openai("Q", "A")],
             "rejected": [{"role": "system", "content": "S"}, *openai("R", "B")],
         },
-        "chosen and rejected have no prompt in common",
+        "chosen and rejected have no common prompt",
     ),
     "margin that is no number": (GOOD | {"margin": "much"}, "column 'margin' is not a number but a str: 'much'"),
     "margin that is a truth": (GOOD | {"margin": True}, "column 'margin' is not a number but a bool: True"),
@@ -292,7 +292,7 @@ def test_weight_of_a_turn_that_both_sides_share_is_none_that_is_trained(tmp_path
 
 def test_response_without_any_prompt_is_told_where_to_put_it(tmp_path):
     with pytest.raises(
-        UsageError, match=r"line 1: it has no prompt: a response alone needs a column for it .*--input_key"
+        UsageError, match=r"line 1: no prompt: a single response requires a prompt column .*--input_key"
     ):
         read_pairs(tmp_path, {"chosen": "A", "rejected": "B"})
 
@@ -355,7 +355,7 @@ BAD_LABELLED = {
     "empty response": (ROW | {"completion": ""}, "the response is empty"),
     "weight 0": (
         ROW | {"completion": UNWEIGHED[1:]},
-        "a turn of the assistant is marked: this mark leaves text out",
+        "an assistant turn is marked: this marker excludes text",
     ),
 }
 

@@ -81,7 +81,7 @@ def test_prompts_without_room_for_the_response_are_dropped_or_an_error(tmp_path)
     assert "1 dropped as too long" in data.report.summary
     with pytest.raises(UsageError, match=r"line 2: the prompt's \d+ tokens leave no room for max_new_tokens"):
         load(tmp_path, tokenizer, *rows, max_len=length + 16, overlong_prompts="error")
-    with pytest.raises(UsageError, match=r"no prompt is left: .*3 dropped"):
+    with pytest.raises(UsageError, match=r"no prompt remains: .*3 dropped"):
         load(tmp_path, tokenizer, *rows, max_len=length + 15)
 
 
@@ -93,7 +93,7 @@ def test_prompts_and_labels_with_half_of_a_character_are_refused(halved, tmp_pat
 
 
 def test_limits_that_leave_no_prompt_at_all_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="max_len 64 leaves no room for a prompt beside max_new_tokens 64"):
+    with pytest.raises(UsageError, match="max_len 64 leaves no room for a prompt with max_new_tokens 64"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?"}, max_len=64, max_new_tokens=64)
 
 
@@ -144,7 +144,7 @@ def test_prompts_are_filtered_by_their_pass_rate_and_those_left_out_are_counted(
     assert [prompt.label for prompt in data.prompts] == ["1", "2", "3"]
     assert data.report.dropped_by_pass_rate == 3
     assert "6 rows gave 3 prompts" in data.report.summary
-    assert "3 left out by their pass rate" in data.report.summary
+    assert "3 dropped by pass rate" in data.report.summary
     assert data.row_of(data.prompts[1]) == rows[2]
 
 
@@ -156,7 +156,7 @@ def test_a_row_without_a_pass_rate_to_filter_by_is_named(tmp_path, row, fault):
 
 
 def test_a_filter_that_leaves_no_prompt_says_so(tmp_path):
-    with pytest.raises(UsageError, match=r"no prompt is left: .* 1 left out by their pass rate"):
+    with pytest.raises(UsageError, match=r"no prompt remains: .* 1 dropped by pass rate"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "pass_rate": 1.0}, pass_rate_range=(0, 0.5))
 
 
@@ -242,7 +242,7 @@ def test_rows_that_are_no_prompts_are_refused_by_line_or_dropped_counted_and_nam
         {"prompt": "Why?", "chat_template_kwargs": {"messages": 1}},
         {"prompt": "How?", "answer": "2"},
     ]
-    with pytest.raises(UsageError, match=r"line 2: .*; --invalid_rows drop leaves such rows out"):
+    with pytest.raises(UsageError, match=r"line 2: .*; use --invalid_rows drop to skip such rows"):
         load(tmp_path, make_tokenizer(CHATML), *rows)
     data = load(tmp_path, make_tokenizer(CHATML), *rows, invalid_rows="drop")
     assert [(prompt.label, prompt.index) for prompt in data.prompts] == [("1", 0), ("2", 4)]
@@ -251,7 +251,7 @@ def test_rows_that_are_no_prompts_are_refused_by_line_or_dropped_counted_and_nam
     assert [note.split(": ")[0][-6:] for note in data.report.noted["dropped_invalid"]] == ["line 2", "line 3", "line 4"]
     assert "5 rows gave 2 prompts" in data.report.summary
     assert "3 dropped as invalid" in data.report.summary
-    with pytest.raises(UsageError, match=r"no prompt is left: .*1 dropped as invalid"):
+    with pytest.raises(UsageError, match=r"no prompt remains: .*1 dropped as invalid"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "a \ud800"}, invalid_rows="drop")
 
 
@@ -295,7 +295,7 @@ def test_tools_of_a_row_beside_an_agent_program_are_refused(tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"prompt": "What?"}) + "\n" + json.dumps({"prompt": "Why?", "tools": [TOOL]}))
     program = EnvironmentDescription((), "agent program", is_program=True)
-    with pytest.raises(UsageError, match="line 2: column 'tools' has tools, and an agent program has its own"):
+    with pytest.raises(UsageError, match="line 2: column 'tools' has tools, but an agent program defines its own"):
         load_prompts(
             PromptConfig(prompt_data=str(source)),
             FAMILIES["Qwen 2.5"].tokenizer(),

@@ -172,7 +172,7 @@ def test_truncation_that_the_tokenizer_brings_with_it_is_not_applied(tmp_path):
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
-    with pytest.raises(UsageError, match=r"no sequence is left to train on: .*1 dropped with nothing to train on"):
+    with pytest.raises(UsageError, match=r"no sequence remains for training: .*1 dropped with nothing to train on"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "answer": "46"}, max_len=4)
 
 

@@ -92,7 +92,7 @@ def test_a_column_whose_name_has_a_dot_is_that_column(tmp_path):
 
 
 def test_an_object_is_no_label_and_the_entry_that_is_one_is_named(verl_file):
-    with pytest.raises(UsageError, match=r"name the entry with --label_key reward_model\.ground_truth"):
+    with pytest.raises(UsageError, match=r"set --label_key reward_model\.ground_truth"):
         prompts(verl_file, label_key="reward_model")
 
 
@@ -177,7 +177,7 @@ def test_responses_marked_as_undesirable_are_not_learned_from(tmp_path, label):
     assert sequences(path).report.items == 2
     rows = [{"prompt": "Q", "completion": "A", "label": True}, {"prompt": "Q", "completion": "B", "label": label}]
     path = written(tmp_path, *rows)
-    with pytest.raises(UsageError, match=r"line 2: label is false: .* --invalid_rows drop leaves such rows out"):
+    with pytest.raises(UsageError, match=r"line 2: label is false: .* use --invalid_rows drop to skip such rows"):
         sequences(path)
     assert sequences(path, invalid_rows="drop").report.dropped_invalid == 1
 
@@ -196,7 +196,7 @@ def test_other_labels_leave_a_row_to_sft(tmp_path, label):
 
 
 def test_an_empty_response_names_the_setting_that_drops_it(tmp_path):
-    with pytest.raises(UsageError, match="the response is empty; --invalid_rows drop leaves such rows out"):
+    with pytest.raises(UsageError, match="the response is empty; use --invalid_rows drop to skip such rows"):
         sequences(written(tmp_path, {"prompt": "Q", "response": " "}))
 
 
@@ -204,7 +204,7 @@ def test_an_empty_response_names_the_setting_that_drops_it(tmp_path):
 def test_infinity_is_neither_text_nor_ground_truth(tmp_path, value):
     with pytest.raises(UsageError, match=r"column 'response' is not text but a float: -?inf"):
         sequences(written(tmp_path, {"prompt": "Q", "response": value}))
-    with pytest.raises(UsageError, match=r"column 'label' is -?inf, which is no ground truth"):
+    with pytest.raises(UsageError, match=r"column 'label' is -?inf, which is not a ground truth"):
         prompts(written(tmp_path, {"prompt": "Q", "label": value}))
 
 

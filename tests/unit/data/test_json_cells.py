@@ -209,7 +209,7 @@ def test_dates_and_decimals_of_a_call_are_as_json_has_them(tmp_path) -> None:
 
 def test_bytes_in_a_call_are_refused_by_name(tmp_path) -> None:
     parquet(tmp_path / "rows.parquet", [calling("f", {"data": b"x"}, {"data": {"type": "string"}})])
-    with pytest.raises(UsageError, match=r"row 1: message 2 calls f with arguments that JSON has not: .* bytes"):
+    with pytest.raises(UsageError, match=r"row 1: message 2 calls f with arguments that are not valid JSON: .* bytes"):
         read(tmp_path / "rows.parquet")
 
 

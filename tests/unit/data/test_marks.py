@@ -200,26 +200,26 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"messages": talk({"weight": 0.5})}, "message 2 has weight 0.5, but loss is not scaled"),
+        ({"messages": talk({"weight": 0.5})}, "message 2 has weight 0.5, but loss weights are not supported"),
         (
             {"messages": talk({"loss_scale": [1.0, 0.5]})},
             r"message 2 has loss_scale \[1.0, 0.5\], but loss",
         ),
-        ({"messages": talk({"mask": 1})}, "message 2 has mask 1, which leaves out in some tools and trains in others"),
-        ({"messages": talk({"train": True}, 0)}, "message 1 from user has train True, but only the assistant's turns"),
+        ({"messages": talk({"mask": 1})}, "message 2 has mask 1, which some tools exclude and others train"),
+        ({"messages": talk({"train": True}, 0)}, "message 1 from user has train True, but only assistant turns"),
         ({"messages": talk({"ignore_loss": True})}, "message 2 has 'ignore_loss' True, which looks like a mark"),
         ({"messages": talk({"no_train": 1})}, "message 2 has 'no_train' 1, which looks like a mark"),
         ({"messages": talk({"train_detail": [{"begin_offset": 0, "end_offset": 12, "train": False}]})}, "0 to 11"),
         ({"messages": talk({"train_detail": "all"})}, "message 2 has train_detail 'all', expected"),
-        ({"messages": talk(), "weight": 0.5}, "the row has weight 0.5, but loss is not scaled"),
-        ({"messages": talk(), "loss_mask": [0, 1, 0]}, "column 'loss_mask' has 3 marks, but the row has 4 messages"),
+        ({"messages": talk(), "weight": 0.5}, "the row has weight 0.5, but loss weights are not supported"),
+        ({"messages": talk(), "loss_mask": [0, 1, 0]}, "column 'loss_mask' has 3 markers, but the row has 4 messages"),
         ({"messages": talk(), "assistant_masks": [0, 1]}, "column 'assistant_masks' is .*, which looks like a mark"),
-        ({"messages": talk(), "loss_mask": "0 1"}, "column 'loss_mask' is '0 1', which is no list of marks"),
-        ({"messages": talk(), "loss_mask": "[0, 1"}, "column 'loss_mask' is .*, which is no list of marks"),
+        ({"messages": talk(), "loss_mask": "0 1"}, "column 'loss_mask' is '0 1', which is not a list"),
+        ({"messages": talk(), "loss_mask": "[0, 1"}, "column 'loss_mask' is .*, which is not a list"),
         ({"messages": talk(), "exclude_from_training": True}, "column 'exclude_from_training' is True, which looks"),
         ({"messages": talk(), "train_on_inputs": True}, "column 'train_on_inputs' is True, which looks like a mark"),
         ({"messages": talk(), "turn_weights": [0.2, 1]}, "column 'turn_weights' is .*, which looks like a mark"),
-        ({"text": "all of it", "loss_mask": 0}, "column 'loss_mask' is 0: this mark leaves text out of the loss"),
+        ({"text": "all of it", "loss_mask": 0}, "column 'loss_mask' is 0: this marker excludes text from the loss"),
     ],
 )
 def test_a_mark_that_cannot_be_honoured_is_refused_by_name(row, reason, tmp_path) -> None:
@@ -228,7 +228,9 @@ def test_a_mark_that_cannot_be_honoured_is_refused_by_name(row, reason, tmp_path
 
 
 def test_pretrain_mode_and_a_mark_contradict_each_other(tmp_path) -> None:
-    with pytest.raises(UsageError, match="a mark leaves text out of the loss, and --pretrain_mode trains all of it"):
+    with pytest.raises(
+        UsageError, match="a marker excludes text from the loss, but --pretrain_mode trains on all text"
+    ):
         trained(tmp_path, {"messages": talk({"weight": 0})}, pretrain_mode=True)
 
 
@@ -257,7 +259,7 @@ def test_commands_that_cannot_leave_a_trained_turn_out_refuse_the_row(command, m
     pair = {"chosen": marked, "rejected": [marked[0], {"role": "assistant", "content": "worse"}]}
     path = written(tmp_path, {"messages": marked, "label": True} if command == "kto" else pair)
     with pytest.raises(
-        UsageError, match="marked: this mark leaves text out of the loss, which only sft, distill and g"
+        UsageError, match="marked: this marker excludes text from the loss, which only sft, distill and g"
     ):
         load(command, path)
 
@@ -272,7 +274,7 @@ def test_commands_that_cannot_leave_a_row_out_refuse_it(command, mark, tmp_path)
         "online": {"prompt": "Q", "answer": "A"},
     }
     path = written(tmp_path, rows[command] | ROW_OUT[mark])
-    with pytest.raises(UsageError, match=r"line 1: .*this mark leaves text out of the loss"):
+    with pytest.raises(UsageError, match=r"line 1: .*this marker excludes text from the loss"):
         load(command, path)
 
 

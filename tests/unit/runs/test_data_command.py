@@ -363,7 +363,7 @@ def test_the_program_shows_data_and_writes_nothing(write, model, tmp_path, capfd
     status, shown, errors = run()
     assert (status, shown) == (2, "")
     assert errors == (
-        "rlhf data: rows.jsonl line 10: the response is empty; --invalid_rows drop leaves such rows out\n"
+        "rlhf data: rows.jsonl line 10: the response is empty; use --invalid_rows drop to skip such rows\n"
     )
     assert sorted(tmp_path.rglob("*")) == before
 
