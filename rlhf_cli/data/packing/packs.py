@@ -1,7 +1,6 @@
-"""Flat packs of token sequences, and the plan that deals sequences to micro-batches and ranks.
+"""Flat packs of token sequences without padding, and the assignment of sequences to micro-batches and ranks.
 
-There is no padding and no padded form here; packs whose sequences share a beginning are made in `prefix_packing`; which
-sequences form an optimizer step is decided in `sampling`.
+Packs with shared prefixes are in `prefix_packing`; the sequences per optimizer step are chosen in `sampling`.
 """
 
 import collections.abc
@@ -17,15 +16,16 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PackPictures, PlacedPicture
 
 EXACT_SEARCH_SEQUENCES = 32
-"""Largest number of sequences for which the fewest micro-batches are searched exactly when heuristics need more."""
+"""Maximum number of sequences for an exact search of the fewest micro-batches, if heuristics need more."""
 EXACT_SEARCH_NODES = 20_000
-"""Placements tried by that search, about 20 ms."""
+"""Maximum placements tried in that search, about 20 ms."""
 PATCHES_PER_TOKEN = 4
-"""Patches of pictures that take as much room in a micro-batch as a token. A token of Qwen-VL has 4, of LLaVA 1, of
-SmolVLM 9 to 16: there the tower would compute several times the patches of other models at the same bound."""
+"""Image patches that count as one token of micro-batch room. A token has 4 patches in Qwen-VL, 1 in LLaVA, and 9 to 16
+in SmolVLM, whose vision encoder computes several times as many patches at the same limit.
+"""
 
 
-@dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
+@dataclass(frozen=True)  # slots would slow down pickling, and thousands are sent per iteration
 class TokenSequence:
     """One tokenized sequence, for a forward pass or for training.
 
@@ -60,21 +60,21 @@ class TokenSequence:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that are training targets."""
+        """Number of training targets."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
     def patches(self) -> int:
-        """Patches of the pictures, which the tower computes."""
+        """Number of image patches for the vision encoder."""
         return sum(placed.patches for placed in self.pictures)
 
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """The keys that each run of tokens of a pack attends to, if several runs continue one beginning.
+    """Keys that each run of tokens attends to, if several runs continue one prefix.
 
-    `index_U` are positions in the pack: for each run the positions of its beginning, then its own. `cu_seqlens` [S + 1]
-    bounds them per run.
+    `index_U` are positions in the pack: for each run, its prefix, then its own. `cu_seqlens` [S + 1] are the bounds per
+    run.
     """
 
     index_U: torch.Tensor
@@ -84,14 +84,19 @@ class KeyBounds:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch: B sequences end to end, T tokens, K of them training targets.
+    """One micro-batch: B concatenated sequences with T tokens, K of them training targets.
 
-    `rows_K` are the positions of the hidden states that are read, to predict `targets_K` from them; `cu_trained`
-    [B + 1] bounds them per sequence, and `read_R` are the same positions, each once and in order. `cu_seqlens` [S + 1]
-    bounds runs of tokens that attend together: the sequences, or, with `keys`, beginnings and what follows them
-    (`pack_trees`).
-    An idle pack (`num_sequences` 0) has one dummy token in `input_ids_T` and `cu_seqlens`, for attention kernels
-    that need one, and no target: `cu_trained` is [0].
+    - `rows_K`: positions of hidden states used to predict `targets_K`; `cu_trained` [B + 1] are the bounds per
+      sequence.
+    - `read_R`: the same positions, sorted and unique.
+    - `cu_seqlens` [S + 1]: bounds of runs that attend together: sequences, or with `keys` prefixes and continuations
+      (`pack_trees`).
+
+    An idle pack (`num_sequences` 0) has one dummy token for attention kernels that require one, and no target:
+    `cu_trained` is [0].
+
+    Example: sequences [5, 6, 7] (targets 6 and 7) and [8, 9] (target 9) give `input_ids_T` [5, 6, 7, 8, 9],
+    `cu_seqlens` [0, 3, 5], `rows_K` [0, 1, 3], `targets_K` [6, 7, 9] and `cu_trained` [0, 2, 3].
     """
 
     input_ids_T: torch.Tensor
@@ -107,11 +112,11 @@ class Pack:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the pack, 0 for an idle one."""
+        """Number of sequences in the pack, 0 for an idle pack."""
         return self.cu_trained.numel() - 1
 
     def to(self, device: torch.device | str) -> "Pack":
-        """Return the pack on another device."""
+        """Move the pack to a device."""
         moved = _tensors_to(self, device)
         keys = self.keys and replace(self.keys, **_tensors_to(self.keys, device))
         return replace(self, **moved, keys=keys, pictures=self.pictures and self.pictures.to(device))
@@ -123,9 +128,9 @@ def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[st
 
 
 def pack(sequences: list[TokenSequence]) -> Pack:
-    """Return the sequences end to end in the given order; an empty list gives the idle pack.
+    """Concatenate the sequences in order. An empty list gives the idle pack.
 
-    A rank without work runs the idle pack so that it takes part in collectives.
+    A rank without work runs the idle pack to participate in collectives.
     """
     lengths = np.array([len(sequence) for sequence in sequences] or [1], dtype=np.int64)
     token_ids = np.concatenate([sequence.token_ids for sequence in sequences] or [np.zeros(1)]).astype(np.int64)
@@ -196,7 +201,7 @@ def only_end(sequence: TokenSequence) -> TokenSequence:
 
 
 def at_targets(batch: Pack) -> Pack:
-    """Return the pack read at its targets instead of at the tokens before them."""
+    """Read the pack at its targets instead of at the tokens before them."""
     return replace(batch, rows_K=batch.rows_K + 1, read_R=batch.read_R + 1)
 
 
@@ -210,17 +215,20 @@ def plan_packs(
     quadratic_cost: float = 0.0,
     costs: collections.abc.Sequence[float] | None = None,
 ) -> list[list[list[int]]]:
-    """Return the indices of the sequences by rank and micro-batch: `plan[rank][micro_batch]`.
+    """Assign sequences to ranks and micro-batches: `plan[rank][micro_batch]` is a list of indices.
 
-    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences. With
-    `patches` of pictures a sequence counts by `room_of`. All ranks have the same number of micro-batches, the fewest
-    found; if there are fewer sequences than micro-batches, some are empty (idle). The cost of a sequence,
-    `L + quadratic_cost * L^2` or as given, is balanced between the micro-batches that ranks run at the same time and
-    over the ranks' sums. The costliest micro-batches come first, so that a lack of memory shows at once. The plan
-    depends on nothing but the arguments.
+    - Each index occurs exactly once.
+    - A micro-batch has at most `max_tokens` tokens and `max_sequences` sequences. With image `patches`, sequences count
+      with `room_of`.
+    - All ranks have the same number of micro-batches, the fewest found. With fewer sequences than micro-batches, some
+      are idle.
+    - The cost per sequence, `L + quadratic_cost * L^2` or `costs`, is balanced between concurrent micro-batches and
+      over rank sums.
+    - The most expensive micro-batches come first, so that running out of memory shows immediately.
+    - The plan depends only on the arguments.
 
     Raises:
-        UsageError: a sequence alone exceeds the token bound.
+        UsageError: a single sequence exceeds the token limit.
     """
     lengths_B = np.asarray(lengths, dtype=np.int64)
     if lengths_B.size == 0:
@@ -237,9 +245,9 @@ def plan_packs(
 
 
 def room_of(tokens_B: np.ndarray, patches_B: np.ndarray, *, max_tokens: int) -> np.ndarray:
-    """Return the room that sequences take in a micro-batch: tokens, or patches in units of `PATCHES_PER_TOKEN`.
+    """Return the room of sequences in a micro-batch: tokens, or patches in units of `PATCHES_PER_TOKEN`.
 
-    A sequence with more patches than a micro-batch has room for takes a whole one, because pictures cannot be cut.
+    A sequence with more patches than fit occupies a full micro-batch, because images cannot be split.
     """
     by_patches_B = np.minimum(-(-patches_B // PATCHES_PER_TOKEN), max_tokens)
     return np.maximum(tokens_B, by_patches_B)
@@ -247,14 +255,16 @@ def room_of(tokens_B: np.ndarray, patches_B: np.ndarray, *, max_tokens: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Most tokens and most sequences of a micro-batch."""
+    """Maximum tokens and sequences per micro-batch."""
 
     tokens: int
     sequences: int
 
 
 def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num_ranks: int) -> list[list[int]]:
-    """Return the balanced bins, a multiple of `num_ranks`, as few as the heuristics and the bounded search find."""
+    """Return balanced bins. Their number is a multiple of `num_ranks`, the smallest found by heuristics and bounded
+    search.
+    """
     num_bins = -(-_least_bins(lengths_B, bounds) // num_ranks) * num_ranks
     order = np.lexsort((np.arange(lengths_B.size), -lengths_B))
     while True:
@@ -284,7 +294,7 @@ def _least_bins(lengths_B: np.ndarray, bounds: Bounds) -> int:
 def _fill_balanced(
     order: np.ndarray, lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num_bins: int
 ) -> list[list[int]] | None:
-    """Longest first, each into the cheapest bin with room; None if one finds no room."""
+    """Assign sequences by decreasing length to the cheapest bin with room; None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     bin_costs = np.zeros(num_bins)
     room = np.full(num_bins, bounds.tokens)
@@ -302,8 +312,8 @@ def _fill_balanced(
 
 
 def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: int) -> list[list[int]] | None:
-    """Return the bins of best-fit decreasing: longest first, each in the bin with the least room left. None if one has
-    no room.
+    """Best-fit decreasing: assign sequences by decreasing length to the bin with the least sufficient room. None if one
+    does not fit.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     open_bins = [(bounds.tokens, number) for number in range(num_bins)]
@@ -319,7 +329,7 @@ def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bi
 
 
 def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: int) -> list[list[int]] | None:
-    """Depth-first search for any filling of `num_bins` bins; None if there is none or the search grows too large."""
+    """Search depth-first for any assignment to `num_bins` bins; None if there is none or the search is too large."""
     if order.size > EXACT_SEARCH_SEQUENCES:
         return None
     rooms = [bounds.tokens] * num_bins
@@ -350,7 +360,7 @@ def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: 
 
 
 def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds) -> list[list[int]]:
-    """Move sequences from the costliest to the cheapest bin while that narrows the gap; fills empty bins first."""
+    """Move sequences from the most to the least expensive bin while this narrows the gap. Fills empty bins first."""
     bin_costs = np.array([costs_B[members].sum() for members in bins])
     for _ in range(2 * len(bins)):
         low, high = int(bin_costs.argmin()), int(bin_costs.argmax())
@@ -370,8 +380,8 @@ def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray
 
 
 def _deal(bins: list[list[int]], costs_B: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
-    """Return the bins by rank: bins of like cost run at the same time, and the costliest goes to the rank with the
-    least so far.
+    """Distribute bins to ranks: bins with similar cost run concurrently, and the most expensive goes to the rank with
+    the lowest sum.
     """
     bin_costs = [float(costs_B[members].sum()) for members in bins]
     by_cost = sorted(range(len(bins)), key=lambda number: (-bin_costs[number], number))

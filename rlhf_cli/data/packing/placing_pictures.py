@@ -1,4 +1,4 @@
-"""Where the pictures of a pack stand, and the positions of its tokens in three axes."""
+"""Image positions in a pack, and three-axis token positions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from rlhf_cli.models.vision.pictures import PackPictures, Picture, PlacedPicture
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens that stand together in a pack, int32 [L], and the pictures among them.
+    """Consecutive tokens in a pack, int32 [L], with their images.
 
-    `first_position` is the place of the first token in its sequence. `behind` is the number of the run that the tokens
-    continue, if that is another one, and `shift` is what the pictures there add to later positions (`rope_shift`).
+    - `first_position`: position of the first token in its sequence.
+    - `behind`: number of the run that these tokens continue, if any.
+    - `shift`: offset of later positions because of images in that run (`rope_shift`).
     """
 
     token_ids: np.ndarray
@@ -25,15 +26,15 @@ class TokenRun:
 
 
 def rope_shift(pictures: Iterable[PlacedPicture]) -> int:
-    """Return what pictures add to the positions of the tokens behind them, where positions have three axes.
+    """Return by how much images shift the positions of later tokens with three-axis positions.
 
-    A picture of `rows` and `columns` takes as many positions as the larger of the two (arXiv 2409.12191, section 2.1).
+    An image with `rows` and `columns` advances positions by the larger of the two (arXiv 2409.12191, section 2.1).
     """
     return sum(max(placed.grid) - placed.length for placed in pictures if placed.grid is not None)
 
 
 def place_pictures(runs: Sequence[TokenRun]) -> PackPictures | None:
-    """Return the pictures of runs that stand end to end in a pack, None if there are none."""
+    """Return the images of concatenated runs, None without images."""
     placed = [(start, run, one) for start, run in zip(_starts(runs), runs, strict=True) for one in run.pictures]
     if not placed:
         return None
@@ -54,9 +55,10 @@ def place_pictures(runs: Sequence[TokenRun]) -> PackPictures | None:
 
 
 def rope_positions(run: TokenRun) -> np.ndarray:
-    """Return the positions of a run's tokens in time, rows and columns, int64 [3, L].
+    """Return the time, row and column positions of a run's tokens, int64 [3, L].
 
-    Text has the same position in all three, from the largest before it on (arXiv 2409.12191, section 2.1).
+    Text tokens have equal positions in all axes, starting after the largest previous one (arXiv 2409.12191, section
+    2.1).
     """
     rope_3L = np.tile(np.arange(run.token_ids.size) + run.first_position + run.shift, (3, 1))
     for placed in run.pictures:
@@ -78,5 +80,5 @@ def _starts(runs: Sequence[TokenRun]) -> list[int]:
 
 
 def _placeholders(run: TokenRun, placed: PlacedPicture) -> np.ndarray:
-    """Return the placeholders of a picture, counted from the start of its run of tokens."""
+    """Return an image's placeholder positions relative to the start of its run."""
     return np.flatnonzero(run.token_ids[placed.start : placed.stop] == placed.token)

@@ -1,7 +1,7 @@
-"""Packs of sequences that begin alike: a prompt and several continuations of it.
+"""Packs of sequences with shared prefixes: a prompt with several continuations.
 
-The prompt is repeated before each continuation, or stands in the pack once and all continuations attend to it. The
-outputs at the continuations are the same.
+The prompt is repeated before each continuation, or included once with all continuations attending to it. Outputs at the
+continuations are equal.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from rlhf_cli.models.vision.pictures import PlacedPicture
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A continuation of a prompt: `token_ids` int32 [R], and `loss_mask` bool [R], true for tokens that are training
-    targets. Places of `pictures` are counted from its first token.
+    """A continuation: `token_ids` int32 [R], and `loss_mask` bool [R], True for training targets. Positions of
+    `pictures` are relative to its first token.
     """
 
     token_ids: np.ndarray
@@ -32,32 +32,32 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A prompt, int32 [P] of at least one token, and its continuations of at least one token each."""
+    """A prompt, int32 [P] with at least one token, with continuations of at least one token each."""
 
     prompt_ids: np.ndarray
     branches: tuple[Branch, ...]
     pictures: tuple[PlacedPicture, ...] = ()
 
     def run(self) -> TokenRun:
-        """Return the prompt alone."""
+        """Return the prompt as a run."""
         return TokenRun(self.prompt_ids, pictures=self.pictures)
 
     def run_with(self, branch: Branch) -> TokenRun:
-        """Return the prompt and one of its continuations."""
+        """Return the prompt with one continuation as a run."""
         later = tuple(placed.moved(self.prompt_ids.size) for placed in branch.pictures)
         return TokenRun(np.concatenate([self.prompt_ids, branch.token_ids]), pictures=self.pictures + later)
 
     def run_behind(self, branch: Branch, prompt_run: int) -> TokenRun:
-        """Return a continuation, for a pack that has the prompt as the run of that number."""
+        """Return a continuation as a run, in a pack with the prompt as run number `prompt_run`."""
         shift = rope_shift(self.pictures)
         return TokenRun(branch.token_ids, self.prompt_ids.size, prompt_run, branch.pictures, shift)
 
 
 def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = False) -> Pack:
-    """Return all branches of the trees as one pack, in which a branch counts as a sequence.
+    """Pack all branches of the trees. Each branch counts as a sequence.
 
-    With `share_prompts` a prompt is in the pack once. The pack reads the hidden states that predict the branches'
-    targets, or with `read_ends` the hidden state at the last token of each branch. No trees give the idle pack.
+    With `share_prompts`, each prompt is included once. The pack reads hidden states that predict the branches' targets,
+    or with `read_ends` the hidden state at each branch's last token. Without trees, returns the idle pack.
     """
     if not trees:
         return pack([])

@@ -1,8 +1,7 @@
-"""Responses that share a prompt, planned and packed so that the prompt is computed once.
+"""Responses with shared prompts, planned and packed so that each prompt is computed once.
 
-The prompt of a sequence are its tokens before the first trained one, with their pictures. Only neighbours in a
-micro-batch share a prompt, so that a pack's outputs have the order of its sequences; `plan_groups` makes sequences of
-one prompt neighbours.
+A sequence's prompt is its tokens before the first trained one, with images. Only adjacent sequences share a prompt, so
+that a pack's outputs are in sequence order; `plan_groups` makes sequences of a prompt adjacent.
 """
 
 import itertools
@@ -15,7 +14,7 @@ from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 
 PromptKey = tuple[bytes | str, ...]
-"""The bytes of a prompt's tokens, and the digests of its pictures."""
+"""Bytes of a prompt's tokens, and its image digests."""
 
 
 def plan_groups(
@@ -26,10 +25,10 @@ def plan_groups(
     quadratic_cost: float,
     max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
-    """Return a plan as `plan_packs` does, in which sequences of one prompt are neighbours and the prompt counts once.
+    """Return a plan like `plan_packs`, with sequences of a prompt adjacent and the prompt counted once.
 
-    A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several. With
-    `max_sequences`, micro-batches are filled one after the other, each with about as many sequences.
+    A group larger than a micro-batch, or than a rank's even share of all tokens, is split. With `max_sequences`,
+    micro-batches are filled one by one with about equally many sequences.
     """
     prompts = [_prompt_size(sequence) for sequence in sequences]
     lengths = np.array([len(sequence) for sequence in sequences])
@@ -50,13 +49,13 @@ def plan_groups(
         costs=[sum(sizes.cost(part, quadratic_cost) for part in parts) for parts in blocks],
         max_tokens=max_tokens,
         num_ranks=num_ranks,
-        max_sequences=None if max_sequences is None else 1,  # a block is a micro-batch already
+        max_sequences=None if max_sequences is None else 1,  # a block is already a micro-batch
     )
     return [[[i for block in members for part in blocks[block] for i in part] for members in bins] for bins in plan]
 
 
 def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
-    """Return the sequences in their order as one pack, in which neighbours with equal prompts have the prompt once."""
+    """Pack the sequences in order. Adjacent sequences with equal prompts share the prompt."""
     groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _key(s, _prompt_size(s)))]
     if len(groups) == len(sequences):
         return pack(list(sequences))
@@ -64,12 +63,14 @@ def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
 
 
 def _prompt_size(sequence: TokenSequence) -> int:
-    """Return the number of tokens before the first trained one; without a trained one, of all but the last token."""
+    """Return the number of tokens before the first trained one; without trained tokens, all except the last."""
     return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
 
 
 def _key(sequence: TokenSequence, size: int) -> PromptKey:
-    """Return what prompts of that many tokens are compared by: tokens, and pictures, whose tokens are all alike."""
+    """Return the comparison key of a prompt with `size` tokens: tokens, and images, which have identical placeholder
+    tokens.
+    """
     digests = (placed.picture.digest for placed in sequence.pictures if placed.start < size)
     return sequence.token_ids[:size].tobytes(), *digests
 
@@ -87,9 +88,9 @@ def _branch_of(sequence: TokenSequence, size: int) -> Branch:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Tokens of sequences and of their prompts, and the room of their pictures, which stand in the prompts.
+    """Token counts of sequences and prompts, and room of the prompts' images.
 
-    `members` are indices of sequences of one prompt.
+    `members` are indices of sequences with the same prompt.
     """
 
     prompts: list[int]
@@ -102,19 +103,19 @@ class _Sizes:
         return prompt + sum(self.lengths[i] - prompt for i in members)
 
     def room(self, members: list[int]) -> int:
-        """Return the room that members take in a pack: tokens, or the room of the prompt's pictures if that is more."""
+        """Return the room in a pack: tokens, or the room of the prompt's images if larger."""
         return max(self.tokens(members), self.pictures[members[0]])
 
     def cost(self, members: list[int], quadratic_cost: float) -> float:
-        """Linear in tokens; attention by the square of each sequence, the square of the prompt counted once."""
+        """Return the cost: linear in tokens, plus attention quadratic in sequence length, with the prompt counted
+        once.
+        """
         prompt = self.prompts[members[0]]
         squares = prompt**2 + sum(self.lengths[i] ** 2 - prompt**2 for i in members)
         return self.tokens(members) + quadratic_cost * squares
 
     def cut(self, members: list[int], limit: int) -> list[list[int]]:
-        """Return the neighbours of a group in pieces, each as large as the limit of tokens allows, with at least one
-        sequence.
-        """
+        """Split a group of adjacent sequences into parts of at most `limit` tokens, with at least one sequence each."""
         prompt = self.prompts[members[0]]
         parts: list[list[int]] = []
         room = 0
@@ -128,16 +129,17 @@ class _Sizes:
         return parts
 
     def filled(self, groups: list[list[int]], bounds: Bounds, *, num_ranks: int) -> list[list[list[int]]]:
-        """Return blocks of the groups' sequences in their order, evenly many in each; a block is parts of groups.
+        """Return blocks of the groups' sequences in order, with about equally many sequences each; a block is a list of
+        group parts.
 
-        There are the fewest blocks that hold all sequences, in a multiple of the ranks. A block that reaches the limit
-        of tokens ends before, which may make more of them.
+        The number of blocks is the smallest multiple of `num_ranks` that fits all sequences. A block that reaches the
+        token limit ends early, which may add blocks.
         """
         left, places, room = len(self.lengths), 0, 0
         num_blocks = -(-left // (bounds.sequences * num_ranks)) * num_ranks
         blocks: list[list[list[int]]] = []
         for members in groups:
-            is_open = False  # whether the last part of the last block is of this group
+            is_open = False  # the last part of the last block belongs to this group
             for index in members:
                 part = blocks[-1][-1] if is_open else []
                 needed = self.room([*part, index]) - (self.room(part) if part else 0)

@@ -1,6 +1,6 @@
-"""Encoded pictures as pixels: RGB, upright, transparency on white.
+"""Decodes images to RGB pixels, upright, with transparency on white.
 
-Videos, animations and formats that need other programs are refused.
+Videos, animations and formats that require other programs are rejected.
 """
 
 import io
@@ -10,26 +10,28 @@ import warnings
 import numpy as np
 from PIL import Image, ImageOps
 
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # once: filters are shared by threads
+warnings.filterwarnings(
+    "ignore", category=Image.DecompressionBombWarning
+)  # at import: filters are global to all threads
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Formats that are read. Others of Pillow call other programs (EPS) or are drawings without a size (WMF)."""
+"""Supported formats. Pillow decodes others with external programs (EPS), or they have no fixed size (WMF)."""
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Modes of more than 8 bits a channel, which Pillow clips to white when it makes RGB of them."""
+"""Modes with more than 8 bits per channel, which Pillow clips to white when converting to RGB."""
 WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 ORIENTATION = 0x0112
-"""EXIF tag; from `SIDEWAYS` on it exchanges height and width."""
+"""EXIF tag; values from `SIDEWAYS` swap height and width."""
 SIDEWAYS = 5
 DRAFT = 8
-"""A JPEG is decoded at an eighth of its size to find out whether it is whole: much faster."""
+"""JPEGs are decoded at an eighth of their size to verify that they are complete, which is much faster."""
 
 
 class PictureFault(ValueError):
-    """Why a picture cannot be read."""
+    """Reason why an image is unreadable."""
 
 
 def size_of(contents: bytes | memoryview) -> tuple[int, int]:
-    """Return height and width of an upright picture. Raise PictureFault if it is broken or of a kind not read."""
+    """Return height and width of the upright image. Raises PictureFault if it is damaged or unsupported."""
     if not contents:
         raise PictureFault("is empty")
     try:
@@ -46,7 +48,7 @@ def size_of(contents: bytes | memoryview) -> tuple[int, int]:
         raise _too_large() from error
     except Image.UnidentifiedImageError as error:
         raise PictureFault(f"is no picture in a format that is read ({', '.join(FORMATS)})") from error
-    except Exception as error:  # Pillow's decoders raise errors of many kinds on broken files
+    except Exception as error:  # Pillow's decoders raise many exception types on damaged files
         raise PictureFault(f"is broken: {str(error) or type(error).__name__}") from error
     return height, width
 
@@ -56,23 +58,23 @@ def _too_large() -> PictureFault:
 
 
 def _refuse_kind(image: Image.Image) -> None:
-    if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):  # Pillow only warns, up to twice as many
+    if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):  # up to twice this size, Pillow only warns
         raise _too_large()
     frames = getattr(image, "n_frames", 1)
-    if frames > 1 and image.format != "MPO":  # a camera's JPEG with previews behind the picture
+    if frames > 1 and image.format != "MPO":  # MPO: camera JPEG with embedded previews
         raise PictureFault(f"has {frames} frames, and a picture has one")
     if image.mode in DEEP_MODES:
         raise PictureFault(f"has more than 8 bits a channel (mode {image.mode}): save it with 8")
 
 
 def pixels_of(contents: bytes | memoryview, height: int, width: int) -> np.ndarray:
-    """Return the pixels of a picture in this size, uint8 [height, width, 3]."""
+    """Return the image's pixels at this size, uint8 [height, width, 3]."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(contents), formats=FORMATS))
     return _in_size(_on_white(image), height, width)
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return pixels of uint8 [.., .., 3] in this size, as `pixels_of` gives them for a picture without losses."""
+    """Resize pixels, uint8 [.., .., 3], exactly like `pixels_of` for a lossless image."""
     return _in_size(Image.fromarray(pixels), height, width)
 
 
@@ -83,7 +85,7 @@ def _in_size(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return the picture as RGB, with white where it is transparent."""
+    """Convert the image to RGB, with white for transparent parts."""
     if image.mode not in WITH_ALPHA and "transparency" not in image.info:
         return image.convert("RGB")
     image = image.convert("RGBA")

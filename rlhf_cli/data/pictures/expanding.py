@@ -1,4 +1,4 @@
-"""From one placeholder for each picture to the run of tokens that stands for it."""
+"""Expands image placeholders to the model's image tokens."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from rlhf_cli.models.vision.family import VisionFamily
 
 
 def expanded(tokens: Tokens, pictures: Sequence[SourcePicture], family: VisionFamily) -> Tokens:
-    """Return the tokens with each picture's run in place of its placeholder.
+    """Replace each image placeholder with the image's tokens.
 
     Raises:
-        TemplateFault: placeholders and pictures differ in number, or a placeholder is to be learned.
+        TemplateFault: the numbers of placeholders and images differ, or a placeholder is in trained text.
     """
     found = tokens.ids.count(family.image_token)
     if found != len(pictures):
@@ -43,7 +43,7 @@ def expanded(tokens: Tokens, pictures: Sequence[SourcePicture], family: VisionFa
 
 
 def with_runs(token_ids: Sequence[int], runs: Sequence[Sequence[int]], placeholder: int) -> tuple[list[int], list[int]]:
-    """Return the ids with a run in place of each placeholder, of which there are as many, and where the runs begin."""
+    """Replace placeholders with the runs. Returns the token IDs, and each run's start."""
     ids: list[int] = []
     starts: list[int] = []
     left = iter(runs)

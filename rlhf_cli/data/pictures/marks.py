@@ -1,6 +1,6 @@
-"""Places of pictures in messages: one character stands for each picture until the chat template writes its own.
+"""Image positions in messages: one character per image until the chat template writes its placeholder.
 
-A cell is a picture as a row has it: a path, bytes, a URL of data, or an object with bytes and path.
+A cell is an image as stored in a row: a path, bytes, a data URL, or an object with bytes and path.
 """
 
 import re
@@ -11,21 +11,21 @@ from rlhf_cli.data.formats.conversations import MARK, Conversation, Message, Rol
 from rlhf_cli.data.reading.sources import Row
 
 TEXT_MARK = "<image>"
-"""The mark in the texts of EasyR1's, verl's and LLaVA's rows."""
+"""Text marker in EasyR1, verl and LLaVA rows."""
 EITHER = re.compile(f"({MARK}|{TEXT_MARK})")
 IMAGE_COLUMNS = ("images", "image")
 EMPTY: tuple[object, ...] = (None, "", b"", [], {})
 CELL_KEYS = ("image", "path", "url")
-"""Keys of a picture inside a part of type image, in Qwen's and transformers' messages, or inside a cell."""
+"""Keys for an image in a part of type image, in Qwen and transformers messages, or in a cell."""
 BASE64 = "base64"
-"""Key of a picture in base64 without the head of a data: URL, in transformers' messages."""
+"""Key for a base64 image without data URL prefix, in transformers messages."""
 
 Content = tuple[str, tuple[object, ...]]
-"""Text with marks, and a cell for each mark; None for a picture that the row's column has."""
+"""Text with markers, and a cell per marker; None for an image from the row's column."""
 
 
 def content_of_parts(row: Row, number: int, role: Role, parts: Sequence[object]) -> Content:
-    """Return the content of message `number`, which is OpenAI's list of parts. Raise RowFault for other parts."""
+    """Parse multi-part content of message `number` in OpenAI format. Raises RowFault for unsupported parts."""
     texts: list[str] = []
     cells: list[object] = []
     for part in parts:
@@ -48,7 +48,7 @@ def content_of_parts(row: Row, number: int, role: Role, parts: Sequence[object])
 
 
 def _cell_of_part(part: dict[str, object]) -> object:
-    """Return the picture that a part holds; None if the row's column holds it."""
+    """Return the image in a part; None if it is in the row's column."""
     given = part.get("image_url")
     if isinstance(given, dict):
         given = given.get("url")
@@ -57,7 +57,7 @@ def _cell_of_part(part: dict[str, object]) -> object:
 
 
 def is_empty(cell: object) -> bool:
-    """Return whether a cell holds no picture."""
+    """Return whether a cell contains no image."""
     if isinstance(cell, dict):
         return cell.get("bytes") is None and not any(cell.get(key) for key in (*CELL_KEYS, BASE64))
     return cell in EMPTY
@@ -68,10 +68,10 @@ def _own_mark(row: Row, number: int) -> Exception:
 
 
 def cells_of(row: Row, image_key: str | None) -> tuple[str | None, list[object]]:
-    """Return the column of a row's pictures, None without one, and the cells in it.
+    """Return the row's image column, None without, and its cells.
 
     Raises:
-        RowFault: both columns have pictures, and the settings name none.
+        RowFault: both columns contain images, and none is set.
     """
     names = [name for name in _names(image_key) if name in row]
     filled = [name for name in names if _listed(row.get(name))]
@@ -90,14 +90,14 @@ def _listed(value: object) -> list[object]:
 
 
 def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conversation:
-    """Return the conversation with a cell at every mark.
+    """Return the conversation with a cell for each marker.
 
-    Marks in text count in rows that have a column of pictures. Pictures without any mark come before the text of the
-    first user, as TRL has them.
+    Text markers count only if the row has an image column. Images without any marker are placed before the first user
+    text, as in TRL.
 
     Raises:
-        RowFault: marks and pictures differ in number, the assistant's text has a mark, or a user's text has one and no
-            row of the source has a column of pictures.
+        RowFault: the numbers of markers and images differ, assistant text contains a marker, or user text contains one
+        and the source has no image column.
     """
     column, cells = cells_of(row, image_key)
     messages = conversation.messages
@@ -137,7 +137,7 @@ def _refuse_marks_without_column(row: Row, messages: tuple[Message, ...], image_
 
 
 def _with_marks(row: Row, number: int, message: Message, has_pictures: bool) -> Message:
-    """Return the message with the one character in place of marks in text."""
+    """Replace text markers with the single-character marker."""
     if TEXT_MARK not in message.content:
         return message
     if message.role == "assistant":

@@ -1,4 +1,4 @@
-"""Pictures that come without a row, as in requests and chats, and their places in token ids."""
+"""Images without a row, from requests and chats, and their positions in token IDs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 
 def picture_of_contents(contents: Contents) -> Picture:
-    """Return an encoded picture in its own size. Raise PictureFault if it is broken or of a kind not read."""
+    """Load an encoded image at its original size. Raises PictureFault if it is damaged or unsupported."""
     height, width = size_of(contents)
     return Picture(digest_of(contents, height, width).hex(), height, width, partial(pixels_of, contents, height, width))
 
@@ -20,10 +20,10 @@ def picture_of_contents(contents: Contents) -> Picture:
 def placed_pictures(
     ids: list[int], pictures: Sequence[Picture], family: VisionFamily
 ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-    """Return the ids with the tokens of each picture in place of its placeholder, and the pictures there.
+    """Expand image placeholders in the token IDs. Returns the IDs and the placed images.
 
     Raises:
-        UsageError: placeholders and pictures differ in number, or the model does not take a picture.
+        UsageError: the numbers of placeholders and images differ, or the model does not support an image.
     """
     found = ids.count(family.image_token)
     if found != len(pictures):
@@ -40,7 +40,7 @@ def placed_pictures(
 
 
 def _fitted(picture: Picture, family: VisionFamily) -> Picture:
-    """Return the picture in the size that the model takes; a policy of the same kind has sent it in this size."""
+    """Resize the image for the model. A policy of the same type has already sent it at this size."""
     height, width = family.final_size(picture.height, picture.width)
     if (height, width) == (picture.height, picture.width):
         return picture

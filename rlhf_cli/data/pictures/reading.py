@@ -1,4 +1,4 @@
-"""From the cells of a row to pictures with tokens: read, checked, measured."""
+"""Loads, verifies and measures the images in rows."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.family import VisionFamily
 
 BATCH_ROWS = 64
-"""Rows with pictures that are read at a time: their encoded pictures are in memory."""
+"""Rows with images per batch: their encoded images are in memory."""
 NUM_THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-"""Threads that measure pictures. Pillow decodes without Python's lock; the rest of a row's work holds it."""
+"""Threads for measuring images. Pillow decodes without the GIL; the rest of a row's processing holds it."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -28,21 +28,21 @@ B = TypeVar("B")
 
 @dataclass(frozen=True)
 class PictureReader:
-    """Reads the pictures of rows for a family of models.
+    """Loads images of rows for a model family.
 
-    Rows of models of text have no reader; `refuse_pictures` refuses their pictures.
+    Text models have no reader; `refuse_pictures` rejects their images.
     """
 
     family: VisionFamily
     settings: PicturesConfig
 
     def identity(self, rows: Rows) -> list[object]:
-        """Return all that decides the pictures of these rows besides their contents, as JSON."""
+        """Return everything that affects the images of these rows, except their content, as JSON values."""
         folders = {str(self._folder(table.path)) for source in rows.sources for table in source.tables}
         return [self.settings.model_dump(mode="json"), repr(self.family), sorted(folders)]
 
     def example(self, row: Row, example: Conversation | Document) -> Conversation | Document:
-        """Return the example with its pictures placed. Raise RowFault for pictures beside plain text too."""
+        """Return the example with placed images. Raises RowFault, also for images with plain text."""
         if isinstance(example, Conversation):
             return self.placed(row, example)
         refuse_videos(row)
@@ -52,7 +52,7 @@ class PictureReader:
         return example
 
     def placed(self, row: Row, conversation: Conversation) -> Conversation:
-        """Return the conversation with a cell at every mark. Raise RowFault if marks and pictures do not fit."""
+        """Return the conversation with a cell per marker. Raises RowFault if markers and images do not match."""
         refuse_videos(row)
         conversation = placed(row, conversation, self.settings.image_key)
         placeholder = self.family.placeholder
@@ -62,12 +62,12 @@ class PictureReader:
         return conversation
 
     def without_pictures(self, row: Row) -> dict[str, object]:
-        """Return the columns of a row but its pictures, which JSON does not take."""
+        """Return the row's columns without images, which JSON does not support."""
         column, _ = cells_of(row, self.settings.image_key)
         return {name: value for name, value in row.items() if name != column}
 
     def pictures(self, row: Row, examples: Sequence[Conversation | Document]) -> list[tuple[SourcePicture, ...]]:
-        """Return the pictures of each example of a row, in order. Raise RowFault for one that cannot be used."""
+        """Return the images per example of a row. Raises RowFault for an unusable one."""
         found: dict[int, SourcePicture] = {}
         read: list[tuple[SourcePicture, ...]] = []
         for example in examples:
@@ -95,36 +95,36 @@ class PictureReader:
         return SourcePicture(encoded, digest, height, width, run)
 
     def _folder(self, file: str) -> Path:
-        """Return the folder in which paths of pictures begin, for the rows of a file."""
+        """Return the base folder for image paths in a file's rows."""
         given = self.settings.image_dir
         return (Path(given).expanduser() if given is not None else Path(file).parent).absolute()
 
 
 def made_in_order(step: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """Return what `step` makes of each item, in order, by threads.
+    """Apply `step` to each item in threads. Returns results in order.
 
-    An exception is that of the first item that has one, as without threads. Steps do no more than measure pictures:
-    chat templates are rendered by one thread at a time, because transformers tracks the assistant's turns in them.
+    Raises the exception of the first failing item, like a loop would. Steps only measure images: chat templates must be
+    rendered by one thread at a time, because transformers tracks assistant turns in shared state.
     """
     with ThreadPoolExecutor(NUM_THREADS) as executor:
         return list(executor.map(step, items))
 
 
 def _named(cell: object) -> str:
-    """Return the name of a picture for messages, as part of a sentence."""
+    """Return an image's name for messages."""
     path = cell.get("path") if isinstance(cell, dict) else cell
     return f" ({path:.80})" if isinstance(path, str) else ""
 
 
 def refuse_pictures(row: Row, examples: Sequence[Conversation | Document]) -> None:
-    """Raise RowFault if a row has pictures, which are not read for a model of text."""
+    """Raise RowFault if a row contains images, which text models do not support."""
     refuse_images(row)
     if any(example.pictures for example in examples if isinstance(example, Conversation)):
         raise row.error("its messages have pictures, but only text is read for this model or command")
 
 
 def check_image_key(rows: Rows, reader: PictureReader | None) -> None:
-    """Raise UsageError if no data set has the column of pictures that the settings name."""
+    """Raise UsageError if no dataset has the configured image column."""
     key = None if reader is None else reader.settings.image_key
     if key is not None and not any(key in source.columns() for source in rows.sources):
         names = ", ".join(source.name for source in rows.sources)

@@ -1,4 +1,4 @@
-"""Pictures as data sets have them, and their way to pixels: read when a model or an engine needs them."""
+"""Images as stored in datasets, decoded when a model or engine needs them."""
 
 import base64
 import binascii
@@ -15,39 +15,39 @@ from rlhf_cli.models.vision.family import PictureRun
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 Contents = bytes | memoryview
-"""An encoded picture in memory."""
+"""An encoded image in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The size in bytes and the time of change of a file: other values mean that it was replaced."""
+    """Size in bytes and modification time of a file, to detect replacement."""
 
     size: int
     changed: int
 
     @classmethod
     def of(cls, path: str) -> "Stamp":
-        """Return the stamp of a file. Raise OSError if there is none."""
+        """Return a file's stamp. Raises OSError if it does not exist."""
         found = Path(path).stat()
         return cls(found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPicture:
-    """An encoded picture: a file with its stamp, or bytes, which may be a view of a mapped table."""
+    """An encoded image: a file with its stamp, or bytes, possibly a view of a mapped table."""
 
     path: str | None = None
     stamp: Stamp | None = None
     contents: Contents | None = field(default=None, repr=False)
 
     def read(self) -> Contents:
-        """Return the bytes. Raise OSError if the file is not there."""
+        """Return the bytes. Raises OSError if the file does not exist."""
         return self.contents if self.contents is not None else Path(self.path or "").read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePicture:
-    """A picture of a row: encoded, in its final size, and the tokens that stand for it."""
+    """A row's image: encoded, with its final size and tokens."""
 
     encoded: EncodedPicture
     digest: bytes
@@ -58,7 +58,7 @@ class SourcePicture:
 
 @dataclass(frozen=True, slots=True)
 class StandingPicture:
-    """A picture of a row whose run of tokens begins at `start` in a sequence; `token` as in `PlacedPicture`."""
+    """A row's image with its first token at `start` in a sequence; `token` as in `PlacedPicture`."""
 
     picture: SourcePicture
     start: int
@@ -66,11 +66,11 @@ class StandingPicture:
 
     @property
     def stop(self) -> int:
-        """The position behind the run."""
+        """End position of the image's tokens (exclusive)."""
         return self.start + len(self.picture.run.token_ids)
 
     def placed(self) -> PlacedPicture:
-        """Return the record that sequences have."""
+        """Convert to the record used in sequences."""
         source = self.picture
         return placed_picture(
             source.encoded,
@@ -93,12 +93,12 @@ def placed_picture(
     grid: tuple[int, int] | None,
     patches: int,
 ) -> PlacedPicture:
-    """Return a picture in a sequence whose pixels are read when they are asked for."""
+    """Return an image in a sequence, with pixels loaded on access."""
     return PlacedPicture(Picture(digest.hex(), *size, PixelReader(encoded, digest, size)), *place, token, grid, patches)
 
 
 def digest_of(contents: Contents, height: int, width: int) -> bytes:
-    """Return a hash of the contents and the final size."""
+    """Hash the content and the final size."""
     digest = hashlib.blake2b(contents, digest_size=16)
     digest.update(f" {height} {width}".encode())
     return digest.digest()
@@ -106,8 +106,9 @@ def digest_of(contents: Contents, height: int, width: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PixelReader:
-    """Reads the pixels of an encoded picture in its final size. Pickled it has the bytes: a path may mean nothing on
-    another machine, and pixels are several times as large.
+    """Loads the pixels of an encoded image at its final size.
+
+    Pickling stores the encoded bytes: the path may not exist on another machine, and pixels are several times as large.
     """
 
     encoded: EncodedPicture
@@ -115,7 +116,7 @@ class PixelReader:
     size: tuple[int, int]
 
     def __call__(self) -> np.ndarray:
-        """Return the pixels, uint8 [height, width, 3]. Raise RunError if the file is another one now."""
+        """Return the pixels, uint8 [height, width, 3]. Raises RunError if the file has changed."""
         return pixels_of(self._contents(), *self.size)
 
     def _contents(self) -> Contents:
@@ -133,7 +134,7 @@ class PixelReader:
 
 
 def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
-    """Return the picture in a cell; relative paths begin in `folder`. Raise PictureFault if it is not there."""
+    """Return the image in a cell. Relative paths start at `folder`. Raises PictureFault if it does not exist."""
     if isinstance(cell, dict) and cell.get("bytes") is not None:
         cell = cell["bytes"]
     elif isinstance(cell, dict):
@@ -152,7 +153,7 @@ def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
 
 
 def encoded_base64(text: str) -> bytes:
-    """Return the bytes of a `data:` URL or of base64 text. Raise PictureFault for other texts, such as paths."""
+    """Decode a `data:` URL or base64 text. Raises PictureFault for other text, such as paths."""
     return _of_data_url(text) if text.startswith("data:") else _of_base64(text)
 
 
@@ -163,7 +164,7 @@ def _of_file(path: Path) -> EncodedPicture:
 
 
 def _of_data_url(url: str) -> bytes:
-    """Return the bytes of 'data:image/png;base64,...'."""
+    """Decode 'data:image/png;base64,...'."""
     head, _, text = url.partition(",")
     if not head.endswith(";base64"):
         raise PictureFault(f"is no base64 text: its address begins with {head[:40]!r}")

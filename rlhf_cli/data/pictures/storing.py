@@ -1,4 +1,4 @@
-"""Pictures of stored items: columns beside the tokens, which tables of models of text do not have."""
+"""Storage of images in tables: additional columns for vision models."""
 
 from collections.abc import Sequence
 
@@ -18,19 +18,20 @@ COLUMNS = {
     ),
 }
 NUMBERS = 8
-"""Numbers of a picture in `PLACES`: start, length, token, height, width, patches, and rows and columns of the grid, -1
-without one."""
+"""Numbers per image in `PLACES`: start, length, token, height, width, patches, grid rows and grid columns, -1 without a
+grid.
+"""
 PATCHES = 5
-"""The place of the patches among them."""
+"""Index of the patches."""
 
 
 def schema_with_pictures(schema: pa.Schema, *, has_pictures: bool) -> pa.Schema:
-    """Return the schema, with the columns of pictures if the model takes them."""
+    """Add the image columns to the schema for vision models."""
     return pa.schema([*schema, *pa.schema(COLUMNS)]) if has_pictures else schema
 
 
 def stored_pictures(pictures: Sequence[StandingPicture]) -> dict[str, object]:
-    """Return the cells of an item's pictures."""
+    """Return the cells for an item's images."""
     return {
         PLACES: [number for standing in pictures for number in _numbers(standing)],
         DIGESTS: [standing.picture.digest for standing in pictures],
@@ -52,7 +53,7 @@ def _file(encoded: EncodedPicture) -> dict[str, object]:
 
 
 def pictures_at(table: StoredTable, row: int) -> tuple[PlacedPicture, ...]:
-    """Return the pictures of an item, none if the table is of a model of text."""
+    """Return an item's images, () for text models."""
     if PLACES not in table.names:
         return ()
     places = table.numbers(PLACES, row).reshape(-1, NUMBERS).tolist()
@@ -77,7 +78,7 @@ def _picture(numbers: list[int], digest: bytes, path: str | None, contents: memo
 
 
 def patches_of(table: StoredTable) -> np.ndarray | None:
-    """Return the patches of the pictures of each item, int64 [N]; None if the table is of a model of text."""
+    """Return the image patches per item, int64 [N]; None for text models."""
     if PLACES not in table.names:
         return None
     numbers, lengths = table.lists(PLACES)
@@ -88,7 +89,7 @@ def patches_of(table: StoredTable) -> np.ndarray | None:
 
 
 def files_are_unchanged(table: StoredTable) -> bool:
-    """Return whether the files of all pictures are the ones that the table was made from."""
+    """Return whether all image files are unchanged since the table was made."""
     if FILES not in table.names:
         return True
     found: dict[str, Stamp] = {}

@@ -1,6 +1,6 @@
-"""The columns of a source, and how the cells of a row become texts and messages.
+"""Columns of a data source, and conversion of cells to text and messages.
 
-Which columns make a format is the business of `formats`.
+Formats are defined in `formats`.
 """
 
 import json
@@ -21,14 +21,14 @@ PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "inpu
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "solution")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
-"""What Alpaca and Dolly add to an `instruction`."""
+"""Columns added to an `instruction` in Alpaca and Dolly."""
 BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
-"""Columns that belong to a prompt, refused unless they are read: the last has LLaMA-Factory's earlier turns."""
+"""Columns that extend a prompt, rejected unless used. `history` contains earlier turns in LLaMA-Factory data."""
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
-"""Values of an empty cell; 0 is a value."""
+"""Values of empty cells; 0 is not empty."""
 VIDEO_COLUMNS = ("video", "videos")
-"""What belongs to the text of a row and is never read."""
+"""Video columns, which are not supported."""
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -44,19 +44,19 @@ ROLES: dict[str, Role] = {
     "function": "tool",
     "function_call": "assistant",
 }
-"""Names of roles in OpenAI's, ShareGPT's and Gemma's data."""
+"""Role names in OpenAI, ShareGPT and Gemma data."""
 MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
-"""Keys of role and text in the formats that hold a list of messages."""
+"""Keys of role and text per message format."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's thought, in messages of reasoning models' servers and of gpt-oss, and for chat templates."""
+"""Keys for reasoning, in messages from reasoning model servers, in gpt-oss, and in chat templates."""
 
 OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS)
-"""Keys of a message that are read besides its role, its text and its marks."""
+"""Additional message keys that are read, except role, text and loss markers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns the settings name; None leaves the choice to their names."""
+    """Columns set by the user; None selects them by name."""
 
     input_key: str | None
     output_key: str | None = None
@@ -65,52 +65,50 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """The columns that a source has in its first rows."""
+    """Columns in a source's first rows."""
 
     source: Source
     names: list[str]
 
     def error(self, message: str) -> UsageError:
-        """Return the error to raise about the source: it names the columns of the source."""
+        """Return an error that lists the source's columns."""
         where = f" in the first {COLUMN_ROWS} rows" if len(self.source) > COLUMN_ROWS else ""
         return UsageError(f"{self.source.name}: {message}; columns present{where}: {', '.join(self.names)}")
 
     def has(self, name: str) -> bool:
-        """Return whether a column, or an entry inside one (`reward_model.ground_truth`), is there."""
+        """Return whether a column exists, or an entry in one (`reward_model.ground_truth`)."""
         if name in self.names or name.partition(".")[0] not in self.names:
             return name in self.names
         return any(name in self.source.row(index) for index in range(min(COLUMN_ROWS, len(self.source))))
 
     def named(self, name: str | None, setting: str) -> str | None:
-        """Return a column that the settings name. Raise UsageError if it is missing."""
+        """Return the configured column. Raises UsageError if it does not exist."""
         if name is not None and not self.has(name):
             raise self.error(f"no column {name!r} (--{setting}){self._entries_beside(name)}")
         return name
 
     def _entries_beside(self, name: str) -> str:
-        """Return which entries the column has in which `name` looks for one, as part of a sentence."""
+        """Return the available entries of the column in which `name` is looked up, for messages."""
         column = name.rpartition(".")[0]
         held = self.source.row(0).get(column) if column else None
         return f", for {column!r} has {', '.join(held) or 'nothing'}" if isinstance(held, dict) else ""
 
     def first(self, candidates: tuple[str, ...]) -> str | None:
-        """Return the first of the candidates that is there."""
+        """Return the first existing candidate."""
         return next((name for name in candidates if self.has(name)), None)
 
     def only(self, candidates: tuple[str, ...], meaning: str, setting: str) -> str | None:
-        """Return the only candidate there is. Raise UsageError for several, because the user has to decide."""
+        """Return the only existing candidate. Raises UsageError for several, because the choice is ambiguous."""
         found = [name for name in candidates if name in self.names]
         if found and found[0] == "instruction":
-            found = ["instruction"]  # Alpaca's input goes with it
+            found = ["instruction"]  # Alpaca's input belongs to it
         if len(found) > 1:
             raise self.error(f"{' and '.join(found)} could all be {meaning}: choose one with --{setting}")
         return found[0] if found else None
 
 
 def dialogue_of(value: object) -> list[dict[str, object]] | None:
-    """Return the list of messages in a cell, in any form that a file may give it, also a single message; None for
-    another cell.
-    """
+    """Return the message list in a cell, in any storage form, also for a single message; None for other cells."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return value
     listed = records(value)
@@ -122,7 +120,7 @@ def dialogue_of(value: object) -> list[dict[str, object]] | None:
 
 
 def _is_message(entry: object) -> bool:
-    """Return whether JSON of a text is a message, as text that is to be learned may be JSON, too."""
+    """Return whether parsed JSON is a message: training text may also be JSON."""
     if not isinstance(entry, dict):
         return False
     role_key, text_key = keys_of([entry])
@@ -130,19 +128,19 @@ def _is_message(entry: object) -> bool:
 
 
 def format_of(listed: list[dict[str, object]]) -> str:
-    """Return the name of the format that a list of messages has, by its first."""
+    """Return the format of a message list, judged by its first message."""
     return "sharegpt" if "from" in listed[0] else "messages"
 
 
 def keys_of(listed: list[dict[str, object]]) -> tuple[str, str]:
-    """Return the keys of role and text in a list of messages."""
+    """Return the keys of role and text in a message list."""
     return MESSAGE_KEYS[format_of(listed)]
 
 
 def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
-    """Return the reader of a prompt: a text, with the Alpaca context if `joined`, or a list of messages.
+    """Return a prompt reader: text, with Alpaca context if `joined`, or a message list.
 
-    If `joined`, other columns of the prompt are refused; otherwise the settings name this column alone.
+    If `joined`, other prompt columns are rejected; otherwise the settings select only this column.
     """
     contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
@@ -171,14 +169,14 @@ def _refuse_unread(row: Row, column: str, context: str | None) -> None:
 
 
 def response_turn(row: Row, column: str) -> tuple[Message, ...]:
-    """Return the assistant's turn; TRL's data have it as a list of messages."""
+    """Return the assistant's turn, a message list in TRL data."""
     if dialogue := dialogue_of(row.get(column)):
         return messages_of(row, column, keys_of(dialogue))
     return (Message("assistant", text_of(row, column)),)
 
 
 def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
-    """Return the messages with the row's system message first, unless they have one."""
+    """Prepend the row's system message, unless there is one."""
     column = _filled(row, SYSTEM_COLUMNS)
     if column is None or not messages or messages[0].role == "system":
         return messages
@@ -186,12 +184,12 @@ def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
 
 
 def _filled(row: Row, columns: tuple[str, ...]) -> str | None:
-    """Return the first of the columns that the row fills: all first rows of a source may leave a column empty."""
+    """Return the first non-empty column: a column may be empty in all first rows of a source."""
     return next((name for name in columns if row.get(name) not in EMPTY), None)
 
 
 def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:
-    """Return the messages in a cell. Raise UsageError that names the row and the fault."""
+    """Parse the messages in a cell. Raises UsageError with row and reason."""
     cell = row.get(column)
     listed = dialogue_of(cell) or cell
     if not isinstance(listed, list):
@@ -202,7 +200,7 @@ def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, 
 
 
 def _fault_of_text(cell: object) -> str:
-    """Return why a text that begins like a list of messages is none, as the end of a sentence."""
+    """Return why text that starts like a message list is not one, for messages."""
     if not isinstance(cell, str) or not cell.lstrip().startswith("["):
         return ""
     try:
@@ -251,7 +249,7 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
 
 
 def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> str:
-    """Return the assistant's thought if the message has it apart, else ""."""
+    """Return separately stored reasoning, or ""."""
     given = {key: entry[key] for key in REASONING_KEYS if entry.get(key)}
     if not given:
         return ""
@@ -266,7 +264,7 @@ def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> s
 
 
 def _content(row: Row, number: int, role: Role, content: object) -> tuple[str | None, tuple[object, ...]]:
-    """Return the text of a message and its pictures; the content may be OpenAI's list of parts."""
+    """Return a message's text and images, also from multi-part content."""
     if content is None or isinstance(content, str):
         return content, ()
     if isinstance(content, list):
@@ -275,9 +273,7 @@ def _content(row: Row, number: int, role: Role, content: object) -> tuple[str | 
 
 
 def text_of(row: Row, column: str) -> str:
-    """Return the text in a cell; finite numbers are text too. Raise UsageError that names the row and the cell's
-    content.
-    """
+    """Return a cell's text, also from finite numbers. Raises UsageError with row and content."""
     value = row.get(column)
     if isinstance(value, str):
         return value
@@ -287,40 +283,38 @@ def text_of(row: Row, column: str) -> str:
 
 
 def described(value: object, row: Row, column: str) -> str:
-    """Return a description of a cell's wrong content, for messages."""
+    """Describe a cell's invalid content, for messages."""
     if column not in row:
         return f"missing; columns present: {', '.join(row)}"
     return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
 
 
 TRUTHS: dict[object, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-"""Labels of desirable and undesirable responses, in lower case; the numbers 1 and 0 are equal to True and False."""
+"""Labels for desirable and undesirable responses, in lower case; the numbers 1 and 0 equal True and False."""
 
 
 def truth(value: object) -> bool | None:
-    """Return whether a label marks a response as desirable, None for any other label."""
+    """Return whether a label means desirable, None for other labels."""
     known = value.strip().lower() if isinstance(value, str) else value
     return TRUTHS.get(known) if isinstance(known, str | int | float) else None
 
 
 def refuse_images(row: Row) -> None:
-    """Raise UsageError that names the row if it comes with images: its text would refer to pictures that the model
-    never sees.
-    """
+    """Raise UsageError if the row has images: its text may refer to images that the model never receives."""
     for column in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
         if row.get(column):
             raise row.error(f"column {column!r} is not empty, but only text is read for this model or command")
 
 
 def refuse_videos(row: Row) -> None:
-    """Raise UsageError that names the row if it comes with a video."""
+    """Raise UsageError if the row has a video."""
     for column in VIDEO_COLUMNS:
         if row.get(column):
             raise row.error(f"column {column!r} is not empty, but no videos are read, only images")
 
 
 def refuse_half_characters(row: Row, text: str) -> None:
-    """Raise UsageError that names the row if its text has half of a character, as JSON of a cut emoji has."""
+    """Raise UsageError if the text has an unpaired surrogate, such as from JSON of a truncated emoji."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -329,6 +323,6 @@ def refuse_half_characters(row: Row, text: str) -> None:
 
 
 def refuse(row: Row, fault: str | None) -> None:
-    """Raise UsageError that names the row if there is a fault."""
+    """Raise UsageError with the row if there is an error."""
     if fault is not None:
         raise row.error(fault)

@@ -1,8 +1,7 @@
-"""Rows of one data file: JSON lines, a JSON list, CSV or Parquet, each also gzipped.
+"""Rows of a data file: JSON lines, JSON list, CSV or Parquet, optionally gzipped.
 
-Files are read through memory maps and a row is parsed on request, so memory grows only with the starts of the rows.
-Rows keep the order of the file. Columns are not typed: one row may hold a number in a column that holds text in another
-row.
+Files are memory-mapped and rows are parsed on access, so memory only grows with the row index. Rows keep the file
+order. Columns are untyped: a column may contain a number in one row and text in another.
 """
 
 import csv
@@ -31,19 +30,19 @@ from rlhf_cli.data.store import TableWriter
 from rlhf_cli.errors import UsageError, first_line
 
 BATCH_ROWS = 256
-"""Rows of a record batch."""
+"""Rows per record batch."""
 NEWLINE = 10
 MAX_BLANK = 2
-"""Bytes of a line that may turn out to be blank; a longer one has at least `{}` to be a row."""
+"""Maximum length in bytes of a possibly blank line; longer ones contain at least `{}`."""
 CSV_BLOCK = 1 << 26
-"""Bytes parsed at a time; no row may be longer than this."""
+"""Bytes parsed at a time. Rows must not be longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of one file. `read(i)` returns a row as a dict, `place(i)` its place in the file: 'line 3'.
+    """Rows of a file. `read(i)` returns a row as dict, `place(i)` its location, such as 'line 3'.
 
-    `checksum()` is a checksum of all content; None if it is not known, so that nothing made from the file is kept.
+    `checksum()` covers the content; None disables caching.
     """
 
     path: str
@@ -53,14 +52,12 @@ class Table:
     checksum: Callable[[], str] | None = None
 
     def where(self, index: int) -> str:
-        """Return the file and place of a row, for messages."""
+        """Return a row's file and location, for messages."""
         return f"{self.path} {self.place(index)}"
 
 
 def kind_of_file(path: Path) -> str | None:
-    """Return the suffix that decides how the file is read ('.json', '.csv', ...), without .gz; None if it is no data
-    file.
-    """
+    """Return the suffix that selects the reader ('.json', '.csv', ...), without .gz; None for other files."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -68,9 +65,9 @@ def kind_of_file(path: Path) -> str | None:
 
 
 def read_file(path: Path, *, head: int | None = None) -> Table:
-    """Return the rows of a data file, or only the first `head` of them, for which little of a large file is read.
+    """Read a data file, or only its first `head` rows, which reads little of a large file.
 
-    Raise UsageError that names the file and, if it has lines, the line.
+    Raises UsageError with the file, and the line if available.
     """
     kind = kind_of_file(path)
     if kind is None:
@@ -92,7 +89,7 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Return the file's bytes; a gzipped file is unpacked into a temporary one first."""
+    """Open a file. A gzipped file is first unpacked to a temporary file."""
     if path.suffix.lower() != ".gz":
         with path.open("rb") as file:
             yield file
@@ -108,7 +105,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_json(file: IO[bytes], path: str, head: int | None) -> Table:
-    """Return the rows of a list of objects, or of one object per line; the first character decides."""
+    """Read a list of objects, or one object per line, depending on the first character."""
     if file.seek(0, 2) == 0:
         return _no_rows(path)
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -143,7 +140,7 @@ def _json_lines(mapped: mmap.mmap, path: str, head: int | None) -> Table:
 
 
 def _line_ends(mapped: mmap.mmap) -> np.ndarray:
-    """Return the byte position of each line's end, int64; the last line needs no line break."""
+    """Return each line's end in bytes, int64; the last line needs no line break."""
     found = [
         np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + start
         for start, block in blocks(mapped, 0, len(mapped))
@@ -153,7 +150,7 @@ def _line_ends(mapped: mmap.mmap) -> np.ndarray:
 
 
 def _first_line_ends(mapped: mmap.mmap, count: int) -> np.ndarray:
-    """Return the byte position of the ends of the first lines, `count` of them that are not blank, int64."""
+    """Return the ends of the first lines in bytes, int64, `count` of them non-blank."""
     ends, start, found = [], 0, 0
     while found < count and start < len(mapped):
         end = mapped.find(b"\n", start)
@@ -178,9 +175,9 @@ def _no_rows(path: str) -> Table:
 
 
 def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
-    """Return all columns as text. Row numbers count from the first row after the header."""
+    """Read all columns as text. Row numbers start after the header."""
     try:
-        first = next(iter(file.readline().splitlines()), b"")  # lines may end in CR alone
+        first = next(iter(file.readline().splitlines()), b"")  # lines may end with only CR
         columns = next(csv.reader([first.decode("utf-8-sig")]), [])
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} line 1 is not UTF-8 text: {error.reason}") from error
@@ -197,7 +194,7 @@ def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
             file,
             read_options=pa.csv.ReadOptions(
                 use_threads=False, block_size=CSV_BLOCK
-            ),  # with threads, errors do not name the row
+            ),  # with threads, errors do not contain the row
             parse_options=pa.csv.ParseOptions(newlines_in_values=True),
             convert_options=pa.csv.ConvertOptions(
                 column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False
@@ -209,7 +206,7 @@ def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
 
 
 def _refuse_repeated(columns: list[str], path: str) -> None:
-    """Raise UsageError if two columns have one name: a row could keep only one of them."""
+    """Raise UsageError for duplicate column names: a row could keep only one of them."""
     if len(set(columns)) < len(columns):
         raise UsageError(f"{path} names a column twice: {', '.join(columns)}")
 
@@ -219,7 +216,7 @@ def _read_parquet(file: IO[bytes], path: str, head: int | None) -> Table:
         parquet = pa.parquet.ParquetFile(file)
         _refuse_repeated(parquet.schema_arrow.names, path)
         return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path, head)
-    except pa.ArrowException as error:  # also of a sound file with what Arrow does not read
+    except pa.ArrowException as error:  # also for valid files with features that Arrow does not support
         raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
 
 
@@ -239,4 +236,4 @@ READERS: dict[str, Callable[[IO[bytes], str, int | None], Table]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-"""How a file is read, by the end of its name."""
+"""Readers by file suffix."""

@@ -1,8 +1,8 @@
-"""Cells that hold JSON in the ways of Parquet, Arrow, CSV and `datasets`: as text, as a column of structs, as maps.
+"""JSON cells in Parquet, Arrow, CSV and `datasets`: as text, structs or maps.
 
-A file's own nulls are told from those that Arrow adds: a struct has the keys of all rows, so a key without a value in a
-row comes back as null. These are removed. Nulls in lists, maps and JSON text were written by somebody, and stay. Dates
-and times, which JSON has not, become text in ISO 8601, decimals become numbers.
+Distinguishes a file's nulls from those added by Arrow: a struct has the keys of all rows, so missing keys become null.
+These are removed. Nulls in lists, maps and JSON text are intentional and kept. Dates and times become ISO 8601 text,
+decimals become numbers.
 """
 
 import json
@@ -23,7 +23,7 @@ _LISTS = (
 
 
 def row_reader(schema: pa.Schema) -> Reader:
-    """Return the function from a row as Arrow returns it to the row that was written; a column may be null."""
+    """Return a function that restores a row from Arrow's form. Columns may be null."""
     readers = {field.name: _reader(field.type) for field in schema}
 
     def read(row: dict[str, object]) -> dict[str, object]:
@@ -65,19 +65,19 @@ def _struct_reader(readers: dict[str, Reader]) -> Reader:
 
 
 def parsed(value: object) -> Any:
-    """Return the value of JSON text; return anything else, and other text, unchanged."""
+    """Parse JSON text. Other values, and other text, are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):  # Python refuses some valid JSON: too many digits, too deep
+    except (ValueError, RecursionError):  # Python rejects some valid JSON: too many digits, too deep
         return value
 
 
 def records(value: object) -> object:
-    """Return a list of objects in any of its forms: as JSON text, each entry as JSON text, or an object of lists.
+    """Return a list of objects in any storage form: JSON text, JSON text per entry, or an object of lists.
 
-    Older versions of `datasets` make one object of lists of a list of objects. Anything else is returned unchanged.
+    Older `datasets` versions convert a list of objects to an object of lists. Other values are returned unchanged.
     """
     found = parsed(value)
     if isinstance(found, list):

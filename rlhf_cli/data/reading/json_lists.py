@@ -1,6 +1,6 @@
-"""The decoder of JSON, and the places of a list's elements in a file, found with a window over its bytes.
+"""JSON decoder, and positions of list elements in a file, found with a sliding window.
 
-Only the start of each element is kept, so that the file may be large. Columns have no meaning here.
+Only each element's start is stored, so files may be large. Columns have no meaning here.
 """
 
 import codecs
@@ -16,16 +16,18 @@ from rlhf_cli.data.templates.turn_spans import skip_space
 from rlhf_cli.errors import UsageError
 
 WINDOW = 1 << 20
-"""Bytes decoded at a time; an element that is longer widens the window for itself."""
+"""Bytes decoded at a time. Longer elements enlarge the window."""
 LONGEST_WORD = 16
-"""Characters before the end of a window in which a fault may come from the cut: of '-Infinity' or '\\ud83d\\ude00'."""
+"""Characters before the window's end in which an error may be caused by truncation, for example of '-Infinity' or
+'\\ud83d\\ude00'.
+"""
 BLOCK = 1 << 26
-"""Bytes in a block whose characters are only counted, so that the comparison's result stays small."""
+"""Block size in bytes for counting characters, which bounds the memory of the comparison."""
 BOM = codecs.BOM_UTF8
 
 
 def _constant(name: str) -> float | None:
-    """NaN is what pandas writes for an empty cell."""
+    """pandas writes NaN for an empty cell."""
     return None if name == "NaN" else float(name)
 
 
@@ -33,13 +35,12 @@ DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def element_bounds(mapped: mmap.mmap, path: str, *, window: int = WINDOW) -> Iterator[int]:
-    """Return the byte at which each element of the list starts, then the byte after the last; every element is parsed
-    once.
+    """Yield the byte at which each list element starts, then the byte after the last one. Parses each element once.
 
     `window` is the number of bytes decoded at a time, at least 8 so that it can grow.
 
     Raises:
-        UsageError: the file is no list of objects; the message names line and column, or the row.
+        UsageError: the file is not a list of objects; the message contains line and column, or the row.
     """
     cursor, number = _Cursor(mapped, path, mapped.find(b"[") + 1, window), 0
     while cursor.next_character() != "]" or number:
@@ -60,7 +61,7 @@ def element_bounds(mapped: mmap.mmap, path: str, *, window: int = WINDOW) -> Ite
 
 
 class _Cursor:
-    """Reads a file's text through a window, and knows the byte of the next character to read."""
+    """Reads text through a window, and tracks the byte position of the next character."""
 
     def __init__(self, mapped: mmap.mmap, path: str, byte: int, window: int) -> None:
         self._mapped, self._path, self._window = mapped, path, window
@@ -68,7 +69,7 @@ class _Cursor:
         self._move(window)
 
     def _move(self, size: int) -> None:
-        """Let the window begin with the next character and have so many bytes."""
+        """Start the window at the next character, with `size` bytes."""
         self._end = min(self.byte + size, len(self._mapped))
         self._is_last = self._end == len(self._mapped)
         try:
@@ -79,13 +80,13 @@ class _Cursor:
         self._text, self._position, self._end = text, 0, self.byte + used
 
     def skip(self, count: int) -> None:
-        """Go on by so many characters of the window."""
+        """Advance by `count` characters within the window."""
         stop = self._position + count
         self.byte += len(self._text[self._position : stop].encode())
         self._position = stop
 
     def next_character(self) -> str:
-        """Go to the next character that is no white space and return it; return '' at the end of the file."""
+        """Advance to the next non-space character and return it; '' at the end of the file."""
         while True:
             self.skip(skip_space(self._text, self._position) - self._position)
             if self._position < len(self._text) or self._is_last:
@@ -93,7 +94,9 @@ class _Cursor:
             self._move(self._window)
 
     def value(self, where: str) -> object:
-        """Return the value that starts here and go on behind it. Errors that have no column name `where` instead."""
+        """Parse the value at the current position and advance past it. Errors without a column contain `where`
+        instead.
+        """
         while True:
             try:
                 value, stop = DECODER.raw_decode(self._text, self._position)
@@ -103,26 +106,24 @@ class _Cursor:
             except (ValueError, RecursionError) as error:
                 raise UsageError(f"{where} {beyond_limits(error)}") from error
             else:
-                if self._is_last or stop < len(self._text):  # a number at the end may go on behind it
+                if self._is_last or stop < len(self._text):  # a number at the end may continue in the next window
                     self.skip(stop - self._position)
                     return value
             self._move(max(self._window, 2 * (self._end - self.byte)))
 
     def _is_of_the_cut(self, error: json.JSONDecodeError) -> bool:
-        """Return whether the end of the window may cause the fault; the fault of a string without an end names its
-        beginning.
-        """
+        """Return whether truncation may have caused the error. An unterminated string is reported at its start."""
         return error.pos >= len(self._text) - LONGEST_WORD or error.msg.startswith("Unterminated string")
 
     def fault(self, message: str, ahead: int = 0) -> UsageError:
-        """Return the error to raise about the next character, or about a character so far ahead of it in the window."""
+        """Return an error about the next character, or about a character `ahead` of it."""
         before = self._text[self._position : self._position + ahead]
         line, column = _line_and_column(self._mapped, self.byte + len(before.encode()))
         return UsageError(f"{self._path} line {line} is not valid JSON: {message} at column {column}")
 
 
 def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
-    """Return the line and column of a byte, both from 1; columns are characters, of which a byte order mark is none."""
+    """Return line and column of a byte, from 1. Columns count characters, excluding a byte order mark."""
     start = mapped.rfind(b"\n", 0, byte) + 1
     line = 1 + sum(block.count(b"\n") for _, block in blocks(mapped, 0, start))
     within = sum(_num_characters(block) for _, block in blocks(mapped, start, byte))
@@ -130,18 +131,18 @@ def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
 
 
 def _num_characters(block: bytes) -> int:
-    """Return the number of characters that begin in these bytes of UTF-8."""
+    """Return the number of characters that start in these UTF-8 bytes."""
     return int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) & 0xC0 != 0x80))
 
 
 def blocks(mapped: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the bytes from `start` to `stop` in blocks of bounded size, each with the place of its first byte."""
+    """Yield the bytes from `start` to `stop` in blocks of bounded size, with each block's position."""
     for first in range(start, stop, BLOCK):
         yield first, mapped[first : min(first + BLOCK, stop)]
 
 
 def checked_object(row: Any, where: str) -> dict[str, object]:
-    """Return the row if it is an object or a list of messages. Raise UsageError otherwise."""
+    """Return the row if it is an object or message list. Raises UsageError otherwise."""
     if is_bare_dialogue(row):
         return row_of_dialogue(row)
     if not isinstance(row, dict):
@@ -150,6 +151,6 @@ def checked_object(row: Any, where: str) -> dict[str, object]:
 
 
 def beyond_limits(error: ValueError | RecursionError) -> str:
-    """Return why Python refuses to read valid JSON."""
+    """Return why Python rejects valid JSON."""
     deep = isinstance(error, RecursionError)
     return "is nested too deeply" if deep else "has a whole number of too many digits: write it as text"

@@ -1,7 +1,6 @@
-"""Rows of data sets: files, folders, names on the Hugging Face Hub, alone or mixed by probabilities.
+"""Rows of datasets: files, folders and Hugging Face Hub names, optionally mixed by probabilities.
 
-How a row becomes a conversation is the business of `formats`. Nothing is copied into a cache for local files, and
-nothing is fetched for them.
+Conversion to conversations is in `formats`. Local files are neither cached nor do they cause downloads.
 """
 
 import os
@@ -24,22 +23,22 @@ from rlhf_cli.errors import UsageError, one_line
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
-"""Words in a file's name that name its split."""
+"""Words in file names that identify a split."""
 COLUMN_ROWS = 100
-"""Rows at the start of a source whose keys are its columns; rows may leave out others, which are looked for in each."""
+"""Number of initial rows that determine a source's columns. Rows may omit optional columns."""
 
 
 class RowFault(UsageError):
-    """A row cannot be used; others may be."""
+    """An unusable row. Other rows may be usable."""
 
 
 _ABSENT = object()
 
 
 class Row(dict[str, Any]):
-    """One row: columns and values, with the source it came from.
+    """One row: columns and values, with its source.
 
-    A key with dots that is no column reaches into objects: `row["extra_info.question"]`.
+    A key with dots that is not a column accesses nested objects: `row["extra_info.question"]`.
     """
 
     def __init__(self, values: dict[str, object], source: "Source", index: int) -> None:
@@ -56,7 +55,7 @@ class Row(dict[str, Any]):
         return found
 
     def get(self, key: str, default: object = None) -> Any:
-        """Return the value of a column or of an entry inside a column."""
+        """Return the value of a column, or of an entry in a column."""
         try:
             return self[key]
         except KeyError:
@@ -72,22 +71,22 @@ class Row(dict[str, Any]):
 
     @property
     def file(self) -> str:
-        """The file, or the data set of the Hub, that the row is from."""
+        """File or Hub dataset of the row."""
         return self.source.file(self.index)
 
     def error(self, message: str) -> RowFault:
-        """Return the error to raise about this row: it names file and line."""
+        """Return an error about this row, with file and line."""
         return RowFault(f"{self.where}: {message}")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One data set as named in the settings: the rows of its files in a row."""
+    """One dataset as named in the settings: the concatenated rows of its files."""
 
     name: str
     tables: tuple[Table, ...]
     format_code: str | None = None
-    """Code of others that makes another row of each row, as `file.py:NAME` or `module:NAME`."""
+    """User code that converts each row, as `file.py:NAME` or `module:NAME`."""
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -101,17 +100,17 @@ class Source:
         return self.tables[number], index - (int(self._ends[number - 1]) if number else 0)
 
     def row(self, index: int) -> Row:
-        """Return row number `index`, from 0. Raises UsageError naming the line if it cannot be parsed."""
+        """Return row number `index`, from 0. Raises UsageError with the line if parsing fails."""
         table, position = self._find(index)
         row = Row(table.read(position), self, index)
         return row if self.format_code is None else _made_by(self.format_code, row)
 
     def file(self, index: int) -> str:
-        """Return the file of a row."""
+        """Return a row's file."""
         return self._find(index)[0].path
 
     def where(self, index: int) -> str:
-        """Return the file and line of a row, for messages."""
+        """Return a row's file and line, for messages."""
         table, position = self._find(index)
         return table.where(position)
 
@@ -124,7 +123,7 @@ class Source:
 
 
 def _made_by(code: str, row: Row) -> Row:
-    """Return the row that code of others makes of a row. Raise RowFault if the code fails or makes no row."""
+    """Convert a row with user code. Raises RowFault if the code fails or returns no row."""
     try:
         made = load_target(code)(dict(row))
     except Exception as error:
@@ -136,7 +135,7 @@ def _made_by(code: str, row: Row) -> Row:
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row]):
-    """Rows of one or more sources in the order they are used: row `i` is `index_N[i]` of `sources[source_N[i]]`."""
+    """Rows from one or more sources in training order: row `i` is `index_N[i]` of `sources[source_N[i]]`."""
 
     sources: tuple[Source, ...]
     source_N: np.ndarray
@@ -155,7 +154,7 @@ class Rows(Sequence[Row]):
         return self.sources[self.source_N[number]].row(int(self.index_N[number]))
 
     def used(self) -> list[int]:
-        """Return the number of rows taken from each source."""
+        """Return the number of rows used per source."""
         return np.bincount(self.source_N, minlength=len(self.sources)).tolist()
 
 
@@ -169,16 +168,16 @@ def load_rows(
     hub: Callable[[str, str], Table] | None = None,
     data_format: str = "auto",
 ) -> Rows:
-    """Return the rows of the data sets named in `spec`, separated by commas.
+    """Load the datasets in `spec`, separated by commas.
 
-    Each name is a file, a folder of files, or `owner/name[:config]` on the Hub, with `@split` if its split is not
-    `split`. Without `probs`, the sources follow each other. With `probs` ('0.3,0.7') the largest mixture is made in
-    which no row is used twice: each source has exactly its share (to the nearest row), drawn and ordered at random from
-    `seed`. At most `max_samples` rows are taken. `hub(name, split)` reads a data set of the Hub. If `data_format` is
-    code of others, each row is the row that the code makes of the row read.
+    Each name is a file, a folder of files, or `owner/name[:config]` on the Hub, followed by `@split` if the split is
+    not `split`. Without `probs`, sources are concatenated. With `probs` ('0.3,0.7'), builds the largest mixture without
+    repeated rows: each source has exactly its share (to the nearest row), sampled and shuffled with `seed`. At most
+    `max_samples` rows are used. `hub(name, split)` reads a Hub dataset. If `data_format` is user code, it converts each
+    row.
 
     Raises:
-        UsageError: a data set is missing, empty or malformed; rows are parsed and checked when they are read.
+        UsageError: a dataset is missing, empty or malformed; rows are parsed and checked on access.
     """
     names = _names(spec)
     shares = _parsed_probs(probs, names)
@@ -192,16 +191,16 @@ def load_rows(
 
 
 class _TakesLong(Exception):
-    """A source of which no part can be read quickly."""
+    """A source without a part that can be read quickly."""
 
 
 def first_rows(spec: str, *, split: str, data_format: str = "auto") -> list[Source]:
-    """Return the local sources of `spec`, each with its first rows only: enough to know their columns.
+    """Return local sources in `spec` with only their first rows, enough to determine columns.
 
-    Left out is what takes long to open: data sets of the Hub, folders of `save_to_disk` and packed files.
+    Skips sources that are slow to open: Hub datasets, `save_to_disk` folders and compressed files.
 
     Raises:
-        UsageError: a data set is missing, or its beginning is empty or malformed.
+        UsageError: a dataset is missing, or its first rows are empty or malformed.
     """
     code = data_format if is_target(data_format) else None
     sources = []
@@ -216,7 +215,7 @@ def _not_now(name: str, split: str) -> Table:
     raise _TakesLong
 
 
-# Names are looked for with os.path: Path raises OSError for one that is longer than a file's can be, as a list may be.
+# Use os.path: Path raises OSError if a name exceeds the system's limit, which a list of datasets may.
 
 
 def _names(spec: str) -> list[str]:
@@ -251,7 +250,7 @@ def _mixed(sources: tuple[Source, ...], shares: list[float], *, seed: int, max_s
 
 
 def exact_shares(total: int, shares: list[float]) -> list[int]:
-    """Whole numbers that add up to `total`, each within one of `share * total` (largest remainders)."""
+    """Return integers that add up to `total`, each within one of `share * total` (largest remainder method)."""
     exact = [share * total for share in shares]
     counts = [int(value + 1e-9) for value in exact]
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
@@ -277,7 +276,7 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
 
 
 def _parted(name: str) -> tuple[Path, str | None]:
-    """Return the path and split of `name@split`; a path that exists with the @ in its name is taken whole."""
+    """Split `name@split` into path and split. An existing path that contains @ is not split."""
     path, _, split = name.rpartition("@")
     if not path or os.sep in split or os.path.exists(os.path.expanduser(name)):
         return Path(name).expanduser(), None
@@ -285,7 +284,7 @@ def _parted(name: str) -> tuple[Path, str | None]:
 
 
 def _read_files(paths: Sequence[Path], head: int | None) -> tuple[Table, ...]:
-    """Return the rows of the files, or the first `head` rows of them together."""
+    """Read the files, or the first `head` rows in total."""
     if head is None:
         return tuple(read_file(path) for path in paths)
     tables: list[Table] = []
@@ -299,9 +298,7 @@ def _read_files(paths: Sequence[Path], head: int | None) -> tuple[Table, ...]:
 
 
 def _read_folder(folder: Path, split: str | None, default_split: str, head: int | None) -> tuple[Table, ...]:
-    """Return all data files of the folder in the order of their names, or the files of the split if names contain
-    splits.
-    """
+    """Read all data files in a folder in name order, or only the split's files if names contain splits."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         if head is not None:
             raise _TakesLong
@@ -325,7 +322,7 @@ def _words(path: Path) -> set[str]:
 
 
 def _read_saved(folder: Path, split: str) -> Table:
-    """Return the rows of a folder written by `datasets`' save_to_disk."""
+    """Read a folder written by `save_to_disk` of `datasets`."""
     import datasets
 
     loaded = datasets.load_from_disk(str(folder))
@@ -337,8 +334,8 @@ def _read_saved(folder: Path, split: str) -> Table:
 
 
 def _read_hub(name: str, split: str) -> Table:
-    """Return a split of a data set on the Hub, kept in the cache under HF_HOME; once there, it works offline."""
-    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # no report about the data that are used
+    """Read a Hub dataset split, cached under HF_HOME. Works offline once cached."""
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # do not report dataset usage
     import datasets
 
     path, _, config = name.partition(":")
@@ -369,7 +366,7 @@ def _table_of(loaded: Any, path: str) -> Table:
 
 
 def _with_encoded_pictures(loaded: Any) -> Any:
-    """Return the data set with the bytes or paths of its pictures, which it would decode for every row that is read."""
+    """Return the dataset with encoded images, which it would otherwise decode for each row."""
     import datasets
 
     def encoded(feature: Any) -> Any:
@@ -385,7 +382,7 @@ def _with_encoded_pictures(loaded: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """A source and how it is read: its files, how many of its rows are used, and the format with its columns."""
+    """A source with its files, used rows, and format with columns."""
 
     name: str
     files: tuple[str, ...]
@@ -399,7 +396,7 @@ class ReadSource:
 
 
 def read_sources(rows: Rows, forms: Sequence[str]) -> list[ReadSource]:
-    """Return the sources of these rows, each with its reader."""
+    """Return these rows' sources with their formats."""
     return [
         ReadSource(source.name, tuple(table.path for table in source.tables), len(source), count, form)
         for source, form, count in zip(rows.sources, forms, rows.used(), strict=True)
@@ -407,6 +404,6 @@ def read_sources(rows: Rows, forms: Sequence[str]) -> list[ReadSource]:
 
 
 def batches(rows: Rows, size: int) -> Iterator[list[Row]]:
-    """Yield the rows in order, `size` at a time."""
+    """Yield the rows in batches."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

@@ -1,5 +1,5 @@
-"""Special tokens in the text of messages, calls and tools: the tokenizer reads them as control tokens, so rows are
-counted.
+"""Counts rows with special tokens in the text of messages, calls and tools, which the tokenizer reads as control
+tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ from rlhf_cli.data.reading.sources import Row
 
 
 class ControlReport(Protocol):
-    """A report of rows with special tokens in their messages: rows by token, and the first row."""
+    """Report of rows with special tokens in messages: rows per token, and the first row."""
 
     control_rows: int
     control_tokens: dict[str, int]
@@ -22,7 +22,7 @@ class ControlReport(Protocol):
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer."""
+    """Special tokens of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -30,7 +30,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def within(self, conversation: Conversation) -> frozenset[str]:
-        """Return the special tokens in the text of the messages, their calls and the tools."""
+        """Return special tokens in the text of messages, calls and tools."""
         if self._pattern is None:
             return frozenset()
         return frozenset(token for text in _texts(conversation) for token in self._pattern.findall(text))
@@ -56,7 +56,7 @@ def note_controls(report: ControlReport, found: frozenset[str], row: Row) -> Non
 
 
 def controls_phrase(report: ControlReport) -> str:
-    """Return the count as a part of a report's line; "" without such rows."""
+    """Return the counts for a report; "" without such rows."""
     if not report.control_rows:
         return ""
     tokens = ", ".join(f"{token} in {count:,}" for token, count in report.control_tokens.items())

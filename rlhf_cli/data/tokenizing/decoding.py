@@ -1,6 +1,6 @@
-"""Token ids of responses to text.
+"""Decodes response token IDs.
 
-A model may have more embeddings than its tokenizer has tokens, and sample one of the others: no text belongs to it.
+A model may have more embeddings than its tokenizer has tokens, and sample an ID without text.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-    """Return the text of tokens, without ids that the tokenizer does not have."""
+    """Decode token IDs, skipping IDs that the tokenizer does not have."""
     known = list(token_ids)
-    if not tokenizer.is_fast:  # the fast ones skip such ids themselves, others fail
+    if not tokenizer.is_fast:  # fast tokenizers skip unknown IDs, slow ones fail
         size = len(tokenizer)
         known = [token for token in known if token < size]
     return str(tokenizer.decode(known, skip_special_tokens=skip_special_tokens))

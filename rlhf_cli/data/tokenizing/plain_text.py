@@ -1,7 +1,7 @@
-"""Text of others inside a template's text: its control tokens stay characters, so that it can forge no turn.
+"""Untrusted text in template text: its control tokens remain plain characters, so that it cannot forge a turn.
 
-A control token in such a text is cut in two by a character of Unicode's private use, which survives the template. The
-pieces are tokenised apart. Text without control tokens is tokenised in one piece with the text around it.
+A control token in such text is split by a private-use Unicode character, which the template keeps. The pieces are
+tokenized separately. Text without control tokens is tokenized together with the surrounding text.
 """
 
 import re
@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 
 CUT = "\ue7f3"
-"""Stands where a text is cut; it is removed from texts of others before."""
+"""Split marker, which is first removed from untrusted text."""
 
 
 class PlainText:
-    """Guards texts of others, and tokenises text with them in it.
+    """Guards untrusted text, and tokenizes text that contains it.
 
-    Control tokens are the special tokens of a tokenizer, other added tokens that stand in `marks`, as `<tool_call>`,
-    and added tokens beyond the `vocab_size` embeddings of the model.
+    Control tokens are the tokenizer's special tokens, other added tokens in `marks`, such as `<tool_call>`, and added
+    tokens beyond the model's `vocab_size` embeddings.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: str, *, vocab_size: int) -> None:
@@ -35,23 +35,23 @@ class PlainText:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def guarded(self, text: str, *, behind: str = "") -> str:
-        """Return `behind` and the text, with a cut in each control token that the text has a part of, and without half
-        characters.
+        """Return `behind` + `text`, with control tokens split if any part is in `text`, and without unpaired
+        surrogates.
         """
         joined = behind + _whole_characters(text).replace(CUT, "")
         return self._pattern.sub(lambda found: found[0] if found.end() <= len(behind) else _cut(found[0]), joined)
 
     def cut_everywhere(self, text: str) -> str:
-        """Return the guarded text with a cut behind every character: no two make a control token then."""
+        """Return the guarded text split after each character, so that no two form a control token."""
         return CUT.join(self.guarded(text).replace(CUT, ""))
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text with cuts."""
+        """Tokenize text with split markers."""
         pieces = [piece for piece in text.split(CUT) if piece]
         return [number for ids in self._tokeniser.prompts(pieces, plain=False) for number in ids]
 
     def num_controls(self, ids: Sequence[int]) -> int:
-        """Return the number of control tokens among tokens."""
+        """Return the number of control tokens."""
         return sum(number in self._numbers for number in ids)
 
 
@@ -60,7 +60,7 @@ def _cut(token: str) -> str:
 
 
 def _whole_characters(text: str) -> str:
-    """Return the text with a mark of replacement for each half of a character, which has no tokens."""
+    """Replace unpaired surrogates, which have no tokens."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Whether a tokenizer gives the tokens of the file tokenizer.json that its model was trained with.
+"""Checks a tokenizer against the tokenizer.json that its model was trained with.
 
-transformers builds some tokenizers anew by their class and takes only the vocabulary from the file: a byte-level file
-under `LlamaTokenizer` then loses every space.
+transformers rebuilds some tokenizers by class and uses only the vocabulary from the file: a byte-level tokenizer.json
+with `LlamaTokenizer` then loses all spaces.
 """
 
 import logging
@@ -19,11 +19,11 @@ from rlhf_cli.errors import UsageError
 
 logger = logging.getLogger(__name__)
 NUM_COMPARED = 32
-"""Texts at the start that are compared."""
+"""Number of initial texts to compare."""
 
 
 class SavedTokenizer:
-    """The tokenizer of tokenizer.json, with which the first texts of a run are compared."""
+    """Tokenizer from tokenizer.json, for comparing a run's first texts."""
 
     def __init__(self, tokenizer: Any, path: str) -> None:
         self._tokenizer, self._path = tokenizer, path
@@ -36,19 +36,21 @@ class SavedTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "SavedTokenizer | None":
-        """Return the file of a tokenizer that its class builds anew; None for others, which are the file itself."""
+        """Return the saved tokenizer if transformers rebuilds it by class; None for others, which use the file
+        directly.
+        """
         if not tokenizer.is_fast or type(tokenizer) is PreTrainedTokenizerFast:
             return None
         path = _file_of(tokenizer.name_or_path)
         return None if path is None else cls(tokenizer, path)
 
     def compare(self, texts: Iterable[str]) -> None:
-        """Compare the tokens of the first texts; warn once if they differ.
+        """Compare the tokens of the first texts, and warn once if they differ.
 
-        Tokens that were added later have no place in the file, so the text between them is compared.
+        Added tokens may be missing in the file, so only the text between them is compared.
 
         Raises:
-            UsageError: the class loses text that the file keeps.
+            UsageError: the rebuilt tokenizer loses text that the file keeps.
         """
         chosen = list(islice(texts, self._num_left))
         self._num_left -= len(chosen)
@@ -87,12 +89,12 @@ class SavedTokenizer:
 
 
 def _file_of(name: str) -> str | None:
-    """Return tokenizer.json of a folder or of a model of the Hub that is in the cache."""
+    """Return the tokenizer.json of a folder or a cached Hub model."""
     local = Path(name) / "tokenizer.json"
     if not name or local.is_file():
         return str(local) if name else None
     try:
         cached = try_to_load_from_cache(name, "tokenizer.json")
-    except ValueError:  # a folder, which is no name on the Hub
+    except ValueError:  # a folder is not a valid Hub name
         return None
     return cached if isinstance(cached, str) else None

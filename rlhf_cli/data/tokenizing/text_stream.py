@@ -1,6 +1,6 @@
-"""Text from tokens as they come, in whole characters.
+"""Streaming decoder that emits complete characters.
 
-A character may be spread over several tokens, and a tokenizer may write a token differently at the start of a text.
+A character may span several tokens, and a token may decode differently at the start of a text.
 """
 
 from transformers import PreTrainedTokenizerBase
@@ -8,13 +8,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.data.tokenizing.decoding import text_of
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write it for bytes that are no character, or not yet."""
+"""Decoders emit this for invalid or incomplete bytes."""
 
 
 class TextStream:
-    """The text of a response, piece by piece; special tokens have none.
+    """Streamed response text. Special tokens are removed.
 
-    Each piece is decoded with the tokens of the piece before it, and without these: the difference is its text.
+    Each piece is decoded together with the previous piece's tokens; the text of the previous piece is then removed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -23,13 +23,13 @@ class TextStream:
         self._held: list[int] = []
 
     def add(self, token: int) -> str:
-        """Return the text that the token completes, "" within a character."""
+        """Return the text completed by the token, "" within a character."""
         self._held.append(token)
         text = self._text_of_held()
         return "" if text.endswith(HALF) else self._given(text)
 
     def rest(self) -> str:
-        """Return the text of tokens that completed no character, at the end of the response."""
+        """Return the text of incomplete characters at the end of the response."""
         return self._given(self._text_of_held())
 
     def _given(self, text: str) -> str:

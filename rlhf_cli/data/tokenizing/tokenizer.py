@@ -1,6 +1,6 @@
-"""Texts to token ids, and spans of characters to spans of tokens.
+"""Tokenizes text, and converts character spans to token spans.
 
-A piece of text is tokenised once as a whole; the offsets of its tokens give the tokens of a span.
+A text is tokenized once as a whole; token offsets determine the tokens of a span.
 """
 
 import unicodedata
@@ -24,14 +24,14 @@ from rlhf_cli.errors import UsageError
 
 
 class TokenReport(Protocol):
-    """A report that names the largest token id, -1 before the first one, and the first row that has it."""
+    """Report of the largest token ID, -1 before the first one, and its first row."""
 
     largest_token: int
     largest_token_at: str
 
 
 def note_largest(report: TokenReport, ids: Sequence[int], row: Row) -> None:
-    """Note the largest id of a row's tokens, of which there may be none."""
+    """Record the largest ID in a row's tokens, if any."""
     largest = max(ids, default=-1)
     if largest > report.largest_token:
         report.largest_token, report.largest_token_at = largest, row.where
@@ -40,10 +40,9 @@ def note_largest(report: TokenReport, ids: Sequence[int], row: Row) -> None:
 def check_token_ids(
     report: TokenReport, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, *, pretrain: str
 ) -> None:
-    """Raise UsageError where data have a token that the model has no embedding of: its tokenizer got tokens, it did
-    not.
+    """Raise UsageError if the data contain a token without an embedding: the model was not resized for new tokens.
 
-    A tokenizer may have more tokens than the model, as long as no text has them.
+    A tokenizer may have more tokens than the model as long as no text contains them.
     """
     largest, size = report.largest_token, architecture.get_text_config().vocab_size
     if largest >= size:
@@ -56,12 +55,13 @@ def check_token_ids(
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids of one sequence; `spans` bound the tokens that carry loss.
+    """Token IDs of a sequence; `spans` are the trained ranges.
 
-    `merged` is true if white space at the start of an assistant's text is in one token with the end of the template's
-    text before it: that token carries no loss. `num_unthought` counts turns without the thought they had, `num_inlined`
-    turns whose reasoning was put into the content. `pictures` are in order; no token of their runs carries loss. Marks
-    of the row leave the tokens of `left_out` out of the loss; spans are without them after `without_left_out`.
+    - `merged`: leading white space of an assistant's text shares a token with the template, which is not trained.
+    - `num_unthought`: turns with reasoning removed by the template.
+    - `num_inlined`: turns with reasoning moved to the content.
+    - `pictures`: images in order. Their tokens are never trained.
+    - `left_out`: ranges excluded by loss markers, removed from spans by `without_left_out`.
     """
 
     ids: list[int]
@@ -74,13 +74,13 @@ class Tokens:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that carry loss."""
+        """Number of trained tokens."""
         return sum(stop - start for start, stop in self.spans)
 
     def cut(self, max_len: int) -> "Tokens":
-        """Return the first `max_len` tokens; nothing replaces the lost ones, so no end of sequence is faked.
+        """Truncate to `max_len` tokens, without adding an end token.
 
-        A picture of which not all tokens are kept is left out whole.
+        An image with truncated tokens is removed entirely.
         """
         stop = next((picture.start for picture in self.pictures if picture.start < max_len < picture.stop), max_len)
         pictures = tuple(picture for picture in self.pictures if picture.stop <= stop)
@@ -88,7 +88,7 @@ class Tokens:
         return replace(self, ids=self.ids[:stop], spans=spans, pictures=pictures)
 
     def without_left_out(self) -> "Tokens":
-        """Return the same ids without loss on the tokens that marks of the row leave out."""
+        """Exclude tokens from the loss as set by loss markers."""
         if not self.left_out:
             return self
         out = {place for start, stop in self.left_out for place in range(start, stop)}
@@ -99,7 +99,7 @@ class Tokens:
         return replace(self, spans=spans)
 
     def all_trained(self) -> "Tokens":
-        """Return the same ids, all but the first and pictures with loss, if any had loss."""
+        """Train all tokens except the first and images, if any token was trained."""
         if not self.spans:
             return replace(self, merged=False)
         bounds = [1, *(bound for p in self.pictures for bound in (max(p.start, 1), p.stop)), len(self.ids)]
@@ -108,7 +108,7 @@ class Tokens:
 
 
 def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UsageError for a tokenizer in Python: it does not report which characters a token stands for."""
+    """Raise UsageError for slow tokenizers, which do not report token offsets."""
     if not tokenizer.is_fast:
         raise UsageError(
             f"pretrain {tokenizer.name_or_path!r}: its tokenizer {type(tokenizer).__name__} is a slow one, which gives "
@@ -118,10 +118,10 @@ def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class Tokeniser:
-    """A tokenizer, with the tokens that it puts before and after plain text.
+    """A tokenizer, with the tokens that it adds before and after plain text.
 
-    Tokenizers in Python make prompts; examples need the offsets that only fast tokenizers give (`require_offsets`).
-    Raises UsageError for a tokenizer without an end-of-sequence token.
+    Slow tokenizers support prompts only; examples require offsets from fast tokenizers (`require_offsets`). Raises
+    UsageError for a tokenizer without an end-of-sequence token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -136,9 +136,9 @@ class Tokeniser:
         return TokenBytes.of(self._tokenizer.backend_tokenizer)
 
     def _start_of_text(self) -> list[int]:
-        """Return the tokens that the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing.
+        """Return the tokens that the tokenizer adds before a text: the BOS token, or nothing.
 
-        These calls also end any truncation and padding that tokenizer.json asks for.
+        These calls also disable truncation and padding configured in tokenizer.json.
         """
         letter = next(filter(self._ids, self._letters()), "")
         text, whole = self._ids(letter), self._tokenizer(letter, add_special_tokens=True)["input_ids"]
@@ -146,7 +146,7 @@ class Tokeniser:
         return whole[: next(places, 0)]
 
     def _letters(self) -> Iterator[str]:
-        """Yield texts that may have tokens: a vocabulary of DNA or digits may have none for the first one."""
+        """Yield candidate texts: a DNA or digit vocabulary may have no token for the first one."""
         yield "a"
         special = set(self._tokenizer.all_special_ids)
         yield from (self._tokenizer.decode([token]) for token in range(len(self._tokenizer)) if token not in special)
@@ -156,18 +156,20 @@ class Tokeniser:
         return ids
 
     def writes(self, text: str) -> bool:
-        """Return whether the tokens of the text decode to it."""
+        """Return whether the text's tokens decode to it."""
         decoded = self._tokenizer.decode(self._ids(text), clean_up_tokenization_spaces=False)
         return _comparable(decoded) == _comparable(text)
 
     def _encodings(self, texts: list[str], *, with_offsets: bool) -> list[Encoding]:
-        """Not by calling the tokenizer, which turns every encoding into lists first: a sixth of all time for sft."""
+        """Encode with the backend: calling the tokenizer converts all encodings to lists, a sixth of the total time for
+        sft.
+        """
         backend = self._tokenizer.backend_tokenizer
         encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
         return encode(texts, add_special_tokens=False) if texts else []
 
     def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
-        """Return the token ids that generation starts from; `plain` texts get the start of text unless they have it."""
+        """Tokenize prompts. `plain` text gets a BOS token unless it has one."""
         if self._tokenizer.is_fast:
             ids = [encoding.ids for encoding in self._encodings(texts, with_offsets=False)]
         else:
@@ -178,7 +180,7 @@ class Tokeniser:
         return ids if ids[: len(self._start)] == self._start else self._start + ids
 
     def examples(self, batch: list[Pieces]) -> list[Tokens | TemplateFault]:
-        """Return the tokens of each example, or why it cannot be trained on."""
+        """Tokenize examples. Returns tokens, or why an example is not trainable."""
         texts = [piece.text for pieces in batch for piece in pieces.texts]
         encodings = iter(self._encodings(texts, with_offsets=self._bytes is None))
         return [self._joined(pieces, encodings) for pieces in batch]
@@ -207,10 +209,10 @@ class Tokeniser:
         return Tokens(ids, spans, merged, num_unthought, num_inlined, left_out=tuple(left_out))
 
     def _left_out(self, piece: Rendered, part: Tokens) -> list[Span]:
-        """Return the tokens that marks leave out: those of whole turns, and those with any character of a part.
+        """Return the tokens excluded by loss markers: those of full turns, and those with any excluded character.
 
-        White space that a token shares with a trained word is no reason, because many tokens begin with the space
-        before their word.
+        Excluded white space does not exclude a token of a trained word, because many tokens start with the space before
+        their word.
         """
         turns = dict(zip(piece.spans, part.spans, strict=True))
         found = [turns[span] for span in piece.left_out if span in turns]
@@ -226,7 +228,7 @@ class Tokeniser:
         return found
 
     def _tokens(self, encoding: Encoding, piece: Rendered) -> Tokens:
-        """Return the tokens of an example. Raise TemplateFault if a span does not start with a token of its own."""
+        """Return an example's tokens. Raises TemplateFault if a span does not start at a token."""
         if piece.spans == ((0, len(piece.text)),):
             return Tokens(encoding.ids, [(0, len(encoding.ids))])
         if self._bytes is not None:
@@ -237,7 +239,7 @@ class Tokeniser:
         return _tokens_by_offsets(encoding, piece)
 
     def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
-        """Return plain text between start of text and end of sequence; the end belongs to the last trained span."""
+        """Add BOS and EOS to plain text. EOS belongs to the last trained span."""
         started = self._started(ids)
         shift = len(started) - len(ids)
         spans = [(start + shift, stop + shift) for start, stop in spans]
@@ -247,10 +249,10 @@ class Tokeniser:
         return started, spans
 
     def check(self, tokens: Tokens, pieces: Pieces) -> None:
-        """Raise TemplateFault if the tokens of an example from a chat template are not right.
+        """Raise TemplateFault if a rendered example's tokens are wrong.
 
-        They are right if the trained tokens of each span decode to its text, and the tokens before the first span are
-        the start of a rollout of the same prompt.
+        Trained tokens of each span must decode to its text, and tokens before the first span must equal the rollout
+        prompt.
         """
         if pieces.plain:
             return
@@ -263,7 +265,7 @@ class Tokeniser:
             if _comparable(decoded) != _comparable(written):
                 raise TemplateFault(f"the trained tokens decode to {decoded[:80]!r} instead of {written[:80]!r}")
         if example.prompt is None or example.text[example.spans[0][0]].isspace():
-            return  # white space of the response may run into the template's: that is the row's doing
+            return  # leading white space of a response may merge with the template's, which depends on the row
         if tokens.ids[: tokens.spans[0][0]] != self.prompts([example.prompt], plain=False)[0]:
             raise TemplateFault(
                 f"the chat template's generation prompt, which ends in {example.prompt[-12:]!r}, has other tokens "
@@ -272,8 +274,8 @@ class Tokeniser:
 
 
 def _comparable(text: str) -> str:
-    """Return a text in the form in which texts are compared: tokenizers may normalise accents, drop the space before a
-    first word, or put one behind special tokens.
+    """Normalize text for comparison: tokenizers may normalize accents, drop the space before the first word, or add one
+    after special tokens.
     """
     return "".join(unicodedata.normalize("NFC", text).split())
 
@@ -298,7 +300,7 @@ def _tokens_by_offsets(encoding: Encoding, piece: Rendered) -> Tokens:
 
 
 def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
-    """Return the first token in the span. Some tokenizers leave white space out of offsets, or give it no token."""
+    """Return the first token in the span. Some tokenizers exclude white space from offsets, or have no token for it."""
     before = encoding.char_to_token(start - 1) if start else None
     if before is not None and encoding.char_to_token(start) is None:
         return before + 1
