@@ -1,6 +1,6 @@
-"""The parts of a tool call that differ from call to call, its name and its arguments: how each notation is read.
+"""Notations for a tool call's name and arguments, and how to parse them.
 
-A notation is found in the template's own rendering of a known call. The marks around it are in `tool_calls`.
+The notation is detected from the template's rendering of a known call. Markers around calls are in `tool_calls`.
 """
 
 import itertools
@@ -15,29 +15,29 @@ from rlhf_cli.data.templates.turn_spans import Span, num_shared, skip_space
 
 NAME = re.compile(r"[\w.:/-]+")
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
-"""Qwen 3's templates with tags write these values so."""
+"""Values as written by Qwen 3 templates with tags."""
 
 
 class CallFault(ValueError):
-    """Why a call cannot be read: the rest of a sentence that begins with the call."""
+    """Reason why a call cannot be parsed; completes a sentence that starts with the call."""
 
 
 class CallBody(Protocol):
-    """One notation of name and arguments."""
+    """A notation for name and arguments."""
 
     @property
     def start(self) -> str:
-        """A regular expression for the beginning of a call, to distinguish it from other text."""
+        """Regular expression for the start of a call, to distinguish it from other text."""
         ...
 
     def read(self, text: str, place: int) -> tuple[ToolCall, int]:
-        """Return the call that begins at a place, and its end. Raise CallFault if there is none."""
+        """Parse the call at `place`. Returns the call and its end. Raises CallFault if there is none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """One JSON object with name and arguments; `path` leads to it if other objects are around it."""
+    """A JSON object with name and arguments; `path` leads to it within outer objects."""
 
     path: tuple[str, ...]
     name_key: str
@@ -64,10 +64,10 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True)
 class NamedJsonBody:
-    """The name, a mark, and the arguments as a JSON object.
+    """The name, a marker, and the arguments as a JSON object.
 
-    Models vary the text before the last control token of the mark, as gpt-oss does: `mark_end` is that token, or "".
-    None of the `barred` marks of turns and other calls may stand in that text.
+    Models vary the text before the marker's last control token, for example gpt-oss: `mark_end` is that token, or "".
+    That text must not contain any of the `barred` markers of turns and calls.
     """
 
     mark: str
@@ -93,10 +93,10 @@ class NamedJsonBody:
 
 @dataclass(frozen=True, slots=True)
 class TaggedBody:
-    """The name, then a tagged key and value for each argument: values are text as it is, or JSON.
+    """The name, then a tagged key and value per argument. Values are plain text or JSON.
 
-    `types` are the parameters' types in the tools' schemas: a value is JSON unless its type is "string"; without a type
-    it is JSON if it can be and is no text.
+    `types` are parameter types from the tool schemas: a value is JSON unless its type is "string". Without a type, it
+    is JSON if it parses to a non-string.
     """
 
     name_end: str
@@ -145,7 +145,7 @@ class TaggedBody:
 
 
 def called(name: str, arguments: object) -> ToolCall:
-    """Return the call; arguments may be JSON text of an object. Raise CallFault for other arguments."""
+    """Return the call. Arguments may be a JSON object as text. Raises CallFault for other arguments."""
     if isinstance(arguments, str):
         arguments, _ = json_at(arguments, skip_space(arguments, 0))
     if not isinstance(arguments, dict):
@@ -165,7 +165,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def json_at(text: str, place: int) -> tuple[object, int]:
-    """Return the JSON value that begins at a place, and its end. Raise CallFault if it is broken."""
+    """Parse the JSON value at `place`. Returns the value and its end. Raises CallFault if it is invalid."""
     try:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
@@ -177,7 +177,7 @@ def json_at(text: str, place: int) -> tuple[object, int]:
 
 
 def name_at(text: str, place: int) -> tuple[str, int]:
-    """Return the name at a place, and its end. Raise CallFault if there is none."""
+    """Return the name at `place` and its end. Raises CallFault if there is none."""
     found = NAME.match(text, place)
     if found is None:
         raise CallFault("has no name")
@@ -185,22 +185,22 @@ def name_at(text: str, place: int) -> tuple[str, int]:
 
 
 def loose(mark: str) -> str:
-    """Return a regular expression for a mark with any white space in place of its own, and none around it."""
+    """Return a regular expression for a marker with flexible inner white space, and none around it."""
     return r"\s*".join(map(re.escape, mark.split()))
 
 
 def line_break(mark: str) -> str:
-    """Return the same with the line breaks around the mark, which are no part of a value."""
+    """Like `loose`, plus the line breaks around the marker, which are not part of a value."""
     before, after = mark.startswith("\n"), mark.endswith("\n")
     return r"\n?" * before + loose(mark) + r"\n?" * after
 
 
 Place = tuple[CallBody, Span]
-"""A notation, and the span of the known call in the text that shows it."""
+"""A notation, and the known call's span in the rendered text."""
 
 
 def body_of(text: str, call: ToolCall, added: Sequence[str]) -> Place | None:
-    """Return the notation of a known call in a text; None if no known notation shows it.
+    """Detect the notation of a known call in rendered text; None if it is unknown.
 
     The call has two arguments, a text and a number. `added` are the tokenizer's added tokens.
     """
@@ -228,7 +228,7 @@ def _json_body(text: str, call: ToolCall) -> Place | None:
 
 
 def _objects(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, object]]]:
-    """Yield an object and the objects in it, with the keys that lead to each."""
+    """Yield an object and its nested objects, with the keys that lead to each."""
     if isinstance(value, dict):
         yield path, value
         for key, entry in value.items():
@@ -236,7 +236,7 @@ def _objects(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _same(entry: object, arguments: Mapping[str, object]) -> bool:
-    """Return whether an entry has the arguments, as an object or as JSON text."""
+    """Return whether an entry equals the arguments, as object or JSON text."""
     try:
         return (json.loads(entry) if isinstance(entry, str) else entry) == arguments
     except ValueError:
@@ -260,7 +260,7 @@ def _named_json_body(text: str, call: ToolCall, added: Sequence[str]) -> Place |
 
 
 def _tagged_body(text: str, call: ToolCall) -> Place | None:
-    """Return the notation with tags; the places between name, keys and values show them."""
+    """Detect the tagged notation from the text between name, keys and values."""
     places, end = [], 0
     words = [call.name, *(str(word) for item in call.arguments.items() for word in item)]
     for word in words:
@@ -281,6 +281,6 @@ def _tagged_body(text: str, call: ToolCall) -> Place | None:
 
 
 def _whole_tags(first: str, second: str) -> str:
-    """Return the tags at the start that two texts have in common."""
+    """Return the complete tags in the common prefix."""
     shared = first[: num_shared(first, second)]
     return shared[: shared.rfind(">") + 1]

@@ -1,7 +1,6 @@
-"""Calls whose arguments are pairs in brackets: keyword arguments of Python, or keys and values as Gemma 4 has them.
+"""Calls with arguments as pairs in brackets: Python keyword arguments, or keys and values as in Gemma 4.
 
-Each value is a text in quotes, a number, a word such as true or None, or a list or object of values. Nothing is
-evaluated.
+A value is quoted text, a number, a word such as true or None, or a list or object of values. Nothing is evaluated.
 """
 
 import ast
@@ -19,7 +18,7 @@ _PYTHON_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class PairsBody:
-    """The name, then pairs between brackets. `quote` stands around texts; "" for texts as Python writes them."""
+    """The name, then pairs in brackets. `quote` surrounds text; "" for Python string literals."""
 
     brackets: str
     assign: str
@@ -40,7 +39,7 @@ class PairsBody:
         return called(name, arguments), end
 
     def _pairs(self, text: str, place: int, brackets: str, assign: str) -> tuple[dict[str, object], int]:
-        """Return the pairs in brackets at a place, and the end of the brackets."""
+        """Parse the bracketed pairs at `place`. Returns the pairs and their end."""
         place = self._mark(text, place, brackets[0])
         pairs: dict[str, object] = {}
         while not text.startswith(brackets[1], place):
@@ -54,7 +53,7 @@ class PairsBody:
         return pairs, place + 1
 
     def _value(self, text: str, place: int) -> tuple[object, int]:
-        """Return the value at a place, and the place of the character behind it that is no white space."""
+        """Parse the value at `place`. Returns the value, and the position of the next non-space character."""
         value: object
         if text.startswith("{", place):
             value, place = self._pairs(text, place, "{}", ":")
@@ -80,7 +79,7 @@ class PairsBody:
         return values, place + 1
 
     def _text(self, text: str, place: int) -> tuple[str, int] | None:
-        """Return the text in quotes at a place, and the place behind it; None if there are no quotes."""
+        """Parse the quoted text at `place`. Returns the text and the next position; None without quotes."""
         if not self.quote:
             found = _PYTHON_TEXT.match(text, place)
             return None if found is None else (_python_text(found.group()), skip_space(text, found.end()))
@@ -99,7 +98,7 @@ class PairsBody:
         return found.group().strip(), found.end()
 
     def _mark(self, text: str, place: int, mark: str) -> int:
-        """Return the place behind a mark. Raise CallFault if it is not there."""
+        """Return the position after a marker. Raises CallFault if it is missing."""
         if not text.startswith(mark, place):
             raise CallFault(f"{mark} was expected before {text[place : place + 20]!r}")
         return skip_space(text, place + len(mark))
@@ -123,7 +122,7 @@ def _python_text(written: str) -> str:
 
 
 def pairs_body_of(text: str, call: ToolCall) -> Place | None:
-    """Return the notation of a known call that a text shows in pairs, None if it shows none."""
+    """Detect the pair notation of a known call in rendered text, None if there is none."""
     start = text.find(call.name)
     if start < 0 or not call.arguments:
         return None

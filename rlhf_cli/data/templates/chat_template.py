@@ -1,7 +1,7 @@
-"""Chat templates: conversations as text, and the characters of that text that the assistant wrote.
+"""Chat templates: renders conversations, and locates the assistant's text.
 
-Only a trial conversation is tokenised here; it shows the end of a turn. A template is refused if its assistant turns
-cannot be distinguished from the text around them.
+Only a trial conversation is tokenized here, to find the end of a turn. Templates are rejected if assistant turns cannot
+be distinguished from the surrounding text.
 """
 
 import json
@@ -31,12 +31,12 @@ from rlhf_cli.data.templates.turn_spans import (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text. `spans` bound the characters that carry loss: each assistant's text and end of turn.
+    """A rendered conversation. `spans` are the trained characters: each assistant text with its end of turn.
 
-    `prompt` is the start of a rollout of the first turn if the text continues exactly this prompt, else None.
-    `num_unthought` counts the turns whose thought the template drops, as it does for turns before the last.
-    `num_inlined` counts the turns whose `reasoning` became part of the content. `left_out` bound the characters in the
-    spans that carry no loss after all, by marks of the row.
+    - `prompt`: start of a rollout of the first turn, if the text continues exactly this prompt, else None.
+    - `num_unthought`: turns with reasoning removed by the template, which happens before the last turn.
+    - `num_inlined`: turns with `reasoning` moved to the content.
+    - `left_out`: characters in the spans excluded by loss markers.
     """
 
     text: str
@@ -48,21 +48,21 @@ class Rendered:
 
 
 class ChatTemplate:
-    """The tokenizer's chat template. Raises UsageError if it has none.
+    """The tokenizer's chat template. Raises UsageError without one.
 
-    `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
+    `kwargs` are template variables for all renderings, such as Qwen 3's `enable_thinking`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object] | None = None) -> None:
         self._tokenizer = tokenizer
         self.text = TemplateText(tokenizer, kwargs)
-        """The template as a function from messages to text."""
+        """Renders messages to text."""
 
     @cached_property
     def ends_of_turn(self) -> tuple[str, ...]:
-        """The tokens that the template writes after the assistant, as text: after the last turn first, then others.
+        """Tokens after an assistant turn, as text: first after the last turn, then others.
 
-        Raises TemplateFault if it ends turns with no token of its own.
+        Raises TemplateFault if turns do not end with a special token.
         """
         text, _ = self.text.render(TRIAL, ())
         encoding = self._tokenizer(text, add_special_tokens=False)
@@ -78,16 +78,16 @@ class ChatTemplate:
                 raise _no_end(text[found + len(answer) :])
             ends.append(added.content)
             runs.append(self._special_run(text, place))
-        shared = runs[0][: num_shared(*runs)]  # Cohere 2 ends a response, and with it the turn
+        shared = runs[0][: num_shared(*runs)]  # Cohere 2 ends the response and then the turn
         return tuple(dict.fromkeys(["".join(shared)] if shared else ends))
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The token that ends the last turn, at which generation has to stop; none if no token of its own ends it.
+        """End token of the last turn, at which generation must stop; () without one.
 
-        A base model may name another end of sequence, although it is trained on this one.
+        A base model may define another end-of-sequence token even though it is trained with this one.
         """
-        if not self._tokenizer.is_fast:  # no offsets, by which the end is found
+        if not self._tokenizer.is_fast:  # slow tokenizers have no offsets to find the end
             return ()
         try:
             ids = self._tokenizer(self.ends_of_turn[0], add_special_tokens=False)["input_ids"]
@@ -96,7 +96,7 @@ class ChatTemplate:
         return tuple(ids[-1:])
 
     def _special_run(self, text: str, place: int) -> list[str]:
-        """Return the special tokens that follow each other directly from `place` on."""
+        """Return the consecutive special tokens at `place`."""
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         run: list[str] = []
         while found := max((token for token in added if text.startswith(token, place)), key=len, default=""):
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     @cached_property
     def _marks(self) -> TurnMarks:
-        """What stands around turns. A turn of calls may have an end of its own, as `<|call|>` of gpt-oss."""
+        """Markers around turns. A turn with calls may have a different end, such as gpt-oss's `<|call|>`."""
         try:
             text = self.text.render(TRIAL_CALL[:2], (TRIAL_TOOL,))[0].rstrip()
         except TemplateFault:
@@ -117,13 +117,13 @@ class ChatTemplate:
         return TurnMarks(tuple(dict.fromkeys([*self.ends_of_turn, *ends])), self.text.header)
 
     def _readable(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with thoughts at the place that the template reads: its own key, or the content."""
+        """Move reasoning to where the template reads it: a separate key, or the content."""
         if not num_reasoned(conversation) or self.text.reasoning_key is not None:
             return conversation
         return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return the text that the assistant's next turn continues. Raise TemplateFault if the template refuses it."""
+        """Render the prompt for the assistant's next turn. Raises TemplateFault if the template rejects it."""
         conversation = self._readable(conversation)
         with self._blame_on_calls(conversation):
             text, _ = self.text.render(conversation.messages, conversation.tools, add_generation_prompt=True)
@@ -134,14 +134,14 @@ class ChatTemplate:
         return text
 
     def example(self, conversation: Conversation) -> Rendered:
-        """Return the text of a whole conversation and the spans of its assistant turns.
+        """Render a conversation, and locate its assistant turns.
 
-        Spans come from the template's `{% generation %}` blocks if it has them, else from a comparison of the text with
-        the text of the messages before each turn.
+        Spans come from the template's `{% generation %}` blocks if available, else from comparing the text with the
+        text of the messages before each turn.
 
         Raises:
-            TemplateFault: a turn is not in the text as it was given, or has no end of turn. White space around a turn
-                and thoughts before the last turn may be missing.
+            TemplateFault: a turn is missing or changed in the text, or has no end. White space around turns and
+            reasoning before the last turn may be missing.
         """
         readable = self._readable(conversation)
         if readable is not conversation:
@@ -157,7 +157,7 @@ class ChatTemplate:
 
     @contextmanager
     def _blame_on_calls(self, conversation: Conversation) -> Iterator[None]:
-        """Replace a fault by its cause if the template can show no call: its own sentence is about roles or types."""
+        """Replace an error by its cause if the template does not support calls: its message is about something else."""
         try:
             yield
         except TemplateFault as fault:
@@ -169,7 +169,7 @@ class ChatTemplate:
             raise
 
     def _prompt_before(self, conversation: Conversation, number: int) -> str:
-        """Return the text that a rollout of message `number` starts from."""
+        """Return the rollout prompt for message `number`."""
         return self.text.render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
 
     def _compared_turns(self, conversation: Conversation, text: str) -> Rendered:
@@ -193,7 +193,7 @@ class ChatTemplate:
         return Rendered(text, tuple(spans), prompt, num_unthought)
 
     def _searched_turn(self, conversation: Conversation, number: int, said: Said, text: str, floor: int) -> Span | None:
-        """Return the span of a turn that does not begin right behind the generation prompt."""
+        """Locate a turn that does not start right after the generation prompt."""
         before, tools = conversation.messages[:number], conversation.tools
         search = TurnSearch(
             text,
@@ -209,7 +209,7 @@ class ChatTemplate:
         return search.turn()
 
     def _end_of_given(self, conversation: Conversation, number: int, prompt: str, text: str) -> int:
-        """Return the end of the part of a turn that the generation prompt writes; 0 if nothing shows it."""
+        """Return the end of a turn's part that is written by the generation prompt; 0 if unknown."""
         if text.startswith(prompt):
             return len(prompt)
         context = self.text.render(conversation.messages[:number], conversation.tools)[0]
@@ -229,7 +229,7 @@ class ChatTemplate:
         return TemplateFault(f"the chat template leaves out or alters the assistant's text: {message.content[:60]!r}")
 
     def _dropped(self, message: Message, rest: str) -> str | None:
-        """Return the sentence for a call that ends too soon, or a call or a thought that the rest of the text lacks."""
+        """Return an error for a call that ends early, or for calls or reasoning missing in the rest of the text."""
         for call in message.tool_calls:
             written = f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}"
             if end := next((end for end in self._marks.ends if end in written), None):
@@ -250,7 +250,7 @@ class ChatTemplate:
         )
 
     def _refuse_left_out(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> None:
-        """Raise TemplateFault if the template drops the tools, or messages of others than the assistant."""
+        """Raise TemplateFault if the template omits tools or non-assistant messages."""
         if conversation.tools and not self.text.shows_tools:
             raise TemplateFault("the chat template leaves out the tools of the row: it has no place for them")
         missing = left_out(conversation.messages, text, spans)
@@ -262,7 +262,8 @@ class ChatTemplate:
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> Rendered:
         """Return the generation blocks, from the end of the generation prompt to the end of each turn.
 
-        A template may mark more than a turn's words, as its header or a thought, and may use several blocks for a turn.
+        A template may mark more than a turn's text, such as its header or reasoning, and may use several blocks per
+        turn.
         """
         spans: list[Span] = []
         num_unthought = 0
@@ -278,7 +279,7 @@ class ChatTemplate:
                 raise self._unmarked(conversation, number, text[start:])
             reach = _reach(marked, span)
             if said is not None and said.calls and missing_call(text[start:reach], said.calls) is None:
-                span = (span[0], min(span[1], reach))  # a call is generated as far as the template marks it
+                span = (span[0], min(span[1], reach))  # a call is trained only as far as the template marks it
             elif skip_space(text, reach) < span[1]:
                 raise TemplateFault(
                     "the chat template's generation block ends before the end-of-turn token "
@@ -289,13 +290,13 @@ class ChatTemplate:
         return Rendered(text, tuple(spans), None, num_unthought)
 
     def _turn_in(self, text: str, start: int, said: Said) -> Span | None:
-        """Return the turn that begins at `start` or, if it has words, later, with no end of another turn between."""
+        """Return the turn at `start`, or later if it contains text, without another end of turn in between."""
         return turn_at(text, start, said, self._marks) or (
             turn_from(text, start, said, self._marks) if said.first else None
         )
 
     def _unmarked(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
-        """Return why no generation block holds message `number`."""
+        """Return why no generation block contains message `number`."""
         if reason := self._dropped(conversation.messages[number], rest):
             return TemplateFault(reason)
         content = conversation.messages[number].content
@@ -308,7 +309,7 @@ class ChatTemplate:
 
 
 def _reach(marked: Sequence[Span], span: Span) -> int:
-    """Return the end of the blocks from the block around the start of `span` on; white space may be between blocks."""
+    """Return the end of consecutive blocks from the one at the start of `span`. White space may separate blocks."""
     reach = span[0]
     for begin, stop in marked:
         if begin <= reach < stop:
@@ -317,7 +318,7 @@ def _reach(marked: Sequence[Span], span: Span) -> int:
 
 
 def _no_end(rest: str) -> TemplateFault:
-    """Return why a model could not learn to stop, by the text behind an answer of the trial."""
+    """Return why a model could not learn to stop, based on the text after a trial answer."""
     if not rest.strip():
         return TemplateFault(
             "the chat template writes no end of turn after the assistant's last text, so the model would never learn "
@@ -331,13 +332,13 @@ def _no_end(rest: str) -> TemplateFault:
 
 
 def num_reasoned(conversation: Conversation) -> int:
-    """Return the number of messages that have their reasoning apart from the content."""
+    """Return the number of messages with separate reasoning."""
     return sum(bool(message.reasoning) for message in conversation.messages)
 
 
 def _readings(conversation: Conversation) -> list[tuple[int, tuple[Said, ...]]]:
-    """Return the number and the possible texts of each assistant message: all of it, before the last also without
-    thought.
+    """Return the number and possible texts of each assistant message: complete, and before the last one also without
+    reasoning.
     """
     numbers = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
     readings = []

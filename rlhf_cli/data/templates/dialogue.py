@@ -1,4 +1,4 @@
-"""Turns of an episode as text and tokens, by the chat template of the policy."""
+"""Turns of an episode as text and tokens, in the policy's chat template."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,21 +14,21 @@ from rlhf_cli.data.templates.turn_bridge import TurnBridge, tool_results
 from rlhf_cli.data.tokenizing.decoding import text_of
 
 _NUM_LAST = 16
-"""Tokens in which the mark of a thought fits."""
+"""Number of tokens that fit a reasoning marker."""
 
 
 class ChatDialogue:
-    """Reads sampled turns and writes what stands between them. With tools, calls are read by the template's own marks.
+    """Parses sampled turns, and renders the text between them. Tool calls use the template's markers.
 
     Args:
-        tools: functions of the environment in OpenAI's form.
+        tools: environment functions in OpenAI format.
         end_ids: tokens at which the engine ends a turn.
-        vocab_size: embeddings of the model.
+        vocab_size: number of embeddings in the model.
 
-    `end_ids` of the object are tokens at which a turn has to end.
+    The attribute `end_ids` contains all tokens that must end a turn.
 
     Raises:
-        UsageError: the template has no place for calls or observations.
+        UsageError: the template does not support calls or observations.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class ChatDialogue:
         self._bridge = TurnBridge(template, tokenizer, tools, end_ids=self.end_ids, vocab_size=vocab_size)
 
     def _ends_of_calls(self) -> list[int]:
-        """Return the token that ends a turn of calls, as gpt-oss's <|call|>, which ends no other turn."""
+        """Return the token that ends only turns with calls, such as gpt-oss's <|call|>."""
         if self._calls is None or not self._calls.end:
             return []
         return [self._tokenizer.convert_tokens_to_ids(self._calls.end)]
 
     def read(self, token_ids: Sequence[int], *, behind: Sequence[int] | None = None) -> ParsedTurn:
-        """Return the text and the calls of a sampled turn.
+        """Parse text and calls of a sampled turn.
 
         Args:
-            behind: the tokens before the turn, which may begin a thought; None for the first turn. DeepSeek R1's
-                template begins none behind the result of a tool.
+            behind: tokens before the turn, which may start reasoning; None for the first turn. DeepSeek R1's template
+            starts none after a tool result.
         """
         if self._calls is None:
             return ParsedTurn(text_of(self._tokenizer, token_ids, skip_special_tokens=True), (), ())
@@ -71,13 +71,13 @@ class ChatDialogue:
         return self._calls.parse(text, opens_thought=opens_thought)
 
     def written(self, text: str) -> list[int]:
-        """Return the tokens of a turn that no model sampled, up to its first end, which is added if it has none."""
+        """Tokenize a turn that was not sampled, up to its first end token, which is added if missing."""
         ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         end = next((place for place, token in enumerate(ids) if token in self.end_ids), None)
         return [*ids, self._end_of(ids)] if end is None else ids[: end + 1]
 
     def _end_of(self, token_ids: Sequence[int]) -> int:
-        """Return the token that ends such a turn: the template may end a turn before results in a way of its own."""
+        """Return the end token of such a turn. Templates may end a turn before tool results differently."""
         calls = self.read(token_ids).calls
         try:
             if calls:
@@ -90,7 +90,7 @@ class ChatDialogue:
         return next(end for end in (*known, self._tokenizer.eos_token_id, *self.end_ids) if end in self.end_ids)
 
     def example_calls(self) -> list[str]:
-        """Return a turn with a made-up call of each tool, as the template writes it."""
+        """Return a turn with a made-up call per tool, in the template's notation."""
         if self._calls is None:
             return []
         calls = [ToolCall(tool["function"]["name"], _made_up(tool["function"])) for tool in self._tools]
@@ -98,23 +98,23 @@ class ChatDialogue:
         return [text for text in written if text is not None]
 
     def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
-        """Return the tokens from the end of a sampled turn, whose last token is `last_id`, to the start of the next."""
+        """Return the tokens between a sampled turn with last token `last_id` and the next turn."""
         return self._bridge.after(self._whole(conversation), observations, last_id=last_id)
 
     def opened(self, conversation: Conversation, observation: str) -> list[int]:
-        """Return the prompt with an observation behind the text of the last message."""
+        """Return the prompt with an observation appended to the last message."""
         return self._bridge.opening(self._whole(conversation), observation)
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation up to the next turn; control tokens in its messages become plain text.
+        """Render a conversation up to the next turn. Control tokens in messages become plain text.
 
         Raises:
-            TemplateFault: the template does not take the conversation, or a token has no embedding.
+            TemplateFault: the template rejects the conversation, or a token has no embedding.
         """
         return self._bridge.prompt(self._whole(conversation))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token."""
+        """Decode a single token."""
         return text_of(self._tokenizer, [token_id], skip_special_tokens=False)
 
     def _whole(self, conversation: Conversation) -> Conversation:
@@ -122,11 +122,11 @@ class ChatDialogue:
 
 
 _MADE_UP: dict[object, object] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
-"""Values of arguments by their JSON type; all others are text."""
+"""Sample argument values by JSON type; other types are text."""
 
 
 def _made_up(function: Tool) -> dict[str, object]:
-    """Return arguments for the parameters that a tool needs."""
+    """Return sample arguments for a tool's required parameters."""
     parameters = function.get("parameters") or {}
     schemas = parameters.get("properties") or {}
     return {name: _made_up_value(schemas.get(name) or {}) for name in parameters.get("required", ())}

@@ -1,4 +1,4 @@
-"""Variables of a chat template's own, such as Qwen 3's `enable_thinking`: of the settings, and of single rows."""
+"""Chat template variables such as Qwen 3's `enable_thinking`, from the settings or per row."""
 
 import json
 from collections.abc import Mapping
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from rlhf_cli.data.reading.sources import Row
 
 KWARGS_COLUMN = "chat_template_kwargs"
-"""Column of the same name as the setting, as TRL has it."""
+"""Column with the same name as the setting, as in TRL."""
 
 
 def template_kwargs_of(row: Row) -> dict[str, object]:
-    """Return the row's own variables: an object, or JSON text of one; none without the column.
+    """Return the row's template variables from an object or JSON text; {} without the column.
 
-    Parquet gives every row the entries of all rows; an entry without a value is none.
+    Parquet adds the entries of all rows to each row, so entries without a value are removed.
 
-    Raises UsageError naming the row if the cell is no object.
+    Raises UsageError with the row if the cell is not an object.
     """
     cell = row.get(KWARGS_COLUMN)
     try:

@@ -1,4 +1,4 @@
-"""The forms in which chat templates take messages; a template is tried to learn its form."""
+"""Message formats for chat templates. A trial rendering determines a template's format."""
 
 import itertools
 import json
@@ -10,10 +10,10 @@ from rlhf_cli.data.reading.columns import REASONING_KEYS
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """One form: call arguments as JSON text or as an object, the text beside calls, and the key of a thought.
+    """A message format: call arguments as JSON text or object, content of messages with calls, and reasoning key.
 
-    With `as_parts` the content is a list of parts, which templates of vision models read alone; the content of a
-    message with pictures always is.
+    With `as_parts` the content is a list of parts, which some vision templates require; messages with images always
+    use it.
     """
 
     arguments_as_text: bool
@@ -22,7 +22,7 @@ class MessageForm:
     as_parts: bool = False
 
     def entry(self, message: Message) -> dict[str, object]:
-        """Return the message as templates get it, without empty keys: templates test whether a key is there."""
+        """Return the template's message dict, without empty keys: templates test whether keys exist."""
         named = {"tool_call_id": message.tool_call_id, "name": message.name}
         entry: dict[str, object] = {"role": message.role, "content": message.content}
         entry |= {key: value for key, value in named.items() if value is not None}
@@ -42,7 +42,7 @@ class MessageForm:
 
 
 def _parts(message: Message) -> list[dict[str, str]]:
-    """Return the texts of a message and its pictures, in order."""
+    """Return a message's text and images as parts, in order."""
     if not message.pictures:
         return [{"type": "text", "text": message.content}]
     first, *others = ([{"type": "text", "text": piece}] if piece else [] for piece in message.pieces)

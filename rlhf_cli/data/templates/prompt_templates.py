@@ -1,4 +1,4 @@
-"""Templates around a question: of the whole prompt, for base models without a chat template, or of its text alone."""
+"""Question templates: for the full prompt of base models without chat template, or only for the question text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ BUILT_IN = {
     "respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {{ prompt }}\n"
     "Assistant: <think>",
 }
-"""By name: the template of Open-Reasoner-Zero (arXiv 2503.24290), after DeepSeek-R1-Zero's."""
+"""Built-in templates: Open-Reasoner-Zero (arXiv 2503.24290), derived from DeepSeek-R1-Zero."""
 
-_MARK, _MARK_OF_SYSTEM = "7f3a-question", "7f3a-system"  # words that no template has
+_MARK, _MARK_OF_SYSTEM = "7f3a-question", "7f3a-system"  # unique strings that no template contains
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A Jinja template that knows `prompt`, the question's text, and `system_prompt`, which may be None.
+    """A Jinja template with the variables `prompt`, the question text, and `system_prompt`, which may be None.
 
-    `picture_mark` is the text of a picture in a prompt of the model; None for models of text.
+    `picture_mark` is the model's image placeholder; None for text models.
     """
 
     template: jinja2.Template
@@ -35,7 +35,7 @@ class PromptTemplate:
     picture_mark: str | None = None
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
-        """Return the text that generation starts from. Raise TemplateFault for more than one question."""
+        """Render the prompt. Raises TemplateFault for more than one question."""
         if row_kwargs:
             raise TemplateFault("chat_template_kwargs need a chat template, and prompt_template takes its place")
         if [message.role for message in conversation.messages] != ["user"] or conversation.tools:
@@ -50,19 +50,19 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class FormatPrompt:
-    """A Jinja template that makes the text of a question of its own `content`; the chat template renders it later."""
+    """A Jinja template that reformats a question's text, `content`, before the chat template renders it."""
 
     template: jinja2.Template
 
     def applied(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with another text of its last message. Raise TemplateFault if there is none."""
+        """Reformat the last message's text. Raises TemplateFault if that fails."""
         *before, question = conversation.messages
         text = _rendered(self.template, question, "format_prompt", content=question.content)
         return replace(conversation, messages=(*before, replace(question, content=text)))
 
 
 def _rendered(template: jinja2.Template, question: Message, setting: str, **variables: str | None) -> str:
-    """Return the text of a template around a question, in which every picture of the question has its one mark."""
+    """Render a template around a question. Each image of the question must keep exactly one marker."""
     try:
         text = template.render(variables)
     except jinja2.TemplateError as error:
@@ -76,10 +76,10 @@ def _rendered(template: jinja2.Template, question: Message, setting: str, **vari
 
 
 def load_prompt_template(name: str, *, system_prompt: str | None, picture_mark: str | None = None) -> PromptTemplate:
-    """Return the built-in template of that name, or the template in a file.
+    """Load a built-in template, or a template file.
 
     Raises:
-        UsageError: the name is neither, is no template, or drops the question or a given system prompt.
+        UsageError: the name is unknown, the template is invalid, or it omits the question or a given system prompt.
     """
     path = Path(name).expanduser()
     if name not in BUILT_IN and not path.is_file():
@@ -93,7 +93,7 @@ def load_prompt_template(name: str, *, system_prompt: str | None, picture_mark: 
 
 
 def load_format_prompt(name: str) -> FormatPrompt:
-    """Return the template in a file. Raise UsageError if there is none, or if it drops the question."""
+    """Load a template file. Raises UsageError if it does not exist or omits the question."""
     path = Path(name).expanduser()
     if not path.is_file():
         raise UsageError(f"--format_prompt {name}: there is no such file")
@@ -103,7 +103,7 @@ def load_format_prompt(name: str) -> FormatPrompt:
 
 
 def _parsed(setting: str, text: str, variables: Mapping[str, str | None]) -> jinja2.Template:
-    """Return the template of a text. Raise UsageError if it is none, or drops a variable that has a value."""
+    """Parse a template. Raises UsageError if it is invalid or omits a variable with a value."""
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         template = environment.from_string(text)

@@ -1,6 +1,6 @@
-"""Conversations and documents as pieces of text, by a chat template or without one.
+"""Renders conversations and documents as text pieces, with or without a chat template.
 
-Tokens are not made here; see `tokenizing`.
+Tokenization is in `tokenizing`.
 """
 
 import json
@@ -18,11 +18,10 @@ from rlhf_cli.data.templates.text import TemplateFault
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Texts whose tokens, end to end, are one sequence.
+    """Texts of one sequence, tokenized separately and concatenated.
 
-    Text from a chat template is one piece that has every special token already. `plain` text is put between the
-    tokenizer's start of text and its end-of-sequence token; there, prompt and response are two pieces, so that
-    training sees the prompt in the very tokens that generation starts from.
+    Text from a chat template is a single piece with all special tokens. For `plain` text, BOS and EOS tokens are added,
+    and prompt and response are separate pieces, so that training uses exactly the prompt tokens of generation.
     """
 
     texts: tuple[Rendered, ...]
@@ -30,7 +29,7 @@ class Pieces:
 
 
 class Renderer:
-    """Renders by the chat template, or by `input_template` if the chat template is turned off."""
+    """Renders with the chat template, or with `input_template` if it is disabled."""
 
     def __init__(self, config: RenderingConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
@@ -39,7 +38,7 @@ class Renderer:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The tokenizer's chat template. Raises UsageError if there is none or it cannot be used."""
+        """The tokenizer's chat template. Raises UsageError if it is missing or unusable."""
         return ChatTemplate(self._tokenizer, self._kwargs)
 
     @cached_property
@@ -47,9 +46,7 @@ class Renderer:
         return dict(json.loads(self._config.chat_template_kwargs))
 
     def _template_for(self, row_kwargs: Mapping[str, object]) -> ChatTemplate:
-        """Return the template with a row's own variables, which replace the settings'; equal variables share a
-        template.
-        """
+        """Return the template with a row's variables, which override the settings. Equal variables share a template."""
         if not row_kwargs:
             return self.template
         if taken := sorted(RESERVED & row_kwargs.keys()):
@@ -61,14 +58,14 @@ class Renderer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The token that ends a turn by the chat template, if one is used and has such a token."""
+        """The chat template's end-of-turn token, if used and available."""
         return self.template.end_ids if self._config.apply_chat_template else ()
 
     def example(self, example: Conversation | Document, row_kwargs: Mapping[str, object] | None = None) -> Pieces:
-        """Return an example to train on. Raise TemplateFault if it cannot be rendered.
+        """Render a training example. Raises TemplateFault if that fails.
 
         Args:
-            row_kwargs: variables of the template that the row has.
+            row_kwargs: template variables from the row.
         """
         if row_kwargs and (isinstance(example, Document) or not self._config.apply_chat_template):
             raise TemplateFault("chat_template_kwargs need a chat template, and this row is read without one")
@@ -82,12 +79,12 @@ class Renderer:
         _refuse_tools(example)
         whole = response.with_reasoning_in_text()
         answer = replace(_whole(whole.content), num_inlined=int(bool(response.reasoning)), left_out=whole.left_out)
-        if not response.is_trained:  # without a span the end of sequence carries no loss either
+        if not response.is_trained:  # without a span, EOS is not trained either
             answer = replace(answer, spans=(), left_out=((0, len(answer.text)),))
         return Pieces((Rendered(self._around(tuple(before)), (), None), answer), plain=True)
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
-        """Return the text that generation starts from. Raise TemplateFault if it cannot be rendered."""
+        """Render a generation prompt. Raises TemplateFault if that fails."""
         if self._config.apply_chat_template:
             template = self._template_for(row_kwargs or {})
             return template.prompt(conversation.with_system_prompt(self._config.system_prompt))
@@ -97,7 +94,7 @@ class Renderer:
         return self._around(conversation.messages)
 
     def _around(self, messages: tuple[Message, ...]) -> str:
-        """Return the one user message in the input template."""
+        """Render the single user message with the input template."""
         if [message.role for message in messages] != ["user"]:
             roles = ", ".join(message.role for message in messages)
             raise TemplateFault(f"without a chat template there is one prompt and its response, not {roles} before it")
@@ -105,12 +102,14 @@ class Renderer:
 
 
 def in_input_template(text: str, input_template: str | None) -> str:
-    """Return a prompt in the input template, in which a typed \\n means a line break; without one, the text itself."""
+    """Insert a prompt in the input template, in which a literal \n is a line break; without a template, return the
+    text.
+    """
     return (input_template or "{}").replace("\\n", "\n").replace("{}", text)
 
 
 def _with_marks(rendered: Rendered, messages: tuple[Message, ...]) -> Rendered:
-    """Return the text with the characters that marks of the row leave out: whole turns, or parts of their content."""
+    """Add the characters excluded by loss markers: full turns, or parts of their content."""
     answers = [message for message in messages if message.role == "assistant"]
     left_out: list[Span] = []
     for (start, stop), answer in zip(rendered.spans, answers, strict=True):
@@ -123,7 +122,7 @@ def _with_marks(rendered: Rendered, messages: tuple[Message, ...]) -> Rendered:
 
 
 def _place_of(content: str, text: str, start: int, stop: int) -> int:
-    """Return where the first character of the content stands, or would stand: templates drop space around it."""
+    """Return the position of the content's first character; templates may strip surrounding space."""
     kept = content.strip()
     if text.count(kept, start, stop) != 1:
         raise TemplateFault(
@@ -134,12 +133,12 @@ def _place_of(content: str, text: str, start: int, stop: int) -> int:
 
 
 def _whole(text: str) -> Rendered:
-    """Return the text with loss on all of it, or on nothing if the text is blank."""
+    """Return the text with all of it trained, or nothing if it is blank."""
     return Rendered(text, ((0, len(text)),) if text.strip() else (), None)
 
 
 def _refuse_tools(conversation: Conversation) -> None:
-    """Raise TemplateFault if only a chat template could render the conversation."""
+    """Raise TemplateFault if the conversation requires a chat template."""
     if conversation.pictures:
         raise TemplateFault("pictures need a chat template")
     if conversation.tools or any(message.tool_calls for message in conversation.messages):

@@ -1,6 +1,6 @@
-"""Chat templates as text: messages in the form that the template takes, which a few trial conversations show.
+"""Renders chat templates. Trial conversations determine the message format that a template accepts.
 
-Which characters of the text the assistant wrote is the duty of `templates`.
+Locating the assistant's text is in the other modules of `templates`.
 """
 
 import re
@@ -26,7 +26,7 @@ TRIAL = (
     Message("user", "second question"),
     Message("assistant", "second answer"),
 )
-"""Rendered once to learn how the template ends a turn; no template has a reason to alter these words."""
+"""Trial conversation to detect the end of a turn. Templates have no reason to change this text."""
 TRIAL_TOOL = {
     "type": "function",
     "function": {
@@ -41,19 +41,19 @@ TRIAL_CALL = (
     Message("tool", "found", tool_call_id="abcdefghi", name="lookup"),
     Message("assistant", "first answer"),
 )
-"""Rendered once to learn how the template takes a call; Mistral's wants an id of nine letters."""
+"""Trial conversation to detect the call format. Mistral's template requires nine-character IDs."""
 TRIAL_THOUGHT = (Message("user", "first question"), Message("assistant", "first answer", reasoning="first thought"))
-"""Rendered once to learn whether the template writes the assistant's thought."""
+"""Trial conversation to detect whether reasoning is rendered."""
 
 
 class TemplateFault(ValueError):
-    """Why the template makes it impossible to train on a conversation."""
+    """Reason why a template cannot be used to train on a conversation."""
 
 
 class TemplateText:
-    """The tokenizer's chat template as a function from messages to text. Raises UsageError if it has none.
+    """Renders messages with the tokenizer's chat template. Raises UsageError without one.
 
-    `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
+    `kwargs` are template variables for all renderings, such as Qwen 3's `enable_thinking`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object] | None = None) -> None:
@@ -74,7 +74,7 @@ class TemplateText:
         add_generation_prompt: bool = False,
         form: MessageForm | None = None,
     ) -> tuple[str, list[Span]]:
-        """Return the text, and the spans of its generation blocks (none for a prompt)."""
+        """Render the messages. Returns the text, and the spans of generation blocks (none for a prompt)."""
         form = form or self._form_for(messages)
         variables = {
             **self._own_variables,
@@ -92,7 +92,7 @@ class TemplateText:
 
     @cached_property
     def reasoning_key(self) -> str | None:
-        """The key under which the template reads a thought apart from the content; None if it reads none."""
+        """Key from which the template reads separate reasoning; None if it reads none."""
         for key in REASONING_KEYS:
             text = self._tried(TRIAL_THOUGHT, replace(self._plain_form, reasoning_key=key))
             if text is not None and TRIAL_THOUGHT[1].reasoning in text:
@@ -101,22 +101,22 @@ class TemplateText:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template writes anything of the functions that may be called."""
+        """Whether the template renders tools."""
         try:
             return self.render(TRIAL[:1], (TRIAL_TOOL,))[0] != self.render(TRIAL[:1], ())[0]
         except TemplateFault:
-            return True  # rendering the row raises the reason
+            return True  # rendering a row raises the actual error
 
     @cached_property
     def takes_calls(self) -> bool:
-        """Whether the template renders a trial conversation with a call and names the function that is called."""
+        """Whether the template renders a trial conversation with a call, including the function name."""
         called, asked = (self._tried(TRIAL_CALL[:number], self._call_form, (TRIAL_TOOL,)) for number in (2, 1))
         name = TRIAL_CALL[1].tool_calls[0].name
         return called is not None and called.count(name) > (asked or "").count(name)
 
     @cached_property
     def header(self) -> str:
-        """The generation prompt alone, which stands before a turn of the assistant; "" if unknown."""
+        """Generation prompt that precedes an assistant turn; "" if unknown."""
         try:
             prompt, context = (self.render(TRIAL[:1], (), add_generation_prompt=add)[0] for add in (True, False))
         except TemplateFault:
@@ -131,7 +131,7 @@ class TemplateText:
 
     @cached_property
     def _plain_form(self) -> MessageForm:
-        """The form of messages without calls: with words in lists of parts if the template reads them only there."""
+        """Format of messages without calls: content as parts if the template reads text only there."""
         plain, parts = MESSAGE_FORMS[0], replace(MESSAGE_FORMS[0], as_parts=True)
         return parts if not self._shows_words(plain) and self._shows_words(parts) else plain
 
@@ -141,20 +141,22 @@ class TemplateText:
 
     @cached_property
     def _call_form(self) -> MessageForm:
-        """The form of calls that the template takes, by a trial: without Python's `None` and `{'subject': ...}`."""
+        """Call format accepted by the template, determined by trial: without Python's `None` and `{'subject': ...}` in
+        the text.
+        """
         forms = [replace(form, as_parts=self._plain_form.as_parts) for form in MESSAGE_FORMS]
         tried = {form: text for form in forms if (text := self._tried(TRIAL_CALL, form, (TRIAL_TOOL,))) is not None}
         return min(tried, key=lambda form: _flaws_of_call(tried[form]), default=forms[0])
 
     def _tried(self, messages: tuple[Message, ...], form: MessageForm, tools: tuple[Tool, ...] = ()) -> str | None:
-        """Return the text of trial messages; None if the template does not take them."""
+        """Render trial messages; None if the template rejects them."""
         try:
             return self.render(messages, tools, form=form)[0]
         except TemplateFault:
             return None
 
     def _marked_text(self, variables: dict[str, object]) -> tuple[str, list[Span]]:
-        """Return the text that transformers renders, and the spans of the generation blocks."""
+        """Render with transformers. Returns the text, and the spans of generation blocks."""
         given = {name: value for name, value in variables.items() if name != "messages"}
         (text,), (marked,) = render_jinja_template(
             conversations=[variables["messages"]],
@@ -165,8 +167,8 @@ class TemplateText:
         return text, marked
 
     def _text(self, variables: dict[str, object]) -> str:
-        """Return the text that transformers renders, in a quarter of the time: jinja's `render` goes through all
-        globals every time.
+        """Render in a quarter of the time of jinja's `render`, which copies all globals each time. The result equals
+        transformers'.
         """
         template = compiled_template(self._template)
         environment = template.environment
@@ -175,11 +177,11 @@ class TemplateText:
 
     @cached_property
     def _globals(self) -> dict[str, object]:
-        """What every template may use."""
+        """Globals available to all templates."""
         return dict(compiled_template(self._template).globals)
 
 
 def _flaws_of_call(text: str) -> tuple[bool, bool, int]:
-    """Rate a trial with a call, lower is better: the call is absent, it is Python's, and how often `None` is there."""
+    """Rate a trial with a call, lower is better: call missing, Python notation, and number of `None`."""
     absent = missing_call(text, TRIAL_CALL[1].tool_calls) is not None
     return absent, "{'subject'" in text, text.count("None")

@@ -1,6 +1,6 @@
-"""The calls of tools in a sampled turn, read by marks that the chat template's own rendering of a known call shows.
+"""Parses tool calls in sampled turns, using the markers in the chat template's rendering of a known call.
 
-No family of models is named here. A notation that is not understood is refused before anything is sampled.
+Works without a list of model families. An unknown notation is rejected before sampling.
 """
 
 import re
@@ -22,14 +22,14 @@ _WORDS = TRIAL[1].content
 _FIRST = ToolCall("probe_7f3a", {"first_7f3a": "copper 7f3a", "second_7f3a": 73}, "abcdefghi")
 _SECOND = ToolCall("other_7f3a", {"fifth_7f3a": "iron 7f3a", "sixth_7f3a": 37}, "jklmnopqr")
 _BARE = ToolCall("bare_7f3a", {}, "stuvwxyza")
-"""Calls whose rendering shows the marks: no template has these words, and Mistral's wants ids of nine letters."""
+"""Probe calls with unique text. Mistral's template requires nine-character IDs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A sampled turn: its text without the calls, the calls in order, and a sentence for each malformed call.
+    """A sampled turn: text without calls, calls in order, and an error message per malformed call.
 
-    The text of a malformed call stays in the content. Equal faults are named once.
+    Malformed calls remain in the content. Equal errors are listed once.
     """
 
     content: str
@@ -39,11 +39,13 @@ class ParsedTurn:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The marks around calls, and the notation between them.
+    """Markers around calls, and the notation between them.
 
-    `between` divides calls that share one opening and closing mark. `end` is the token that ends a turn of calls, ""
-    if the template writes none. An opening mark without words or control tokens, such as Llama 3's "{", opens calls
-    at the start of a turn alone. `opens_thought` is true if the generation prompt begins a thought.
+    - `between`: separates calls that share one opening and closing marker.
+    - `end`: end token of a turn with calls, "" if the template writes none.
+    - `opens_thought`: the generation prompt starts reasoning.
+
+    An opening marker without words or control tokens, such as Llama 3's "{", opens calls only at the start of a turn.
     """
 
     opening: str
@@ -62,16 +64,16 @@ class CallFormat:
     def _opens(self) -> re.Pattern[str]:
         if not self._is_at_start:
             return re.compile(loose(self.opening))
-        leading = "|".join(map(re.escape, self.controls))  # as Llama 3's <|python_tag|>
+        leading = "|".join(map(re.escape, self.controls))  # such as Llama 3's <|python_tag|>
         return re.compile(rf"\s*(?:{leading})?\s*{loose(self.opening)}(?=\s*{self.body.start})")
 
     def parse(self, text: str, *, opens_thought: bool | None = None) -> ParsedTurn:
-        """Return the calls of a turn, which is decoded with special tokens and without its end.
+        """Parse a turn decoded with special tokens and without its end token.
 
-        Text in a thought makes no call. A thought that does not end holds all that follows.
+        Calls in reasoning are ignored. Unterminated reasoning includes all following text.
 
         Args:
-            opens_thought: whether the text before the turn begins a thought, by default as the generation prompt.
+            opens_thought: whether the text before the turn starts reasoning; by default, as in the generation prompt.
         """
         calls: list[ToolCall] = []
         faults: list[str] = []
@@ -91,13 +93,15 @@ class CallFormat:
         return ParsedTurn((kept + text[written:]).strip(), tuple(calls), tuple(dict.fromkeys(faults)))
 
     def _is_call(self, text: str, opened: re.Match[str]) -> bool:
-        """Return whether an opening that no call follows was meant as one: words alone may be the answer's own."""
+        """Return whether an opening without a valid call was meant as a call. A plain word marker may be part of the
+        answer.
+        """
         if any(token in self.opening for token in self.controls) or self._is_at_start or "<" in self.opening:
             return True
         return re.compile(r"\s*" + self.body.start).match(text, opened.end()) is not None
 
     def _next_opening(self, text: str, place: int) -> re.Match[str] | None:
-        """Return the next opening mark from a place on that is in no thought."""
+        """Return the next opening marker outside reasoning."""
         while True:
             opened = self._opens.match(text, place) if self._is_at_start else self._opens.search(text, place)
             thought = _THOUGHT_OPENS.search(text, place)
@@ -106,7 +110,9 @@ class CallFormat:
             place = _end_of_thought(text, thought.end())
 
     def _calls_at(self, text: str, place: int) -> tuple[list[ToolCall], int]:
-        """Return the calls behind an opening mark, and the end of the closing mark. Raise CallFault for a fault."""
+        """Parse the calls after an opening marker. Returns the calls and the end of the closing marker. Raises
+        CallFault.
+        """
         between = None if self.between is None else re.compile(r"\s*" + loose(self.between))
         closing = re.compile(r"\s*" + loose(self.closing) if self.closing.strip() else "")
         calls = []
@@ -122,12 +128,12 @@ class CallFormat:
 
 
 _THOUGHT_OPENS = re.compile(rf"{re.escape(THOUGHT_START)}|\[THINK\]")
-"""The marks of thoughts: most models', and Mistral's."""
+"""Reasoning markers of most models, and of Mistral."""
 _THOUGHT_ENDS = re.compile(rf"{re.escape(THOUGHT_END)}|\[/THINK\]")
 
 
 def begins_thought(text: str) -> bool:
-    """Return whether a text ends with the mark that begins a thought."""
+    """Return whether a text ends with a marker that starts reasoning."""
     return re.search(rf"(?:{_THOUGHT_OPENS.pattern})\s*\Z", text) is not None
 
 
@@ -137,10 +143,10 @@ def _end_of_thought(text: str, place: int = 0) -> int:
 
 
 def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> CallFormat:
-    """Return the format of calls of a tokenizer's chat template; the types of arguments come from the tools.
+    """Detect the call format of the tokenizer's chat template. Argument types come from the tools.
 
     Raises:
-        UsageError: the template shows no calls, or in a notation that is not understood.
+        UsageError: the template renders no calls, or uses an unknown notation.
     """
     probe = _Probe(template, tokenizer)
     text = template.text
@@ -164,19 +170,19 @@ def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, t
 def written_call(
     template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, found: CallFormat, call: ToolCall
 ) -> str | None:
-    """Return a turn with this call as the template writes it, without its end; None if the template cannot show it."""
+    """Render a turn with this call, without its end token; None if the template does not support it."""
     turn = _Probe(template, tokenizer).turn(replace(call, id=_FIRST.id))
     return None if turn is None else _as_sampled(turn, found).strip()
 
 
 def _as_sampled(turn: str, found: CallFormat) -> str:
-    """Return a turn as it follows the generation prompt, without its end."""
+    """Return a turn as sampled after the generation prompt, without its end token."""
     text = turn.rpartition(found.end)[0] if found.end and found.end in turn else turn
     return THOUGHT_END + text if found.opens_thought and THOUGHT_END not in text else text
 
 
 def _types(tools: Sequence[Tool]) -> dict[str, dict[str, object]]:
-    """Return the types of the parameters of each tool."""
+    """Return parameter types per tool."""
     functions = [tool["function"] for tool in tools]
     listed = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
     return {
@@ -186,7 +192,7 @@ def _types(tools: Sequence[Tool]) -> dict[str, dict[str, object]]:
 
 
 class _Probe:
-    """Turns with known calls as the template renders them."""
+    """Turns with known calls, rendered by the template."""
 
     def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
         self._template = template
@@ -198,7 +204,7 @@ class _Probe:
             self._ends = ()
 
     def turn(self, *calls: ToolCall, content: str = "") -> str | None:
-        """Return the text of a turn behind the generation prompt; None if the template does not show its calls."""
+        """Render a turn after the generation prompt; None if its calls are missing."""
         text, asked = self._template.text, TRIAL[:1]
         try:
             whole, _ = text.render((*asked, Message("assistant", content, calls)), (TRIAL_TOOL,))
@@ -212,7 +218,7 @@ class _Probe:
         return body_of(text, _as_read(call), self._controls) or pairs_body_of(text, call)
 
     def format(self) -> CallFormat | None:
-        """Return the format that the turns show; None without a known notation."""
+        """Detect the format; None without a known notation."""
         alone = self.turn(_FIRST) or ""
         place = self._place_of(alone, _FIRST)
         if place is None:
@@ -232,7 +238,7 @@ class _Probe:
         return CallFormat(opening, between, closing, body, end, opens_thought, self._controls)
 
     def _divided(self) -> tuple[str | None, str | None]:
-        """Return the text between two calls of a turn and the text behind them; None if a turn has one call alone."""
+        """Return the text between two calls, and after them; None if a turn supports only one call."""
         both = self.turn(_FIRST, _SECOND) or ""
         first, second = (self._place_of(both, call) for call in (_FIRST, _SECOND))
         if first is None or second is None or first[1][1] > second[1][0]:
@@ -240,7 +246,7 @@ class _Probe:
         return both[first[1][1] : second[1][0]], both[second[1][1] :]
 
     def _opening(self, head: str) -> str:
-        """Return the mark before a call: the head of a turn without words, as far as it follows words too."""
+        """Return the marker before a call: the start of a turn without text, as far as it also follows text."""
         worded = self.turn(_FIRST, content=_WORDS) or ""
         place = self._place_of(worded, _FIRST)
         words = worded.find(_WORDS)
@@ -251,10 +257,10 @@ class _Probe:
         return head[len(head) - num_last :].strip()
 
     def _without_end(self, tail: str, between: str | None) -> tuple[str, str]:
-        """Return the text behind a call up to the end of its turn, and that end.
+        """Split the text after a call at the end of turn. Returns the closing marker and the end token.
 
-        The end may be a token of calls alone, as gpt-oss's <|call|>: then it is all that follows the mark with which
-        the call before another one ends.
+        The end may be a token used only for calls, such as gpt-oss's <|call|>: it then is all that follows the closing
+        marker.
         """
         found = [(place, end) for end in self._ends if (place := tail.find(end)) >= 0]
         if found:
@@ -265,12 +271,12 @@ class _Probe:
         return (closing, rest) if rest in self._controls else (tail, "")
 
     def _whole_tokens(self, text: str, stop: int) -> str:
-        """Return the start of a text, without a control token that it would cut."""
+        """Truncate a text without splitting a control token."""
         tokens = re.finditer("|".join(map(re.escape, self._controls)) or r"(?!)", text)
         return text[: next((token.start() for token in tokens if token.start() < stop < token.end()), stop)]
 
     def is_read_by(self, found: CallFormat) -> bool:
-        """Return whether the format reads the turns that the template writes."""
+        """Return whether the format parses the template's turns."""
         turns = [((_FIRST,), ""), ((_BARE,), ""), ((_FIRST, _SECOND), ""), ((_FIRST,), _WORDS)]
         shown = [(calls, self.turn(*calls, content=content)) for calls, content in turns]
         for calls, turn in shown:
@@ -283,5 +289,5 @@ class _Probe:
 
 
 def _as_read(call: ToolCall) -> ToolCall:
-    """Return the call as it is read: a model's id of it is dropped."""
+    """Return the call as parsed, which excludes the ID."""
     return replace(call, id=None)

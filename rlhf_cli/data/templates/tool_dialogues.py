@@ -1,4 +1,4 @@
-"""The dialogues of agent programs, which bring tools of their own with each request."""
+"""Dialogues for agent programs, which define tools per request."""
 
 import json
 from collections import OrderedDict
@@ -10,18 +10,18 @@ from rlhf_cli.data.formats.conversations import Tool
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 
-_MOST_KEPT = 64  # lists of tools; a program that writes the date into a description has a new one each day
+_MOST_KEPT = 64  # lists of tools, which may change over time, such as with a date in a description
 
 
 class ToolDialogues:
-    """Makes the dialogue for each list of tools once.
+    """Creates and caches a dialogue per list of tools.
 
     Args:
         end_ids: tokens at which the engine ends a turn.
-        vocab_size: embeddings of the model.
+        vocab_size: number of embeddings in the model.
 
     Raises:
-        UsageError: the template has no place for further messages of the user.
+        UsageError: the template does not support further user messages.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class ToolDialogues:
         self.of(())
 
     def of(self, tools: Sequence[Tool]) -> ChatDialogue:
-        """Return the dialogue with these tools.
+        """Return the dialogue for these tools.
 
         Raises:
-            UsageError: the template has no place for tools, calls or results.
+            UsageError: the template does not support tools, calls or results.
         """
         key = json.dumps(tools, sort_keys=True)
         if key not in self._kept:

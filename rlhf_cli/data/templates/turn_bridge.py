@@ -1,7 +1,7 @@
-"""The tokens between a sampled turn and the next one: end of turn, observations, generation prompt.
+"""Tokens between a sampled turn and the next one: end of turn, observations and generation prompt.
 
-The earlier turns of an episode keep the ids that were sampled: they are never tokenised again. Templates that rewrite
-history, as Qwen 3's does, make no difference: only the text behind a stand-in for the last turn is used.
+Earlier turns keep their sampled token IDs and are never retokenized. Templates that rewrite history, such as Qwen 3's,
+have no effect, because only text after a stand-in for the last turn is used.
 """
 
 import itertools
@@ -21,25 +21,24 @@ from rlhf_cli.data.tokenizing.plain_text import CUT, PlainText
 from rlhf_cli.errors import UsageError
 
 MALFORMED = "malformed_call"
-"""Stands for the name of a tool in the result of a call that has none."""
+"""Tool name in the result of a call without a name."""
 _STAND_IN = f"7f3a{CUT}7f3a"
-"""Stands for the sampled turn; texts of others cannot have its cut."""
+"""Stand-in for the sampled turn. Untrusted text cannot contain its split marker."""
 _EARLIER = "7f3a"
 _THOUGHT_MARK = re.compile(f"({re.escape(THOUGHT_START)}|{re.escape(THOUGHT_END)})")
 _PROBES = ("probe 7f3a", "other 7f3a")
 
 
 def call_id(number: int) -> str:
-    """Return the id of a call of an episode; it has nine letters and digits, as Mistral's template wants."""
+    """Return the ID of an episode's call, with nine letters and digits as required by Mistral's template."""
     return f"call{number:05}"
 
 
 def tool_results(results: Sequence[tuple[str | None, str]], *, first: int) -> tuple[Message, ...]:
-    """Return the messages with the results of calls, each a tool's name and its answer; the name is None for a
-    malformed call.
+    """Return messages with call results, given as tool name and answer; the name is None for a malformed call.
 
     Args:
-        first: calls of the episode before these.
+        first: number of earlier calls in the episode.
     """
     return tuple(
         Message("tool", answer, tool_call_id=call_id(number), name=name or MALFORMED)
@@ -49,13 +48,13 @@ def tool_results(results: Sequence[tuple[str | None, str]], *, first: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class _StandIn:
-    """One way to write the turn before observations: as a text, or as calls whose results they are."""
+    """A way to write the turn before observations: as text, or as calls with these results."""
 
     as_calls: bool
     max_calls: int | None = None
 
     def turn(self, observations: Sequence[Message], text: str = _STAND_IN) -> Message:
-        """Return the assistant's message before these observations, with a text that stands for its words."""
+        """Return the assistant message before these observations, with a stand-in for its text."""
         answers = _answers(observations)
         if not self.as_calls or not answers:
             return Message("assistant", text)
@@ -63,7 +62,7 @@ class _StandIn:
         return Message("assistant", "", tuple(calls)[: self.max_calls])
 
     def history(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Return earlier messages in which each turn before results of calls makes exactly these calls."""
+        """Return earlier messages, with turns before call results rewritten to make exactly these calls."""
         written: list[Message] = []
         for number, message in enumerate(messages):
             answers = _answers(messages[number + 1 :]) if message.role == "assistant" else ()
@@ -73,7 +72,7 @@ class _StandIn:
 
 
 def _answers(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the results of tools that the messages begin with."""
+    """Return the tool results at the start of the messages."""
     return tuple(itertools.takewhile(lambda message: message.role == "tool", messages))
 
 
@@ -82,10 +81,10 @@ _STAND_INS = (_StandIn(as_calls=True), _StandIn(as_calls=True, max_calls=1), _St
 
 @dataclass(frozen=True, slots=True)
 class _Habits:
-    """How the template goes on before observations of one role.
+    """How the template continues before observations of a role.
 
-    `ends_turn` is true if it ends the turn before them with a token that the engine may sample. `needs_history` is true
-    if the text behind a turn changes with the messages before it.
+    `ends_turn`: it ends the previous turn with a token that the engine may sample. `needs_history`: the text after a
+    turn depends on earlier messages.
     """
 
     ends_turn: bool
@@ -93,15 +92,15 @@ class _Habits:
 
 
 class TurnBridge:
-    """Makes the tokens behind a sampled turn.
+    """Renders the tokens after a sampled turn.
 
     Args:
-        tools: functions of the environment in OpenAI's form; with tools observations are results of calls.
+        tools: environment functions in OpenAI format; with tools, observations are call results.
         end_ids: tokens at which the engine ends a turn.
-        vocab_size: embeddings of the model.
+        vocab_size: number of embeddings in the model.
 
     Raises:
-        UsageError: the template has no place for observations, or a token of it has no embedding.
+        UsageError: the template does not support observations, or one of its tokens has no embedding.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class TurnBridge:
         self._try()
 
     def _found_ends(self, end_ids: Sequence[int]) -> dict[str, int]:
-        """Return the ends of turns by their text: the engine's, and the template's own."""
+        """Return end-of-turn tokens by text: from the engine and from the template."""
         try:
             own = self._template.ends_of_turn
         except TemplateFault:
@@ -134,7 +133,7 @@ class TurnBridge:
         return {text: number for number, text in added.items() if number in end_ids or text in lasts}
 
     def _found_stand_in(self) -> _StandIn:
-        """Return the first way to write a turn before observations that the template takes."""
+        """Return the first way to write a turn before observations that the template accepts."""
         reason = "it leaves them out"
         for stand_in in _STAND_INS if self._tools else _STAND_INS[-1:]:
             try:
@@ -155,14 +154,14 @@ class TurnBridge:
         return tool_results([(name, text) for text in _PROBES[:count]], first=0)
 
     def _shows(self, stand_in: _StandIn, probes: Sequence[Message]) -> bool:
-        """Return whether observations follow the stand-in, for calls behind an end of their turn."""
+        """Return whether observations follow the stand-in; for calls, after an end of turn."""
         behind = self._behind(stand_in, TRIAL[:1], probes)
         places = [behind.find(probe.content) for probe in probes]
         in_order = places == sorted(places) and places[0] >= 0
         return in_order and (not stand_in.as_calls or 0 <= self._end_in(behind) < places[0])
 
     def _behind(self, stand_in: _StandIn, history: Sequence[Message], observations: Sequence[Message]) -> str:
-        """Return the text behind the stand-in for the last turn. Raise TemplateFault if the template shows none."""
+        """Return the text after the stand-in for the last turn. Raises TemplateFault if it is missing."""
         messages = (*stand_in.history(history), stand_in.turn(observations), *observations)
         text, _ = self._template.text.render(messages, self._tools, add_generation_prompt=True)
         place = text.rfind(_STAND_IN)
@@ -171,18 +170,18 @@ class TurnBridge:
         return text[place + len(_STAND_IN) :]
 
     def _end_in(self, text: str) -> int:
-        """Return the place of the first end of turn, -1 without one."""
+        """Return the position of the first end of turn, -1 without one."""
         return min((place for end in self._ends if (place := text.find(end)) >= 0), default=-1)
 
     @cached_property
     def _end_is_header(self) -> bool:
-        """Whether the end of a turn is the next one's header, as GLM's: the last turn of a conversation has none."""
+        """Whether the end of a turn is the next one's header, as in GLM: a conversation's last turn then has no end."""
         last = (*TRIAL[:1], Message("assistant", _STAND_IN))
         text, _ = self._template.text.render(last, self._tools)
         return self._end_in(text[text.rfind(_STAND_IN) :]) < 0
 
     def _habits_before(self, role: Role) -> _Habits:
-        """Return how the template goes on before observations of a role; probes show it once."""
+        """Return the template's behavior before observations of a role, determined once with probes."""
         if role not in self._habits:
             probes = self._probes(1) if role == "tool" else (Message("user", _PROBES[0]),)
             plain = self._behind(self._stand_in, TRIAL[:1], probes)
@@ -195,7 +194,7 @@ class TurnBridge:
         return self._habits[role]
 
     def _takes(self, history: Sequence[Message]) -> bool:
-        """Return whether the template takes these messages: Gemma 2's takes none of the system."""
+        """Return whether the template accepts these messages. For example, Gemma 2 rejects system messages."""
         try:
             self._behind(self._stand_in, history, self._probes(1))
         except TemplateFault:
@@ -203,7 +202,7 @@ class TurnBridge:
         return True
 
     def _try(self) -> None:
-        """Raise UsageError if the template alters the cuts in control tokens, or a token of it has no embedding."""
+        """Raise UsageError if the template changes split control tokens, or if one of its tokens has no embedding."""
         harmless = self._probes(1)[0]
         probe = replace(harmless, content=self._plain.guarded("a" + "".join(self._ends) + "b"))
         try:
@@ -218,18 +217,18 @@ class TurnBridge:
             )
 
     def after(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
-        """Return the tokens from the end of the sampled turn to the beginning of the next one.
+        """Return the tokens between the end of the sampled turn and the start of the next one.
 
-        An end of turn that was sampled is not repeated. Control tokens in observations become plain text.
+        A sampled end of turn is not repeated. Control tokens in observations become plain text.
 
         Args:
-            conversation: messages up to the sampled turn, which is its last one. Texts of earlier turns matter only if
-                the template's text behind a turn depends on them.
-            observations: results of tools, messages of the user, or both in this order.
+            conversation: messages up to and including the sampled turn. Text of earlier turns matters only if the
+            template's text after a turn depends on it.
+            observations: tool results, user messages, or both in this order.
             last_id: last token of the sampled turn.
 
         Raises:
-            TemplateFault: the template does not take these messages, or a token has no embedding.
+            TemplateFault: the template rejects these messages, or a token has no embedding.
         """
         history = conversation.messages[:-1]
         ids = self._ids(history, observations, self._plain.guarded, last_id)
@@ -262,7 +261,7 @@ class TurnBridge:
         return ids[1:] if is_repeated else ids
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """Return the tokens. Raise TemplateFault if one has no embedding: it would end the engine."""
+        """Return the tokens. Raises TemplateFault if one has no embedding, which would crash the engine."""
         largest = max(ids, default=-1)
         if largest >= self._vocab_size:
             raise TemplateFault(
@@ -272,10 +271,10 @@ class TurnBridge:
         return ids
 
     def opening(self, conversation: Conversation, observation: str) -> list[int]:
-        """Return the prompt of an episode whose environment begins with an observation: it follows the last message.
+        """Return the prompt of an episode with an initial observation, appended to the last message.
 
         Raises:
-            TemplateFault: the template does not take the conversation.
+            TemplateFault: the template rejects the conversation.
         """
         *before, last = conversation.messages
         begun = replace(last, content=self._plain.guarded(observation, behind=last.content))
@@ -283,12 +282,12 @@ class TurnBridge:
         return self._checked(self._plain.ids(text))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of a conversation that a program wrote, up to the next turn.
+        """Render a program's conversation up to the next turn.
 
-        Control tokens in it and in the tools become plain text, but for the marks of thoughts in the assistant's turns.
+        Control tokens in messages and tools become plain text, except for reasoning markers in assistant turns.
 
         Raises:
-            TemplateFault: the template does not take the conversation, or a token has no embedding.
+            TemplateFault: the template rejects the conversation, or a token has no embedding.
         """
         messages = (self._with_guarded_names(self._guarded_message(message)) for message in conversation.messages)
         conversation = replace(conversation, messages=tuple(messages), tools=self._tools)
@@ -309,12 +308,12 @@ class TurnBridge:
         return replace(message, content=content, tool_calls=tuple(calls))
 
     def _with_guarded_names(self, message: Message) -> Message:
-        """Return a message with the name of its tool and the id of its call guarded."""
+        """Guard a message's tool name and call ID."""
         names = {"name": self._guarded_values(message.name), "tool_call_id": self._guarded_values(message.tool_call_id)}
         return replace(message, **names)
 
     def _guarded_values(self, value: Any) -> Any:
-        """Return a JSON value with its texts guarded."""
+        """Guard the strings in a JSON value."""
         match value:
             case str():
                 return self._plain.guarded(value)

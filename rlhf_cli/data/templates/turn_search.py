@@ -1,7 +1,7 @@
-"""The search for an assistant turn that does not begin right behind the template's generation prompt.
+"""Locates assistant turns that do not start right after the generation prompt.
 
-Qwen 3 puts an empty thought before the turn, DeepSeek R1 opens a thought in the generation prompt alone, Mistral writes
-the tools before the last user turn, and Qwen 3.5 drops earlier thoughts once a later question follows.
+Qwen 3 inserts empty reasoning before the turn, DeepSeek R1 starts reasoning only in the generation prompt, Mistral
+writes tools before the last user turn, and Qwen 3.5 removes earlier reasoning once another question follows.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from rlhf_cli.data.templates.turn_spans import Said, Span, TurnMarks, num_shared
 
 @dataclass(frozen=True)
 class TurnSearch:
-    """One turn and the texts that its place in the conversation's `text` is found with.
+    """One turn, with the texts used to find its position in the conversation's `text`.
 
-    The turn begins at `floor` or later. `context` is the text of the messages before it, `prompt` the same with the
-    generation prompt, `as_last` the text of the conversation if the turn were its last message. `previous` is the
-    message before the turn.
+    - `floor`: earliest start of the turn.
+    - `context`: text of the messages before the turn; `prompt` includes the generation prompt.
+    - `as_last`: text of the conversation that ends with the turn.
+    - `previous`: message before the turn.
     """
 
     text: str
@@ -32,7 +33,7 @@ class TurnSearch:
     tokenizer: PreTrainedTokenizerBase
 
     def turn(self) -> Span | None:
-        """Return the span of the turn by the first strategy that finds it; calls alone have no words to find."""
+        """Return the turn's span from the first successful strategy. Turns with only calls contain no text to find."""
         by_words = (self._behind_prompt, self._behind_context, self._behind_previous)
         for strategy in (self._as_in_last, *(by_words if self.said.first else (self._calls,))):
             if span := strategy():
@@ -49,17 +50,17 @@ class TurnSearch:
         return place, place + span[1] - span[0]
 
     def _behind_prompt(self) -> Span | None:
-        """Find the words behind the generation prompt."""
+        """Find the text after the generation prompt."""
         if not self.text.startswith(self.prompt):
             return None
         return self._with_generated(self._words_from(len(self.prompt)))
 
     def _behind_context(self) -> Span | None:
-        """Find the words behind the start that text and context have in common."""
+        """Find the text after the common prefix of text and context."""
         return self._with_generated(self._words_from(num_shared(self.context, self.text)))
 
     def _behind_previous(self) -> Span | None:
-        """Find the words behind the end of the context, for templates that alter earlier turns."""
+        """Find the text after the end of the context, for templates that change earlier turns."""
         last_text = self.previous.pieces[-1] if self.previous is not None else ""
         place = self.context.rfind(last_text) if last_text else -1
         if place < 0:
@@ -68,7 +69,7 @@ class TurnSearch:
         return self._words_from(self.floor + num_shared(end_of_context, self.text[self.floor :]))
 
     def _calls(self) -> Span | None:
-        """Find a turn of calls alone behind the common start with the prompt."""
+        """Find a turn with only calls, after the common prefix with the prompt."""
         start = self._end_of_prompt()
         return turn_at(self.text, start, self.said, self.marks) if start else None
 
@@ -76,9 +77,9 @@ class TurnSearch:
         return turn_from(self.text, max(place, self.floor), self.said, self.marks)
 
     def _with_generated(self, span: Span | None) -> Span | None:
-        """Extend a turn to all that follows the generation prompt: the model generates the characters between, too.
+        """Extend a turn to everything after the generation prompt: the model also generates the characters in between.
 
-        gpt-oss names a channel before its words, and Qwen 3 writes an empty thought there.
+        gpt-oss writes a channel name before the text, and Qwen 3 empty reasoning.
         """
         start = self._end_of_prompt() if span else 0
         return (min(start, span[0]), span[1]) if span and start else span
@@ -88,7 +89,7 @@ class TurnSearch:
 
 
 def end_of_shared_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, context: str, text: str) -> int:
-    """Return the end of the tokens behind the context that prompt and text have in common, 0 if there are none."""
+    """Return the end of the common tokens of prompt and text after the context, 0 if there are none."""
     if not (text.startswith(context) and prompt.startswith(context)):
         return 0
     first, second = prompt[len(context) :], text[len(context) :]

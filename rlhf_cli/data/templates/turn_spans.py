@@ -1,6 +1,6 @@
-"""The span of a turn in rendered text: pure functions on texts, messages and the marks around a turn.
+"""Span of a turn in rendered text: pure functions on text, messages and turn markers.
 
-Templates are rendered elsewhere, see `templates`.
+Rendering is in the other modules of `templates`.
 """
 
 import itertools
@@ -14,19 +14,19 @@ from rlhf_cli.data.formats.conversations import Message, Span, ToolCall
 SPACE = re.compile(r"\s*")
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 THOUGHT_TAG = re.compile(r"(</?think>)")
-"""Templates set thoughts on lines of their own, whatever white space the row has around these."""
+"""Templates put reasoning on separate lines, regardless of the row's white space."""
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
 class TurnMarks:
-    """The marks around a turn: the tokens that end turns, and the header before the assistant's."""
+    """Markers around a turn: end tokens, and the assistant header."""
 
     ends: tuple[str, ...]
     header: str = ""
 
     def end_at(self, text: str, place: int) -> str | None:
-        """Return the end of turn that the text has at a place."""
+        """Return the end of turn at `place`."""
         return next((end for end in self.ends if text.startswith(end, place)), None)
 
     def any_in(self, text: str) -> bool:
@@ -34,7 +34,7 @@ class TurnMarks:
         return any(end in text for end in self.ends)
 
     def skip_break(self, text: str, place: int) -> int:
-        """Return the place behind an end and a header that split one turn, as gpt-oss has after a thought."""
+        """Return the position after an end and header that split one turn, such as after gpt-oss reasoning."""
         end = self.end_at(text, place)
         divided = end is not None and self.header and text.startswith(self.header, place + len(end))
         return place + len(end) + len(self.header) if end is not None and divided else place
@@ -42,9 +42,9 @@ class TurnMarks:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an assistant's turn is to show: pieces of text with white space between them, then calls.
+    """Expected content of an assistant turn: text pieces separated by white space, then calls.
 
-    A `thought` comes before them, in whatever marks the template puts around it.
+    `thought` precedes them, in the template's markers.
     """
 
     parts: tuple[str, ...]
@@ -53,13 +53,13 @@ class Said:
 
     @classmethod
     def by(cls, message: Message) -> "Said":
-        """Return the whole content of the message."""
+        """Return the message's full content."""
         return cls._of(message.content, message, thought=message.reasoning.strip())
 
     @classmethod
     def without_thought(cls, message: Message) -> "Said | None":
-        """Return the content without its thought, for templates that drop thoughts; None without a thought, or if
-        nothing is left.
+        """Return the content without reasoning, for templates that remove it; None without reasoning, or if nothing
+        remains.
         """
         _, tag, answer = message.content.rpartition(THOUGHT_END)
         has_thought = bool(tag or message.reasoning)
@@ -71,20 +71,20 @@ class Said:
         return cls(tuple(part for part in parts if part), message.tool_calls, thought)
 
     def behind(self, prompt: str) -> "Said":
-        """Return the content that is left behind a generation prompt, which may open the thought."""
+        """Return the content that remains after a generation prompt, which may start the reasoning."""
         opened = self.parts[:1] == (THOUGHT_START,) and prompt.rstrip().endswith(THOUGHT_START)
         return replace(self, parts=self.parts[1:]) if opened else self
 
     @property
     def first(self) -> str:
-        """The text it begins with; "" for calls alone."""
+        """First text; "" if there are only calls."""
         return self.thought or next(iter(self.parts), "")
 
 
 def turn_at(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
-    """Return the span from `start` over the content and the end of turn; None if the text continues otherwise.
+    """Return the span from `start` over content and end of turn; None if the text differs.
 
-    An empty thought that the template puts before tool calls is part of the turn, because the model generates it.
+    Empty reasoning inserted before tool calls is part of the turn, because the model generates it.
     """
     if said.thought:
         return _turn_with_thought(text, start, said, marks)
@@ -117,7 +117,7 @@ def _turn_with_thought(text: str, start: int, said: Said, marks: TurnMarks) -> S
 
 
 def turn_from(text: str, floor: int, said: Said, marks: TurnMarks) -> Span | None:
-    """Return the span of the first turn from `floor` on with this content, with no end of another turn before it."""
+    """Return the span of the first turn from `floor` with this content, without another end of turn before it."""
     begin = text.find(said.first, floor)
     while begin >= 0 and not marks.any_in(text[floor:begin]):
         span = turn_at(text, begin, said, marks)
@@ -128,7 +128,7 @@ def turn_from(text: str, floor: int, said: Said, marks: TurnMarks) -> Span | Non
 
 
 def missing_call(text: str, calls: Sequence[ToolCall]) -> ToolCall | None:
-    """Return the first call that the text does not show, in order, by its name and every value among its arguments."""
+    """Return the first call that is missing in the text, judged by its name and all argument values in order."""
     place = 0
     for call in calls:
         named = text.find(call.name, place)
@@ -143,7 +143,7 @@ def missing_call(text: str, calls: Sequence[ToolCall]) -> ToolCall | None:
 
 
 def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
-    """Return the end of the words of user and tool since the last assistant's turn in the text, from `floor` on."""
+    """Return the end of user and tool text since the last assistant turn, at least `floor`."""
     since = itertools.takewhile(lambda message: message.role != "assistant", reversed(messages))
     for message in reversed(list(since)):
         for piece in message.pieces if message.role != "system" else ():
@@ -153,9 +153,9 @@ def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
 
 
 def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> Message | None:
-    """Return the first message of system, user or tool that does not stand at its place between the assistant's turns.
+    """Return the first system, user or tool message that is missing at its position between assistant turns.
 
-    Templates may put the system message elsewhere. Without spans, as in a prompt, messages must come in their order.
+    Templates may move the system message. Without spans, as in a prompt, messages must appear in order.
     """
     place, following = 0, iter([*spans, (len(text), len(text))])
     begin, stop = next(following)
@@ -174,7 +174,7 @@ def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> M
 
 
 def _end_of_pieces(text: str, message: Message, place: int, stop: int | None) -> int:
-    """Return the end of the texts of a message, which come in order from `place` on; -1 if one is missing."""
+    """Return the end of a message's text pieces, in order from `place`; -1 if one is missing."""
     for piece in message.pieces:
         if piece.strip():
             place = _end_of(text, piece, place, stop)
@@ -184,19 +184,19 @@ def _end_of_pieces(text: str, message: Message, place: int, stop: int | None) ->
 
 
 def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return the number of characters, or tokens, at the start that two have in common."""
+    """Return the length of the common prefix in characters or tokens."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def skip_space(text: str, position: int) -> int:
-    """Return the position of the first character from `position` on that is not white space."""
+    """Return the position of the first non-space character from `position`."""
     match = SPACE.match(text, position)
     return match.end() if match else position
 
 
 def _values(arguments: object) -> Iterator[object]:
-    """Yield keys, and values that are no lists or objects themselves."""
+    """Yield keys, and values other than lists and objects."""
     if isinstance(arguments, dict):
         for key, value in arguments.items():
             yield key
@@ -209,7 +209,9 @@ def _values(arguments: object) -> Iterator[object]:
 
 
 def _end_of(text: str, value: object, place: int, stop: int | None = None) -> int:
-    """Return the first end from `place` on of a value, as it is or as JSON; -1 if it is not there before `stop`."""
+    """Return the end of the first occurrence of a value from `place`, as text or JSON; -1 if it is not before
+    `stop`.
+    """
     for write in (_plain, _json, json.dumps):
         written = write(value)
         written = written[1:-1] if isinstance(value, str) and write is not _plain else written

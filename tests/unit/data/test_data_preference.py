@@ -212,13 +212,13 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path):
 
 def test_sides_that_the_template_makes_equal_are_refused(tmp_path):
     row = {"prompt": "What?", "chosen": "Paris", "rejected": " Paris\n"}
-    with pytest.raises(UsageError, match="line 1: chosen and rejected are the same tokens"):
+    with pytest.raises(UsageError, match="line 1: chosen and rejected are equal tokens"):
         pairs(tmp_path, make_tokenizer(LLAMA_3), row)
 
 
 def test_empty_prompt_is_refused(tmp_path):
     row = {"prompt": "", "chosen": "Paris", "rejected": "Rome"}
-    with pytest.raises(UsageError, match="line 1: the prompt has no tokens"):
+    with pytest.raises(UsageError, match="line 1: the prompt is empty"):
         pairs(tmp_path, make_tokenizer(None), row, apply_chat_template=False)
 
 
@@ -249,7 +249,7 @@ def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
     data = pairs(tmp_path, tokenizer, *rows, invalid_rows="drop")
     assert (len(data.pairs), data.report.rows, data.report.dropped_invalid) == (2, 4, 2)
     assert "2 dropped as invalid" in data.report.summary
-    with pytest.raises(UsageError, match="line 2: chosen and rejected are the same"):
+    with pytest.raises(UsageError, match="line 2: chosen and rejected are equal"):
         pairs(tmp_path, tokenizer, *rows)
 
 
@@ -258,7 +258,7 @@ def test_faults_are_told_in_the_order_of_the_rows_whenever_they_are_found(tmp_pa
     tokenizer = make_tokenizer(LLAMA_3)
     same_tokens = {"prompt": "What?", "chosen": "Paris", "rejected": " Paris\n"}  # found when it has tokens
     rows = [ASKED, same_tokens, ASKED, ASKED | {"chosen": None}, ASKED | {"rejected": None}, same_tokens, ASKED]
-    with pytest.raises(UsageError, match="line 2: chosen and rejected are the same tokens"):
+    with pytest.raises(UsageError, match="line 2: chosen and rejected are equal tokens"):
         pairs(tmp_path, tokenizer, *rows)
     noted = pairs(tmp_path, tokenizer, *rows, invalid_rows="drop").report.noted["dropped_invalid"]
     assert [int(said.split("line ")[1].split(":")[0]) for said in noted] == [2, 4, 5, 6]

@@ -223,10 +223,10 @@ BAD_PAIRS = {
         GOOD | {"rejected": UNWEIGHED[1] | {"content": "B"}},
         "rejected: an assistant turn is marked: this marker excludes text",
     ),
-    "identical sides": (GOOD | {"rejected": "A"}, "chosen and rejected are the same"),
+    "identical sides": (GOOD | {"rejected": "A"}, "chosen and rejected are equal"),
     "identical conversations": (
         {"chosen": openai("Q", "A"), "rejected": openai("Q", "A")},
-        "chosen and rejected are the same",
+        "chosen and rejected are equal",
     ),
     "empty response": (GOOD | {"rejected": " \n"}, "rejected: the response is empty"),
     "null response": (GOOD | {"chosen": None}, "column 'chosen' is not text but null"),

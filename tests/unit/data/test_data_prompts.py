@@ -105,7 +105,7 @@ def test_report_says_where_prompts_and_labels_were_found(tmp_path):
 
 
 def test_empty_prompt_and_missing_template_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="line 1: the prompt has no tokens"):
+    with pytest.raises(UsageError, match="line 1: the prompt is empty"):
         load(tmp_path, make_tokenizer(None), {"prompt": ""}, apply_chat_template=False)
     with pytest.raises(UsageError, match=r"no chat template.*--no_apply_chat_template"):
         load(tmp_path, make_tokenizer(None), {"prompt": "What?"})
@@ -287,7 +287,7 @@ def test_every_prompt_shows_the_tools_of_the_environment(tmp_path):
 
 def test_tools_of_a_row_beside_an_environment_s_are_refused(tmp_path):
     rows = [{"prompt": "What?"}, {"prompt": "Why?", "tools": [TOOL]}]
-    with pytest.raises(UsageError, match="line 2: column 'tools' has tools, and the environment of this run has its"):
+    with pytest.raises(UsageError, match="line 2: column 'tools' has tools, but the environment defines its"):
         load(tmp_path, FAMILIES["Qwen 2.5"].tokenizer(), *rows, tools=(TOOL,))
 
 

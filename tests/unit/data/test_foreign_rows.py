@@ -106,7 +106,7 @@ def test_objects_and_lists_are_labels_of_the_verifiers_that_read_them(tmp_path):
     tests = {"inputs": ["1\n"], "outputs": ["2\n"]}
     assert json.loads(label_of(tmp_path, tests, "code") or "") == tests
     assert label_of(tmp_path, ["3", "5"], "math") == '["3", "5"]'
-    with pytest.raises(UsageError, match=r"'label' is an object, which math cannot .* --label_key label\.KEY names"):
+    with pytest.raises(UsageError, match=r"'label' is an object, which math cannot .* --label_key label\.KEY selects"):
         label_of(tmp_path, tests, "math")
     with pytest.raises(UsageError, match="'label' is a list, which exact cannot compare with"):
         label_of(tmp_path, ["3", "5"], "exact")
@@ -185,7 +185,7 @@ def test_responses_marked_as_undesirable_are_not_learned_from(tmp_path, label):
 @pytest.mark.parametrize("label", [0, 0.0, "0", " 0 "])
 def test_a_label_of_zero_is_undesirable_for_sft_as_it_is_for_kto(tmp_path, label):
     path = written(tmp_path, {"prompt": "Q", "completion": "A", "label": label})
-    with pytest.raises(UsageError, match=r"line 1: label is 0: .*rename the column if the label is an answer"):
+    with pytest.raises(UsageError, match=r"line 1: label is 0, .*rename the column if the label is an answer"):
         sequences(path)
 
 

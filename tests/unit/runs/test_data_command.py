@@ -174,7 +174,7 @@ def test_prompts_show_their_ground_truth_and_what_leaves_no_room(write, model):
     assert (dropped.count, dropped.what) == (1, "dropped as too long")
     assert dropped.rows == [f"rows.jsonl line 3: {max(made.lengths)} tokens"]
     text = page("ppo", "rows.jsonl", model, max_len=64, max_new_tokens=16)
-    assert "--- max_len 64 less max_new_tokens 16: 1 is longer ---" in text
+    assert "--- max_len 64 minus max_new_tokens 16: 1 is longer ---" in text
     assert "[[" not in text
 
 
