@@ -253,7 +253,7 @@ def load_labelled(
 def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataReport) -> list[dict[str, object]]:
     whole = [_answer(tokens, encoded.read.prompt) for tokens in encoded.tokens]
     if whole[0].ids == whole[1].ids:
-        raise encoded.row.error("chosen and rejected are the same tokens")
+        raise encoded.row.error("chosen and rejected are equal tokens")
     kept = fitting(encoded.row, whole, config, report)
     if kept is None:
         return []
@@ -264,7 +264,7 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
         return []
     num_prompt = _num_shared(chosen, rejected)
     if num_prompt == 0:
-        raise encoded.row.error("the prompt has no tokens")
+        raise encoded.row.error("the prompt is empty")
     refuse(encoded.row, _fault_of_pictures(chosen, rejected, num_prompt))
     num_trained = chosen.num_trained + rejected.num_trained
     lengths = [len(side.ids) - num_prompt for side in (chosen, rejected)]
