@@ -43,7 +43,7 @@ def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Cou
 
     A truncated response is never selected as good: a model would learn to stop there.
     """
-    for _, group in groupby(samples, key=lambda sample: sample["prompt_index"]):
+    for _, group in groupby(samples, key=lambda sample: sample["group"]):
         rows = _of_prompt(list(group), settings, counts)
         counts["prompts"] += 1
         counts["rows"] += len(rows)
@@ -54,7 +54,7 @@ def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str
     scored = [sample for sample in samples if sample.get("verdict") != "failed"]
     usable = [sample for sample in scored if _text(sample)]
     whole = [sample for sample in usable if sample["finish_reason"] == "stop"]
-    good = [sample for sample in whole if settings.min_score is None or sample["score"] >= settings.min_score]
+    good = [sample for sample in whole if settings.min_score is None or sample["reward"] >= settings.min_score]
     stages = (samples, scored, usable, whole, good)
     for reason, (before, after) in zip(("failed", "empty", "cut", "low"), pairwise(stages), strict=True):
         counts[reason] += len(before) - len(after)
@@ -67,14 +67,14 @@ def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str
             different.setdefault(_text(sample), sample)
         counts["repeated"] += len(good) - len(different)
         return [_example(sample) for sample in different.values()]
-    best = max(good, key=lambda sample: sample["score"])
+    best = max(good, key=lambda sample: sample["reward"])
     return [_example(best)] if settings.select == "best" else _pair(best, usable, counts)
 
 
 def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]:
     """Return the best response with the worst one, which may be truncated; [] if their scores are equal."""
-    worst = min(usable, key=lambda sample: sample["score"])
-    margin = best["score"] - worst["score"]
+    worst = min(usable, key=lambda sample: sample["reward"])
+    margin = best["reward"] - worst["reward"]
     reason = "without" if len(usable) == 1 else "equal" if not margin else "repeated" if _same(best, worst) else None
     if reason is not None:
         counts[reason] += 1
@@ -86,7 +86,7 @@ def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]
 
 
 def _example(sample: Cells) -> Cells:
-    score = {"score": sample["score"]} if "score" in sample else {}
+    score = {} if sample.get("reward") is None else {"score": sample["reward"]}
     if "messages" in sample:
         return {"messages": [*_opened(sample), *_turns(sample)], **score, **_tools(sample)}
     return {"prompt": sample["prompt"], "response": sample["response"], **score, **_tools(sample)}

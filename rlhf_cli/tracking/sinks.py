@@ -51,6 +51,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+# Keys that earlier versions of `rlhf generate` and `rlhf eval` wrote, before all commands shared one schema.
+EARLIER_KEYS = {"prompt_index": "group", "sample_index": "sample", "num_tokens": "length", "score": "reward"}
+
+
+def present_row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of samples.jsonl with current key names."""
+    row = {EARLIER_KEYS.get(name, name): value for name, value in line.items()}
+    return row | {f"reward/{name}": value for name, value in row.pop("scores", {}).items()}
+
+
+def read_samples(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield rows of samples.jsonl or eval_samples.jsonl with current key names, also from earlier versions."""
+    return map(present_row, read_lines(path))
+
+
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
     """Read all metrics by step, in order. Lines with the same step are merged."""
     by_step: dict[int, dict[str, float]] = {}

@@ -102,10 +102,10 @@ def rows_of(path: Path) -> list[dict]:
 
 def test_every_prompt_has_its_samples_with_scores(finished):
     rows = rows_of(finished / "samples.jsonl")
-    places = [(row["prompt_index"], row["sample_index"]) for row in rows]
+    places = [(row["group"], row["sample"]) for row in rows]
     assert places == [(prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
-    assert all(row["num_tokens"] == 96 or row["finish_reason"] == "stop" for row in rows)
-    assert all(row["score"] >= len(row["response"]) for row in rows)
+    assert all(row["length"] == 96 or row["finish_reason"] == "stop" for row in rows)
+    assert all(row["reward"] >= len(row["response"]) for row in rows)
     assert isinstance(rows[0]["prompt"], list)
     assert isinstance(rows[SAMPLES]["prompt"], str)
     assert len({row["response"] for row in rows}) > len(rows) / 2
@@ -208,9 +208,9 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
     for row, prompt, generation in zip(rows, prompts, generations, strict=True):
         token_ids = torch.tensor([prompt.prompt_ids + generation.token_ids])
         hidden = judge.model(token_ids).last_hidden_state[0, -1]
-        assert row["score"] == pytest.approx(judge.score(hidden).item(), abs=1e-4)
-        assert row["scores"] == {"reward_model": row["score"]}
-    assert len({row["score"] for row in rows}) > 1
+        assert row["reward"] == pytest.approx(judge.score(hidden).item(), abs=1e-4)
+        assert row["reward/reward_model"] == row["reward"]
+    assert len({row["reward"] for row in rows}) > 1
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_an_evaluation_that_was_stopped_counts_its_samples_and_is_not_repeated(i
     assert_nothing_left(output)
     samples = rows_of(output / "samples.jsonl")
     (result,) = json.loads((output / "eval.json").read_text())["results"]
-    right = [sum(row["score"] for row in samples[i : i + 4]) for i in range(0, len(samples), 4)]
+    right = [sum(row["reward"] for row in samples[i : i + 4]) for i in range(0, len(samples), 4)]
     figures = {name: figure["value"] for name, figure in result["figures"].items()}
     assert len(right) == result["num_prompts"] == PROMPTS
     assert figures["accuracy"] == figures["pass@1"] == pytest.approx(sum(right) / len(samples))
@@ -286,7 +286,7 @@ def test_an_agent_program_plays_an_episode_for_each_response(inputs, tmp_path):
     limits = "--max_turns 2 --max_new_tokens 8 --max_len 128 --n_samples_per_prompt 2 --rollout_backend transformers"
     run_rlhf(*words, *limits.split(), "--agent_command", f"{sys.executable} {program}")
     rows = rows_of(output / "samples.jsonl")
-    assert [row["score"] for row in rows] == [5.0] * 4
+    assert [row["reward"] for row in rows] == [5.0] * 4
     for row, answer in zip(rows, ("1", "1", "2", "2"), strict=True):
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2
         assert [message["content"] for message in row["messages"][::2]] == [answer, "again"]

@@ -47,7 +47,7 @@ from rlhf_cli.runs.inference.turns import in_turns, ways
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.tracking.sinks import read_lines
+from rlhf_cli.tracking.sinks import read_samples
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluation_table, print_table
 from rlhf_cli.tracking.tracker import Tracker
@@ -174,7 +174,7 @@ class _Answered:
     """Samples for one prompt, read from samples.jsonl."""
 
     pretrain: str
-    prompt_index: int
+    group: int
     source: str
     data_source: str | None
     answers: list[Answer]
@@ -183,7 +183,7 @@ class _Answered:
 def _answered(root: Path) -> Iterator[_Answered]:
     """Yield prompts with their samples, model by model."""
     for (pretrain, index), rows in groupby(
-        read_lines(root / SAMPLES), key=lambda row: (row["pretrain"], row["prompt_index"])
+        read_samples(root / SAMPLES), key=lambda row: (row["pretrain"], row["group"])
     ):
         samples = list(rows)
         first = samples[0]
@@ -191,9 +191,9 @@ def _answered(root: Path) -> Iterator[_Answered]:
 
 
 def _answer_of(row: dict[str, Any]) -> Answer:
-    score = Score(row["score"], row["verdict"], row["detail"], row["scores"], row["answer"])
+    score = Score(row["reward"], row["verdict"], row["detail"], answer=row["answer"])
     steps = tuple(row[STEP_SCORES]) if STEP_SCORES in row else None
-    return Answer(score, length=row["num_tokens"], truncated=row["finish_reason"] == "length", steps=steps)
+    return Answer(score, length=row["length"], truncated=row["finish_reason"] == "length", steps=steps)
 
 
 def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
@@ -238,7 +238,7 @@ def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
     data = run.examinees[0].data
     for answered in _answered(root):
         rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
-        yield {**data.row_of(data.prompts[answered.prompt_index]), PASS_RATE: rate}
+        yield {**data.row_of(data.prompts[answered.group]), PASS_RATE: rate}
 
 
 def _versions() -> dict[str, str]:

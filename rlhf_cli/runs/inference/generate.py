@@ -28,7 +28,7 @@ from rlhf_cli.runs.inference.run import (
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.tracking.sinks import read_lines
+from rlhf_cli.tracking.sinks import read_samples
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
 
@@ -119,7 +119,7 @@ def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
     if config.selection.select == "none":
         return {}
     counts: Counter[str] = Counter()
-    write_rows(root / SELECTED, select_samples(read_lines(root / SAMPLES), config.selection, counts))
+    write_rows(root / SELECTED, select_samples(read_samples(root / SAMPLES), config.selection, counts))
     if not counts["rows"]:
         raise RunError(f"no rows selected ({summary(counts)}); all responses are in {root / SAMPLES}")
     return {"Selected": f"{root / SELECTED}: {summary(counts)}"}

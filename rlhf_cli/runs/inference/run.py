@@ -20,7 +20,6 @@ from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
-from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
@@ -33,8 +32,9 @@ from rlhf_cli.runs.plugin_files import ENVIRONMENT_FILE, environment_file_hash
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
-from rlhf_cli.trainers.online.metrics import episode_cells, failure_metrics, length_metrics, rollout_metrics
+from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.rollout import request_of
+from rlhf_cli.trainers.online.sample_rows import sample_row
 from rlhf_cli.trainers.online.samples import Sample, scores_of
 from rlhf_cli.trainers.online.scoring import judged, scored_samples
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
@@ -322,35 +322,12 @@ def _metrics(samples: Sequence[Sample], *, is_scored: bool) -> dict[str, float]:
 def _rows(
     samples: Sequence[Sample], steps: Sequence[list[float]] | None, examinee: ModelUnderTest, *, is_scored: bool
 ) -> list[dict[str, object]]:
-    """Return rows for samples.jsonl. prompt_index counts prompts; row is the index in the dataset."""
+    """Return rows for samples.jsonl. Prompts are those of the dataset, so that the file is a dataset itself."""
     rows = []
     for number, sample in enumerate(samples):
-        prompt, response = sample.prompt, sample.response
         if sample.index == 0:
-            conversation = examinee.data.conversation_of(prompt)
-            cells = {"source": prompt.source, "row": prompt.index, **prompt_cells(conversation)}
-        row = {
-            **examinee.cells,
-            "prompt_index": sample.group,
-            "sample_index": sample.index,
-            **cells,
-            "response": sample.text,
-            "label": prompt.label,
-            "num_tokens": response.num_sampled,
-            "finish_reason": response.finish_reason,
-            **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
-            **episode_cells(response),
-        }
-        row |= _score_cells(sample.score) if is_scored else {}
+            prompt = prompt_cells(examinee.data.conversation_of(sample.prompt))
+        row = {**examinee.cells, **sample_row(sample, has_reward=is_scored), **prompt}
+        row.pop("images", None)  # no thumbnails are written here
         rows.append(row | ({STEP_SCORES: steps[number]} if steps is not None else {}))
     return rows
-
-
-def _score_cells(score: Score) -> dict[str, object]:
-    return {
-        "score": score.value,
-        "scores": score.parts,
-        "verdict": score.status,
-        "detail": score.detail,
-        "answer": score.answer,
-    }

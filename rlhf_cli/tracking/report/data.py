@@ -13,7 +13,14 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, RUN_FILE, SAMPLES_FILE, SETTINGS_FILE, read_metrics
+from rlhf_cli.tracking.sinks import (
+    EVAL_SAMPLES_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    SETTINGS_FILE,
+    present_row,
+    read_metrics,
+)
 from rlhf_cli.tracking.summary import Summary, summarise
 from rlhf_cli.tracking.thumbnails import FOLDER, IMAGES
 
@@ -114,7 +121,9 @@ def read_rollouts(path: Path) -> ReportRollouts:
         rows = []
         for start in (start for step in chosen for start in positions[step][:MAX_SAMPLES_PER_STEP]):
             lines.seek(start)
-            rows.append({name: shorten(value, path.name) for name, value in json.loads(lines.readline()).items()})
+            rows.append(
+                {name: shorten(value, path.name) for name, value in present_row(json.loads(lines.readline())).items()}
+            )
     num_all = sum(len(starts) for starts in positions.values())
     return ReportRollouts(rows, num_all, path.name, images_of(rows, path.parent))
 

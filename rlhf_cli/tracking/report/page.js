@@ -63,8 +63,8 @@ for (const chart of document.querySelectorAll("svg.chart")) {
 }
 
 // ---- rollouts
-const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images", "opening",
-  "messages", "turn_rewards", "branches"];
+const SHOWN = ["step", "source", "row", "group", "sample", "weight_version", "prompt", "response", "label", "reward",
+  "verdict", "value", "images", "opening", "messages", "turn_rewards", "branches"];
 const TEXTS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
 const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
 const hasReward = row => typeof row.reward === "number";
@@ -184,7 +184,7 @@ function fits(row, {step, low, high, text}) {
   if (step.value && row.step !== +step.value) return false;
   if (low.value !== "" && !(hasReward(row) && row.reward >= +low.value)) return false;
   if (high.value !== "" && !(hasReward(row) && row.reward <= +high.value)) return false;
-  const words = `${row.prompt} ${row.response} ${row.label} ${wordsOfEpisode(row)}`;
+  const words = `${row.id} ${row.prompt} ${row.response} ${row.label} ${wordsOfEpisode(row)}`;
   return words.toLowerCase().includes(text.value.toLowerCase());
 }
 

@@ -70,7 +70,8 @@ def learning_samples(
         log_ratio_N = _log_ratio_to_teacher(responses)
         advantages_N = drawn_to_teacher(advantages_N, log_ratio_N, coef=settings.distill_coef)
         metrics |= _teacher_metrics(responses, log_ratio_N)
-    columns = _columns(responses, policy, advantages_N=advantages_N, returns_N=found.returns_N)
+    responses.advantages = _split(advantages_N, cu)
+    columns = _columns(responses, policy, responses.advantages, returns_N=found.returns_N)
     samples = [
         sample
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
@@ -170,12 +171,12 @@ def _of_groups(values_G: torch.Tensor, greedy: Responses, responses: Responses) 
 
 
 def _columns(
-    responses: Responses, policy: PolicyConfig, *, advantages_N: torch.Tensor, returns_N: torch.Tensor | None
+    responses: Responses, policy: PolicyConfig, advantages: Sequence[np.ndarray], *, returns_N: torch.Tensor | None
 ) -> dict[str, Sequence[np.ndarray]]:
     """Return the columns of response tokens by name."""
     columns: dict[str, Sequence[np.ndarray]] = {
         "rollout_logprobs": responses.rollout_logprobs,
-        "advantages": _split(advantages_N, responses.cu),
+        "advantages": advantages,
     }
     if responses.old_logprobs is not None:
         columns["old_logprobs"] = responses.old_logprobs

@@ -25,8 +25,8 @@ from rlhf_cli.trainers.online.loop import (
     run_iterations,
     scored_batch,
 )
-from rlhf_cli.trainers.online.metrics import iteration_rows
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
+from rlhf_cli.trainers.online.sample_rows import iteration_rows
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
 
@@ -117,7 +117,7 @@ class Distilling:
         self.tracker.log(iteration, metrics, timer.take())
         if own is None:  # skip the iteration's prompts
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
-        self.tracker.samples(iteration, iteration_rows(own.sampled, own.trainable, has_reward=settings.reward.is_given))
+        self.tracker.samples(iteration, iteration_rows(own.sampled.samples, own.trainable, settings))
         return replace(state, iteration=iteration, source=own.taken.source), metrics
 
     def is_used_up(self, state: LoopState) -> bool:

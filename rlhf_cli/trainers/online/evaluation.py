@@ -19,8 +19,9 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import is_due
 from rlhf_cli.trainers.online.interfaces import Roles, Sampled
 from rlhf_cli.trainers.online.loop import return_weights
-from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_row
+from rlhf_cli.trainers.online.metrics import MAX_SOURCES
 from rlhf_cli.trainers.online.rollout import request_of
+from rlhf_cli.trainers.online.sample_rows import sample_row
 from rlhf_cli.trainers.online.scoring import judged, scored_samples
 
 EVALUATION = 0x6576616C  # "eval": separates evaluation seeds from training seeds

@@ -30,7 +30,6 @@ from rlhf_cli.trainers.online.metrics import (
     clipped_flat,
     failure_metrics,
     greedy_metrics,
-    iteration_rows,
     length_metrics,
     rollout_metrics,
     source_metrics,
@@ -39,6 +38,7 @@ from rlhf_cli.trainers.online.metrics import (
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.sample_rows import iteration_rows
 from rlhf_cli.trainers.online.samples import Responses, samples_of, scores_of
 from rlhf_cli.trainers.online.scoring import add_model_scores
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
@@ -320,7 +320,7 @@ class PolicyGradient:
         if after.skipped:
             metrics["skipped_iterations"] = float(after.skipped)
         tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
-        tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
+        tracker.samples(iteration, iteration_rows(batch.sampled.samples, responses, settings))
         return after, metrics
 
     def _update_models(

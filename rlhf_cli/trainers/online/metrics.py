@@ -1,4 +1,4 @@
-"""Metrics of an online iteration's responses, and rows for samples.jsonl."""
+"""Metrics of an online iteration's responses."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -162,49 +162,3 @@ def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, floa
         apart = mismatch(torch.from_numpy(old_N[is_current_N]), torch.from_numpy(rollout_N[is_current_N]))
         metrics["rollout_k3_current"] = float(apart["k3"].mean())
     return metrics
-
-
-def sample_row(sample: Sample) -> dict[str, object]:
-    """Return a sample's row for samples.jsonl. `images` are the prompt's images, if any."""
-    prompt, response, score = sample.prompt, sample.response, sample.score
-    return {
-        "prompt": prompt.text,
-        "response": sample.text,
-        "label": prompt.label,
-        "reward": score.value,
-        "verdict": score.status,
-        "detail": score.detail,
-        "length": response.num_sampled,
-        "finish_reason": response.finish_reason,
-        **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
-        **({"images": tuple(placed.picture for placed in prompt.pictures)} if prompt.pictures else {}),
-        **episode_cells(response),
-        **{f"reward/{name}": value for name, value in score.parts.items()},
-        **score.metrics,
-    }
-
-
-def episode_cells(generation: Generation) -> dict[str, object]:
-    """Return an episode's turns, turn rewards and earlier branches as row columns."""
-    if generation.episode is None:
-        return {}
-    episode = generation.episode
-    texts = {name: text for name, text in (("opening", episode.opening), ("cut", episode.cut)) if text}
-    branches = {"branches": [list(branch.messages) for branch in episode.earlier]} if episode.earlier else {}
-    return {**texts, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards), **branches}
-
-
-def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:
-    """Return rows for an iteration's responses, with the mean log-ratio to a teacher for judged responses.
-
-    Without a reward, scores (all 0) are omitted.
-    """
-    rows = {sample.id: sample_row(sample) for sample in sampled.samples}
-    if not has_reward:
-        rows = {name: row | {"reward": None, "verdict": None} for name, row in rows.items()}
-    if judged.teacher_logprobs is not None:
-        assert judged.old_logprobs is not None
-        columns = zip(judged.samples, judged.old_logprobs, judged.teacher_logprobs, strict=True)
-        for sample, policy, teacher in columns:
-            rows[sample.id]["teacher_kl"] = float((policy - teacher).mean()) if len(policy) else None
-    return list(rows.values())

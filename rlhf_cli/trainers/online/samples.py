@@ -105,6 +105,7 @@ class Responses:
     - `bootstrap`: critic value of a truncated response's final state, 0 for finished responses; None without
       bootstrapping.
     - `step_rewards`: each step's reward at its last token, NaN elsewhere.
+    - `advantages`: as used by the loss.
     """
 
     samples: Sequence[Sample]
@@ -114,6 +115,7 @@ class Responses:
     values: Sequence[np.ndarray] | None = None
     bootstrap: Sequence[float] | None = None
     step_rewards: Sequence[np.ndarray] | None = None
+    advantages: Sequence[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.samples)

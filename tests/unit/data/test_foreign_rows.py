@@ -28,7 +28,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.report.page import packaged
-from rlhf_cli.trainers.online.metrics import sample_row
+from rlhf_cli.trainers.online.sample_rows import sample_row
 
 
 def verl_row(number: int, source: str, truth: object) -> dict[str, object]:

@@ -14,12 +14,12 @@ from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.data.selection import prompt_cells, select_samples, summary, write_rows
 
 
-def sample(response, score=0.0, *, prompt_index=0, prompt="What?", cut=False, failed=False, **cells):
+def sample(response, score=0.0, *, group=0, prompt="What?", cut=False, failed=False, **cells):
     return {
-        "prompt_index": prompt_index,
+        "group": group,
         "prompt": prompt,
         "response": response,
-        "score": None if failed else score,
+        "reward": None if failed else score,
         "verdict": "failed" if failed else "scored",
         "finish_reason": "length" if cut else "stop",
         **cells,
@@ -33,7 +33,7 @@ def select(samples, name="best", min_score=None):
 
 
 def test_the_best_response_is_the_first_of_the_highest_score():
-    rows, counts = select([sample("a", 1.0), sample("b", 2.0), sample("c", 2.0), sample("d", 3.0, prompt_index=1)])
+    rows, counts = select([sample("a", 1.0), sample("b", 2.0), sample("c", 2.0), sample("d", 3.0, group=1)])
     assert rows == [
         {"prompt": "What?", "response": "b", "score": 2.0},
         {"prompt": "What?", "response": "d", "score": 3.0},
@@ -48,7 +48,7 @@ def test_failed_empty_cut_and_low_responses_are_left_out_and_counted():
         sample("cut", 9.0, cut=True),
         sample("low", 0.5),
         sample("good", 1.0),
-        sample("lost", 0.0, prompt_index=1),
+        sample("lost", 0.0, group=1),
     ]
     rows, counts = select(samples, min_score=1.0)
     assert [row["response"] for row in rows] == ["good"]
@@ -63,7 +63,7 @@ def test_all_keeps_different_texts_in_their_order():
 
 
 def test_all_needs_no_scores():
-    unscored = {"prompt_index": 0, "prompt": "What?", "response": "a", "finish_reason": "stop"}
+    unscored = {"group": 0, "prompt": "What?", "response": "a", "finish_reason": "stop"}
     assert select([unscored], "all")[0] == [{"prompt": "What?", "response": "a"}]
 
 
@@ -99,7 +99,7 @@ def test_selection_reads_one_prompt_at_a_time():
     def samples():
         for index in range(3):
             read.append(index)
-            yield sample(str(index), prompt_index=index)
+            yield sample(str(index), group=index)
 
     rows = iter(select_samples(samples(), SelectConfig(select="best"), Counter()))
     next(rows)

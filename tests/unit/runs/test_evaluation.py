@@ -219,20 +219,20 @@ def test_an_evaluation_goes_on_in_the_model_and_chunk_where_it_ended(rows, begin
     assert run(rows, "a", "b").is_answered == (rows == 12)
 
 
-def written_rows(root: Path, *names: str) -> None:
+def written_rows(root: Path, *names: str, earlier: bool = False) -> None:
     verdicts = [("correct", "correct"), ("wrong", "correct"), ("failed", "failed")]
     rows: list[dict[str, Any]] = [
         {
             "step": 1,
             "pretrain": name,
-            "prompt_index": index,
+            "prompt_index" if earlier else "group": index,
             "source": "data.jsonl",
-            "score": {"correct": 1.0, "wrong": 0.0}.get(verdict),
-            "scores": {},
+            "score" if earlier else "reward": {"correct": 1.0, "wrong": 0.0}.get(verdict),
+            **({"scores": {}} if earlier else {}),
             "verdict": verdict,
             "detail": "",
             "answer": None,
-            "num_tokens": 3,
+            "num_tokens" if earlier else "length": 3,
             "finish_reason": "stop",
         }
         for name in names
@@ -242,8 +242,9 @@ def written_rows(root: Path, *names: str) -> None:
     (root / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_figures_are_of_each_model_and_read_from_the_responses_that_were_kept(tmp_path):
-    written_rows(tmp_path, "a", "b")
+@pytest.mark.parametrize("earlier", [False, True])
+def test_figures_are_of_each_model_and_read_from_the_responses_that_were_kept(tmp_path, earlier):
+    written_rows(tmp_path, "a", "b", earlier=earlier)
     results = results_of(run(12, "a", "b"), tmp_path)
     assert [result.pretrain for result in results] == ["a", "b"]
     assert [result.evaluation.figures["accuracy"].value for result in results] == [0.75, 0.75]
@@ -263,7 +264,7 @@ def test_rows_keep_their_columns_beside_the_pass_rate_and_unknown_ones_are_null(
 def test_figures_are_apart_for_the_sources_that_rows_name(tmp_path):
     written_rows(tmp_path, "a")
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    rows = [row | {"data_source": ["gsm8k", "math", "math"][row["prompt_index"]]} for row in rows]
+    rows = [row | {"data_source": ["gsm8k", "math", "math"][row["group"]]} for row in rows]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = {result.source: result.evaluation.figures for result in results_of(run(6, "a"), tmp_path)}
     assert list(figures) == ["all", "gsm8k", "math"]

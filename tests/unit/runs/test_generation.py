@@ -202,20 +202,27 @@ def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_
 def test_every_response_is_a_row_that_says_where_it_comes_from():
     tracker = FakeTracker()
     assert answer(tracker)
-    assert [(row["prompt_index"], row["sample_index"]) for row in tracker.rows] == [
+    assert [(row["group"], row["sample"]) for row in tracker.rows] == [
         (prompt, sample) for prompt in range(7) for sample in range(2)
     ]
     assert tracker.rows[9] == {
         "step": 2,
-        "prompt_index": 4,
-        "sample_index": 1,
+        "id": "data.jsonl:14/4.1@0",
         "source": "data.jsonl",
         "row": 14,
+        "group": 4,
+        "sample": 1,
+        "weight_version": 0,
         "prompt": "question 4",
         "response": "said 24",
         "label": "4",
-        "num_tokens": 2,
+        "reward": None,
+        "verdict": None,
+        "detail": "",
+        "answer": None,
+        "length": 2,
         "finish_reason": "stop",
+        "rollout_logprob": 0.0,
     }
 
 
@@ -294,8 +301,8 @@ def test_a_stop_during_the_last_chunk_leaves_nothing_to_continue():
 def test_scores_of_rewards_and_reward_model_are_added_with_its_weight():
     tracker, model = FakeTracker(), FakeRewardModel()
     answer(tracker, scorer=FakeScorer(), reward_model=model, reward_pretrain="rm", reward_model_weight=2.0)
-    assert tracker.rows[4]["score"] == 3.0  # label 2, and twice 0.5
-    assert tracker.rows[4]["scores"] == {"reward_func": 1.0, "reward_model": 0.5}
+    assert tracker.rows[4]["reward"] == 3.0  # label 2, and twice 0.5
+    assert [tracker.rows[4][f"reward/{name}"] for name in ("reward_func", "reward_model")] == [1.0, 0.5]
     assert tracker.metrics[1]["reward"] == pytest.approx(2.0)
     first = model.seen[0]
     assert (first[0], first[1]) == (20, 20)  # the prompt's token, then the response as it was sampled

@@ -12,7 +12,7 @@ from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.selection import select_samples
 from rlhf_cli.runs.online.group_files import load_ahead, load_surplus
 from rlhf_cli.tracking.report.data import read_stage
-from rlhf_cli.tracking.sinks import read_lines
+from rlhf_cli.tracking.sinks import read_samples
 from rlhf_cli.trainers.online.prompt_source import prompt_at
 from rlhf_cli.trainers.online.state import LoopState
 
@@ -63,7 +63,7 @@ def test_the_report_shows_samples_of_an_earlier_version(name):
 
 
 def test_samples_of_an_earlier_version_are_selected():
-    samples = read_lines(OLD / "generate" / "samples.jsonl")
+    samples = read_samples(OLD / "generate" / "samples.jsonl")
     found = list(select_samples(samples, SelectConfig(select="best"), Counter()))
     assert found == [
         {"prompt": f"question {number}", "response": f"said {20 + number}", "score": score}

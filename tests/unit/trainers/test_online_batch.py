@@ -30,10 +30,10 @@ from rlhf_cli.trainers.online.metrics import (
     clipped_flat,
     failure_metrics,
     rollout_metrics,
-    sample_row,
     source_metrics,
     zero_std_metrics,
 )
+from rlhf_cli.trainers.online.sample_rows import sample_row
 from rlhf_cli.trainers.online.samples import Responses, Sample
 from rlhf_cli.trainers.online.scoring import score_request, text_of_response
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -389,14 +389,22 @@ def test_rewards_are_asked_about_prompt_and_response():
 def test_rows_of_samples_say_everything_about_a_response():
     score = scored(1.0, "correct", exact=1.0)
     assert sample_row(sample_of(prompt(4), generation(1, 2, cut=True), score, text="[1, 2]")) == {
+        "id": "a.jsonl:4/0.0@0",
+        "source": "a.jsonl",
+        "row": 4,
+        "group": 0,
+        "sample": 0,
+        "weight_version": 0,
         "prompt": "a.jsonl 4? ",
         "response": "[1, 2]",
         "label": "4",
         "reward": 1.0,
         "verdict": "correct",
         "detail": "",
+        "answer": None,
         "length": 2,
         "finish_reason": "length",
+        "rollout_logprob": -0.3,
         "reward/exact": 1.0,
     }
     row = sample_row(sample_of(prompt(5), generation(3), FAILED))

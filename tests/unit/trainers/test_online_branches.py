@@ -21,7 +21,8 @@ from rlhf_cli.rewards.parts import NO_REWARD, episode_part
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples, split_last_values, with_last_states
 from rlhf_cli.trainers.online.groups import longest
-from rlhf_cli.trainers.online.metrics import episode_cells, episode_metrics
+from rlhf_cli.trainers.online.metrics import episode_metrics
+from rlhf_cli.trainers.online.sample_rows import episode_columns
 from rlhf_cli.trainers.online.samples import Responses
 from rlhf_cli.trainers.online.scoring import score_request
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -116,7 +117,7 @@ def test_metrics_and_rows_know_all_branches():
         "episode/branches": 2.0,
         "episode/repeated_requests": 1.0,
     }
-    assert episode_cells(BRANCHED)["branches"] == [[{"role": "user", "content": "early"}]]
+    assert episode_columns(BRANCHED)["branches"] == [[{"role": "user", "content": "early"}]]
 
 
 def test_a_group_is_as_long_as_its_longest_branch():
