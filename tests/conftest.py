@@ -1,4 +1,4 @@
-"""Tiny models with tokenizers, made on the spot: nothing is fetched."""
+"""Tiny models with tokenizers, created locally without downloads."""
 
 import gc
 import json
@@ -13,28 +13,28 @@ from forked import run_rlhf
 
 
 def pytest_configure() -> None:
-    """Let Python's collector of cycles rest while a thousand modules are imported, none of which ever goes away."""
+    """Disable cyclic garbage collection during the import of a thousand modules, which are never freed."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Start the collector, which never looks at the modules and tests that are there by now."""
+    """Enable garbage collection, excluding the modules and tests loaded so far."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Collect once for all: DeepSpeed does so a dozen times for each engine, over all that engines before it left."""
+    """Collect garbage once: DeepSpeed does so a dozen times per engine, over everything that earlier engines left."""
     if "group_of_one" in getattr(item, "fixturenames", ()):
         gc.collect()
         gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Repeat an end-to-end test once if it fails, with another try's fresh folders.
+    """Retry a failed end-to-end test once, with new folders.
 
-    Such tests stop and kill real processes at chosen moments, which a stalled machine can miss. The summary lists each
-    repeated test as `RERUN`: a test that is there twice has a fault to mend.
+    These tests stop and kill real processes at specific moments, which a stalled machine can miss. The summary lists
+    retried tests as `RERUN`; a test that appears twice needs fixing.
     """
     for item in items:
         if item.get_closest_marker("e2e"):
@@ -48,7 +48,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_tokenizer():
-    """Byte-level tokenizer of 260 tokens: 256 bytes, <|endoftext|> (pad), <|im_start|>, <|im_end|> (end), one merge."""
+    """Create a byte-level tokenizer with 260 tokens: 256 bytes, <|endoftext|> (pad), <|im_start|>, <|im_end|> (end),
+    one merge.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,7 +95,9 @@ def _shape(tokenizer) -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a random float32 Qwen2 of 2 layers with tied embeddings and grouped heads, tokenizer, chat template."""
+    """Folder with a random float32 2-layer Qwen2 with tied embeddings and grouped heads, tokenizer and chat
+    template.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -105,7 +109,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a random float32 Llama of 2 layers whose head is not tied to its embeddings."""
+    """Folder with a random float32 2-layer Llama with untied embeddings."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,23 +121,23 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a random float32 Qwen3-MoE of 2 layers with 4 experts each, 2 of them active."""
+    """Folder with a random float32 2-layer Qwen3-MoE with 4 experts per layer, 2 of them active."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = make_tiny_tokenizer()
     torch.manual_seed(2)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    shape = _shape(tokenizer) | {"head_dim": 32}  # vLLM's kernels on a CPU take multiples of 32
+    shape = _shape(tokenizer) | {"head_dim": 32}  # vLLM's CPU kernels require multiples of 32
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
     return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-qwen3-moe"))
 
 
 @pytest.fixture(scope="session")
 def environment_of_one_rank() -> Iterator[dict[str, str]]:
-    """The environment of a process group that this process alone has joined.
+    """Environment of a process group with only this process.
 
-    Once for all modules: DeepSpeed keeps its groups for good, so that a second one of a process is none it knows.
+    Shared by all modules: DeepSpeed keeps its groups forever, and would not know a second process group.
     """
     from rlhf_cli.backends.training import distributed
 
@@ -147,7 +151,7 @@ def environment_of_one_rank() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def group_of_one(environment_of_one_rank: dict[str, str]) -> Iterator[None]:
-    """A process group of this process; the environment is put back, so that it does not look like a rank's."""
+    """Process group of this process. The environment is restored afterwards, so that it does not look like a rank's."""
     before = dict(os.environ)
     _set_environment(environment_of_one_rank)
     yield
@@ -161,7 +165,7 @@ def _set_environment(values: dict[str, str]) -> None:
 
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory) -> Path:
-    """Sixteen additions with their sums, for the end-to-end tests of online commands."""
+    """Sixteen additions with sums, for end-to-end tests of online commands."""
     path = tmp_path_factory.mktemp("data") / "problems.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -170,7 +174,7 @@ def problems(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory, problems) -> Path:
-    """An untrained model of 0.1M parameters that has the tokens of `problems`, made by `rlhf scratch`."""
+    """An untrained 0.1M-parameter model with the tokens of `problems`, created by `rlhf scratch`."""
     path = tmp_path_factory.mktemp("model") / "tiny"
     size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
     run_rlhf("scratch", "--dataset", problems, *size.split(), "--output", path)
@@ -179,14 +183,14 @@ def model(tmp_path_factory, problems) -> Path:
 
 @pytest.fixture(scope="module")
 def ray_folder() -> Iterator[Path]:
-    """Folder for a cluster's files; pytest's own folders are too deep for the 107 bytes of a Unix socket's path."""
+    """Folder for a cluster's files: pytest's folders exceed the 107 bytes of a Unix socket path."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def reward_file(tmp_path: Path) -> Callable[[str], str]:
-    """Writes a reward file and gives its path."""
+    """Writes a reward file and returns its path."""
 
     def write(source: str) -> str:
         path = tmp_path / "reward.py"

@@ -1,4 +1,4 @@
-"""Models with an adapter, loaded as the commands load them."""
+"""Models with an adapter, loaded like in the commands."""
 
 import peft
 import torch
@@ -15,14 +15,14 @@ def settings(pretrain, **changes):
 
 
 def load(pretrain, stage=0, *, lora_rank=4, seed=1, kind=load_causal_lm, dtype="fp32", model=None, **adapter):
-    """A Hugging Face model with an adapter, as the commands load it; its second factor is not left at zero."""
+    """Load a model with an adapter whose second factor is non-zero."""
     config = settings(pretrain, param_dtype=dtype, **(model or {}))
     plan = plan_adapter(config, LoraConfig(lora_rank=lora_rank, **adapter), seed=seed)
     return load_with_adapter(kind, config, plan, partition=partition(stage, dtype=dtype))
 
 
 def foreign_adapter(base, folder, *, auto_class=AutoModelForCausalLM, options=None, **config):
-    """A model under an adapter of PEFT with an effect, saved as other tools leave it: without a tokenizer."""
+    """Save a PEFT adapter with a non-zero effect, without a tokenizer, as other tools do."""
     model = auto_class.from_pretrained(base, attn_implementation="varlen", **(options or {}))
     foreign = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
     generator = torch.Generator().manual_seed(3)

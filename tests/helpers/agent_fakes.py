@@ -1,4 +1,4 @@
-"""Agent programs as generators, and engines that answer with the text of a function."""
+"""Agent programs as generators, and engines that answer with text from a function."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from rlhf_cli.data.templates.tool_dialogues import ToolDialogues
 
 Answers = list[Completion | Refused]
 Program = Generator[list[ChatRequest], Answers, ProgramEnd]
-"""Yields requests that it sends at once, gets the answers to all of them, and returns how it ended."""
+"""Yields concurrent requests, receives their answers, and returns the program's end."""
 
 
 def dialogues_of(name: str) -> tuple[ToolDialogues, Any]:
-    """Return the dialogues of a family of models and its tokenizer."""
+    """Return the tool dialogues and tokenizer for a model family."""
     family = FAMILIES[name]
     tokenizer = family.tokenizer()
     ends = tokenizer.convert_tokens_to_ids([family.end])
@@ -28,18 +28,18 @@ def dialogues_of(name: str) -> tuple[ToolDialogues, Any]:
 
 
 def asked(messages: Sequence[Mapping[str, object]], *, first: bool = True, **more: object) -> ChatRequest:
-    """Return the request of a body in OpenAI's form."""
+    """Return a chat request from an OpenAI request body."""
     return chat_request({"model": "x", "messages": list(messages), **more}, is_first_try=first)
 
 
 class FakePrograms:
-    """Programs that need no processes: `program` makes one of a row."""
+    """Programs without processes: `program` creates one from a row."""
 
     def __init__(self, program: Callable[[Mapping[str, Any]], Program]) -> None:
         self._program = program
         self._events: list[Event] = []
         self._running: dict[int, Program] = {}
-        self._open: dict[int, dict[int, Completion | Refused | None]] = {}  # answers by ticket, of each episode
+        self._open: dict[int, dict[int, Completion | Refused | None]] = {}  # answers by ticket, per episode
         self._count = 0
         self.dropped: list[int] = []
 
@@ -77,9 +77,9 @@ class FakePrograms:
 
 
 class TextEngines:
-    """Gives each request the text of a function of the prompt's text and the number of the request in the run.
+    """Answers requests with text computed from the prompt text and the request number.
 
-    A text that ends with "…" is cut there.
+    Text that ends with "…" is truncated there.
     """
 
     def __init__(self, tokenizer: Any, text: Callable[[str, int], str], *, end: str) -> None:

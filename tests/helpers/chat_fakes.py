@@ -1,4 +1,4 @@
-"""A screen without a terminal, and a model without weights, for tests of chats."""
+"""Fake screen and fake model for chat tests."""
 
 import signal
 
@@ -7,7 +7,7 @@ from rlhf_cli.runs.chat.speaker import ChatAnswer, ChatPrompt
 
 
 class ScriptedScreen:
-    """Reads lines of a script, a KeyboardInterrupt among them is raised; keeps everything that is shown."""
+    """Reads scripted lines, raises a KeyboardInterrupt in the script, and records everything shown."""
 
     def __init__(self, *lines, is_interactive=True):
         self.is_interactive = is_interactive
@@ -37,7 +37,7 @@ class ScriptedScreen:
 
 
 class EchoSpeaker:
-    """Answers with the letters of the last message, one at a time, and the seed; Ctrl-C comes after `pressed_after`."""
+    """Echoes the last message letter by letter, followed by the seed. Ctrl-C arrives after `pressed_after` letters."""
 
     def __init__(self, name="echo", *, pressed_after=None, room=1000):
         self.name, self.pressed_after, self.room = name, pressed_after, room

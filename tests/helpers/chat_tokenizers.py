@@ -1,4 +1,4 @@
-"""Small byte-level tokenizers with the chat templates of well-known model families, for tests of data."""
+"""Small byte-level tokenizers with chat templates of well-known models, for data tests."""
 
 import json
 from collections.abc import Sequence
@@ -62,14 +62,14 @@ DEEPSEEK = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|stop|>' }}{% endif %}"
 )
-DEEPSEEK_R1 = (  # opens the thought in the generation prompt only, and drops thoughts of the past
+DEEPSEEK_R1 = (  # starts reasoning only in the generation prompt, and removes earlier reasoning
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<|start|>' + message['content'] }}"
     "{% else %}{{ '<|stop|>' + message['content'].split('</think>')[-1] + '<|im_end|>' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|stop|><think>\n' }}{% endif %}"
 )
-QWEN_3 = (  # an empty thought before the last answer, none before earlier ones
+QWEN_3 = (  # empty reasoning before the last answer, none before earlier ones
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -77,7 +77,7 @@ QWEN_3 = (  # an empty thought before the last answer, none before earlier ones
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PHI = (  # an end of text behind every conversation that is not to be continued
+PHI = (  # end of text after conversations without a following turn
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
@@ -105,7 +105,7 @@ GENERATION = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 OPENING = {"Qwen 3": "<think>\n\n</think>\n\n"}
-"""The text after the generation prompt of the last turn that the model has to generate, by template."""
+"""Text that the model must generate after the last generation prompt, by template."""
 TRAINABLE = {
     "ChatML": CHATML,
     "Qwen 2.5": QWEN_2_5,
@@ -130,9 +130,9 @@ def make_tokenizer(
     bos: str | None = "<|bos|>",
     eos: str = "<|end|>",
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer whose padding is its end of sequence.
+    """Create a byte-level BPE tokenizer that pads with the end-of-sequence token.
 
-    `adds_bos` as Llama's does, `trim_offsets` as GPT-2's does.
+    `adds_bos` is like Llama, `trim_offsets` like GPT-2.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -165,7 +165,7 @@ def make_tokenizer(
 def make_metaspace_tokenizer(
     chat_template: str, *, specials: Sequence[str], bos: str | None, eos: str
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer as Llama 2 and Mistral have: spaces are part of words, and one is put behind special tokens."""
+    """Create a tokenizer like Llama 2 and Mistral: spaces are part of words, and one is added after special tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?[^▁\n]+|▁+|\n+"), behavior="isolated")
@@ -175,7 +175,7 @@ def make_metaspace_tokenizer(
     letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=letters, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    # Trained, the bytes are special tokens, which would be skipped in decoding.
+    # After training, byte tokens are special, so decoding would skip them.
     tokenizer = Tokenizer.from_str(json.dumps({**json.loads(tokenizer.to_str()), "added_tokens": []}))
     tokenizer.add_special_tokens([AddedToken(special, normalized=False) for special in specials])
     return PreTrainedTokenizerFast(

@@ -1,8 +1,8 @@
-"""Engines that go on from a checkpoint of another number of ranks: `python continued_ranks.py MODEL FOLDER`.
+"""Engines that resume a checkpoint with a different number of ranks: `python continued_ranks.py MODEL FOLDER`.
 
-Two ranks save, the process that started them goes on as one rank, and the same two ranks go on from there. It waits for
-`written_by_two` and writes `written_by_one`. Meanwhile the two ranks go on as two that share each sequence, and from
-there as two that share none.
+Two ranks save, the parent process resumes on one rank, and the two ranks resume from its checkpoint. The script waits
+for `written_by_two` and writes `written_by_one`. Meanwhile, the two ranks resume with sequence parallelism, and then
+without.
 """
 
 import sys
@@ -24,18 +24,18 @@ from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.policy import PolicyModel
 
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9], [9, 1], [2, 3, 4], [5, 6, 0]]
-"""Two ranks take the first two and the last two; one rank the two in between, or none."""
+"""Two ranks run the first two and the last two steps; one rank runs the two in between, or none."""
 STAGES = (3, 2, 1, 0)
-"""Stage 3 first: DeepSpeed then computes linear layers in another way, also those of later engines of the process."""
+"""Stage 3 first: afterwards DeepSpeed computes linear layers differently, also for later engines in the process."""
 RISING = OPTIM.model_copy(update={"lr_scheduler": "linear", "lr_warmup_ratio": 0.5})
-"""The learning rate is another one in each step."""
+"""The learning rate differs in each step."""
 ROUTES = list(product(STAGES, STAGES))
 SECONDS = 300.0
 
 
 @dataclass
 class Trained:
-    """An engine, its weights and their moving average."""
+    """An engine with its weights and their moving average."""
 
     hf_model: Any
     engine: Any
@@ -64,7 +64,7 @@ class Trained:
         self.average.load(folder)
 
     def found(self, metrics: list[dict[str, float]]) -> dict[str, Any]:
-        """Return what a continued run is compared by."""
+        """Return the results to compare."""
         average = dict(self.average.weights())
         return {"metrics": metrics, "weights": weights_of(self.engine, self.hf_model), "average": average}
 
@@ -79,7 +79,7 @@ def built(model: str, stage: int, dtype: str, *, ranks_per_sequence: int = 1) ->
 
 
 def by_two(model: str, folder: Path) -> dict[str, Any]:
-    """Save at every stage, and go on from what one rank has made of it; return the findings by route."""
+    """Save at each stage, and resume from the one-rank checkpoint. Returns results by route."""
     found = {}
     for stage, dtype in product(STAGES, ("fp32", "bf16")):
         trained = built(model, stage, dtype)
@@ -104,7 +104,7 @@ def by_two(model: str, folder: Path) -> dict[str, Any]:
 
 
 def by_one(model: str, folder: Path) -> dict[str, Any]:
-    """Go on as one rank from what two have saved, and save it at another stage; return the findings by route."""
+    """Resume the two-rank checkpoint on one rank, and save at another stage. Returns results by route."""
     found = {}
     wait_for(folder / "written_by_two")
     for (stage, other), dtype in product(ROUTES, ("fp32", "bf16")):
@@ -119,7 +119,7 @@ def by_one(model: str, folder: Path) -> dict[str, Any]:
 
 
 def _shared_and_back(model: str, stage: int, folder: Path) -> dict[str, Any]:
-    """Go on as two ranks that share each sequence, and from their checkpoint as two that share none."""
+    """Resume with two ranks per sequence, then resume without sequence parallelism."""
     sharing = built(model, stage, "fp32", ranks_per_sequence=2)
     sharing.load(folder / f"two {stage} fp32")
     metrics = sharing.steps((2, 3))

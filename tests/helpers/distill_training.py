@@ -1,4 +1,4 @@
-"""Whole steps of distillation under the real DeepSpeed engine, and the same steps in plain PyTorch."""
+"""Distillation steps with DeepSpeed, and the same steps in plain PyTorch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparati
 from rlhf_cli.trainers.offline.loop import bind
 
 LogitsOf = Callable[[torch.nn.Module, TokenSequence], torch.Tensor]
-"""(model, sequence) -> the logits [K, V] that predict the sequence's trained tokens."""
+"""(model, sequence) -> logits [K, V] that predict the trained tokens."""
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 MIXED = DistillObjective(DivergenceSettings(0.5, 0.9, 3), kd_coef=0.7)
 
@@ -38,7 +38,7 @@ def distill_steps(
     steps: Sequence[Sequence[int]] = STEPS,
     sequences: Sequence[TokenSequence] | None = None,
 ) -> Trained:
-    """Some steps of the model in the folder towards the teacher in another one."""
+    """Run distillation steps from a student folder to a teacher folder."""
     size = layout.ranks_per_sequence
     of_teacher = DeepSpeedConfig(zero_stage=teacher_stage, sequence_parallel_size=size)  # type: ignore[arg-type]
     frozen = FrozenTeacher(ModelConfig(pretrain=teacher, param_dtype="fp32"), of_teacher)
@@ -64,7 +64,9 @@ def distill_plainly(
     auto_class: Any = AutoModelForCausalLM,
     logits_of: LogitsOf | None = None,
 ) -> list[float]:
-    """The losses of the same steps by transformers' own models, one sequence at a time, with all logits at once."""
+    """Return the losses of the same steps with transformers models, one sequence at a time, with all logits in
+    memory.
+    """
     student, frozen = (auto_class.from_pretrained(path, dtype=torch.float32) for path in (model, teacher))
     adam = torch.optim.AdamW(parameter_groups(student, OPTIM.l2), lr=LEARNING_RATE, betas=OPTIM.adam_betas)
     losses, sequences = [], sequences or make_sequences(10)
@@ -94,7 +96,7 @@ def _text_logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tenso
 
 
 def _dense(own_KV: torch.Tensor, taught_KV: torch.Tensor, beta: float, temperature: float) -> torch.Tensor:
-    """Return the divergence of each trained token [K], by the formula of GKD."""
+    """Return the divergence per trained token [K], with the GKD formula."""
     own, teacher = (F.log_softmax(logits / temperature, -1) for logits in (own_KV, taught_KV))
     mixture = torch.log((1 - beta) * own.exp() + beta * teacher.exp())
     of_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)

@@ -1,4 +1,4 @@
-"""A vLLM engine under test: its tiny model, its requests, and the trainer's log-probs of its responses."""
+"""vLLM engine for tests: tiny model, requests, and trainer log-probs for its responses."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ END = [1, 2]
 
 
 def make_engine_model(path: Path) -> str:
-    """Save a Qwen2 of bytes with tied embeddings and two end tokens, whose heads vLLM's CPU attention takes."""
+    """Save a byte-level Qwen2 with tied embeddings and two end tokens, and head sizes for vLLM's CPU attention."""
     from conftest import make_tiny_tokenizer
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -44,7 +44,7 @@ def make_engine_model(path: Path) -> str:
 
 
 class Engine:
-    """A vLLM engine as the process of an engine makes it, with its verbs waited for, all in one event loop."""
+    """A vLLM engine like in an engine process, with blocking methods in one event loop."""
 
     def __init__(self, path: str, settings: EngineSettings):
         self.runner = asyncio.Runner()
@@ -60,8 +60,8 @@ class Engine:
 
 
 def pushed_in_flight(engine, requests, sampling, manifest, version):
-    """Return the responses to a batch, within which weights are pushed when the first responses have come; half of the
-    requests join the batch in the middle of the push.
+    """Return a batch's responses, with weights pushed when the first ones arrive. Half of the requests are added during
+    the push.
     """
     half = len(requests) // 2
 
@@ -84,7 +84,7 @@ def pushed_in_flight(engine, requests, sampling, manifest, version):
 
 
 class Turns:
-    """The verbs of the engine that episodes use."""
+    """Engine methods used by episodes."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -105,7 +105,7 @@ class Turns:
 
 
 def processed_logprobs(model, request, generation, sampling):
-    """Log-probs of a response after temperature and top-p, written out."""
+    """Compute response log-probs after temperature and top-p explicitly."""
     tokens = torch.tensor([request.prompt_ids + generation.token_ids])
     logprobs = (model(tokens).logits[0].float() / sampling.temperature).log_softmax(-1)
     logprobs = logprobs[len(request.prompt_ids) - 1 : -1]
@@ -127,7 +127,7 @@ def largest_difference(model, generations, requests=REQUESTS, *, sampling=SAMPLI
 
 
 def check_versions(models, generations, requests, sampling):
-    """Check that each token has the log-prob of the model of its version, read from the first token on."""
+    """Check that each token has the log-prob of its weight version's model."""
     for request, generation in zip(requests, generations, strict=True):
         start = 0
         for version, count in generation.runs:
@@ -144,7 +144,7 @@ def trainer_model(path):
 
 
 def change_weights(model):
-    """Give a model weights that answer differently."""
+    """Change the weights so that answers differ."""
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

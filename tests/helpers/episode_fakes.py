@@ -1,4 +1,4 @@
-"""Environments and dialogues without processes and templates: tokens are characters."""
+"""Fake environments and dialogues without processes and templates: tokens are characters."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,11 @@ from rlhf_cli.data.templates.tool_calls import ParsedTurn
 
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "look", "parameters": {}}},)
 SEPARATOR = 10
-"""The token before each observation."""
+"""Token before each observation."""
 
 
 class FakeEnvironments:
-    """Answers by a function of episode, turn and action; `order` of the replies is theirs by default."""
+    """Replies with a function of episode, turn and action; `order` sorts the replies, by default as sent."""
 
     def __init__(self, answer: Callable[[int, int, Action], Reply], *, tools: bool = False) -> None:
         self.description = EnvironmentDescription(TOOLS if tools else (), "a fake")
@@ -40,7 +40,7 @@ class FakeEnvironments:
 
 
 class FakeDialogue:
-    """A turn's text is its characters; `c` calls the tool, `n` another one, and `x` cannot be read."""
+    """A turn's text is its characters; `c` calls the tool, `n` an unknown one, and `x` is malformed."""
 
     end_ids: tuple[int, ...] = (0,)
 

@@ -1,4 +1,4 @@
-"""Files of code that docs/extending.md shows, written out as the page describes."""
+"""Code files from docs/extending.md."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTA
 
 
 def page_file(folder: Path, name: str) -> Path:
-    """Write the page's code block that begins with the name of the file; return the path of the file."""
+    """Write the page's code block that starts with the file name. Returns its path."""
     blocks = dict(BLOCK.findall(PAGE.read_text()))
     path = folder / name
     path.write_text(blocks[name])

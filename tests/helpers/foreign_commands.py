@@ -1,10 +1,10 @@
-"""Command lines with the flags of OpenRLHF 0.8 to 0.10, TRL, EasyR1 and verl, and what becomes of each.
+"""Commands with flags from OpenRLHF 0.8 to 0.10, TRL, EasyR1 and verl, with expected outcomes.
 
-An outcome is `parses` with parts of the notes, or `refused` with parts of the sentence, separated by ` | `. Programs
-are replaced by `rlhf` and its command, names by short ones; flags and values are as those tools' users write them.
+An outcome is `parses` with parts of the notes, or `refused` with parts of the error, separated by ` | `. Program names
+are replaced by `rlhf` and its command, and model names are shortened; flags and values are unchanged.
 """
 
-# ruff: noqa: E501 - a command and its outcome read best in one line
+# ruff: noqa: E501 - one line per command and outcome is easiest to read
 
 SFT = (
     "sft --max_len 4096 --dataset owner/chats --input_key question --output_key response --train_batch_size 256 "
@@ -47,7 +47,7 @@ SECTIONS_PPO = (
 )
 
 COMMAND_LINES = {
-    # OpenRLHF: the four commands of its README, then variants of its scripts.
+    # OpenRLHF: the four commands in its README, then variants of its scripts.
     f"{SFT} --flash_attn --use_wandb s3cret": "parses: ignored, not needed: --packing_samples, --flash_attn | WANDB_API_KEY",
     f"{SFT.replace('sft', 'distill', 1).replace('checkpoint/sft', 'checkpoint/kd')} --teacher_model owner/teacher --kd_coef 0.4": "parses: --teacher_pretrain",
     "distill --pretrain m --teacher_model t --dataset d --output o --teacher_offload": "parses: --teacher_pretrain",
@@ -145,13 +145,13 @@ COMMAND_LINES = {
     f"dpo {PAIRS} --ipo": "parses: --loss ipo",
     f"rm {PAIRS} --compute_fp32_loss": "parses: --compute_fp32_loss",
     f"{SFT} --lora_rank 64 --use_dora --use_rslora --exclude_modules o_proj down_proj": "parses",
-    # LLaMA-Factory: its words about adapters.
+    # LLaMA-Factory: adapter settings.
     f"{SFT} --lora_rank 8 --lora_target all --use_rslora": "parses: --lora_target all is translated to --target_modules all-linear",
     f"{SFT} --lora_rank 8 --lora_target q_proj,v_proj": "parses: --target_modules q_proj,v_proj",
     f"{SFT} --finetuning_type lora --adapter_name_or_path a --quantization_bit 4": (
         "refused: use --lora_rank | pass the adapter folder as --pretrain | use --load_in_4bit"
     ),
-    # TRL: its spelling on our commands.
+    # TRL: its flag names with these commands.
     "sft --pretrain m --dataset d --output o --lora_r 16 --use_dora --lora_task_type CAUSAL_LM": (
         "parses: --lora_rank 16 | ignored, not needed: --lora_task_type CAUSAL_LM"
     ),
@@ -217,7 +217,7 @@ COMMAND_LINES = {
     ),
     "generate --pretrain m --dataset d --output_path o --post_processor csft": "refused: --select best",
     f"ppo {PPO} {CRITIC} {FILE} --max_len 2048": "refused: drop --prompt_max_len",
-    # On-policy distillation: TRL's, slime's and verl's words.
+    # On-policy distillation: settings in TRL, slime and verl.
     "grpo --pretrain m --prompt_data d --output o --n_samples_per_prompt 8 --teacher_model_name_or_path t": (
         "parses: --teacher_pretrain t"
     ),
@@ -227,7 +227,7 @@ COMMAND_LINES = {
     ),
     "grpo --pretrain m --prompt_data d --output o --opd-type sglang": "refused: the teacher is part of the run",
     "grpo --distillation.enabled true": "refused: settings are flat",
-    # EasyR1 and verl: sections and dots.
+    # EasyR1 and verl: nested settings.
     "grpo data.train_files=d worker.actor.model.model_path=m": "refused: verl syntax; settings are flat | docs/coming-from.md",
     "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat",
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --data.format_prompt math.jinja": (

@@ -1,11 +1,10 @@
-"""`rlhf` commands that are forked from one process that has imported their libraries.
+"""`rlhf` commands forked from a process that has already imported all libraries.
 
-A command imports torch, transformers and the program for five seconds before it does anything. Tests that look at the
-output of a command, or that stop it with a signal, need not wait for that each time. Tests of launchers and of a second
-Ctrl-C start their own processes.
+Imports take a command five seconds. Tests that check output or send signals avoid this delay by forking. Tests of
+launchers and of a second Ctrl-C start separate processes.
 
-The server is this file as a program: it reads one request a line, forks, and answers with the process id and, when the
-command has ended, with the exit status. One command runs at a time.
+The server runs this file as a program: it reads one request per line, forks, and replies with the process ID, and with
+the exit status when the command ends. Commands run one at a time.
 """
 
 import functools
@@ -35,20 +34,20 @@ IMPORTED = (
     "rlhf_cli.runs.online.run",
 )
 RAYS_MODE = "RAY_AUTH_MODE"
-"""Ray sets it in a process that has started a cluster, as tests do. A forked command, in which Ray is imported already,
-would start a cluster that wants tokens and show none.
+"""Ray sets this variable in a process that has started a cluster, as tests do. A forked command, with Ray already
+imported, would otherwise start a cluster that requires tokens but provides none.
 """
 SECONDS = 600.0
-"""After which a command counts as hanging."""
+"""Time after which a command counts as hanging."""
 
 
 def run_rlhf(*words: object, status: int = 0, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its text on both outputs.
+    """Run a command, and return the text of both outputs.
 
     Args:
-        words: the command's words, without `rlhf`.
-        status: the exit status that the command must have.
-        environment: variables that the command has besides the variables of this process.
+        words: arguments after `rlhf`.
+        status: required exit status.
+        environment: additional environment variables.
     """
     with started_rlhf(*words, environment=environment, is_leader=False) as command:
         return command.finish(status=status)
@@ -58,10 +57,10 @@ def run_rlhf(*words: object, status: int = 0, environment: Mapping[str, str] | N
 def started_rlhf(
     *words: object, environment: Mapping[str, str] | None = None, is_leader: bool = True
 ) -> Iterator["Command"]:
-    """Start a command; if it has not ended when the block ends, kill it.
+    """Start a command. Kill it if it is still running at the end of the block.
 
     Args:
-        is_leader: the command leads a process group of its own, as a shell starts it in a terminal.
+        is_leader: give the command its own process group, like a shell in a terminal does.
     """
     server = _server()
     with tempfile.TemporaryFile("w+") as output:
@@ -90,33 +89,33 @@ class Command:
         self._status: int | None = None
 
     def is_running(self) -> bool:
-        return psutil.pid_exists(self._pid)  # the server takes the exit status of a command at once
+        return psutil.pid_exists(self._pid)  # the server reaps commands at once
 
     def printed(self) -> str:
-        """Return the text of the command on both outputs up to now."""
+        """Return the output printed so far."""
         self._output.seek(0)
         return self._output.read()
 
     def stop(self, signum: signal.Signals) -> None:
-        """Send a signal as its usual sender does: a terminal to the whole group, `kill` to the one process."""
+        """Send a signal like its usual sender: a terminal to the process group, `kill` to one process."""
         if signum == signal.SIGTERM:
             os.kill(self._pid, signum)
         else:
             os.killpg(self._pid, signum)
 
     def finish(self, *, status: int = 0, seconds: float = SECONDS) -> str:
-        """Wait for the end of the command, which must have this exit status; return its text."""
+        """Wait for the command to end with this exit status, and return its output."""
         found = self._wait(seconds)
         assert found == status, self.printed()
         return self.printed()
 
     def kill(self) -> None:
-        """Kill the command if it runs."""
+        """Kill the command if it is running."""
         if self._status is None:
             self._wait(0)
 
     def _wait(self, seconds: float) -> int:
-        """Return the exit status of the command, which is killed after so many seconds."""
+        """Return the exit status. Kills the command after `seconds`."""
         watch = threading.Timer(seconds, self._send_kill)
         watch.start()
         try:
@@ -132,7 +131,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Server:
-    """The process that forks, and the pipes to it."""
+    """The forking process, with pipes to it."""
 
     requests: IO[str]
     answers: IO[str]
@@ -144,7 +143,9 @@ def _inherited() -> dict[str, str]:
 
 @functools.cache
 def _server() -> Server:
-    """Start the process that forks. It is no child of this one, whose children tests count; it ends with the pipe."""
+    """Start the forking process. It is not a child of this process, because tests count children; it ends with the
+    pipe.
+    """
     environment = _inherited() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(Path(__file__).resolve())]
     starter = subprocess.Popen(
@@ -157,15 +158,17 @@ def _server() -> Server:
 
 
 def serve() -> None:
-    """Import everything, then fork for each request, one after the other."""
+    """Import everything, then fork for each request in turn."""
     if os.fork():
-        os._exit(0)  # the process that started this one waits for it
+        os._exit(0)  # the parent process waits for it
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an imported package prints is no answer
+    os.dup2(2, 1)  # output of imported packages is not a reply
     sys.path.remove(str(Path(__file__).resolve().parent))
     for name in IMPORTED:
         importlib.import_module(name)
-    assert threading.active_count() == 1, "a process with threads must not fork"  # pyarrow's allocator may have its own
+    assert threading.active_count() == 1, (
+        "a process with threads must not fork"
+    )  # pyarrow's allocator may have a thread
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -176,7 +179,7 @@ def serve() -> None:
 
 
 def _run(request: dict) -> None:
-    """Be the command: its words, environment and outputs, and no input."""
+    """Run the command with its arguments, environment and outputs, without input."""
     if request["is_leader"]:
         os.setpgid(0, 0)
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""Commands that are started, looked at and killed while they run, and the comparison of two runs."""
+"""Helpers to start, inspect and kill commands, and to compare two runs."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ from rlhf_cli.tracking.sinks import read_metrics
 
 MEASURED = ("time/", "perf/", "memory/")
 CORE = ("EngineCore", "spawn_main")
-"""Words of the command of vLLM's core: its title, which setproctitle cannot always set, or the command before it."""
+"""Command words of vLLM's core: its title, which setproctitle cannot always set, or the original command."""
 
 
 def rlhf(*words: str, under: Sequence[str] = (), **options) -> subprocess.Popen:
-    """Start an `rlhf` command; one thread each, so that sums are the same in every run.
+    """Start an `rlhf` command with one thread per process, so that sums are reproducible.
 
     Args:
-        under: the command that starts it, if it is not started by itself.
+        under: launcher command, if any.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -37,14 +37,14 @@ def rlhf(*words: str, under: Sequence[str] = (), **options) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """Return the output of a command that has to succeed."""
+    """Wait for a command to succeed, and return its output."""
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
 
 def plain_metrics(output: Path) -> dict:
-    """Return the metrics that have to be equal in equal runs."""
+    """Return the metrics that must match in equal runs."""
     return {
         step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
         for step, metrics in read_metrics(output).items()
@@ -62,7 +62,7 @@ def assert_same_run(first: Path, second: Path) -> None:
 
 
 def processes_of(output: Path) -> list[str]:
-    """Return the processes that have a file of the run open, or the run's folder in their command line."""
+    """Return processes with an open file in the run's folder, or with the folder in their command line."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         try:
@@ -83,15 +83,15 @@ def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> 
 
 
 def engine_process(output: Path, backend: str, *, seconds: float = 20) -> psutil.Process:
-    """Return the process that generates: vLLM's core, or the Ray worker that holds the transformers engine."""
+    """Return the generating process: vLLM's core, or the Ray worker with the transformers engine."""
     kinds = CORE if backend == "vllm" else ("Worker",)
     return writer_of(output / "logs" / "engine-0.log", *kinds, seconds=seconds)
 
 
 def writer_of(path: Path, *kinds: str, seconds: float = 20) -> psutil.Process:
-    """Return the process whose output goes to this log and whose command has one of these words.
+    """Return the process that writes this log and has one of these words in its command.
 
-    One look can miss it on a busy machine: a process that is just starting another one has no readable files.
+    Polls, because a process that is starting another one has no readable files for a moment.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -119,7 +119,7 @@ def command_of(process: psutil.Process) -> str:
 
 @contextmanager
 def halted(process: subprocess.Popen) -> Iterator[None]:
-    """Halt the driver in the block, so that its run is not over before a process of it is found and killed."""
+    """Pause the driver in the block, so that the run does not end before one of its processes is found and killed."""
     process.send_signal(signal.SIGSTOP)
     try:
         yield

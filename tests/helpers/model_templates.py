@@ -1,6 +1,6 @@
-"""Chat templates in the manner of released models, with their quirks, and what their assistants' turns look like."""
+"""Chat templates like those of released models, including quirks, with expected assistant turns."""
 
-# ruff: noqa: RUF001 - the bars in DeepSeek's tokens are wide
+# ruff: noqa: RUF001 - DeepSeek's tokens contain full-width bars
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def spaced_json(name: str, arguments: dict, key: str = "arguments") -> str:
 
 
 def joined(opening: str, closing: str, between: str = "") -> Callable[[list[dict]], str]:
-    """Calls as JSON objects, each between two tags."""
+    """Return a function that writes calls as JSON objects between two tags."""
     return lambda calls: between.join(
         opening + spaced_json(call["function"]["name"], call["function"]["arguments"]) + closing for call in calls
     )
@@ -28,10 +28,10 @@ def joined(opening: str, closing: str, between: str = "") -> Callable[[list[dict
 
 @dataclass(frozen=True)
 class Family:
-    """A template with its special tokens, the first of which ends a turn.
+    """A template with its special tokens; the first one ends a turn.
 
-    `says` writes the assistant's text, `calls` its tool calls (None if there is no place for them), and
-    `thinks` whether thoughts of the last turn stay.
+    `says` writes assistant text, `calls` tool calls (None if unsupported); `thinks`: reasoning in the last turn is
+    kept.
     """
 
     template: str
@@ -42,7 +42,7 @@ class Family:
     parallel: bool = True
     text_and_calls: bool = True
     says: Callable[[str], str] = as_is
-    empty_thought: str = ""  # that the template writes before the last turn
+    empty_thought: str = ""  # reasoning that the template writes before the last turn
     calls: Callable[[list[dict]], str] | None = None
 
     @property
@@ -54,7 +54,7 @@ class Family:
         return make_tokenizer(self.template, specials=self.specials, adds_bos=self.bos is not None, **settings)
 
 
-# The date, the tools in the first user message, one call a turn without text beside it, results as JSON.
+# Date, tools in the first user message, one call per turn without text, results as JSON.
 LLAMA_3_1 = """{{- bos_token }}
 {%- set turns = messages %}{%- set system = '' %}
 {%- if messages[0].role == 'system' %}
@@ -101,7 +101,7 @@ QWEN_TOOL = """
         {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 """
-QWEN_2_5 = (  # a system prompt of its own; a call as text is quoted twice, so that objects are needed
+QWEN_2_5 = (  # default system prompt; calls as text are quoted twice, so objects are required
     "{%- set DEFAULT = 'You are Qwen, created by Alibaba Cloud.' %}\n"
     + QWEN_HEAD
     + """{%- for message in messages %}
@@ -121,7 +121,7 @@ QWEN_2_5 = (  # a system prompt of its own; a call as text is quoted twice, so t
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 )
-QWEN_3 = (  # thoughts before the last question are dropped; behind it they stay, and the last turn has one at least
+QWEN_3 = (  # reasoning before the last question is removed, after it kept; the last turn always has one
     "{%- set DEFAULT = '' %}\n"
     + QWEN_HEAD
     + """{%- set ns = namespace(query=messages | length - 1, found=false) %}
@@ -210,7 +210,7 @@ MISTRAL_TURNS = """{%- for message in turns %}
         {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}"""
-MISTRAL_SMALL = (  # a system prompt with tags of its own; tools before the last question; no text beside calls
+MISTRAL_SMALL = (  # system prompt in separate tags; tools before the last question; no text with calls
     "{%- set system = 'You are Mistral Small.' %}{%- set turns = messages %}"
     "{%- if messages[0].role == 'system' %}"
     "{%- set system = messages[0].content %}{%- set turns = messages[1:] %}{%- endif %}\n"
@@ -218,7 +218,7 @@ MISTRAL_SMALL = (  # a system prompt with tags of its own; tools before the last
     + "{{- bos_token + '[SYSTEM_PROMPT]' + system + '[/SYSTEM_PROMPT]' }}\n"
     + MISTRAL_TURNS.replace("USER", "'[INST]' + message.content + '[/INST]'").replace("ANSWER", "message.content")
 )
-MISTRAL_7B = (  # the system prompt stands in the last turn, if that is the user's: never in an example to train on
+MISTRAL_7B = (  # the system prompt is in the last turn if it is a user turn, so never in training examples
     "{%- set turns = messages %}{%- if messages[0].role == 'system' %}{%- set turns = messages[1:] %}{%- endif %}\n"
     + MISTRAL_CHECK
     + "{{- bos_token }}\n"
@@ -229,14 +229,14 @@ MISTRAL_7B = (  # the system prompt stands in the last turn, if that is the user
     ).replace("ANSWER", "' ' + message.content")
 )
 
-PHI_3 = (  # results of tools are left out; an end of text behind everything
+PHI_3 = (  # omits tool results; ends all text with an end of text
     "{% for message in messages %}"
     "{% if message.role in ('system', 'user', 'assistant') %}"
     "{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
 )
-PHI_4 = (  # no line breaks; `tools` goes into the system message
+PHI_4 = (  # no line breaks; `tools` is part of the system message
     "{%- if messages[0].role == 'system' or tools %}"
     "{{- '<|system|>' + (messages[0].content if messages[0].role == 'system' else '') }}"
     "{%- if tools %}{{- '<|tool|>' + tools | tojson + '<|/tool|>' }}{%- endif %}{{- '<|end|>' }}{%- endif %}"
@@ -275,7 +275,7 @@ DEEPSEEK_V3 = """{%- set ns = namespace(tool=false, system='') %}
 {{- '<｜tool▁outputs▁end｜>' if ns.tool else ('<｜Assistant｜>OPENED' if add_generation_prompt else '') }}""".replace(
     "TOOLS", "('\\n\\n## Tools\\n\\n' + tools | tojson if tools else '')"
 )
-"""Arguments must be JSON text; all thoughts are dropped."""
+"""Requires arguments as JSON text; removes all reasoning."""
 
 
 def deepseek_calls(calls: list[dict]) -> str:
@@ -334,4 +334,4 @@ FAMILIES = {
     "DeepSeek V3": Family(DEEPSEEK_V3.replace("OPENED", ""), DEEPSEEK_SPECIALS, **DEEPSEEK),
     "DeepSeek R1": Family(DEEPSEEK_V3.replace("OPENED", "<think>\\n"), DEEPSEEK_SPECIALS, **DEEPSEEK),
 }
-"""Templates in the manner of models, by name; `system` is False if there is no place for a system message."""
+"""Model-like templates by name; `system` is False if system messages are unsupported."""

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, run as a program of its own; ends with its standard input.
+"""Program that runs a multi-node Ray cluster on this machine until its standard input ends.
 
-Prints the address as its first line, then, as a line of JSON each time it changes, the groups of places that are taken:
-for each group the numbers of the nodes that its places are on.
+Prints the address as the first line. After each change, prints a JSON line with the reserved placement groups, each as
+a list of node numbers.
 """
 
 import json
@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 
 
 def taken(nodes: dict[str, int]) -> list[list[int]]:
-    """The nodes of each group's places, groups in the order of their sizes."""
+    """Return the nodes per placement group, ordered by group size."""
     groups = [group["bundles_to_node_id"] for group in placement_group_table().values() if group["state"] == "CREATED"]
     return sorted((sorted(nodes[node] for node in group.values()) for group in groups), key=len, reverse=True)
 

@@ -1,4 +1,4 @@
-"""The online loop with fakes of models, engines, rewards and tracking, which write down who is called with what."""
+"""Online loop with fake models, engines, rewards and tracker, which record their calls."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -35,14 +35,14 @@ EXACT = RewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
 
 
 class FakeModel:
-    """A model of any role: writes down its calls and answers with numbers that depend on the tokens alone."""
+    """Fake model for any role: records calls, and returns numbers that depend only on the tokens."""
 
     def __init__(self, name: str, journal: list[str], *, level: float = 0.0) -> None:
         self.name, self.journal, self.level = name, journal, level
         self.updates: list[tuple[list[packing.TokenSequence], list[list[int]]]] = []
         self.on_policy: list[bool] = []
         self.weights: list[LossWeights | None] = []
-        self.found: dict[str, float] = {}  # further metrics of each step of an update
+        self.found: dict[str, float] = {}  # additional metrics per update step
         self.error: Exception | None = None
 
     def _note(self, what: str) -> None:
@@ -91,7 +91,7 @@ class FakeModel:
 
 
 class FakeSteps:
-    """Finds a step at every token, worth a tenth of its id."""
+    """Finds a step at each token, with a tenth of its ID as reward."""
 
     def __init__(self, journal: list[str]) -> None:
         self.journal = journal
@@ -102,13 +102,13 @@ class FakeSteps:
 
 
 class FakeEngines:
-    """Answers a request with tokens drawn from its seed, one to `longest`."""
+    """Answers requests with tokens sampled from the seed, one to `longest`."""
 
     def __init__(self, journal: list[str]) -> None:
         self.journal = journal
         self.requests: list[list[GenerationRequest]] = []
         self.sampling: list[SamplingParams] = []
-        self.arrives: Callable[[int, Generation], float] = lambda number, response: number  # the least comes first
+        self.arrives: Callable[[int, Generation], float] = lambda number, response: number  # the lowest comes first
         self.limits: list[int] = []
         self.longest = 4
         self._left: list[tuple[int, Generation]] = []
@@ -154,7 +154,7 @@ class FakeEngines:
 
 
 class FakeScorer:
-    """A response is worth its length; `fails` selects the responses of an iteration that cannot be scored."""
+    """Scores a response by its length; `fails` selects responses that cannot be scored."""
 
     def __init__(self, journal: list[str], fails: Callable[[int], bool]) -> None:
         self.journal, self.fails = journal, fails
@@ -174,7 +174,7 @@ class FakeScorer:
 
 
 class FakeSession:
-    """Scores are ready as soon as they are asked for."""
+    """Scores are ready immediately."""
 
     def __init__(self, scorer: FakeScorer) -> None:
         self.scorer = scorer
@@ -205,7 +205,7 @@ class FakeSession:
         return found
 
     def _order(self, number: int) -> tuple[bool, int, int]:
-        """Of prompts, then of samples; greedy responses come last."""
+        """Order by prompt, then sample; greedy responses come last."""
         place, _, greedy = self.requests[number].group.partition(" ")
         return bool(greedy), int(place), self.requests[number].sample
 
@@ -231,7 +231,7 @@ class FakeTracker:
 
 
 class Run:
-    """One run with fakes; `stop_after` is the iteration during which a stop is asked for."""
+    """A run with fakes. A stop is requested during iteration `stop_after`."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class Run:
             self.reference.move()
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
-        self.turns = ActorTurns()  # those of a run that has ended are over
+        self.turns = ActorTurns()  # the locks of a finished run cannot be reused
         return train_online(
             self.roles(),
             RolloutSource(

@@ -1,4 +1,4 @@
-"""Settings of online commands, resolved as the program does."""
+"""Settings of online commands, resolved as in the program."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def resolve(command: str, **given: Any) -> Any:
 
 
 def online_settings(config: OnlineConfig, row: str) -> OnlineSettings:
-    """Return the settings of the loop, with this row of the table of algorithms."""
+    """Return the loop's settings with this row of the estimator table."""
     return OnlineSettings(
         ESTIMATORS[row],
         config.rollout,

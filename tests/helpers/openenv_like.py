@@ -1,4 +1,4 @@
-"""A server that follows the protocol of openenv 0.10.0 (http_server.py, types.py), in a thread of the test."""
+"""A server with the protocol of openenv 0.10.0 (http_server.py, types.py), in a thread of the test."""
 
 import asyncio
 import contextlib
@@ -38,19 +38,19 @@ TOOL_ACTION = {
 
 
 class InvalidAction(Exception):
-    """pydantic would not take the action."""
+    """pydantic would reject the action."""
 
 
 class RawAnswer(Exception):
-    """The text is sent instead of an answer."""
+    """Sends this text instead of a reply."""
 
 
 class Dead(Exception):
-    """The connection is cut."""
+    """Closes the connection."""
 
 
 class Environment:
-    """One session. Methods may raise the three exceptions above, or any other one."""
+    """One session. Methods may raise the exceptions above, or any other."""
 
     async def reset(self, *arguments: Any, **columns: Any) -> Stepped:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Environment:
 
 
 class OpenEnvLike:
-    """A running server; a context manager."""
+    """A running server, as a context manager."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class OpenEnvLike:
         self._key = key
         self.num_sessions = self.most_sessions = 0
         self.num_pongs = 0
-        self._sockets: dict[web.WebSocketResponse, asyncio.Task[Any] | None] = {}  # and the tasks that serve them
+        self._sockets: dict[web.WebSocketResponse, asyncio.Task[Any] | None] = {}  # with their serving tasks
 
     @property
     def url(self) -> str:
@@ -90,11 +90,11 @@ class OpenEnvLike:
         self.kill()
 
     def kill(self) -> None:
-        """Cut all connections and end."""
+        """Close all connections and stop."""
         self._thread.end(self._stop)
 
     def run(self, work: Awaitable[Any]) -> Any:
-        """Return the result of work in the server's loop."""
+        """Run a coroutine in the server's event loop, and return its result."""
         return self._thread.run(asyncio.wait_for(work, 30))
 
     def ping(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows with pictures in files, a family of models that counts squares of 28 pixels, and data read with it."""
+"""Rows with image files, a model family with one token per 28-pixel square, and data loaded with it."""
 
 import io
 import json
@@ -25,21 +25,21 @@ SQUARE = 28
 
 @dataclass(frozen=True)
 class SquareFamily:
-    """A family whose pictures have a token for each square of 28 pixels, 16 at most."""
+    """Family with one image token per 28-pixel square, at most 16."""
 
     image_token: int
     placeholder: str
     mark: str
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the next multiples of 28, up to four by four."""
+        """Return the next multiples of 28, at most four by four."""
         if max(height, width) > 200 * min(height, width):
             raise UsageError(f"a picture of {width} x {height} pixels: one side is more than 200 times the other")
         rows, columns = (min(-(-side // SQUARE), 4) for side in (height, width))
         return rows * SQUARE, columns * SQUARE
 
     def run(self, height: int, width: int) -> PictureRun:
-        """Return one placeholder for each square."""
+        """Return one placeholder per square."""
         grid = (height // SQUARE, width // SQUARE)
         return PictureRun((self.image_token,) * (grid[0] * grid[1]), grid, patches=4 * grid[0] * grid[1])
 
@@ -48,21 +48,21 @@ class SquareFamily:
 
 
 def square_family(kind: str = "qwen2_5_vl") -> tuple[PreTrainedTokenizerBase, SquareFamily]:
-    """Return the tokenizer of a tiny family of `tiny_vision`, and a family of squares with its placeholder."""
+    """Return the tokenizer of a tiny family in `tiny_vision`, and a square family with its placeholder."""
     tokenizer = tiny_tokenizer(TINY_FAMILIES[kind])
     placeholder, mark = TINY_FAMILIES[kind].placeholder, TINY_FAMILIES[kind].marks
     return tokenizer, SquareFamily(tokenizer.convert_tokens_to_ids(placeholder), placeholder, mark)
 
 
 def encoded(height: int = 28, width: int = 28, *, seed: int = 0, form: str = "PNG") -> bytes:
-    """Return a random picture as a file."""
+    """Return a random image file."""
     file = io.BytesIO()
     Image.fromarray(random_picture(height, width, seed=seed)).save(file, form)
     return file.getvalue()
 
 
 def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
-    """Write rows as JSON lines; `folder` has a.png, of two squares, and b.jpg, of one."""
+    """Write rows as JSON lines to `folder`, with a.png (two squares) and b.jpg (one square)."""
     (folder / "a.png").write_bytes(encoded(28, 56))
     (folder / "b.jpg").write_bytes(encoded(28, 28, seed=1, form="JPEG"))
     path = folder / "rows.jsonl"
@@ -71,20 +71,20 @@ def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
 
 
 def reader_of(family: Any, **settings: Any) -> PictureReader:
-    """Return a reader of pictures with these settings."""
+    """Return an image reader with these settings."""
     return PictureReader(family, PicturesConfig(**settings))
 
 
 def sequences_of(
     path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
 ) -> SequenceData:
-    """Return the sequences of a file as rlhf sft reads it."""
+    """Load a file's sequences like rlhf sft."""
     config = DataConfig(dataset=str(path), **settings)
     return load_sft_sequences(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
 
 
 def pairs_of(path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any) -> PairData:
-    """Return the pairs of a file as rlhf dpo reads it."""
+    """Load a file's pairs like rlhf dpo."""
     config = PreferenceDataConfig(dataset=str(path), **settings)
     return load_pairs(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
 
@@ -92,11 +92,11 @@ def pairs_of(path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureRead
 def prompts_of(
     path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
 ) -> PromptData:
-    """Return the prompts of a file as rlhf grpo reads it."""
+    """Load a file's prompts like rlhf grpo."""
     config = PromptConfig(prompt_data=str(path), **settings)
     return load_prompts(config, tokenizer, max_new_tokens=16, seed=0, reader=reader)
 
 
 def pixels_of_file(path: Path) -> np.ndarray:
-    """Return the pixels of a file in RGB."""
+    """Return a file's RGB pixels."""
     return np.array(Image.open(path).convert("RGB"))

@@ -1,4 +1,4 @@
-"""Rollout engines on tiny vision-language models: requests with pictures, and the trainer's log-probs of responses."""
+"""Rollout engines with tiny vision-language models: requests with images, and trainer log-probs for responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(max_new_tokens=16)
 
 
 def pictured_requests(folder: Path, samples: int = 2) -> list[GenerationRequest]:
-    """Return samples for prompts with no, one and two pictures, and for the first prompt with another picture."""
+    """Return samples for prompts with no, one and two images, and for the first prompt with another image."""
     requests = []
     for sequence in vision_sequences(folder, MIXED[:3]):
         prompt_ids = sequence.token_ids[~sequence.loss_mask].tolist()
@@ -38,14 +38,14 @@ def pictured_requests(folder: Path, samples: int = 2) -> list[GenerationRequest]
 
 
 def name_tower_as_on_the_hub(folder: Path) -> None:
-    """Rename the tensors of LLaVA's tower, which transformers 5 names otherwise in folders of a new model."""
+    """Rename LLaVA's vision encoder tensors to the Hub's names, which transformers 5 changes for new models."""
     file = folder / "model.safetensors"
     weights = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
 
 
 def trainer_of(folder: Path) -> PolicyModel:
-    """Return the model as trainers run it."""
+    """Return the model as used in training."""
     return PolicyModel(load_causal_lm(ModelConfig(pretrain=str(folder), param_dtype="fp32")))
 
 
@@ -53,7 +53,7 @@ def trainer_of(folder: Path) -> PolicyModel:
 def largest_difference(
     trainer: PolicyModel, requests: Sequence[GenerationRequest], generations: Sequence[Generation]
 ) -> float:
-    """Return the largest difference between the log-probs of engine and trainer."""
+    """Return the maximum difference between engine and trainer log-probs."""
     sequences = [
         sample_of(Prompt(request.prompt_ids, "", None, "", 0, pictures=request.pictures), generation).sequence
         for request, generation in zip(requests, generations, strict=True)
@@ -64,7 +64,7 @@ def largest_difference(
 
 @torch.no_grad()
 def change_tower(trainer: PolicyModel) -> None:
-    """Change the vision tower and its projector, and nothing else."""
+    """Change only the vision encoder and projector."""
     torch.manual_seed(7)
     for module in tower_modules(trainer.model):
         for parameter in module.parameters():
@@ -73,17 +73,17 @@ def change_tower(trainer: PolicyModel) -> None:
 
 @torch.no_grad()
 def prefer_placeholders(trainer: PolicyModel, folder: Path) -> None:
-    """Let the model sample image placeholders at about half of the positions."""
+    """Bias the model to sample image placeholders at about half of the positions."""
     trainer.model.get_output_embeddings().weight[tiny_family(folder).image_token] *= 60
 
 
 def sent_weights(trainer: PolicyModel, sender: WeightSender, version: int) -> dict[str, object]:
-    """Return the manifest of a push of the trainer's weights."""
+    """Return the manifest of a push with the trainer's weights."""
     manifest = sender.send(as_in_checkpoint(trainer.model, trainer.model.named_parameters()), version).manifest
     assert manifest is not None
     return manifest
 
 
 def shm_sender() -> WeightSender:
-    """Return a sender through shared memory."""
+    """Return a shared-memory sender."""
     return WeightSender(ShmTransport())

@@ -1,7 +1,7 @@
-"""vLLM engines on prompts with pictures, in a process of their own: a program that writes its findings.
+"""Program that runs vLLM engines on prompts with images, and writes results.
 
-An engine of Qwen-VL has to find torchvision before anything imports transformers, which the tests' process has done.
-The program starts an engine for each folder on the command line and writes `findings.json` there for the tests.
+A Qwen-VL engine must find torchvision before anything imports transformers, which the test process has already done.
+The program starts an engine per folder on the command line, and writes `findings.json` to it.
 """
 
 import json
@@ -20,28 +20,28 @@ from rlhf_cli.errors import RunError, UsageError
 
 SETTINGS = EngineSettings(max_model_len=512, dtype="fp32", num_threads=1, max_images_per_prompt=2)
 SMALL_CACHE = 0.001
-"""GiB of a cache that has no room for two of the requests' pictures, as Idefics3 splits them."""
+"""Cache size in GiB that cannot hold two of the requests' images as split by Idefics3."""
 MOST_PIXELS = 8 * 28 * 28
-"""Pixels of the largest picture of the requests, which Qwen-VL's processor alone would let be twice as large."""
+"""Pixels of the largest image in the requests. Qwen-VL's processor would allow twice as many."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Measurements of one engine, in their order.
+    """Measurements of one engine, in order.
 
     Attributes:
-        difference: largest difference between the log-probs of engine and trainer.
-        sees_pictures: whether the same question has other log-probs with another picture.
-        num_pictures_sent: times that a picture went to the engine with its pixels, in the first batch.
-        num_sent_again: the same in a batch that comes back to its first picture.
-        difference_sent_again: as `difference`, of this batch.
-        most_tokens: tokens of the largest picture that memory is reserved for.
-        too_many, wrong_run: complaints about a prompt with three pictures, and about one with a token too few.
-        is_as_before: whether the first batch is answered again as it was.
-        num_placeholders: image placeholders in responses, after a push of a model that prefers them.
-        difference_with_placeholders: as `difference`, of these responses.
-        difference_after_tower: as `difference`, after a push in which the vision tower alone has changed.
-        change_by_tower: difference between the responses before that push and the trainer after it.
+        difference: maximum difference between engine and trainer log-probs.
+        sees_pictures: log-probs of the same question differ with another image.
+        num_pictures_sent: number of images sent with pixels in the first batch.
+        num_sent_again: the same in a batch that reuses its first image.
+        difference_sent_again: like `difference`, for this batch.
+        most_tokens: tokens of the largest image for which memory is reserved. too_many, wrong_run: errors for a prompt
+        with three images, and for a prompt with a missing image token.
+        is_as_before: the first batch gets the same answers again.
+        num_placeholders: image placeholders in responses after pushing a model that prefers them.
+        difference_with_placeholders: like `difference`, for these responses.
+        difference_after_tower: like `difference`, after a push that changes only the vision encoder.
+        change_by_tower: difference between responses before that push and the trainer after it.
     """
 
     difference: float
@@ -60,7 +60,7 @@ class Findings:
 
 
 def findings_of(folders: Sequence[Path], *, seconds: float = 500) -> dict[str, Findings]:
-    """Return the findings for the models in these folders by the folders' names, from one process."""
+    """Return findings by folder name, computed in one process."""
     command = [sys.executable, __file__, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -72,7 +72,7 @@ def _report(folder: Path) -> Path:
 
 
 def look_at(folder: Path) -> Findings:
-    """Start an engine, ask it before and after pushes, and return the findings."""
+    """Start an engine, query it before and after pushes, and return the findings."""
     settings = replace(SETTINGS, max_pixels=MOST_PIXELS if "qwen" in folder.name else None)
     if folder.name == "idefics3":
         settings = replace(settings, vllm_args={"mm_processor_cache_gb": SMALL_CACHE})
@@ -84,7 +84,7 @@ def look_at(folder: Path) -> Findings:
 
 
 def _findings(engine: Engine, folder: Path) -> Findings:
-    # Imported after the engine has looked for torchvision.
+    # Import after the engine has detected torchvision.
     import pictured_engines as pictured
     from vision_sequences import tiny_family
 
@@ -126,7 +126,7 @@ def _num_pictures_sent(engine: Engine) -> int:
 
 
 def _most_tokens(engine: Engine) -> int | None:
-    """Return the tokens of the largest picture as vLLM's start takes them; None if it makes such a picture to count."""
+    """Return the tokens of vLLM's largest startup image; None if vLLM creates an actual image to count them."""
     model = engine.engine._llm.renderer.get_mm_processor().info
     most = model.get_mm_max_tokens_per_item(SETTINGS.max_model_len, {"image": 1})
     return None if most is None else int(most["image"])
@@ -141,7 +141,7 @@ def _complaint(engine: Engine, requests: list[GenerationRequest], sampling: Samp
 
 
 def _shorter(request: GenerationRequest) -> GenerationRequest:
-    """Return the request without the last token of its picture."""
+    """Return the request without the last token of its image."""
     (placed,) = request.pictures
     prompt_ids = request.prompt_ids[: placed.stop - 1] + request.prompt_ids[placed.stop :]
     return replace(request, prompt_ids=prompt_ids, pictures=(replace(placed, length=placed.length - 1),))

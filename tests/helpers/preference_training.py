@@ -1,4 +1,4 @@
-"""Random preference data and solutions, and whole steps of rm, prm, dpo and kto under the real DeepSpeed engine."""
+"""Random preference data and solutions, and rm, prm, dpo and kto steps with DeepSpeed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ NUM_ITEMS = 8
 
 
 def make_branch(rng: np.random.Generator, most: int = 7) -> Branch:
-    """One to seven tokens below 40, the last of them trained and each other one with a chance of a half."""
+    """Return one to seven tokens below 40; the last one is trained, others with probability 0.5."""
     length = int(rng.integers(1, most + 1))
     mask = rng.random(length) < 0.5
     mask[-1] = True
@@ -87,7 +87,7 @@ def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LabelledData:
 
 @dataclass(frozen=True)
 class Task:
-    """An objective with its items, and how micro-batches are prepared given a frozen reference."""
+    """An objective with items, and preparation of micro-batches with a frozen reference."""
 
     objective: Any
     items: Any
@@ -129,7 +129,9 @@ def kto_task(name: str = "kto", **settings: Any) -> Task:
 
 
 def make_steps(count: int = NUM_ITEMS, *, seed: int = 0) -> StepData:
-    """Solutions of one to five steps of one to four tokens below 40; labels are 1, 0, a probability or missing."""
+    """Return solutions with one to five steps of one to four tokens below 40; labels are 1, 0, a probability or
+    missing.
+    """
     rng = np.random.default_rng(seed)
     items = []
     for _ in range(count):
@@ -168,7 +170,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of some steps."""
+    """Results of some steps."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
@@ -185,8 +187,8 @@ def run_steps(
     seed: int | None = 5,
     **zero: Any,
 ) -> Trained:
-    """Some steps from the model in the folder, against a reference that is the model with noise on its weights, or
-    without a seed the model itself.
+    """Run steps from a model folder. The reference is the model with noise on its weights, or without a seed the model
+    itself.
     """
     if task.is_reward_model:
         source = ModelConfig(pretrain=model, param_dtype="fp32")
@@ -212,8 +214,8 @@ def run_steps(
 
 
 def make_reference(model: str, stage: int, seed: int | None, *, size: int = 1) -> FrozenEngine:
-    """The model of the folder, with a seed with other weights in its norms, which ZeRO-3 leaves whole in so small a
-    model; `size` ranks share each sequence.
+    """Load the reference. With a seed, its norms differ from the model's; ZeRO-3 does not partition such small tensors.
+    `size` ranks share each sequence.
     """
     hf_model, module = load_policy(model, 0)
     module.sequence_ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
@@ -226,5 +228,5 @@ def make_reference(model: str, stage: int, seed: int | None, *, size: int = 1) -
 
 
 def without_sharing(task: Task) -> Task:
-    """The same task with prompts repeated for each response."""
+    """Return the task with prompts repeated per response."""
     return replace(task, items=replace(task.items, share_prompts=False))

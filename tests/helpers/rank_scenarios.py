@@ -1,6 +1,6 @@
-"""The work of one rank in the tests of several ranks: `python rank_scenarios.py MODEL OUT`, with a rank's environment.
+"""Work of one rank in multi-rank tests: `python rank_scenarios.py MODEL OUT`, with a rank's environment.
 
-Every scenario runs on one rank and on two; the tests compare the files of all ranks.
+Scenarios run on one and two ranks; tests compare the files of all ranks.
 """
 
 import sys
@@ -34,7 +34,7 @@ from rlhf_cli.trainers.offline.reference_logprobs import all_results
 from rlhf_cli.trainers.offline.sft import sft_objective
 
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
-"""The last step has one sequence: with two ranks, one of them has nothing to do."""
+"""The last step has one sequence, so one of two ranks is idle."""
 STAGES = (0, 1, 2, 3)
 TYPES = (("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16"))
 SAVED = [
@@ -42,7 +42,7 @@ SAVED = [
     *((stage, "fp32", "muon") for stage in STAGES[:3]),
     (1, "bf16", "muon"),
 ]
-"""Stages, types of the weights and optimizers that are saved and loaded."""
+"""Stages, weight dtypes and optimizers to save and load."""
 
 
 def layout(**bounds: Any) -> Layout:
@@ -50,7 +50,7 @@ def layout(**bounds: Any) -> Layout:
 
 
 def steps(model: str, stage: int, **options: Any) -> dict[str, Any]:
-    """Three steps in float32."""
+    """Run three float32 steps."""
     items = Items(make_sequences(10))
     hf_model, module = load_policy(model, stage)
     engine = make_engine(module, stage, **options)
@@ -59,7 +59,7 @@ def steps(model: str, stage: int, **options: Any) -> dict[str, Any]:
 
 
 def resume(model: str, stage: int, dtype: str, optimizer: str, folder: Path) -> dict[str, Any]:
-    """Whether an engine that was saved and loaded again goes on as if nothing had been."""
+    """Return whether a saved and reloaded engine continues identically."""
     items = Items(make_sequences(10))
     optim = OPTIM.model_copy(update={"optim": optimizer})
     results = []
@@ -90,7 +90,7 @@ def shifted(objective: Any, *, by: float) -> Any:
 
 
 def spoiled(model: str, stage: int) -> dict[str, Any]:
-    """Three steps; in the second one the last rank's loss is infinite, which leaves no trace."""
+    """Run three steps. In the second, the last rank's loss is infinite, which must have no effect."""
     results = []
     for is_spoiled in (False, True):
         items = Items(make_sequences(10))
@@ -112,7 +112,7 @@ def spoiled(model: str, stage: int) -> dict[str, Any]:
 
 
 def average(model: str, stage: int) -> dict[str, torch.Tensor]:
-    """A moving average of the weights over two steps."""
+    """Return a moving average of the weights over two steps."""
     items = Items(make_sequences(10))
     hf_model, module = load_policy(model, stage)
     engine = make_engine(module, stage)
@@ -124,7 +124,7 @@ def average(model: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 def moved(model: str) -> dict[str, torch.Tensor]:
-    """A frozen, partitioned policy that has moved halfway to zero; the first rank decides the place."""
+    """Return a frozen, partitioned policy moved halfway to zero; the first rank decides the position."""
     hf_model, module = load_policy(model, 3)
     FrozenEngine(module, DeepSpeedConfig(zero_stage=3), param_dtype="fp32")
     named = list(hf_model.named_parameters())
@@ -135,7 +135,7 @@ def moved(model: str) -> dict[str, torch.Tensor]:
 
 
 class Counter(nn.Module):
-    """Its weight gets the sum of the inputs as gradient."""
+    """Its weight's gradient is the sum of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Counter(nn.Module):
 
 
 def sum_over_ranks(stage: int) -> float:
-    """The gradient norm of 256 + 1, which bf16 cannot hold: on two ranks, one number comes from each."""
+    """Return the gradient norm of 256 + 1, which bf16 cannot represent; with two ranks, each contributes one number."""
     numbers = [torch.tensor([number], dtype=torch.bfloat16) for number in (256, 1)]
     engine = make_engine(Counter(), stage, dtype="bf16")
     own = numbers if dist.get_world_size() == 1 else numbers[dist.get_rank() :][:1]
@@ -154,7 +154,7 @@ def sum_over_ranks(stage: int) -> float:
 
 
 def critic(model: str) -> list[dict[str, float]]:
-    """Two steps of a value model at stage 3 that learns the value 1."""
+    """Run two ZeRO-3 steps of a value model with target 1."""
     items = Items(make_sequences(7))
     hf_model = load_value_backbone(ModelConfig(pretrain=model, param_dtype="fp32"))
     engine = make_engine(ValueModel(hf_model), 3)
@@ -171,7 +171,7 @@ def critic(model: str) -> list[dict[str, float]]:
 
 
 def inference(model: str) -> list[torch.Tensor]:
-    """Log-probs by a frozen policy partitioned over the ranks, of packs and an idle one."""
+    """Return log-probs of packs and an idle pack from a frozen, partitioned policy."""
     sequences = make_sequences(6)
     _, module = load_policy(model, 3)
     frozen = FrozenEngine(module, DeepSpeedConfig(zero_stage=3), param_dtype="fp32")
@@ -180,7 +180,9 @@ def inference(model: str) -> list[torch.Tensor]:
 
 
 def reference_columns(model: str) -> np.ndarray:
-    """Log-probs of a frozen policy for 9 pairs, 8 at a time: with two ranks, one has nothing of the last chunk."""
+    """Return log-probs of a frozen policy for 9 pairs, 8 at a time, so that one of two ranks has no item in the last
+    chunk.
+    """
     items = PairItems(make_pairs(9), share_prompts=True, read_ends=False, columns={})
     share = Layout(dist.get_rank(), dist.get_world_size(), train_batch_size=8).share()
     frozen = make_reference(model, 0, seed=5)
@@ -188,7 +190,7 @@ def reference_columns(model: str) -> np.ndarray:
 
 
 def evaluation(model: str) -> dict[str, float]:
-    """Metrics over seven sequences at stage 3."""
+    """Return metrics over seven sequences at ZeRO-3."""
     items = Items(make_sequences(7))
     _, module = load_policy(model, 3)
     micro_batches, totals = layout(max_tokens=30).share().micro_batches(items, items.lengths.argsort())
@@ -196,7 +198,7 @@ def evaluation(model: str) -> dict[str, float]:
 
 
 def decisions() -> list[Any]:
-    """Return the number and the refusal of the first rank, as this rank gets them."""
+    """Return the number and error of the first rank, as received by this rank."""
 
     def refuse() -> None:
         raise UsageError(f"rank {dist.get_rank()} refuses")
@@ -210,7 +212,7 @@ def decisions() -> list[Any]:
 
 
 def vision_steps(folder: Path, stage: int) -> dict[str, Any]:
-    """Three steps of a vision-language model: with two ranks, one has pictures and the other text, or nothing."""
+    """Run three steps of a vision-language model. With two ranks, one has images and the other text, or nothing."""
     items = Items(vision_sequences(folder, [[(56, 84), (60, 60)], [], [(112, 56)], [], [(30, 90)]]))
     hf_model, module = load_policy(str(folder), stage)
     engine = make_engine(module, stage)

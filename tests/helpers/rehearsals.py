@@ -1,4 +1,4 @@
-"""Episodes that are played without a model: the tokenizer of a family, an environment, and written turns."""
+"""Episodes without a model: tokenizer of a family, environment, and written turns."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from rlhf_cli.runs.episode_preview import PlayedEpisode, Rehearsal
 
 
 def save_model_without_weights(folder: Path) -> str:
-    """Write a folder with Qwen 2.5's template and no weights that could be loaded; return its path."""
+    """Write a folder with Qwen 2.5's template and without loadable weights. Returns its path."""
     tokenizer = FAMILIES["Qwen 2.5"].tokenizer()
     tokenizer.save_pretrained(folder)
     described = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": len(tokenizer)}
@@ -22,7 +22,7 @@ def save_model_without_weights(folder: Path) -> str:
 
 
 def rehearsal_of(model: str, environment: str, dataset: str = "tasks.jsonl", **settings) -> Rehearsal:
-    """Return an episode that can be played, with the first row of a data set."""
+    """Return a playable episode with the first row of a dataset."""
     given = {"for": "ppo", "dataset": dataset, "pretrain": model, "environment": environment, **settings}
     (preview,) = inspect_data(build_config(DataCommandConfig, {"max_len": 4096, "max_new_tokens": 256, **given}))
     assert preview.rehearsal is not None
@@ -30,11 +30,11 @@ def rehearsal_of(model: str, environment: str, dataset: str = "tasks.jsonl", **s
 
 
 def play(rehearsal: Rehearsal, *turns: str) -> PlayedEpisode:
-    """Return the episode with these turns."""
+    """Play the episode with these turns."""
     written = iter(turns)
     return rehearsal.play(lambda token_ids, start: next(written, None))
 
 
 def texts(played: PlayedEpisode) -> list[tuple[str, str]]:
-    """Return the name and the text of each part of an episode."""
+    """Return the name and text of each part of an episode."""
     return [(part.name, "".join(piece.text for piece in part.pieces)) for part in played.example.parts]

@@ -1,24 +1,24 @@
-"""The calls that groups of ranks and engines send, for fakes of Ray and fakes that answer by the name of the method."""
+"""Remote calls of rank and engine groups, for fakes of Ray and fakes that reply by method name."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class _Recorder:
-    """Stands for the object that a worker holds, and for its parts `role` and `engine`."""
+    """Stand-in for a worker's object, and for its `role` and `engine`."""
 
     def __getattr__(self, name: str) -> Any:
         return self if name in ("role", "engine") else lambda *args: (name, args)
 
 
 def recorded(call: Callable[..., Any], *work: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return the name and the arguments of the method that a remote call calls."""
+    """Return the method name and arguments of a remote call."""
     found: tuple[str, tuple[Any, ...]] = call(_Recorder(), *work)
     return found
 
 
 class FakeCall:
-    """A call; what collects responses is done when it is waited for, all else at once."""
+    """A call. Response collection completes when waited for, everything else at once."""
 
     def __init__(self, do, *, waits):
         self._do = do
@@ -34,7 +34,7 @@ class FakeCall:
 
 
 class FakeRay:
-    """The functions of Ray for such calls."""
+    """Ray functions for such calls."""
 
     def get(self, call, timeout=None):
         if isinstance(call, list):

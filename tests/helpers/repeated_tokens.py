@@ -1,10 +1,10 @@
-"""Tokens whose keys many sequences see, and the gradients that come back for them."""
+"""Tokens with keys used by many sequences, and the resulting gradients."""
 
 import torch
 
 
 def repeated_tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys of 5 tokens, the index that repeats them 64 times, bfloat16 gradients, and their float64 sums."""
+    """Return keys of 5 tokens, an index that repeats them 64 times, bfloat16 gradients, and float64 sums."""
     torch.manual_seed(0)
     keys = torch.randn(5, 2, 4, dtype=torch.bfloat16, requires_grad=True)
     index = torch.tensor([*range(5)] * 64 + [3, 3])

@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 
 def save_reward_model(folder: Path, *, tokenizer: Any = None, **config: Any) -> Path:
-    """A random reward model of 2 layers with a tokenizer of its own."""
+    """Save a random 2-layer reward model with a tokenizer."""
     tokenizer = tokenizer or make_tiny_tokenizer()
     torch.manual_seed(3)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,4 +1,4 @@
-"""The state of the online loop as it goes through the files of a checkpoint."""
+"""Online loop state after a round trip through checkpoint files."""
 
 import json
 from collections.abc import Sequence
@@ -26,6 +26,6 @@ def read_state(folder: Path, prompts: Sequence[Prompt], settings: OnlineSettings
 
 
 def through_files(state: LoopState, folder: Path, prompts: Sequence[Prompt], settings: OnlineSettings) -> LoopState:
-    """Return the state as it comes out of a checkpoint."""
+    """Return the state as loaded from a checkpoint."""
     write_state(folder, state)
     return read_state(folder, prompts, settings)

@@ -1,4 +1,4 @@
-"""What tests of rewards ask for, and how they wait for it."""
+"""Score requests for reward tests, and waiting for results."""
 
 import itertools
 import time
@@ -22,7 +22,7 @@ NUMBERS = itertools.count()
 
 
 def group(*responses: str, label: str | None = "18") -> list[ScoreRequest]:
-    """The samples of one prompt."""
+    """Return samples of one prompt."""
     name = str(next(NUMBERS))
     return [
         ScoreRequest(
@@ -41,12 +41,12 @@ def group(*responses: str, label: str | None = "18") -> list[ScoreRequest]:
 
 
 def request(response: str, label: str | None = "18") -> ScoreRequest:
-    """The only sample of a prompt."""
+    """Return the only sample of a prompt."""
     return group(response, label=label)[0]
 
 
 def finished(session: ScoringSession) -> list[Score]:
-    """The scores that there are, by number of the response."""
+    """Return the available scores by response number."""
     found = session.finish()
     return [found[number] for number in sorted(found)]
 
@@ -63,13 +63,13 @@ def values(settings: RewardConfig, *responses: str) -> list[float | None]:
 def asked(
     response: str, label: str, *, tokens: int = 1, of: int = 1, sample: int = 0, prompt: str = "Q: "
 ) -> ScoreRequest:
-    """A sample of a prompt of which there are `of`; a group of its own if it is the only one."""
+    """Return a sample of a prompt with `of` samples; a single one forms its own group."""
     group = "g" if of > 1 else str(next(NUMBERS))
     return ScoreRequest(prompt + response, prompt, response, label, tokens, False, group, sample, of)
 
 
 def ready_scores(session: ScoringSession, count: int) -> dict[int, Score]:
-    """The next scores of a session before its end."""
+    """Return a session's next scores before its end."""
     found: dict[int, Score] = {}
     wait_until(lambda: bool(found.update(session.ready())) or len(found) >= count)
     return found

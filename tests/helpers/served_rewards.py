@@ -1,4 +1,4 @@
-"""`rlhf serve-rm` in a process of its own."""
+"""`rlhf serve-rm` in a separate process."""
 
 import os
 import re
@@ -11,14 +11,14 @@ KEY = "of-this-test"
 
 @dataclass
 class Served:
-    """`rlhf serve-rm` as a process of its own."""
+    """`rlhf serve-rm` in a separate process."""
 
     process: subprocess.Popen
     url: str
 
 
 def serve(*words: str) -> Served:
-    """Start a server, with a process group of its own as a terminal gives it, and wait until it listens."""
+    """Start a server in a separate process group, like in a terminal, and wait until it listens."""
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf_cli", "serve-rm", "--port", "0", *words],
         env=os.environ | {"OMP_NUM_THREADS": "1", "RLHF_RM_API_KEY": KEY},

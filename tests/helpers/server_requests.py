@@ -10,12 +10,12 @@ NUMBERS = itertools.count()
 
 
 def request(query: str, *, prompt: str = "", label: str | None = None) -> ScoreRequest:
-    """A response that is a group of its own."""
+    """Return a response in a separate group."""
     response = query.removeprefix(prompt)
     group = str(next(NUMBERS))
     return ScoreRequest(query, prompt, response, label, len(response), False, group, sample=0, group_size=1)
 
 
 def ask(client: RemoteRewards, asked: list[ScoreRequest]) -> list[ItemOutcome]:
-    """The outcome of each request."""
+    """Return each request's outcome."""
     return [future.result(timeout=60) for future in client.submit(asked)]

@@ -1,6 +1,4 @@
-"""Actor, critic and reward model of an online run on ranks that share sequences, or split layers; every rank calls each
-function.
-"""
+"""Actor, critic and reward model of an online run with sequence or tensor parallelism. Functions run on each rank."""
 
 import pickle
 from collections.abc import Sequence
@@ -38,15 +36,15 @@ GSPO = ActorCriticPolicyConfig(
     rollout_correction="seq_mask",
     rollout_correction_range=(0.9, 1.1),
 )
-"""Ratios, corrections and means of whole sequences, which stretch over the tokens of several ranks."""
+"""Ratios, corrections and means over full sequences, which span several ranks."""
 CLIP = ActorCriticPolicyConfig(entropy_loss_coef=0.01)
 STEPS = [np.arange(0, 5), np.arange(5, 7)]
 LAST = np.arange(7, 8)
-"""A step of one short response: other groups of ranks are idle, and ranks of its own group may have no target."""
+"""Step with one short response: other rank groups are idle, and some ranks of its group may have no target."""
 
 
 def samples() -> list[TokenSequence]:
-    """Responses to three prompts, with values of their tokens that depend on nothing but the seed."""
+    """Return responses to three prompts, with token values that depend only on the seed."""
     rng = np.random.default_rng(0)
     made = []
     for prompt_length, lengths in ((6, (9, 2, 7)), (1, (5, 4)), (11, (1, 12, 1))):
@@ -99,14 +97,14 @@ def role_settings(
 
 
 class Shares:
-    """The shares of this rank in forward passes and steps, as the driver deals them."""
+    """This rank's shares in forward passes and steps, as assigned by the driver."""
 
     def __init__(self, size: int, *, split: int = 1, share_prompts: bool = True, max_tokens: int = 48) -> None:
         batch = BatchConfig(train_max_tokens_per_gpu=max_tokens // size)
         self._planner = MicroBatchPlanner(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size, split)
 
     def answers(self, sequences: Sequence[TokenSequence], forward: Any) -> dict[int, torch.Tensor]:
-        """Return the results of this rank's sequences by number."""
+        """Return this rank's results by sequence number."""
         mine = self._planner.plan(sequences)[dist.get_rank()]
         found: dict[int, torch.Tensor] = {}
         for members, values_K in zip(mine, forward([[sequences[i] for i in m] for m in mine]), strict=True):
@@ -116,12 +114,12 @@ class Shares:
         return found
 
     def steps(self, steps: Sequence[np.ndarray], of: Sequence[TokenSequence] | None = None) -> list[Any]:
-        """Return this rank's share of the steps, of the common samples or of others."""
+        """Return this rank's share of the steps, with the common or given samples."""
         return self._planner.steps(of or samples(), steps)[dist.get_rank()]
 
 
 def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **settings: Any) -> dict[str, Any]:
-    """Log-probs, then steps of the objective, with the weights that engines get, and their average in a folder."""
+    """Return log-probs, then run steps; includes the weights for engines, and their saved average."""
     role = ActorRank(role_settings(pretrain, size, split=split, **settings))
     shares, sequences = Shares(size, split=split), samples()
     weights = LossWeights(0.1, EntropyState(0.01))
@@ -138,8 +136,8 @@ def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **se
 
 
 def pictured_actor(folder: Path) -> dict[str, Any]:
-    """Log-probs, then a step of an actor at ZeRO 3 on two responses each to a prompt with a picture and to two without,
-    as the driver sends them.
+    """Return log-probs, then run a ZeRO-3 actor step on two responses each to a prompt with an image and to two
+    without, as sent by the driver.
     """
     role = ActorRank(role_settings(str(folder), 1, stage=3))
     sequences = [
@@ -160,12 +158,12 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
 
 
 def _sent(work: Any) -> Any:
-    """Return the work of a rank as it arrives."""
+    """Return a rank's work as received."""
     return pickle.loads(pickle.dumps(work))
 
 
 def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict[str, Any]:
-    """Values, then steps of the critic."""
+    """Return values, then run critic steps."""
     role = CriticRank(role_settings(pretrain, size, split=split, **settings))
     shares, sequences = Shares(size, split=split), samples()
     found: dict[str, Any] = {"before": shares.answers(sequences, role.values)}
@@ -174,14 +172,14 @@ def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict
 
 
 def reward(pretrain: str, size: int) -> dict[str, Any]:
-    """Scores at the ends of the responses."""
+    """Return scores at response ends."""
     role = RewardRank(role_settings(pretrain, size, stage=3))
     ends = [TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1) for sequence in samples()]
     return {"before": Shares(size, share_prompts=False).answers(ends, role.scores)}
 
 
 def online_roles(model: str, judge: str, size: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of each role by name."""
+    """Return results by role."""
     folder = folder / f"averages{dist.get_world_size()}"
     torch.manual_seed(0)
     return {

@@ -1,8 +1,8 @@
-"""One of several ranks, of which some share tokens: `python shared_sequences.py MODEL TEACHER JUDGE NORMED OUT SIZE`.
+"""One of several ranks with sequence parallelism: `python shared_sequences.py MODEL TEACHER JUDGE NORMED OUT SIZE`.
 
-SIZE ranks share a sequence. Every rank computes each pack alone too, and writes how far the shared results are from its
-own; the ranks of two groups do so as one group as well. Then come the metrics and weights of steps. At last SIZE ranks
-split layers instead, also of the model in NORMED.
+SIZE ranks share a sequence. Each rank also computes each pack by itself, and writes the distance between shared and own
+results; ranks of two groups do the same as one group. Then follow metrics and weights of steps. Finally, SIZE ranks
+split layers instead, also for the model in NORMED.
 """
 
 import sys
@@ -43,16 +43,17 @@ SHAPES = {
     "a window": (12, 12, 4),
     "5 heads": (5, 5, None),
 }
-"""Query heads, key heads, and the tokens that a position sees. Of 2, 3 and 4 ranks each divides the key heads of some
-shape, is a multiple of others, and is neither for others; none divides five heads."""
+"""Query heads, key heads, and attention window. Each of 2, 3 and 4 ranks divides the key heads of some shape, is a
+multiple of others, and is neither for others; none divides five heads.
+"""
 KINDS = {"value": "3 key heads", "checkpointed": "a window"}
-"""Models besides the policy, which takes all shapes."""
+"""Models in addition to the policy, which uses all shapes."""
 DTYPES = ("fp32", "bf16")
 IN_BF16 = ("3 key heads", "a window")
 
 
 def sequence(*token_ids: int) -> TokenSequence:
-    """Tokens of which all but the first are trained."""
+    """Return tokens with all but the first trained."""
     return TokenSequence(np.array(token_ids, np.int32), np.arange(len(token_ids)) > 0)
 
 
@@ -89,11 +90,11 @@ def config(shape: tuple[int, int, int | None]) -> Qwen2Config:
 
 
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What a module returns for a pack, and gradients, in float32."""
+"""Module outputs for a pack, and gradients, in float32."""
 
 
 def results_of(module: nn.Module, one: Pack, ranks: SequenceRanks | None) -> Results:
-    """Return the module's results on a pack, and the gradients of a sum in which each result has another weight."""
+    """Return module outputs on a pack, and gradients of a sum with different weights per output."""
     module.zero_grad()
     module.sequence_ranks = ranks
     if isinstance(module, PolicyModel):
@@ -119,7 +120,7 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 def make_module(kind: str, shape: tuple[int, int, int | None], dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model = (Qwen2ForSequenceClassification if kind == "value" else Qwen2ForCausalLM)(config(shape)).train()
-    model = model.to(torch.bfloat16).to(dtype)  # the same numbers in both types
+    model = model.to(torch.bfloat16).to(dtype)  # the same values in both dtypes
     if kind == "checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return (ValueModel if kind == "value" else PolicyModel)(model)
@@ -131,12 +132,12 @@ def ways(shape: tuple[int, int, int | None], one: Pack, group: dist.ProcessGroup
     if shape[0] % dist.get_world_size(group):
         modes.remove("ulysses")
     if one.keys is not None:
-        modes.remove("ring")  # its kernel takes keys in their order alone
+        modes.remove("ring")  # its kernel requires keys in order
     return [SequenceRanks(group, mode) for mode in sorted(modes)]
 
 
 def distances(group: dist.ProcessGroup) -> dict[str, tuple[float, float]]:
-    """Return how far results and gradients of the group are from those of a rank alone."""
+    """Return the distances between group and single-rank outputs and gradients."""
     found = {}
     chosen = [("policy", name) for name in SHAPES] + list(KINDS.items())
     for kind, shape_name in chosen:
@@ -150,7 +151,7 @@ def distances(group: dist.ProcessGroup) -> dict[str, tuple[float, float]]:
 
 
 def errors_in_bf16(group: dist.ProcessGroup) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
-    """Return how far bf16 is from float32 for a rank alone, and for the group."""
+    """Return bf16 errors relative to float32, for a single rank and for the group."""
     found = {}
     for shape_name in IN_BF16:
         exact, rounded = (make_module("policy", SHAPES[shape_name], dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -164,13 +165,13 @@ def errors_in_bf16(group: dist.ProcessGroup) -> dict[str, tuple[tuple[float, flo
 
 
 def apart(one: Results, other: Results) -> tuple[float, float]:
-    """Return the largest distance of results, and of gradients in units of the largest gradient."""
+    """Return the maximum distance of outputs, and of gradients relative to the largest gradient."""
     assert one[0].shape == other[0].shape
     return float((one[0] - other[0]).abs().max()) if one[0].numel() else 0.0, farthest(one[1], other[1])
 
 
 def steps(model: str, stage: int, size: int, dtype: str) -> dict[str, object]:
-    """Return the metrics and weights of three steps; 30 tokens are the most of any number of ranks."""
+    """Return metrics and weights of three steps; 30 tokens is the maximum of any number of ranks."""
     hf_model, module = load_policy(model, stage, dtype=dtype)
     settings = DeepSpeedConfig(zero_stage=stage, sequence_parallel_size=size)  # type: ignore[arg-type]
     module.sequence_ranks = sequence_ranks(settings, hf_model.config)
@@ -184,7 +185,7 @@ def steps(model: str, stage: int, size: int, dtype: str) -> dict[str, object]:
 
 
 def precomputed(model: str, layout: Layout) -> torch.Tensor:
-    """Return the log-probs of a reference for all pairs."""
+    """Return reference log-probs for all pairs."""
     gather = partial(gather_rows, ranks_per_pack=layout.ranks_per_sequence)
     reference = make_reference(model, 0, 5, size=layout.ranks_per_sequence)
     pairs = PairItems(make_pairs(), True, False, {})
@@ -192,10 +193,10 @@ def precomputed(model: str, layout: Layout) -> torch.Tensor:
 
 
 def training(model: str, teacher: str, judge: str, normed: str, folder: Path, size: int) -> dict[str, object]:
-    """Return the results of steps, objectives and roles; four ranks train as two groups."""
+    """Return results of steps, objectives and roles. Four ranks train as two groups."""
     world = dist.get_world_size()
     results: dict[str, object] = {f"steps {stage} fp32": steps(model, stage, size, "fp32") for stage in range(4)}
-    if world == 3:  # the model has four heads, so that these ranks gather keys
+    if world == 3:  # the model has four heads, so three ranks gather keys
         return results
     results |= {f"steps {stage} bf16": steps(model, stage, size, "bf16") for stage in range(4)}
     results["steps as one group"] = steps(model, 3, world, "fp32")

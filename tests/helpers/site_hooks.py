@@ -1,4 +1,4 @@
-"""The hooks of the documentation site, and the metrics that its pages document."""
+"""Documentation site hooks, and metrics documented on its pages."""
 
 import importlib.util
 import re
@@ -21,7 +21,7 @@ def site_hooks() -> Any:
 
 
 def undocumented(command: str, names: Iterable[str]) -> list[str]:
-    """Return the metrics that the page of the command does not have."""
+    """Return the metrics missing on the command's page."""
     documented = [metric["name"] for metric in site_hooks().metrics_of(command)]
     patterns = [re.compile(re.sub(r"<[^>]*>", ".+", re.escape(name))) for name in documented]
     return sorted(name for name in set(names) if not any(pattern.fullmatch(name) for pattern in patterns))

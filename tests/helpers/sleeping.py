@@ -1,4 +1,4 @@
-"""Three steps of a tiny bfloat16 policy under DeepSpeed, with something done after each step."""
+"""Three DeepSpeed steps of a tiny bfloat16 policy, with an action after each."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ AfterStep = Callable[[], None]
 
 
 def do_nothing(engine: DeepSpeedEngine, module: PolicyModel) -> AfterStep:
-    """Leave the engine alone between its steps."""
+    """Do nothing between steps."""
     return lambda: None
 
 
@@ -26,7 +26,7 @@ def trained_weights(
     between: Callable[[DeepSpeedEngine, PolicyModel], AfterStep] = do_nothing,
     sleeps: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after three steps; `between` is called after each of them."""
+    """Return the weights after three steps; `between` is called after each step."""
     module = PolicyModel(load(model, stage, lora_rank=lora_rank, dtype="bf16"))
     engine = DeepSpeedEngine(
         module,
@@ -45,6 +45,6 @@ def trained_weights(
 
 
 def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    """Every weight is equal bit for bit."""
+    """Assert that all weights are bit-identical."""
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,6 +1,6 @@
-"""What ranks compute that split the layers of a model: steps, objectives, roles, and what becomes of a checkpoint.
+"""Tensor parallelism: steps, objectives, roles, and checkpoints.
 
-Two models are trained, of which one has norms of heads.
+Trains two models, one of them with head norms.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from rlhf_cli.backends.training.deepspeed_engine import seed_everything
 from rlhf_cli.backends.training.deepspeed_weights import EngineWeights
 
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
-"""In the last step one of two groups of ranks is idle."""
+"""In the last step, one of two rank groups is idle."""
 STAGES = (1, 2, 3)
 OBJECTIVES = ("dpo", "rm")
 
@@ -28,7 +28,7 @@ def layout(size: int, max_tokens: int) -> Layout:
 
 
 def steps(model: str, stage: int, size: int, *, checkpointing: bool = False, **options: Any) -> dict[str, Any]:
-    """Three steps in float32."""
+    """Run three float32 steps."""
     hf_model, module = load_policy(model, stage, gradient_checkpointing=checkpointing)
     engine = make_engine(module, stage, tensor_parallel_size=size, **options)
     metrics = train(engine, Items(make_sequences(10)), STEPS, layout(size, 30))
@@ -36,7 +36,7 @@ def steps(model: str, stage: int, size: int, *, checkpointing: bool = False, **o
 
 
 def resumed(model: str, stage: int, size: int, dtype: str, folder: Path) -> dict[str, Any]:
-    """Whether an engine that was saved and loaded goes on as if nothing had been, and what the checkpoint holds."""
+    """Return whether a saved and reloaded engine continues identically, and the checkpoint's contents."""
     items, results = Items(make_sequences(10)), []
     for is_first in (True, False):
         seed_everything(1 if is_first else 99)
@@ -62,13 +62,13 @@ def resumed(model: str, stage: int, size: int, dtype: str, folder: Path) -> dict
 
 
 def anew(results: dict[str, Any]) -> dict[str, Any]:
-    """Return results, after which the next engine finds DeepSpeed's groups as in a new process."""
+    """Return results, and reset DeepSpeed's groups for the next engine, as in a new process."""
     groups.mpu = None
     return results
 
 
 def split_layers(model: str, normed: str, teacher: str, folder: Path, size: int) -> dict[str, Any]:
-    """Return the results of steps, objectives and roles of ranks that split layers, `size` of which are a group."""
+    """Return results of steps, objectives and roles with tensor parallelism; `size` ranks form a group."""
     results = {f"split {stage}": anew(steps(normed, stage, size, checkpointing=True)) for stage in STAGES}
     results["split and offloaded"] = anew(steps(normed, 3, size, adam_offload=True, param_offload=True))
     for name in OBJECTIVES:

@@ -1,4 +1,4 @@
-"""Ranks of a process group as processes of a helper script, and what each of them writes."""
+"""Ranks of a process group as helper script processes, with their results."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from rlhf_cli.backends.training.distributed_env import free_port
 
 
 def start_ranks(script: str, num_ranks: int, words: list[str], folder: Path) -> list[subprocess.Popen]:
-    """Start `python script words` once for each rank; logs and results go to the folder."""
+    """Start `python script words` once per rank; logs and results go to the folder."""
     port = str(free_port())
     ranks = []
     for rank in range(num_ranks):
@@ -27,7 +27,7 @@ def start_ranks(script: str, num_ranks: int, words: list[str], folder: Path) -> 
 
 
 def results_of(processes: dict[int, list[subprocess.Popen]], folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return the results that each rank has written, by (rank, number of ranks); leave no process behind."""
+    """Return each rank's results by (rank, number of ranks). Leaves no process running."""
     found = {}
     try:
         for num_ranks, ranks in processes.items():

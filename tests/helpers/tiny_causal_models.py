@@ -1,4 +1,4 @@
-"""A tiny random model of any causal type of transformers, and how far its packs are from its sequences alone."""
+"""Tiny random models of any transformers causal LM type, and a comparison of packs with single sequences."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
 }
-"""Sizes by the names that configurations have for them; dropout is there to be switched off."""
+"""Sizes by configuration name. Dropout is included to test that it is disabled."""
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 8},
     **{kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu")},
@@ -97,13 +97,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
-"""Settings of single types."""
+"""Settings of individual types."""
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
-    """A configuration of the type with small sizes and, if it lists the kinds of its layers, as many as it has by
-    default in so few layers.
-    """
+    """Return a small configuration of the type. If it lists layer kinds, it has the default mix for so few layers."""
     usual = AutoConfig.for_model(kind)
     text = usual.get_text_config()
     known = {name: value for name, value in (SIZES | OWN.get(kind, {})).items() if name in text.to_dict()}
@@ -124,8 +122,8 @@ def sequences(lengths: tuple[int, ...] = (30, 9, 40)) -> list[TokenSequence]:
 
 
 def distance_in_packs(kind: str, folder: Path, attention: str = "auto") -> float:
-    """Save the tiny model of the type, load it for training, and return the largest difference of a log-probability
-    between a pack in training mode and transformers' own model on each sequence.
+    """Save a tiny model, load it for training, and return the maximum log-prob difference between packs in training
+    mode and transformers on single sequences.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager", dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Tiny models under the real DeepSpeed engine: data, steps, weights, and the same training in plain PyTorch."""
+"""Tiny models with DeepSpeed: data, steps, weights, and the same training in plain PyTorch."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,16 +22,17 @@ from rlhf_cli.trainers.offline.sft import sft_objective
 
 LEARNING_RATE = 1e-3
 CLOSE = LEARNING_RATE / 10
-"""Distance of weights after three steps that rounding explains: where gradients come near Adam's eps of 1e-8, their
-last digits, which differ between processors, show in a step of size LEARNING_RATE."""
+"""Tolerated weight distance after three steps: where gradients are near Adam's eps of 1e-8, rounding, which differs
+between processors, changes a step by up to LEARNING_RATE.
+"""
 OPTIM = OptimConfig(lr_scheduler="constant", max_norm=0.5, l2=0.1)
 
 NOISE = "k_proj.bias"
-"""A key bias shifts all logits of a query alike: its gradient is rounding noise, which Adam blows up to full steps."""
+"""A key bias shifts all logits of a query equally: its gradient is rounding noise, which Adam scales to full steps."""
 
 
 def make_sequences(count: int, *, seed: int = 0) -> list[TokenSequence]:
-    """Random sequences of 3 to 12 tokens below 40, about half of them trained."""
+    """Return random sequences of 3 to 12 tokens below 40, about half of them trained."""
     rng = np.random.default_rng(seed)
     sequences = []
     for _ in range(count):
@@ -44,7 +45,7 @@ def make_sequences(count: int, *, seed: int = 0) -> list[TokenSequence]:
 
 @dataclass
 class Items:
-    """Sequences as the offline loop takes them; remembers how many were in each micro-batch."""
+    """Sequences for the offline loop. Records the number per micro-batch."""
 
     sequences: list[TokenSequence]
     sizes: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is cut up."""
+    """Assignment of a step to micro-batches and ranks."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -83,7 +84,7 @@ class Layout:
         return self.ranks_per_sequence * self.ranks_per_layer
 
     def together(self) -> dict[str, Any]:
-        """The settings of ranks that compute packs together."""
+        """Settings of ranks that compute packs together."""
         return {"sequence_parallel_size": self.ranks_per_sequence, "tensor_parallel_size": self.ranks_per_layer}
 
     def share(self) -> Share:
@@ -97,12 +98,12 @@ class Layout:
 
 
 def partition(stage: int, *, dtype: str = "fp32") -> AbstractContextManager[None] | None:
-    """The context to load a model in at this stage."""
+    """Return the context for loading a model at this stage."""
     return partitioned_loading(DeepSpeedConfig(zero_stage=stage), param_dtype=dtype)  # type: ignore[arg-type]
 
 
 def load_policy(path: str, stage: int, *, dtype: str = "fp32", **model: Any) -> tuple[Any, PolicyModel]:
-    """(Hugging Face model, policy), partitioned while it is loaded at stage 3, as the commands do."""
+    """Return (Hugging Face model, policy), partitioned during loading at stage 3, like in the commands."""
     source = ModelConfig(pretrain=path, param_dtype=dtype, **model)  # type: ignore[arg-type]
     hf_model = load_causal_lm(source, partition=partition(stage, dtype=dtype))
     return hf_model, PolicyModel(hf_model)
@@ -130,7 +131,7 @@ def make_engine(
 def train(
     engine: DeepSpeedEngine, items: Items, steps: Sequence[Sequence[int]], layout: Layout
 ) -> list[dict[str, float]]:
-    """Metrics of each step; a step is the numbers of its sequences."""
+    """Return metrics per step. A step is a list of sequence numbers."""
     metrics = []
     for indices in steps:
         micro_batches, totals = layout.share().micro_batches(items, np.array(indices))
@@ -139,14 +140,14 @@ def train(
 
 
 def weights_of(engine: DeepSpeedEngine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all whole weights; every rank must call it."""
+    """Return copies of all full weights. Call on all ranks."""
     return {name: weight.clone() for name, weight in engine.named_weights(module)}
 
 
 def train_plainly(
     module: PolicyModel, items: Items, steps: Sequence[Sequence[int]], *, optim: OptimConfig = OPTIM
 ) -> list[dict[str, float]]:
-    """The same steps in plain PyTorch, one sequence at a time, with one gradient for all of them."""
+    """Run the same steps in plain PyTorch, one sequence at a time, with accumulated gradients."""
     groups = parameter_groups(module, optim.l2)
     adam = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=optim.adam_betas)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -166,7 +167,7 @@ def train_plainly(
 
 
 def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Largest difference of a weight between two models, without parameters whose gradient is noise."""
+    """Return the maximum weight difference between two models, excluding parameters with noise gradients."""
     assert one.keys() == other.keys()
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one if NOISE not in name)
 

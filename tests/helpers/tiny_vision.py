@@ -1,6 +1,6 @@
-"""Tiny random vision-language models in folders, as they come from the Hub: weights, tokenizer, processor.
+"""Tiny random vision-language models in Hub format: weights, tokenizer, processor.
 
-Their heads have 32 elements, the fewest that vLLM takes on a CPU. Text is spelled in bytes, one token each.
+Heads have 32 elements, the minimum for vLLM on a CPU. Text is tokenized to bytes.
 """
 
 import shutil
@@ -37,11 +37,11 @@ from transformers import (
 
 HIDDEN = 64
 PATCH = 14
-"""Sides of the patches that the towers cut a picture into; two by two patches are one feature in most of them."""
+"""Patch side; two by two patches are one feature in most vision encoders."""
 SIDE = 56
-"""Sides of the pictures that the towers of Idefics3 and LLaVA take."""
+"""Image side for Idefics3 and LLaVA."""
 QWEN_BOUNDS = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
-"""Least and most pixels of a picture for Qwen-VL: 1 to 16 features."""
+"""Minimum and maximum pixels of a Qwen-VL image: 1 to 16 features."""
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
@@ -55,12 +55,12 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML whose messages are text or lists of parts; PICTURE stands for the marks of a family."""
+"""ChatML with messages as text or parts; PICTURE stands for a family's image markers."""
 
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """A family in small: the marks of a picture in the chat template, its placeholder, and how a folder is made."""
+    """A tiny family: image markers in the chat template, placeholder, and how to create a folder."""
 
     marks: str
     placeholder: str
@@ -71,9 +71,9 @@ class TinyFamily:
 
 
 def save_tiny_vision(kind: str, folder: Path, *, seed: int = 0, splits: bool = False) -> Path:
-    """Save a model of this kind of `TINY_FAMILIES` into the folder, and return the folder.
+    """Save a model of a kind in `TINY_FAMILIES`. Returns the folder.
 
-    `splits` lets Idefics3 cut large pictures into several squares beside the whole one.
+    With `splits`, Idefics3 splits large images into squares in addition to the full image.
     """
     family = TINY_FAMILIES[kind]
     tokenizer = tiny_tokenizer(family)
@@ -85,7 +85,7 @@ def save_tiny_vision(kind: str, folder: Path, *, seed: int = 0, splits: bool = F
 
 
 def save_larger_vision(source: Path, folder: Path, *, seed: int = 1) -> Path:
-    """Save a model with a larger language part that reads the tokens and pictures of the one in `source`."""
+    """Save a model with a larger language model for the same tokens and images as in `source`."""
     shutil.copytree(source, folder)
     config = AutoConfig.from_pretrained(source)
     config.text_config.update({"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 3})
@@ -104,7 +104,7 @@ def random_picture(height: int, width: int, *, seed: int = 0) -> np.ndarray:
 
 
 def tiny_tokenizer(family: TinyFamily) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes with the control tokens of the family, and its chat template."""
+    """Return a byte tokenizer with the family's control tokens and chat template."""
     vocabulary = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -121,7 +121,7 @@ def tiny_tokenizer(family: TinyFamily) -> PreTrainedTokenizerFast:
 
 
 def _text(tokenizer: PreTrainedTokenizerFast, **others: Any) -> dict[str, Any]:
-    """Return the settings of a small text model of one key head."""
+    """Return the settings of a small text model with one key head."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -140,7 +140,7 @@ def _text(tokenizer: PreTrainedTokenizerFast, **others: Any) -> dict[str, Any]:
 
 
 def _tower(**others: Any) -> dict[str, Any]:
-    """Return the settings of a small tower of squares of `SIDE` pixels."""
+    """Return the settings of a small vision encoder for images of `SIDE` pixels."""
     return {
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
@@ -231,7 +231,7 @@ def _llava(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 def _save_qwen_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
-    """Save the image processor alone: the whole one wants torchvision, for videos."""
+    """Save only the image processor: the full processor requires torchvision for videos."""
     Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size=QWEN_BOUNDS).save_pretrained(folder)
 
 
@@ -244,7 +244,7 @@ def _squares(splits: bool) -> dict[str, Any]:
 
 
 def _save_smolvlm_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
-    """Save the image processor alone: the whole one wants torchvision and num2words, for videos."""
+    """Save only the image processor: the full processor requires torchvision and num2words for videos."""
     SmolVLMImageProcessorPil(**_squares(splits)).save_pretrained(folder)
 
 
@@ -296,4 +296,4 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     ),
     "llava": TinyFamily("<image>", "<image>", _llava, _save_llava_processor, ("<image>",), {"image_token": "<image>"}),
 }
-"""The families by the `model_type` of their configuration."""
+"""Families by `model_type`."""

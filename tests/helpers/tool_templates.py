@@ -1,4 +1,4 @@
-"""Further notations of tool calls in the manner of released models: tags, names in headers, names behind tokens."""
+"""More tool call notations of released models: tags, names in headers, names after tokens."""
 
 import json
 
@@ -10,7 +10,7 @@ RESPONSES = (
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}CLOSE{%- endif %}"
 )
 
-QWEN_TAGS = (  # a tag for each argument; text as it is, other values as Python or JSON
+QWEN_TAGS = (  # one tag per argument; text unquoted, other values as Python or JSON
     "{%- if tools %}{{- '<|im_start|>system\\n' }}"
     + TOOL_LIST
     + "{{- '<|im_end|>\\n' }}{%- endif %}"
@@ -38,7 +38,7 @@ QWEN_TAGS = (  # a tag for each argument; text as it is, other values as Python 
         "RESPONSES", RESPONSES.replace("CLOSE", "{{- '<|im_end|>\\n' }}")
     )
 )
-GLM = (  # the header of the next message ends a turn; keys and values in tags of their own
+GLM = (  # the next message's header ends a turn; keys and values in separate tags
     "{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n' }}"
     + TOOL_LIST
     + "{%- endif %}"
@@ -60,7 +60,7 @@ GLM = (  # the header of the next message ends a turn; keys and values in tags o
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 )
-GPT_OSS = (  # the tool in the header; a call has an end of its own, and results name the tool of the last call
+GPT_OSS = (  # tool in the header; calls have a special end, and results contain the last call's tool
     "{{- '<|start|>system<|message|>' }}"
     + TOOL_LIST
     + """{{- '<|end|>' }}
@@ -84,7 +84,7 @@ GPT_OSS = (  # the tool in the header; a call has an end of its own, and results
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 )
-MISTRAL_11 = (  # each call behind a token: name, token, arguments
+MISTRAL_11 = (  # each call after a token: name, token, arguments
     "{{- bos_token + '[AVAILABLE_TOOLS]' }}"
     + TOOL_LIST
     + """{{- '[/AVAILABLE_TOOLS]' }}
@@ -102,7 +102,7 @@ MISTRAL_11 = (  # each call behind a token: name, token, arguments
     {%- endif %}
 {%- endfor %}"""
 )
-PYTHONIC = (  # a list of calls as Python writes them
+PYTHONIC = (  # Python list of calls
     QWEN_TAGS.split("{%- for call")[0]
     + """{%- for call in message.tool_calls or [] %}
             {{- '<|tool_call_start|>[' if loop.first else ', ' }}{{- call.function.name + '(' }}
@@ -118,7 +118,7 @@ PYTHONIC = (  # a list of calls as Python writes them
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 )
-GEMMA_4 = (  # keys as they are, texts between tokens, words behind calls; results continue the turn
+GEMMA_4 = (  # unquoted keys, text between tokens, text after calls; results continue the turn
     "{{- bos_token + '<|turn>system\n' }}"
     + TOOL_LIST
     + """{{- '<turn|>\n' }}
@@ -157,7 +157,7 @@ UNREADABLE = QWEN_TAGS.split("{%- for call")[0] + (  # calls as an assignment
 
 
 def tagged(head: str, argument: str, foot: str, between: str = "\n", as_text=json.dumps):
-    """Write calls with a tag for each argument."""
+    """Write calls with one tag per argument."""
 
     def one(call: dict) -> str:
         written = ((key, value if isinstance(value, str) else as_text(value)) for key, value in _arguments(call))
@@ -171,7 +171,7 @@ def _arguments(call: dict):
 
 
 def python_or_json(value: object) -> str:
-    """Write a value as Qwen's tags have it."""
+    """Write a value as in Qwen's tags."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 
@@ -243,4 +243,4 @@ TOOL_FAMILIES = {
     "Gemma 4": Family(GEMMA_4, GEMMA_4_SPECIALS, bos="<bos>", calls=gemma_calls),
     "Mistral 11": Family(MISTRAL_11, MISTRAL_11_SPECIALS, bos="<s>", calls=mistral_11_calls),
 }
-"""As `FAMILIES`, for tests of calls and turns alone: GLM's template ends no turn that could be trained."""
+"""Like `FAMILIES`, for tests of calls and turns only: GLM's template has no trainable end of turn."""

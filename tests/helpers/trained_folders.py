@@ -1,4 +1,4 @@
-"""A tiny model after a few steps as a run leaves it on disk, for tests of what reads that."""
+"""A tiny trained model as a run saves it, for tests that read run folders."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ TOKENS = torch.tensor([[5, 6, 7, 8, 250, 3, 3, 9]])
 
 
 class Trained:
-    """A tiny model after two steps, as a run leaves it: its folder, and a sealed checkpoint of it."""
+    """A tiny model after two steps as saved by a run: its folder, and a complete checkpoint."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Trained:
         sequences=None,
         **others,
     ):
-        """`others` are settings of the model or of its adapter."""
+        """`others` are settings of the model or adapter."""
         of_model = {setting: value for setting, value in others.items() if setting in ModelConfig.model_fields}
         lora = {setting: value for setting, value in others.items() if setting not in of_model}
         config = ModelConfig(pretrain=str(pretrain), param_dtype=dtype, **of_model)
@@ -44,7 +44,7 @@ class Trained:
             (ValueModel if value else PolicyModel)(self.hf_model), stage, dtype=dtype, learning_rate=0.02
         )
         if value:
-            self.hf_model.config.reward_mean = 0.25  # as `rlhf rm` writes
+            self.hf_model.config.reward_mean = 0.25  # as written by `rlhf rm`
             batches = [Layout().share().micro_batches(Items(make_sequences(6)), np.arange(6))[0] for _ in range(2)]
             for packs in batches:
                 engine.train_step(packs, lambda model, batch: ((model(batch) - 1).square().mean(), {}))
@@ -61,7 +61,7 @@ class Trained:
         self.checkpoint = store.path(2)
 
     def outputs(self):
-        """Return the outputs of the model in training, with padded attention instead of packs."""
+        """Return the model's outputs in training mode, with padded attention instead of packs."""
         return outputs(self.hf_model)
 
 

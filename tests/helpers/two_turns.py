@@ -1,11 +1,11 @@
-"""Episodes of two turns for end-to-end runs of an untrained model."""
+"""Two-turn episodes for end-to-end runs with an untrained model."""
 
 import json
 import shutil
 from pathlib import Path
 
 ENDS = range(100, 240)
-"""Tokens that end a turn: about half of the vocabulary, so that an untrained model ends its turns by itself."""
+"""End-of-turn tokens: about half of the vocabulary, so that an untrained model ends its turns."""
 GAME = """
 class Environment:
     def reset(self, **row):
@@ -18,7 +18,7 @@ class Environment:
 
 
 def with_many_ends(model: Path) -> Path:
-    """Return a copy of the model, beside it, that ends a turn at many tokens."""
+    """Return a copy of the model with many end-of-turn tokens."""
     copy = model.with_name(f"{model.name}_with_many_ends")
     if not copy.exists():
         shutil.copytree(model, copy)
@@ -29,7 +29,7 @@ def with_many_ends(model: Path) -> Path:
 
 
 def game_file(folder: Path) -> Path:
-    """Return the file of an environment that answers twice, with rewards that an untrained model gets."""
+    """Return the file of an environment that replies twice, with rewards that an untrained model gets."""
     file = folder / "two_turns.py"
     file.write_text(GAME)
     return file

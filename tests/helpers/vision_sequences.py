@@ -1,4 +1,4 @@
-"""Sequences with pictures for the tiny vision-language models, and log-probabilities of the plain models for them."""
+"""Sequences with images for tiny vision-language models, and log-probs of plain models for them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlhf_cli.models.vision.family import VisionFamily
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
 MIXED = [[(56, 84)], [], [(112, 56), (60, 60)], [], [(30, 90)]]
-"""Sizes of the pictures of five sequences: two of them have text alone."""
+"""Image sizes of five sequences, two of them with only text."""
 
 
 def tiny_family(folder: Path) -> VisionFamily:
@@ -25,8 +25,8 @@ def tiny_family(folder: Path) -> VisionFamily:
 
 
 def vision_sequences(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]] = MIXED) -> list[TokenSequence]:
-    """Return a sequence for each list of sizes: its pictures within bytes, then an answer of as many bytes as others
-    have not. The picture of a size is always the same.
+    """Return one sequence per list of sizes: images between bytes, then a response with a distinct number of bytes.
+    Images with equal size are equal.
     """
     family, tokenizer = tiny_family(folder), AutoTokenizer.from_pretrained(folder)
     return [_sequence(family, tokenizer, number, its) for number, its in enumerate(sizes)]
@@ -47,7 +47,7 @@ def _sequence(family: VisionFamily, tokenizer: Any, number: int, sizes: Sequence
 
 
 def plain_logprobs(folder: Path, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.nn.Module]:
-    """Return the log-probabilities [K] of transformers' own model, one sequence at a time, and that model."""
+    """Return log-probs [K] from transformers, one sequence at a time, and the model."""
     model, logits_of = AutoModelForImageTextToText.from_pretrained(folder), plain_logits(folder)
     found = []
     for sequence in sequences:
@@ -57,7 +57,7 @@ def plain_logprobs(folder: Path, sequences: Sequence[TokenSequence]) -> tuple[to
 
 
 def plain_logits(folder: Path) -> Callable[[torch.nn.Module, TokenSequence], torch.Tensor]:
-    """Return a function that gives the logits [K, V] of transformers' own model for a sequence's trained tokens."""
+    """Return a function that computes logits [K, V] for a sequence's trained tokens with transformers."""
     family = tiny_family(folder)
 
     def logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
@@ -68,7 +68,7 @@ def plain_logits(folder: Path) -> Callable[[torch.nn.Module, TokenSequence], tor
 
 
 def plain_scores(folder: Path, sequences: Sequence[TokenSequence], head: torch.Tensor) -> torch.Tensor:
-    """Return the products of the head and the last hidden states of transformers' own model, one sequence at a time."""
+    """Return the products of the head and transformers' last hidden states, one sequence at a time."""
     model, family = AutoModelForImageTextToText.from_pretrained(folder), tiny_family(folder)
     with torch.no_grad():
         states = [model.base_model(**_plain_inputs(family, one)).last_hidden_state[0, -1] for one in sequences]
@@ -76,7 +76,7 @@ def plain_scores(folder: Path, sequences: Sequence[TokenSequence], head: torch.T
 
 
 def _plain_inputs(family: VisionFamily, sequence: TokenSequence) -> dict[str, Any]:
-    """Return the arguments of transformers' own models for one sequence."""
+    """Return a sequence's inputs for transformers models."""
     ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     inputs: dict[str, Any] = {"input_ids": ids_1L}
     if sequence.pictures:
