@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks go on with one, or with two that share sequences, and these with two, at any ZeRO stages."""
+"""Checkpoints are continued with another number of ranks and at another ZeRO stage."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tmp_path_factory, group_of_one) -> dict[int, dict[str, Any]]:
-    """The findings of one rank, and those of the first of two."""
+    """Return the results of the one-rank run and of rank 0 of the two-rank run."""
     folder = tmp_path_factory.mktemp("continued")
     ranks = start_ranks("continued_ranks.py", 2, [tiny_model_dir, str(folder)], folder)
     try:
@@ -26,7 +26,7 @@ def results(tiny_model_dir, tmp_path_factory, group_of_one) -> dict[int, dict[st
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "other"), ROUTES)
 def test_states_that_one_rank_took_over_and_saved_are_the_same_to_the_bit(results, stage, other, dtype):
-    """Master weights, moments, counts of steps, schedule and averages, to one rank at another stage and back."""
+    """Optimizer state converted to another stage and back is bitwise equal."""
     turned, straight = results[2][f"turned {stage} {other} {dtype}"], results[2][f"straight {stage} {dtype}"]
     assert turned["metrics"] == straight["metrics"]
     for kind in ("weights", "average"):
@@ -36,7 +36,9 @@ def test_states_that_one_rank_took_over_and_saved_are_the_same_to_the_bit(result
 
 @pytest.mark.parametrize(("stage", "other"), ROUTES)
 def test_two_ranks_and_one_and_two_train_as_two_that_never_stopped(results, stage, other):
-    """Each at another stage: losses, gradients and learning rates of all steps, weights and averages at the end."""
+    """Training over a change of ranks and stage gives the losses, gradients, weights and averages of an uninterrupted
+    run.
+    """
     end = results[2][f"trained {stage} {other}"]
     metrics = results[1][f"trained {stage} {other}"] + end["metrics"]
     assert_trained_as(results[2][f"whole {stage}"], end | {"metrics": metrics})
@@ -48,7 +50,7 @@ def test_ranks_that_begin_to_share_sequences_and_end_it_train_as_two_that_never_
 
 
 def assert_trained_as(whole: dict[str, Any], found: dict[str, Any]) -> None:
-    """Compare the steps from the third on, and what they end with."""
+    """Compare metrics from step 3 on and the final state."""
     for one, expected in zip(found["metrics"], whole["metrics"][2:], strict=True):
         assert one == pytest.approx(expected, rel=1e-4)
     for kind in ("weights", "average"):

@@ -1,4 +1,4 @@
-"""A rank that dies while another one computes: noticed before that one ends, and named in one sentence."""
+"""A rank that dies while another rank computes is noticed at once and named in the error."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
 NOTICED_SECONDS = 30.0
-"""Within which a dead rank has to be noticed, as promised; it takes about a second."""
+"""Time limit for noticing a dead rank; it takes about a second."""
 
 
 class Rank:
-    """The object of a worker: computes for longer than the test may take."""
+    """Worker object that computes for longer than the test may take."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -35,7 +35,7 @@ class Rank:
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        with ray_cluster():  # whose workers find this file
+        with ray_cluster():  # workers must be able to import this file
             yield
 
 

@@ -1,4 +1,4 @@
-"""`rlhf distill` and `rlhf gkd` as users run them: continued to the bit; a student reaches its teacher on sums."""
+"""End-to-end tests of `rlhf distill` and `rlhf gkd`: exact resume, and a student that reaches its teacher on sums."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def test_a_continued_run_ends_as_one_that_was_never_stopped(tmp_path, tiny_model
 
 @pytest.mark.slow
 def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
-    """Half of the rows have random answers, which fine-tuning learns; the teacher's distributions are right."""
+    """Half of the rows have random answers, which SFT would learn; the teacher's distributions are right."""
     rng = random.Random(0)
     sums = [(a, b) for a in range(10) for b in range(10)]
     right = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums]
@@ -84,7 +84,7 @@ def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory, tiny_model_dir, tiny_llama_dir) -> tuple[list[str], Path]:
-    """Return the words of a run on own and fixed responses, and its folder."""
+    """Return the command line and the folder of a run that mixes on-policy and fixed responses."""
     folder = tmp_path_factory.mktemp("mixed")
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(40)))

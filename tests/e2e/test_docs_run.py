@@ -1,7 +1,7 @@
-"""Shell blocks of the documentation that this machine can run do run, in the order of their pages.
+"""Run the shell blocks of the documentation that work on this machine, in page order.
 
-A block is run if the line before it is the comment `<!-- runs -->`. All blocks share a folder with a tiny model in
-runs/sft, rows of each kind under data/, and the reward file of docs/howto/own-reward.md.
+A block runs if the line before it is the comment `<!-- runs -->`. All blocks share a folder with a tiny model in
+runs/sft, data files of each kind under data/, and the reward file of docs/howto/own-reward.md.
 """
 
 import json
@@ -22,13 +22,13 @@ PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if MARKED.
 
 
 def sums(count: int) -> list[tuple[str, str, str]]:
-    """Return questions with a right and a wrong answer."""
+    """Return questions with a correct and a wrong answer."""
     pairs = [(number % 40, number * 7 % 40) for number in range(count)]
     return [(f"What is {a} + {b}?", str(a + b), str(a + b + 1)) for a, b in pairs]
 
 
 def write_rows(folder: Path) -> None:
-    """Write the files that the blocks name."""
+    """Write the data files that the blocks use."""
     rows = sums(160)
     files: dict[str, list[dict[str, Any]]] = {
         "data/train.jsonl": [{"prompt": q, "response": right} for q, right, _ in rows],
@@ -54,7 +54,7 @@ def write_rows(folder: Path) -> None:
 
 
 def shell(script: str, folder: Path) -> None:
-    """Run a script in the folder; `rlhf` is the program of this checkout."""
+    """Run a script in the folder, with `rlhf` from this checkout."""
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],

@@ -1,6 +1,6 @@
-"""`rlhf grpo --dynamic_filtering --async_train` as a user runs it, killed and continued.
+"""End-to-end test of `rlhf grpo --dynamic_filtering --async_train`, killed and resumed.
 
-Surplus groups and batches that wait for training are part of a checkpoint, and so is which model was the best so far.
+The checkpoint includes surplus groups, batches waiting for training, and which model was best so far.
 """
 
 import gzip
@@ -23,7 +23,7 @@ def test_a_run_that_replaces_prompts_and_samples_ahead_is_continued_with_its_gro
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     held_out.write_text(json.dumps({"prompt": "99+99=", "answer": "198"}) + "\n")
-    reward.write_text(  # every evaluation is as good as the first, so that the untrained model stays the best
+    reward.write_text(  # all evaluations score the same, so the untrained model stays the best
         "def reward_func(queries, prompts, labels):\n"
         "    return [1.0 if '99+99' in query else float(sum(map(ord, query)) % 2) for query in queries]\n"
     )
@@ -49,9 +49,9 @@ def test_a_run_that_replaces_prompts_and_samples_ahead_is_continued_with_its_gro
         best, untrained = (load_file(folder / "model.safetensors") for folder in (run / "best", model))
         assert all(weight.to(best[name].dtype).equal(best[name]) for name, weight in untrained.items())
     metrics = plain_metrics(whole)
-    # Surplus is one update older than the batch that it comes into.
+    # Surplus groups are one update older than the batch that uses them.
     assert [metrics[step]["staleness/max"] for step in (1, 2, 3)] == [0.0, 1.0, 2.0]
-    assert metrics[2]["dynamic/carried_over"] > 0  # by the batch that was sampled beside iteration 1
+    assert metrics[2]["dynamic/carried_over"] > 0  # from the batch that was sampled during iteration 1
     surplus, ahead = (groups_in(whole / "checkpoints" / "step_000001", name) for name in (SURPLUS, AHEAD))
     assert surplus == metrics[2]["dynamic/carried_over"] <= metrics[3]["dynamic/carried_in"]
     assert ahead == 1

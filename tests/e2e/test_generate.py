@@ -1,4 +1,4 @@
-"""`rlhf generate` as a user runs it: real engines on a tiny model, killed, continued, scored by a reward model."""
+"""End-to-end test of `rlhf generate` with real engines: killed, resumed, and scored by a reward model."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ REWARD = "def reward_func(queries, prompts, labels):\n    return [float(len(quer
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> tuple[Path, Path, Path]:
-    """(model, prompts, reward file); some prompts are messages, and rewards are lengths."""
+    """Return (model, prompts, reward file). Some prompts are chat messages; the reward is the length."""
     root = tmp_path_factory.mktemp("inputs")
     problems, model, reward = root / "problems.jsonl", root / "model", root / "reward.py"
     rows: list[dict] = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(8)]
@@ -57,7 +57,7 @@ def generate_words(inputs: tuple[Path, Path, Path], output: Path, *further: str)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, inputs) -> Path:
-    """The folder of a generation that was never stopped."""
+    """Return the folder of an uninterrupted run."""
     output = tmp_path_factory.mktemp("generate") / "whole"
     run_rlhf(*generate_words(inputs, output))
     assert_nothing_left(output)
@@ -88,7 +88,7 @@ def num_rows(output: Path) -> int:
 
 
 def wait_for_rows(output: Path, command: Command, *, more: int = CHUNK_ROWS, seconds: float = 300) -> None:
-    """Wait until a command has written so many rows more than there are now."""
+    """Wait until the command has written this many additional rows."""
     deadline, enough = time.monotonic() + seconds, num_rows(output) + more
     while num_rows(output) < enough:
         assert command.is_running(), command.printed()
@@ -130,7 +130,7 @@ def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path
     assert_nothing_left(output)
     assert not (output / "selected.jsonl").exists()
     with (output / "samples.jsonl").open("a") as file:
-        file.write('{"step": 9, "prompt')  # as a kill in the middle of a line leaves it
+        file.write('{"step": 9, "prompt')  # as if killed in the middle of a line
     printed = run_rlhf(*words)
     assert "after chunk" in printed
     for name in ("samples.jsonl", "selected.jsonl"):
@@ -139,7 +139,7 @@ def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> Path:
-    """The folder of a generation that is stopped by one signal after another, and goes on each time."""
+    """Return the folder of a run that was interrupted by each signal in turn and resumed after each."""
     return tmp_path_factory.mktemp("interrupted") / "generate"
 
 
@@ -215,7 +215,7 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
 
 @pytest.fixture(scope="module")
 def evaluation(inputs, tmp_path_factory) -> tuple[Path, list[str]]:
-    """The folder and the words of an evaluation that is stopped, and goes on."""
+    """Return the folder and the command line of an evaluation that was interrupted and resumed."""
     root = tmp_path_factory.mktemp("evaluation")
     judge, output = root / "judge.py", root / "eval"
     judge.write_text(

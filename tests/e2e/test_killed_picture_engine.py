@@ -1,4 +1,4 @@
-"""A run of `rlhf grpo` on pictures whose vLLM engine is killed. Slow: four starts of an engine."""
+"""End-to-end test of `rlhf grpo` with images whose vLLM engine is killed. Slow: it starts an engine four times."""
 
 import importlib.util
 from pathlib import Path
@@ -13,7 +13,7 @@ from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision
 from rlhf_cli.tracking.sinks import read_metrics
 
 SECONDS = 900
-"""Within which a run has its first checkpoint, on however busy a machine."""
+"""Time limit for the first checkpoint, also on a busy machine."""
 
 pytestmark = [
     pytest.mark.e2e,
@@ -39,7 +39,7 @@ def grpo_words(model: Path, rows: Path, output: Path) -> list[str]:
 
 
 def test_a_run_on_pictures_whose_engine_is_killed_ends_as_an_unharmed_one(tmp_path: Path):
-    """The engine that is started again has the merged weights of the adapter, as the one before it had."""
+    """The restarted engine receives the merged weights of the adapter, as the first engine did."""
     model = save_tiny_vision("qwen2_5_vl", tmp_path / "tiny")
     pictures: list[list[str]] = [["a.png"], ["b.jpg"], ["a.png", "b.jpg"], []]
     rows = write_rows(

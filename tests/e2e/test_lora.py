@@ -1,4 +1,4 @@
-"""`--lora_rank` and `rlhf merge` as a user runs them: train, stop, continue, merge, use, offline and online."""
+"""End-to-end tests of `--lora_rank` and `rlhf merge`: train, interrupt, resume, merge and use, offline and online."""
 
 import json
 import random
@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def merge(model: Path, output: Path, *words: object) -> None:
-    """`rlhf merge` in this process, which has imported the libraries."""
+    """Run `rlhf merge` in this process, which has already imported the libraries."""
     assert cli.main([str(word) for word in ("merge", "--model", model, "--output", output, *words)]) == 0
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with sums and a small untrained model."""
+    """Return a folder with sums and a small untrained model."""
     folder = tmp_path_factory.mktemp("adapters")
     rng = random.Random(0)
     sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(64)]
@@ -79,7 +79,7 @@ def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
     assert (adapter / "adapter_model.safetensors").is_file()
     assert not (adapter / "model.safetensors").exists()
 
-    # As if it had been killed after step 16.
+    # As if killed after step 16.
     stopped = place / "stopped"
     sft("stopped", *lora)
     for path in (stopped / "checkpoints" / "step_000024", stopped / "model"):
@@ -134,7 +134,7 @@ def test_another_adapter_does_not_continue_a_checkpoint(place):
 
 
 def sums_online(place: Path, *words: object) -> list[dict[str, float]]:
-    """The metrics of a run on the sums whose name is its last word."""
+    """Run on the sums and return the metrics; the last argument is the name of the run."""
     prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
     rollout = ("--max_len", 64, "--max_new_tokens", 6, "--rollout_batch_size", 4, "--n_samples_per_prompt", 2)
     output = place / str(words[-1])
@@ -147,7 +147,7 @@ PPO = (*RATES, "--max_iterations", 2, "--lora_rank", 4, "--rollout_backend", "vl
 
 
 def assert_engine_agrees(metrics: dict[str, float]) -> None:
-    """In bfloat16, as of whole weights (test_ppo)."""
+    """Check the log-probs of the engine with the bfloat16 tolerance of test_ppo."""
     assert metrics["rollout_diff_max"] < 0.2
     assert metrics["rollout_prob_correlation"] > 0.99
 
@@ -157,9 +157,9 @@ def test_actor_and_critic_train_adapters_online_and_engines_add_them_to_the_mode
     first, second = sums_online(place, "ppo", "--pretrain", place / "tiny", *PPO, *pushed, "ppo")
     assert '"max_lora_rank": 8' in (place / "ppo" / "logs" / "engine-0.log").read_text()
     assert {path.stem for path in (place / "ppo" / "logs").glob("*-*.log")} == {"actor-0", "critic-0", "engine-0"}
-    assert first["kl"] == 0.0  # a new adapter changes nothing, and the reference is the model under it
+    assert first["kl"] == 0.0  # a new adapter changes nothing, and the reference is the base model
     assert abs(second["kl"]) > 1e-4
-    # From the adapter on: before the first iteration the engines get its merged weights.
+    # The engines also receive the merged weights before the first iteration.
     exact = ("--rollout_backend", "transformers", "--param_dtype", "fp32", "--max_iterations", 1)
     (third,) = sums_online(place, "rloo", "--pretrain", place / "ppo", *exact, "rloo")
     assert abs(third["kl"]) > 1e-4
@@ -168,7 +168,7 @@ def test_actor_and_critic_train_adapters_online_and_engines_add_them_to_the_mode
 
 
 def answers_of(folder: Path) -> dict[str, list[str]]:
-    """The responses of an evaluation by model, in their order."""
+    """Return the responses of an evaluation in order, by model."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     found: dict[str, list[str]] = {}
     for row in rows:

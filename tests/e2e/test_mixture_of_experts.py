@@ -1,4 +1,4 @@
-"""A mixture of experts from `rlhf sft` to `rlhf grpo` with vLLM, which has to sample from the trained experts."""
+"""End-to-end test of a mixture-of-experts model from `rlhf sft` to `rlhf grpo` with vLLM."""
 
 import importlib.util
 import json
@@ -45,9 +45,9 @@ def test_vllm_samples_from_the_experts_that_were_trained(tiny_moe_dir, problems,
     for run in ("sft", "grpo"):
         metrics = read_metrics(tmp_path / run)
         assert sorted(metrics) == [1, 2]
-        assert all(1.9 < found["aux_loss"] < 4.0 for found in metrics.values())  # 2 of 4 experts are taken
+        assert all(1.9 < found["aux_loss"] < 4.0 for found in metrics.values())  # top 2 of 4 experts
     assert all(found["grad_norm"] > 0 for found in metrics.values())
-    # The second iteration is sampled after a push.
+    # The second iteration is sampled after a weight update.
     assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
     folders = (Path(tiny_moe_dir), tmp_path / "sft" / "model", tmp_path / "grpo" / "model")
     start, tuned, trained = (expert_weights(folder) for folder in folders)

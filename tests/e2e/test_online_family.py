@@ -1,4 +1,4 @@
-"""The online commands without a critic as a user runs them: real Ray actors and DeepSpeed engines on a tiny model."""
+"""End-to-end tests of the online commands without a critic: real Ray actors and DeepSpeed engines on a tiny model."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ MEASURED = ("time/", "perf/", "memory/")
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory) -> Path:
-    """A reward that an untrained model gets different amounts of: the share of digits."""
+    """Return a reward that varies for an untrained model: the share of digits."""
     path = tmp_path_factory.mktemp("reward") / "digits.py"
     path.write_text(
         "def reward_func(queries, prompts, labels):\n"
@@ -32,7 +32,7 @@ def reward(tmp_path_factory) -> Path:
 
 
 def train(command: str, model: Path, problems: Path, reward: Path, output: Path) -> dict[int, dict[str, float]]:
-    """The metrics of two iterations that have to be equal in equal runs; a teacher is alone."""
+    """Train for two iterations and return the metrics that must be equal between runs; a teacher has one rank."""
     run_rlhf(
         *command.format(problems=problems, model=model).split(),
         *([] if TEACHER in command else ["--reward_func", reward]),
@@ -66,7 +66,7 @@ def test_commands_without_a_critic_train_the_actor(command, run, model, tmp_path
     metrics = run(command)
     if EVALUATED in command:
         assert_best_is_kept(metrics, tmp_path / "run")
-        metrics.pop(0)  # before the first update there is an evaluation alone
+        metrics.pop(0)  # the evaluation before the first update has a line by itself
     assert sorted(metrics) == [1, 2]
     assert not any(name.startswith("critic") for name in metrics[1])
     assert ("kl" in metrics[1]) == (WITHOUT_KL not in command and TEACHER not in command)
@@ -74,16 +74,16 @@ def test_commands_without_a_critic_train_the_actor(command, run, model, tmp_path
     if TEACHER in command:
         assert_teacher_was_the_policy_at_first(metrics)
     assert metrics[2 if TEACHER in command else 1]["advantage_abs"] > 0
-    if "train_batch_size 12" in command:  # one step an iteration: the model is its own anchor
+    if "train_batch_size 12" in command:  # one step per iteration: the model is its own anchor
         assert metrics[1]["ratio_mean"] == metrics[1]["ratio_max"] == metrics[2]["ratio_max"] == 1.0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
     assert any(not weight.equal(after[name].to(weight.dtype)) for name, weight in before.items())
 
 
 def assert_teacher_was_the_policy_at_first(metrics: dict[int, dict[str, float]]) -> None:
-    """Its two ranks, which ZeRO-3 divides it among, gave the log-probs of the actor's single rank.
+    """Check that the two ranks of the teacher at ZeRO-3 give the log-probs of the actor's single rank.
 
-    Then the entropy bonus led the policy away from it.
+    Later the entropy bonus moves the policy away from the teacher.
     """
     assert abs(metrics[1]["teacher_kl"]) < 1e-6
     assert abs(metrics[2]["teacher_kl"]) > 1e-4
@@ -109,12 +109,12 @@ def test_grpo_measures_the_kl_divergence_in_the_loss_and_adapts_its_entropy_bonu
     assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 24
     assert "policy_loss: gspo" in (tmp_path / "run" / "config.yaml").read_text()
     assert metrics[2]["kl"] > 0
-    # The entropy of an untrained model is below 10 nats, so its bonus grows with every step.
+    # The entropy of an untrained model is below 10 nats, so its bonus grows with each step.
     assert [metrics[step]["entropy_coef"] for step in (1, 2)] == pytest.approx([0.0, 2e-4])
 
 
 def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_path):
-    """Rows, advantages, loss, engine and tracker are files of docs/extending.md; the reward is one of its own."""
+    """Data, advantages, loss, engine and tracker are the examples of docs/extending.md; the reward is another file."""
     (tmp_path / "digits.py").write_text(
         "def digits(response, label):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
     )
@@ -149,14 +149,14 @@ def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_
     assert metrics["reward"] == metrics["reward/digits"] > 0
     leads = [lead for start in range(0, 12, 3) for lead in leads_over_median(samples[start : start + 3])]
     assert metrics["advantage_abs"] == pytest.approx(mean(map(abs, leads)))
-    # The ratio is 1 in the only step, so the loss is twice REINFORCE's, but for the correction of the rollout.
+    # The ratio is 1 in the only step, so the loss is twice that of REINFORCE up to the rollout correction.
     assert metrics["policy_loss"] == pytest.approx(-2 * mean(leads), rel=0.01)
     assert (tmp_path / "begun").read_text().split() == ["12"]
     assert (output / "course.csv").read_text().split() == [f"1,reward,{metrics['reward']}"]
 
 
 def leads_over_median(group: list[dict]) -> list[float]:
-    """Return the reward of each response less the median of its prompt's rewards, once for each token."""
+    """Return each token's reward minus the median reward of its prompt's group."""
     middle = median(sample["reward"] for sample in group)
     return [sample["reward"] - middle for sample in group for _ in range(sample["length"])]
 

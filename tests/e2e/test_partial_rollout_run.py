@@ -1,4 +1,4 @@
-"""`rlhf grpo --async_train --partial_rollout` as a user runs it, killed and continued."""
+"""End-to-end test of `rlhf grpo --async_train --partial_rollout`, killed and resumed."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""`rlhf sft` on pictures, killed in a step and started again."""
+"""End-to-end test of `rlhf sft` with images, killed during a step and restarted."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ class Killer:
         if self.is_first and step == 4: os.kill(os.getpid(), signal.SIGKILL)
     def close(self): pass
 """
-"""A tracker that kills its run after its fourth step, unless it goes on from a checkpoint."""
+"""Tracker that kills its run after step 4 unless it was resumed from a checkpoint."""
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:

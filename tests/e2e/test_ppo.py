@@ -1,4 +1,4 @@
-"""`rlhf ppo` as a user runs it: real Ray actors, DeepSpeed engines and rollout engines on a tiny model."""
+"""End-to-end tests of `rlhf ppo`: real Ray actors, DeepSpeed engines and rollout engines on a tiny model."""
 
 import json
 import os
@@ -33,14 +33,14 @@ from rlhf_cli.tracking.sinks import read_metrics
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
-"""Processes of a Ray whose driver was killed that try for a minute to report it to a server that is gone too."""
+"""Ray processes that try for a minute after the driver was killed to report to a server that is gone."""
 ITERATIONS = 4
 NOTICED_SECONDS = 30.0
-"""Within which a process of the run that died has to be noticed and named, as promised."""
+"""Time limit for noticing and naming a dead process of the run."""
 
 
 def line_with(text: str, process: subprocess.Popen, *, seconds: float) -> str:
-    """The first line from here on that has the text; it has to be printed within so many seconds."""
+    """Return the next line that contains the text, which must be printed within `seconds`."""
     assert process.stdout is not None
     begin = time.monotonic()
     line = next(line for line in process.stdout if text in line)
@@ -76,7 +76,7 @@ def wait_for_an_iteration(output: Path, process: subprocess.Popen) -> None:
 
 
 def kill_driver(process: subprocess.Popen, *, seconds: float = 30) -> None:
-    """Kill the command alone with -9: its processes, Ray included, have to notice by themselves and end."""
+    """Kill only the command with SIGKILL; its other processes, including Ray's, must notice and exit."""
     started = psutil.Process(process.pid).children(recursive=True)
     assert {"raylet", "gcs_server"} <= {child.name() for child in started}
     process.kill()
@@ -88,7 +88,7 @@ def kill_driver(process: subprocess.Popen, *, seconds: float = 30) -> None:
 
 
 def goes_on(process: psutil.Process) -> bool:
-    """Whether a process is there that has to end with its driver at once."""
+    """Check whether a process still runs that should have ended with its driver."""
     try:
         is_there = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return is_there and process.name() not in RAYS_AGENTS
@@ -97,11 +97,11 @@ def goes_on(process: psutil.Process) -> bool:
 
 
 ENGINE_ARGUMENTS = '{"max_num_seqs": 200}'
-"""An engine argument that changes no schedule here: 8 responses are in an engine at a time."""
+"""An engine argument without effect on the schedule: at most 8 responses are in an engine at a time."""
 
 
 def run_words(model: Path, problems: Path, output: Path, *, backend: str) -> list[str]:
-    """Words of a run with each engine: one has single turns in float32, the other episodes in bfloat16, the default."""
+    """Return the arguments of a run: one engine has single turns in float32, the other episodes in bfloat16."""
     if backend == "transformers":
         return [*ppo_words(model, problems, output, backend=backend), "--param_dtype", "fp32"]
     words = ppo_words(with_many_ends(model), problems, output, backend=backend)
@@ -112,7 +112,7 @@ def run_words(model: Path, problems: Path, output: Path, *, backend: str) -> lis
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
 def finished_run(request, tmp_path_factory, model, problems) -> tuple[str, Path]:
-    """(backend, run directory) of a run that was never stopped."""
+    """Return (backend, run directory) of an uninterrupted run."""
     backend, output = request.param, tmp_path_factory.mktemp("ppo") / "whole"
     run_rlhf(*run_words(model, problems, output, backend=backend))
     assert_nothing_left(output)
@@ -171,7 +171,7 @@ def test_the_actor_moves(finished_run, model):
 def test_a_run_whose_engine_and_then_whose_driver_is_killed_goes_on_as_if_unharmed(
     finished_run, tmp_path, model, problems
 ):
-    """vLLM's process is started again with the present weights; the killed run is continued."""
+    """A killed vLLM process is restarted with the current weights; a killed run is resumed."""
     backend, whole = finished_run
     output = tmp_path / "killed"
     words = run_words(model, problems, output, backend=backend)
@@ -193,7 +193,7 @@ def test_a_run_whose_engine_and_then_whose_driver_is_killed_goes_on_as_if_unharm
 def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_if_unharmed(
     finished_run, tmp_path, model, problems
 ):
-    """An engine is started again without a restart of the run, an actor with the one restart that is allowed."""
+    """An engine is restarted without restarting the run; an actor needs the one restart that is allowed."""
     backend, whole = finished_run
     output = tmp_path / "restarted"
     words = run_words(model, problems, output, backend=backend)
@@ -230,7 +230,7 @@ def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, shared
     one, two = plain_metrics(alone), plain_metrics(output)
     assert one.keys() == two.keys()
     responses = [[json.loads(line)["response"] for line in (run / "samples.jsonl").open()] for run in (alone, output)]
-    for step in (1, 2):  # the ranks' sums are rounded otherwise, which grows with every update
+    for step in (1, 2):  # the sums of the ranks are rounded differently, which grows with each update
         assert one[step] == pytest.approx(two[step], rel=1e-3, abs=1e-5), step
         assert responses[0][8 * (step - 1) : 8 * step] == responses[1][8 * (step - 1) : 8 * step]
 
@@ -238,9 +238,9 @@ def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, shared
 def endless_words(
     command: str, model: Path, problems: Path, output: Path, *, backend: str = "transformers"
 ) -> list[str]:
-    """A run that has to be stopped, and that saves only then."""
+    """Return the arguments of a run that only ends when interrupted, and saves only then."""
     words = ppo_words(model, problems, output, backend=backend, iterations=500, save_steps=-1)
-    if command != "ppo":  # no critic, and no reference either: two processes less to start
+    if command != "ppo":  # without critic and reference: two processes fewer
         for name in ("--critic_learning_rate", "--kl_target"):
             place = words.index(name)
             del words[place : place + 2]
@@ -265,17 +265,17 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
 
 
 BACKENDS = {"ppo": "transformers", "grpo": "vllm"}
-"""The engine that runs while a run of each command is stopped."""
+"""The engine of the interrupted run of each command."""
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a run of a command that is stopped by one signal after another, and goes on each time."""
+    """Return a function that gives the folder of a run interrupted by each signal in turn and resumed after each."""
     root = tmp_path_factory.mktemp("interrupted")
     return lambda command: root / command
 
 
-# Each engine with the signals that reach it differently: a terminal's go to the whole group, `kill` to one process.
+# Each engine is tested with both ways of delivery: a terminal signals the process group, `kill` one process.
 @pytest.mark.parametrize(
     ("command", "signum"), [("ppo", signal.SIGTERM), ("grpo", signal.SIGINT), ("grpo", signal.SIGHUP)]
 )
@@ -318,6 +318,6 @@ def test_a_run_that_timeout_ends_with_its_whole_group_saves(tmp_path, model, pro
         process.terminate()
         printed, _ = process.communicate(timeout=240)
     finally:
-        process.kill()  # else a failure of this test would leave 500 iterations running
+        process.kill()  # otherwise a failure of this test leaves 500 iterations running
     assert process.returncode == INTERRUPTED, printed
     assert_stopped_after_a_step(output, printed)

@@ -1,4 +1,4 @@
-"""`rlhf rm`, `dpo` and `kto` as a user runs them: they learn, and go on after a kill as if nothing had been."""
+"""End-to-end tests of `rlhf rm`, `dpo` and `kto`: they learn, and resume exactly after a kill."""
 
 import json
 import os
@@ -29,7 +29,7 @@ RANKS = "--num_processes 2"
 
 
 class Place:
-    """A folder with a tiny model, pairs and labelled responses: sums are right where chosen, and words where not."""
+    """Folder with a tiny model, preference pairs and labelled responses; correct sums are preferred to words."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def caches(self) -> dict[str, str]:
-        """Variables of commands that keep their results in this folder."""
+        """Return environment variables that make commands share compiled kernels and other caches."""
         built = os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())
         return {"TORCH_EXTENSIONS_DIR": built, "XDG_CACHE_HOME": str(self.folder / "cache")}
 
@@ -88,12 +88,12 @@ class Place:
         return self.folder / name
 
     def whole(self, command: str) -> Path:
-        """Return the folder of a run of two ranks that was never stopped; the first test that asks starts it."""
+        """Return the folder of an uninterrupted two-rank run, which is started on first use."""
         folder = self.folder / f"{command}_whole"
         return folder if folder.exists() else self.run(command, folder.name, f"{OPTIONS[command]} {RANKS}")
 
     def alone(self, command: str) -> Path:
-        """Return the folder of a run of one rank that was never stopped; the first test that asks starts it."""
+        """Return the folder of an uninterrupted one-rank run, which is started on first use."""
         folder = self.folder / f"{command}_alone"
         more = f"{OPTIONS[command]} --save_steps {STEPS - 2}"
         return folder if folder.exists() else self.run(command, folder.name, more)
@@ -118,7 +118,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def kill_after_a_checkpoint(process: subprocess.Popen, run: Path) -> None:
-    """Kill -9 of the command, its launcher and its ranks."""
+    """Kill the command, its launcher and its ranks with SIGKILL."""
     deadline = time.monotonic() + 300
     while not list(run.glob("checkpoints/step_*")):
         assert process.poll() is None, process.communicate()[0]
@@ -126,7 +126,7 @@ def kill_after_a_checkpoint(process: subprocess.Popen, run: Path) -> None:
         time.sleep(0.02)
     for started in [*psutil.Process(process.pid).children(recursive=True), process]:
         started.kill()
-    process.communicate()  # returns when no rank holds its output any more
+    process.communicate()  # returns once no rank holds the output open
 
 
 @pytest.mark.parametrize("command", ["rm", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
@@ -142,7 +142,7 @@ def test_two_killed_ranks_end_as_two_never_stopped(place, command):
 
 @pytest.mark.parametrize(("command", "stage"), [("rm", 3), ("dpo", 1)])
 def test_one_rank_at_another_stage_ends_a_run_of_two(place, command, stage):
-    """From the killed run's checkpoint of step 10; the merged checkpoint of step 12 is the model that is saved."""
+    """Resume the killed run from step 10; the merged checkpoint of step 12 equals the saved model."""
     continued = Path(shutil.copytree(place.folder / f"{command}_killed", place.folder / f"{command}_by_one"))
     for step in (11, 12):
         shutil.rmtree(continued / "checkpoints" / f"step_{step:06d}")
@@ -162,7 +162,7 @@ def test_one_rank_at_another_stage_ends_a_run_of_two(place, command, stage):
 
 
 def test_two_ranks_that_share_sequences_end_a_run_of_one(place):
-    """Of kto, whose baseline is a mean over all ranks, from step 10."""
+    """Tests kto, whose baseline is a mean over all ranks, from step 10."""
     alone = place.alone("kto")
     continued = Path(shutil.copytree(alone, place.folder / "kto_by_two"))
     shutil.rmtree(continued / "checkpoints" / f"step_{STEPS:06d}")
@@ -194,7 +194,7 @@ def test_reference_log_probabilities_are_kept_for_other_runs(place, command):
     first = metrics_of(place.run(command, f"{command}_first", "--precompute_ref_log_probs"))
     kept = sorted((place.folder / "cache" / "rlhf-cli" / "reference").iterdir())
     again = metrics_of(place.run(command, f"{command}_again", "--precompute_ref_log_probs"))
-    assert len(kept) >= 2  # of the training rows and of the others
+    assert len(kept) >= 2  # training and evaluation data
     assert sorted((place.folder / "cache" / "rlhf-cli" / "reference").iterdir()) == kept
     assert again == first
     assert first[1] == pytest.approx(asked[1], rel=1e-4, abs=1e-5)

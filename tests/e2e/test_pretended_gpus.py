@@ -1,4 +1,4 @@
-"""The default layout of an online run on GPUs that Ray only believes in, up to the first call of CUDA."""
+"""The default layout of an online run on simulated GPUs, up to the first CUDA call."""
 
 import json
 import os
@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "pretended_gpus.py"
 
 
 def test_ray_gives_every_default_layout_and_each_process_the_gpu_of_its_place(ray_folder):
-    (ray_folder / "ray").mkdir()  # where Ray writes the address of a cluster that it starts
+    (ray_folder / "ray").mkdir()  # Ray writes the cluster address here
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(ray_folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(ray_folder)},
@@ -27,4 +27,4 @@ def test_ray_gives_every_default_layout_and_each_process_the_gpu_of_its_place(ra
     assert found["nodes"] == [8, 8]
     assert found["given"] == dict.fromkeys(("[1]", "[2]", "[3]", "[4]", "[8]", "[8, 8]"), True)
     assert len(set(found["actor"])) == 2
-    assert sorted(found["engine"]) == sorted(found["actor"])  # each engine shares a GPU with one rank of the actor
+    assert sorted(found["engine"]) == sorted(found["actor"])  # each engine shares a GPU with a rank of the actor

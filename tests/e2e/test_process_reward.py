@@ -1,4 +1,4 @@
-"""`rlhf prm` as a user runs it: it learns which step is wrong, and goes on from a checkpoint to the same numbers."""
+"""End-to-end test of `rlhf prm`: it learns which step is wrong, and resumes exactly."""
 
 import json
 import random
@@ -18,14 +18,14 @@ STEPS = 45
 
 
 def solution(rng):
-    """A step is right if its digit is above 3."""
+    """Return a solution with its labels: a step is right if its digit is above 3."""
     digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
     return {"prompt": "count", "completions": [f"n={d}" for d in digits], "labels": [d > 3 for d in digits]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model, solutions to train on and held-out ones."""
+    """Return a folder with a tiny model, training and held-out solutions."""
     folder = tmp_path_factory.mktemp("prm")
     rng = random.Random(0)
     for name, count in (("train", 720), ("held_out", 100)):
@@ -67,7 +67,7 @@ def test_a_process_reward_model_chooses_among_samples_in_eval(folder, tmp_path):
     assert len(rows) == 6
     for row in rows:
         assert all(0 < score < 1 for score in row["step_scores"])
-        # A special token between two separators is a step too, and no part of the response's text.
+        # Text between two separators is a step even if it is a special token, which the response text omits.
         assert len(row["step_scores"]) >= max(1, len(step_ends(row["response"], "\n")))
 
 
@@ -82,7 +82,7 @@ def test_steps_of_sampled_responses_are_rewards_in_grpo(folder, tmp_path):
     metrics = read_metrics(tmp_path / "out")[1]
     assert 0 < metrics["step_reward"] < 1
     assert metrics["num_steps"] >= 1
-    assert metrics["advantage_abs"] > 0  # all answers are wrong: the steps alone differ
+    assert metrics["advantage_abs"] > 0  # all answers are wrong, so only the steps differ
 
 
 def test_a_run_that_is_continued_ends_with_the_numbers_of_one_that_was_not_stopped(folder):
@@ -103,6 +103,6 @@ def test_two_ranks_at_another_stage_go_on_from_a_checkpoint_of_one(folder):
     assert "The model resumes with 2 ranks at ZeRO stage 1 from a checkpoint with 1 rank" in " ".join(said.split())
     expected, found = kept(folder), kept(folder, "by_two")
     assert len(found) == STEPS
-    for step in (30, 31, 32):  # the first three of the two ranks
+    for step in (30, 31, 32):  # the first three steps of the two-rank run
         assert found[step] == pytest.approx(expected[step], rel=1e-3, abs=1e-4)
     assert found[-1]["eval/wrong_f1"] == pytest.approx(expected[-1]["eval/wrong_f1"], abs=0.05)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its GGUF file: training and both engines give the numbers of plain transformers."""
+"""SmolLM2-135M-Instruct from its GGUF file: training and both engines agree with plain transformers."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ROWS = Path(__file__).parents[1] / "data" / "gsm8k" / "train_8.jsonl"
 FIRST_LOSS = 1.51157
-"""Of the eight rows: 820 trained of 1,519 tokens. A sum over them in another order differs by less than 1e-4."""
+"""Loss of the eight rows: 820 trained of 1,519 tokens. Other summation orders differ by less than 1e-4."""
 NEW_TOKENS = 24
 PROMPTS = [
     "Name the capital of France.",
@@ -48,13 +48,13 @@ def folder(file) -> str:
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """The model as transformers loads it, and its tokenizer."""
+    """Return the model as loaded by transformers, and its tokenizer."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def greedy(plain) -> list[list[int]]:
-    """The likeliest response to each prompt, by transformers' own `generate`."""
+    """Return the greedy response to each prompt, from `generate` of transformers."""
     model, tokenizer = plain
     responses = []
     for ids in prompt_ids(tokenizer):
@@ -78,7 +78,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def loss_of_rows(model, tokenizer) -> tuple[float, int, int]:
-    """(mean loss, trained tokens, all tokens) of the rows as chats, written out: the answer and its end are trained."""
+    """Return (mean loss, trained tokens, all tokens) of the chats; the answer and its end token are trained."""
     loss, trained, tokens = 0.0, 0, 0
     for row in lines(ROWS):
         chat = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
@@ -99,7 +99,7 @@ def test_the_first_loss_is_that_of_plain_transformers_and_the_saved_folder_keeps
     output = run_rlhf("sft", "--pretrain", file, "--dataset", ROWS, *flags.split(), "--output", tmp_path / "sft")
     assert f"{file.name}: weights dequantized from Q4_1, Q8_0 to bf16" in output
     expected, trained, tokens = loss_of_rows(*plain)
-    assert (trained, tokens) == (820, 1519 - 8)  # sft keeps the line break behind the last turn
+    assert (trained, tokens) == (820, 1519 - 8)  # sft keeps the newline after the last turn
     (step,) = lines(tmp_path / "sft" / "metrics.jsonl")
     assert step["loss"] == pytest.approx(expected, abs=2e-5)
     assert step["loss"] == pytest.approx(FIRST_LOSS, abs=1e-4)
@@ -149,7 +149,7 @@ def test_vllm_answers_as_generate_does_and_has_the_trained_weights_after_pushes(
 
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory) -> dict[str, Path]:
-    """Files of pairs and of labelled responses: the answers to the rows, and answers to other ones."""
+    """Write files with preference pairs and labelled responses: correct answers and answers to other questions."""
     folder, rows = tmp_path_factory.mktemp("preferences"), lines(ROWS)[:4]
     pairs = [
         {"prompt": row["question"], "chosen": row["answer"], "rejected": other["answer"]}

@@ -1,4 +1,4 @@
-"""`rlhf quickstart` as a newcomer runs it: from nothing to a model that adds, through the real parts."""
+"""End-to-end test of `rlhf quickstart`: from no files to a model that adds."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def rlhf(*words: str) -> str:
 
 
 def accuracies(folder: Path) -> list[float]:
-    """Of the models that were evaluated: after imitation and after practice."""
+    """Return the accuracies after imitation and after practice."""
     results = json.loads((folder / "eval" / "eval.json").read_text())["results"]
     return [result["figures"]["accuracy"]["value"] for result in results]
 

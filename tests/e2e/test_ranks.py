@@ -1,4 +1,4 @@
-"""Two real ranks compute as one rank does, at every ZeRO stage, and continue from their checkpoints to the bit."""
+"""Two real ranks compute the same as one rank at every ZeRO stage, and resume exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
-    """The findings of each rank, by (rank, number of ranks)."""
+    """Return the results of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
     vision = save_tiny_vision("qwen3_vl", folder / "vision")
     words = [tiny_model_dir, tiny_moe_dir, str(vision), str(folder)]
@@ -31,7 +31,7 @@ def assert_equal_steps(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in STAGES), "zpg", "overlap", "router loss"])
 def test_two_ranks_take_the_steps_of_one(results, name):
-    """Loss, gradient norm, learning rate and weights, also in the step in which one of them is idle."""
+    """Compare loss, gradient norm, learning rate and weights, including a step in which one rank is idle."""
     assert_equal_steps(results[0, 1][name], results[0, 2][name])
     assert results[0, 2][name]["metrics"] == results[1, 2][name]["metrics"]
     assert farthest(results[0, 2][name]["weights"], results[1, 2][name]["weights"]) == 0
@@ -59,14 +59,16 @@ def test_two_actor_ranks_with_pictures_on_one_of_them_compute_and_learn_as_one(r
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_learn_from_a_teacher_as_one(results, stage):
-    """At stage 2 the teacher's weights are partitioned, at stage 3 the student's."""
+    """Stage 2 partitions the teacher's weights, stage 3 the student's."""
     for rank in (0, 1):
         assert_equal_steps(results[0, 1][f"distill {stage}"], results[rank, 2][f"distill {stage}"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_with_a_solution_each_learn_its_steps_as_one(results, stage):
-    """The loss is a mean over all labelled steps, of which the ranks have different numbers; one is idle at last."""
+    """The loss is a mean over all labelled steps; the ranks have different numbers of them, and one is idle at the
+    end.
+    """
     for rank in (0, 1):
         assert_equal_steps(results[0, 1][f"prm {stage}"], results[rank, 2][f"prm {stage}"])
 
@@ -84,12 +86,12 @@ def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, stage, dtype,
         resumed = found[name]
         assert (resumed["metrics"], resumed["weights"], resumed["random numbers"]) == (True, True, True), place
     drawn = [results[rank, 2][name]["drawn"] for rank in (0, 1)]
-    assert not torch.equal(*drawn)  # each rank has its own random numbers
+    assert not torch.equal(*drawn)  # each rank has its own random state
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_and_stages_round_at_random_and_agree_within_the_rounding(results, stage):
-    """Two ranks draw other noise than one: weights differ by a few neighbours in bf16, or by Adam's steps."""
+    """Two ranks draw other noise than one: weights differ by a few bf16 steps or by Adam steps."""
     alone = results[0, 1]["resume 0 bf16 adamw_bf16"]
     found = [results[place][f"resume {stage} bf16 adamw_bf16"] for place in results]
     assert farthest(found[1]["result"], found[2]["result"]) == 0

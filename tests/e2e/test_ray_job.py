@@ -1,4 +1,4 @@
-"""`ray job submit -- rlhf ppo ...` on a real cluster with its job server, which asks for a token."""
+"""End-to-end test of `ray job submit -- rlhf ppo ...` on a real cluster whose job server requires a token."""
 
 import json
 import os
@@ -19,7 +19,7 @@ NO_AGENT, AGENT_SECONDS = "No available agent to submit job", 180
 
 
 def free_port() -> int:
-    """A port that is free and that neither the kernel nor Ray's workers are handed by chance before it is used."""
+    """Return a free port outside the ranges that the kernel and Ray's workers use."""
     while True:
         port = random.randrange(20000, 32768)
         with socket.socket() as probe:
@@ -40,7 +40,7 @@ def run(*words: str, environment: dict[str, str], timeout: float = 300) -> str:
 
 
 def submit(*words: str, environment: dict[str, str]) -> str:
-    """`ray job submit`, again while the head node, which is up, has not heard of its own agent yet."""
+    """Run `ray job submit`, and retry while the head node does not know its agent yet."""
     command = (str(BIN / "ray"), "job", "submit", "--", *words)
     deadline = time.monotonic() + AGENT_SECONDS
     while True:
@@ -52,18 +52,18 @@ def submit(*words: str, environment: dict[str, str]) -> str:
 
 
 def end_cluster(folder: Path) -> None:
-    """End the processes of the cluster in this folder; `ray stop` would end every Ray of the machine."""
+    """Stop the processes of the cluster in this folder; `ray stop` would stop every Ray on the machine."""
     own = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
     for process in own:
-        process.kill()  # some of Ray's processes take 20 s to end by themselves
+        process.kill()  # some Ray processes take 20 s to exit
     psutil.wait_procs(own, timeout=20)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, ray_folder):
-    """Environment of a user of a running head node."""
+    """Start a head node and return the environment of its user."""
     home = tmp_path_factory.mktemp("home")
-    port, dashboard, agent = free_port(), free_port(), free_port()  # Ray's defaults may be another cluster's
+    port, dashboard, agent = free_port(), free_port(), free_port()  # Ray's default ports may belong to another cluster
     environment = os.environ | {
         "HOME": str(home),
         "RAY_AUTH_MODE": "token",
@@ -98,7 +98,7 @@ OPENRLHF_PPO = (
     "--gradient_checkpointing --packing_samples --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep "
     "--save_hf_ckpt"
 )
-"""The flags of OpenRLHF's README, with one process a role and sizes of a tiny model."""
+"""The flags in OpenRLHF's README, with one process per role and the sizes of a tiny model."""
 
 
 def test_the_words_of_openrlhf_train_as_a_submitted_job(problems, model, cluster, tmp_path):

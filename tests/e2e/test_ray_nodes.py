@@ -1,4 +1,4 @@
-"""ppo on a Ray cluster of several nodes: roles that do not fit on one node sit on different ones, and train."""
+"""End-to-end test of ppo on several Ray nodes: roles that do not fit on one node are placed on several."""
 
 import json
 import os
@@ -27,17 +27,17 @@ class Nodes:
     address: str
 
     def end(self) -> list[list[list[int]]]:
-        """End the cluster; which nodes the groups of places were on, each time that changed."""
+        """Stop the cluster and return the nodes of the placement groups, for each time that they changed."""
         said, _ = self.process.communicate(timeout=120)
         return [json.loads(line) for line in said.splitlines()]
 
 
 @pytest.fixture
 def nodes(ray_folder) -> Iterator[Nodes]:
-    """Two nodes that each have room for two processes."""
+    """Start two nodes with room for two processes each."""
     process = subprocess.Popen(
         [sys.executable, str(NODES), str(ray_folder), "2", "2"],
-        # An earlier test of this process that started Ray has set the mode to "token", which commands do not inherit.
+        # An earlier test may have set the mode to "token" for this process; commands do not inherit it.
         env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -69,11 +69,11 @@ def test_ranks_and_engine_sit_on_different_nodes_and_train_together(problems, mo
     assert sorted(plain_metrics(output)) == [1, 2]
     assert (output / "model" / "config.json").exists()
     assert_nothing_left(output)
-    # Two ranks of the actor fill a node; critic and engine fill the other one.
+    # Two actor ranks fill one node; critic and engine fill the other.
     whole = next(groups for groups in seen if len(groups) == 3)
     (first, second), *others = whole
     assert first == second
     assert others == [[1 - first], [1 - first]]
-    node_of_actor, *nodes_of_others = found.groups()  # the numbers are Ray's
+    node_of_actor, *nodes_of_others = found.groups()  # Ray assigns the numbers
     assert nodes_of_others == ["1" if node_of_actor == "0" else "0"] * 2
     assert seen[-1] == [], "the places were given back while the cluster still ran"

@@ -1,4 +1,4 @@
-"""The recipes of the examples, scaled down to an untrained model of 0.1M parameters and one iteration."""
+"""The recipes of the examples, scaled down to an untrained model with 0.1M parameters and one iteration."""
 
 import json
 import os
@@ -32,7 +32,7 @@ ANY_GROUP = SMALL["FLAGS"] + " --dynamic_filtering_reward_range -9 9"  # every a
 
 
 def run(*words: str, **environment: str) -> str:
-    """Return the output of a command that has to succeed; `rlhf` belongs to this Python."""
+    """Run a command that must succeed, with `rlhf` from this Python, and return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | environment
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=500)
@@ -78,14 +78,14 @@ def test_the_geometry_recipe_trains_on_pictures(tmp_path):
     run(*words, **SMALL | sizes)
     metrics = read_metrics(output)[1]
     assert metrics["weight_version"] == 1
-    assert metrics["kl"] == pytest.approx(0, abs=1e-4)  # the reference sees the same pictures
+    assert metrics["kl"] == pytest.approx(0, abs=1e-4)  # the reference sees the same images
     assert len(list((output / "sample_images").glob("*.png"))) == 4
     assert (output / "model" / "preprocessor_config.json").is_file()
 
 
 @pytest.fixture(scope="module")
 def judge(model, tmp_path_factory) -> Path:
-    """The model with a random head that scores."""
+    """Save the model with a random value head."""
     folder = tmp_path_factory.mktemp("judge")
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)

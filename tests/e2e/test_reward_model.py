@@ -1,4 +1,4 @@
-"""sft, rm and ppo as a user chains them: the reward model of one run judges the responses of the next."""
+"""sft, rm and ppo in sequence: ppo scores its responses with the reward model of the rm run."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with the run directories of an sft run, which learns to answer in digits, and of an rm run."""
+    """Return a folder with the run directories of an sft run, which learns to answer in digits, and of an rm run."""
     root = tmp_path_factory.mktemp("chain")
     sums = write(root / "sums.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS])
     pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in SUMS]
@@ -39,9 +39,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder) -> Path:
-    """A finished ppo run of two iterations that the reward model and a verifier judge; the critic starts from it too.
+    """Return a finished two-iteration ppo run with a reward model and a verifier; the critic starts from the reward
+    model.
 
-    The reward model has two ranks, on the first of which sits the critic; each role has a ZeRO stage of its own.
+    The reward model has two ranks and shares a place with the critic; each role has a different ZeRO stage.
     """
     output = folder / "ppo"
     words = (
@@ -62,10 +63,10 @@ def sample_rows(run: Path) -> list[dict]:
 
 
 def test_rewards_are_the_scores_of_the_reward_model(folder, run):
-    """Recomputed from the text with transformers, one sequence at a time, if the text gives back its tokens."""
+    """Recompute the scores from text with transformers, for responses whose text encodes to the same tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "rm" / "model")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "rm" / "model", dtype=torch.float32)
-    model.config.pad_token_id = None  # else transformers looks for the last token before the padding
+    model.config.pad_token_id = None  # otherwise transformers looks for the last token before the padding
     checked = []
     for row in sample_rows(run):
         response = tokenizer(row["response"], add_special_tokens=False).input_ids
@@ -75,7 +76,7 @@ def test_rewards_are_the_scores_of_the_reward_model(folder, run):
         prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
         with torch.no_grad():
             score = model(input_ids=torch.tensor([prompt + response])).logits.item()
-        # in the units of the model: the spread may be so small that rounding of the scores is a large part of it
+        # compare in raw units: rounding may be a large part of a small spread
         read = row["reward/reward_model"] * model.config.reward_std + model.config.reward_mean
         assert read == pytest.approx(score, abs=1e-6)
         checked.append(row["finish_reason"])

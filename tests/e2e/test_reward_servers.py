@@ -1,4 +1,4 @@
-"""A run whose reward servers, as a user starts them, die on the way."""
+"""End-to-end test of a run whose reward servers die."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def servers() -> Iterator[list[Served]]:
-    """Two servers of a verifier."""
+    """Start two servers of a verifier."""
     started = [serve("--reward_funcs", "exact") for _ in range(2)]
     yield started
     for server in started:
@@ -25,7 +25,7 @@ def servers() -> Iterator[list[Served]]:
 
 
 def reinforce(model: Path, problems: Path, output: Path, servers: list[Served], *, iterations: int) -> subprocess.Popen:
-    """A started run of many short iterations; the smallest there is: no critic, no reference."""
+    """Start a minimal run of many short iterations, without critic and reference."""
     words = (
         f"reinforce++ --pretrain {model} --prompt_data {problems} --label_key answer --max_len 64 --init_kl_coef 0 "
         f"--max_new_tokens 4 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 "
@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_a_killed_server_and_ends_by_name_without_any(
     servers[0].process.kill()
     servers[0].process.wait()
     wait_for_iterations(output, process, num_iterations(output) + 4)
-    servers[1].process.send_signal(signal.SIGSTOP)  # it holds its connections and answers nothing
+    servers[1].process.send_signal(signal.SIGSTOP)  # it keeps its connections open but does not answer
     began = time.monotonic()
     said, _ = process.communicate(timeout=120)
     assert time.monotonic() - began < 60

@@ -1,7 +1,7 @@
-"""`rlhf sft` as a user runs it: every way of starting ranks, and every way of being stopped.
+"""End-to-end tests of `rlhf sft`: each launcher, and each way to stop a run.
 
-A run that is killed or interrupted and started again ends with the weights and metrics of one never stopped, bit for
-bit, and no process is left after any end.
+A run that is killed or interrupted and then restarted ends with the weights and metrics of an uninterrupted run, bit
+for bit. No process remains after any kind of exit.
 """
 
 import json
@@ -25,7 +25,7 @@ from rlhf_cli.backends.training.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-PATIENCE = 240  # seconds for anything: the machine may be busy with other things
+PATIENCE = 240  # time limit in seconds for any wait, also on a busy machine
 STEPS, SAVE_STEPS = 24, 3
 MARK = "RLHF_TEST_RUN"
 UNEQUAL = ("time/", "perf/", "memory/")  # metrics of speed and memory
@@ -39,7 +39,7 @@ LAUNCHERS = {
 
 
 class Running:
-    """A command with everything it has started, known by a mark in the environment."""
+    """A command and all processes that it started, found by an environment variable."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._mark = uuid.uuid4().hex
@@ -54,7 +54,7 @@ class Running:
         return [process for process in psutil.process_iter() if environment_of(process).get(MARK) == self._mark]
 
     def ranks(self) -> list[psutil.Process]:
-        """Trained ranks by rank."""
+        """Return the processes of the ranks, in rank order."""
         found = {environment_of(process).get("RANK"): process for process in self.processes()}
         return [found[rank] for rank in sorted(name for name in found if name is not None)]
 
@@ -62,11 +62,11 @@ class Running:
         wait_until(lambda: "\nstep " in self.log.read_text(), what="a step is done", running=self)
 
     def press_ctrl_c(self) -> None:
-        """Send the signal to the foreground process group, as a terminal does."""
+        """Send SIGINT to the foreground process group, as a terminal does."""
         os.killpg(self.main.pid, signal.SIGINT)
 
     def wait(self) -> int:
-        """Exit status, once no process is left."""
+        """Wait until no process remains and return the exit status."""
         try:
             status = self.main.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
@@ -100,7 +100,7 @@ def wait_until(
 
 
 class Place:
-    """A folder of runs with data and a model in it."""
+    """A folder of runs with data and a model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,18 +117,18 @@ class Place:
         self._started: list[Running] = []
 
     def _name_another_end(self, model: Path) -> None:
-        """Make the model like a base model, whose files name the end of a text and not that of a turn."""
+        """Change the model's files to a base model's: the end token is the end of text instead of the end of turn."""
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
             found = json.loads((model / name).read_text())
             end = {"eos_token": "<|endoftext|>"} if "tokenizer" in name else {"eos_token_id": 0}
             (model / name).write_text(json.dumps(found | end))
 
     def new_name(self, kind: str) -> str:
-        """Return the name of a run that no run before had, so that a test can be repeated."""
+        """Return an unused run name, so that a test can be repeated."""
         return f"{kind}_{len(self._started)}"
 
     def start(self, name: str, launcher: str | list[str], *flags: str, **settings: str) -> Running:
-        """Start `rlhf sft`, or a command like it, with output in the folder of that name."""
+        """Start `rlhf sft` or a similar command with the output folder of that name."""
         data = str(self.folder / "sums.jsonl")
         usual = {"pretrain": str(self.folder / "tiny"), "dataset": data, "output": str(self.folder / name)}
         usual |= {"train_batch_size": "8", "max_epochs": "3", "learning_rate": "1e-2", "param_dtype": "fp32"}
@@ -145,7 +145,7 @@ class Place:
             running.kill_all()
 
     def metrics(self, name: str) -> list[dict[str, float]]:
-        """Lines of metrics.jsonl without what depends on speed."""
+        """Return the lines of metrics.jsonl without timing metrics."""
         path = self.folder / name / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [{k: v for k, v in json.loads(line).items() if not k.startswith(UNEQUAL)} for line in lines]
@@ -169,7 +169,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def finished(place: Place) -> Callable[[str], str]:
-    """The name of a run that was never stopped, by launcher; each runs once."""
+    """Return the name of an uninterrupted run, by launcher; each runs once."""
     done: set[str] = set()
 
     def run(launcher: str) -> str:
@@ -199,7 +199,7 @@ def test_every_launcher_trains_the_same_model(place, finished, launcher):
     logits = [model(prompt).logits for model in models]
     assert torch.allclose(*logits, atol=0.05)
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    assert models[1].generation_config.eos_token_id == ends  # a base model's end of text, and the end of turn trained
+    assert models[1].generation_config.eos_token_id == ends  # the base model's end of text, and the trained end of turn
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True)
     response = models[1].generate(torch.tensor([chat["input_ids"]]), max_new_tokens=64, do_sample=False)[
         0, len(chat["input_ids"]) :
@@ -213,7 +213,7 @@ def test_every_launcher_trains_the_same_model(place, finished, launcher):
 
 
 def test_a_command_outside_the_program_trains_as_its_parts_do(place, finished):
-    """The focal loss of docs/extending.md with exponent 0 is the loss of `rlhf sft`."""
+    """The focal loss of docs/extending.md with exponent 0 equals the loss of `rlhf sft`."""
     command = [RLHF, f"{page_file(place.folder, 'focal_sft.py')}:focal_sft", "--focus", "0"]
     name = place.new_name("focal")
     running = place.start(name, command)
@@ -236,7 +236,7 @@ def test_several_ranks_show_their_progress_once(place, finished):
 
 
 def kill_in_a_step(place: Place, name: str, running: Running) -> None:
-    """Kill -9 of one rank at a random moment after the first checkpoint."""
+    """Kill one rank with SIGKILL at a random moment after the first checkpoint."""
     wait_until(lambda: place.last_checkpoint(name) >= SAVE_STEPS, what="there is a checkpoint", running=running)
     victims = running.ranks() or [psutil.Process(running.main.pid)]
     time.sleep(random.uniform(0, 0.15))
@@ -246,9 +246,9 @@ def kill_in_a_step(place: Place, name: str, running: Running) -> None:
 
 
 def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
-    """Kill -9 of every process, as when the power fails, while a checkpoint is written.
+    """Kill all processes with SIGKILL, as in a power failure, while a checkpoint is written.
 
-    The ranks are halted first: if the checkpoint was complete by then, they go on to the next one.
+    The ranks are suspended first; if the checkpoint is complete by then, they continue to the next one.
     """
     checkpoints = place.folder / name / "checkpoints"
 
@@ -274,7 +274,7 @@ def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
 
 
 def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], None]) -> None:
-    """Ask for a stop after a step; it must end, save and report so."""
+    """Request a stop after a step and check that the run ends, saves and reports it."""
     running = place.start(name, launcher, "--load_checkpoint")
     running.wait_for_a_step()
     press(running)
@@ -306,10 +306,10 @@ def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, l
     assert not list((place.folder / name / "checkpoints").glob(".writing*"))
 
 
-# So many steps that a run has to be stopped; checkpoints are written only when it is.
+# Enough steps that the run must be interrupted; checkpoints are written only then.
 ENDLESS = {"max_epochs": "100000", "save_steps": "-1", "eval_steps": "-1"}
 LONG_STEP_ROWS = 1024
-"""Rows of a step that takes seconds: the test's second signal has to arrive before the step ends."""
+"""Rows of a step that takes seconds, so that the test's second signal arrives before the step ends."""
 LONG_STEPS = ENDLESS | {"train_batch_size": str(LONG_STEP_ROWS), "micro_train_batch_size": "1", "zero_stage": "3"}
 
 

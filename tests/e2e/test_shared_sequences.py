@@ -1,4 +1,4 @@
-"""Ranks that share sequences, or split layers, compute as one rank does: gradients, steps at all ZeRO stages, roles."""
+"""Sequence and tensor parallel ranks compute the same as one rank: gradients, steps at all ZeRO stages, roles."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RANKS_TOGETHER = {1: 1, 3: 3, 4: 2}
-"""By number of ranks, how many share sequences, or split layers; four ranks are two groups that compute different
-sequences, and one group for single packs."""
+"""Ranks per parallel group, by number of ranks; four ranks form two groups with different data."""
 ROLES = ("gspo", "adapter", "critic", "reward")
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
-    """The findings of each rank, by (rank, number of ranks)."""
+    """Return the results of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("shared")
     judge = str(save_reward_model(tmp_path_factory.mktemp("judge")))
     words = [tiny_model_dir, tiny_llama_dir, judge, save_normed(folder / "normed"), str(folder)]
@@ -34,7 +33,7 @@ def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int,
 
 
 def save_normed(folder: Path) -> str:
-    """Write a random float32 Qwen3, which has norms of heads, with tied embeddings."""
+    """Save a random float32 Qwen3, which has query and key norms, with tied embeddings."""
     torch.manual_seed(3)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -87,7 +86,7 @@ def test_steps_in_bf16_are_those_of_one_rank_but_for_rounding(results, stage):
         weight = alone["weights"][name].float()
         apart = (weight - together["weights"][name].float()).abs()
         assert apart.mean() < CLOSE, name
-        # A small gradient may have the other sign, and a weight one more bit of rounding.
+        # A small gradient may change its sign, and a weight may round differently.
         assert apart.max() < 3 * LEARNING_RATE + 2**-7 * weight.abs().max(), name
 
 
@@ -124,7 +123,7 @@ def test_a_reference_answers_for_all_pairs_on_every_rank(results):
     ],
 )
 def test_steps_with_split_layers_are_those_of_one_rank(results, name):
-    """Loss, gradient norm and weights, also in the step in which one of two groups is idle."""
+    """Compare loss, gradient norm and weights, including a step in which one of two groups is idle."""
     for rank in range(4):
         assert_equal_steps(results[0, 1][name], results[rank, 4][name])
         assert farthest(results[0, 4][name]["weights"], results[rank, 4][name]["weights"]) == 0

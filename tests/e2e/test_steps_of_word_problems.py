@@ -1,8 +1,8 @@
-"""A process reward model finds the wrong steps of word problems that it has not seen, and not by their position.
+"""A process reward model finds wrong steps in unseen word problems, and not only by their position.
 
-The problems are like those of GSM8K: a question with its numbers, and a line of the solution for each result. Labels
-are made from the known answers: a step is right if its sum is. Each result is wrong with a chance of a half, at any
-position, and is then the sum of other numbers. So neither the position of a step nor its result is enough.
+The problems resemble GSM8K: a question with numbers, and one solution line for each result. A step is labelled right if
+its result is correct. Each result is wrong with probability 0.5 at any position, and is then the sum of other numbers,
+so that neither the position of a step nor its result alone decides the label.
 """
 
 import json
@@ -25,7 +25,7 @@ SIZE = "--hidden_size 64 --intermediate_size 256 --num_hidden_layers 4 --num_att
 OPTIONS = "--train_batch_size 32 --max_epochs 6 --param_dtype fp32 --no_use_tensorboard --zero_stage 0"
 STEPS = 1000
 MARGIN = 0.3
-"""By which the model is better than a guess by the position, or by the result alone."""
+"""Required lead of the model over guessing from the position or the result alone."""
 
 
 def amounts(rng: random.Random) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def amounts(rng: random.Random) -> tuple[int, int]:
 
 
 def solved(rng: random.Random, *, share_right: float) -> Row:
-    """A problem, the steps of a solution, and whether each is right."""
+    """Return a problem, the steps of a solution, and whether each step is right."""
     things = rng.sample(THINGS, rng.randrange(2, 6))
     pairs = [amounts(rng) for _ in things]
     steps, labels = [], []
@@ -60,7 +60,7 @@ def result(row: Row, place: int) -> object:
 
 
 def accuracy_by(fact: Callable[[Row, int], object], train: list[Row], held_out: list[Row]) -> float:
-    """Return the share of held-out labels that are the most frequent training label of steps with the same fact."""
+    """Return the accuracy on held-out labels of predicting the most frequent training label for the same fact."""
     seen = Counter((fact(row, place), label) for row in train for place, label in enumerate(row["labels"]))
     guessed = [
         (seen[fact(row, place), True] >= seen[fact(row, place), False]) == label

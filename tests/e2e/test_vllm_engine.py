@@ -1,6 +1,6 @@
-"""The vLLM rollout engine for real, with its processes: numbers, pushes, reproducibility, and its end.
+"""Tests of the real vLLM rollout engine: log-probs, weight updates, reproducibility and shutdown.
 
-An engine takes about 20 s to start, so that one serves most tests here; fresh ones run in processes of their own.
+An engine takes about 20 s to start, so most tests share one; the others start engines in separate processes.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ pytestmark = [
 ]
 
 STOPPING = replace(SAMPLING, stop=("e", "7", "Q", "never there"))
-LONG = [[7 + index * index % 240 for index in range(length)] for length in (130, 129)]  # a block of the cache has 128
+LONG = [[7 + index * index % 240 for index in range(length)] for length in (130, 129)]  # a cache block has 128 tokens
 SHARING = [GenerationRequest(LONG[index // 8], seed=2000 + index) for index in range(16)]
 BATCHES = [(REQUESTS, SAMPLING), (REQUESTS, STOPPING), (SHARING, SAMPLING)]
 ADDED = {"max_num_seqs": 64, "additional_config": {"mark": [1, "x"]}}
@@ -75,12 +75,12 @@ def engine(model_dir):
     assert processes
     engine.shutdown()
     assert not any(process.is_running() for process in processes)
-    engine.shutdown()  # a second time does nothing
+    engine.shutdown()  # a second call does nothing
 
 
 @pytest.fixture(scope="module")
 def first_responses(engine):
-    """The engine's responses before any other request."""
+    """Return the engine's responses before any other request."""
     return engine.generate(REQUESTS, SAMPLING)
 
 
@@ -101,7 +101,7 @@ def test_responses_end_with_an_end_token_or_at_the_limit(first_responses):
 
 @pytest.fixture(scope="module")
 def responses(engine, first_responses):
-    """Those to each of the batches."""
+    """Return the responses to each batch."""
     return [first_responses, *(engine.generate(*batch) for batch in BATCHES[1:])]
 
 
@@ -116,7 +116,7 @@ def test_responses_end_at_the_token_that_completes_a_stop_string(responses, mode
         length = len(same.token_ids)
         end = next((n for n in range(1, length + 1) if found(same.token_ids[:n])), length)
         assert one.token_ids == same.token_ids[:end]
-        assert one.logprobs == pytest.approx(same.logprobs[:end], abs=1e-4)  # others are beside it in its batch
+        assert one.logprobs == pytest.approx(same.logprobs[:end], abs=1e-4)  # its batch contains other requests
         assert one.finish_reason == ("stop" if found(one.token_ids) else same.finish_reason)
     assert sum(found(one.token_ids) for one in stopped_responses) > 3
 
@@ -161,7 +161,7 @@ def test_next_turns_of_episodes_begin_with_what_is_computed_and_repeat_to_the_bi
 
 
 def test_requests_that_join_a_batch_have_the_responses_of_a_batch_of_their_own(engine, first_responses):
-    """They come beside others that run, and after the batch had delivered all."""
+    """Requests may arrive while others run, or after the batch has finished."""
 
     async def responses_in_parts():
         found = {}
@@ -342,7 +342,7 @@ def test_choosing_among_tokens_gives_the_probabilities_of_vllm_s_own_operators(t
     rows, size = 6, 500
     torch.manual_seed(top_k)
     logits = torch.randn(rows, size) * 4
-    if top_p == 1:  # which of equally likely tokens top-p keeps is not defined, unlike for the others
+    if top_p == 1:  # top-p 1 keeps all tokens; below, ties between equally likely tokens are not defined
         logits = logits.round()
     prompts, responses = torch.randint(0, size, (rows, 9)), torch.randint(0, size, (rows, 30))
     none = torch.zeros(rows)
@@ -470,8 +470,8 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
     change_weights(model)
     assert largest_difference(model, first_responses) > 0.5
     sender = WeightSender(ShmTransport(folders=(str(tmp_path),)))
-    for version in (1, 2):  # the second one is loaded over a first one
-        engine.generate(SHARING, SAMPLING)  # leaves prefixes of the former weights in the cache
+    for version in (1, 2):  # the second update replaces the first
+        engine.generate(SHARING, SAMPLING)  # leaves prefixes of the old weights in the cache
         report = sender.send(model.named_parameters(), version)
         engine.push(report.manifest, version)
         turns = engine.generate(SHARING, replace(SAMPLING, continues=True))
@@ -481,7 +481,7 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
         assert {one.weight_version for one in after} == {version}
         assert engine.weight_checksum() == [report.checksum]
         with torch.no_grad():
-            model.model.embed_tokens.weight.mul_(1.1)  # also the head
+            model.model.embed_tokens.weight.mul_(1.1)  # also changes the tied head
             model.model.layers[0].mlp.down_proj.weight.neg_()
     original = sender.send(trainer_model(model_dir).named_parameters(), version=3).manifest
     engine.push(original, 3)
@@ -514,7 +514,7 @@ def test_turns_of_episodes_have_the_log_probs_of_one_forward_pass_also_after_a_p
 
 
 def logprobs_of_turns(model, request, episode):
-    """Return the log-probs of the sampled tokens by one forward pass over the whole episode."""
+    """Compute the log-probs of the sampled tokens with one forward pass over the whole episode."""
     tokens = torch.tensor(request.prompt_ids + episode.token_ids)
     first = len(request.prompt_ids)
     every = model(tokens[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]

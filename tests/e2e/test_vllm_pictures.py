@@ -1,6 +1,6 @@
-"""The vLLM rollout engine for real on prompts with pictures.
+"""Tests of the real vLLM rollout engine on prompts with images.
 
-Models of Qwen-VL and LLaVA need torchvision, which `make setup` puts beside vLLM on a CPU.
+Qwen-VL and LLaVA models need torchvision, which `make setup` installs with vLLM on a CPU.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 REPORTED = Path(sys.prefix) / ".no_torchvision"
-"""Written by `make setup` if the machine has no torchvision for vLLM."""
+"""Written by `make setup` if torchvision for vLLM is not available on the machine."""
 
 
 def make_model(kind: str, folder: Path) -> Path:
@@ -32,7 +32,7 @@ def make_model(kind: str, folder: Path) -> Path:
 
 
 def require_torchvision(kind: str) -> None:
-    """Skip tests of models that vLLM cannot load here. On CI that is a failure unless the set-up has reported it."""
+    """Skip models that vLLM cannot load here. On CI, fail unless the setup has reported it."""
     if lacks_torchvision(kind):
         assert REPORTED.exists() or os.environ.get("CI") != "true", "`make setup` has not installed torchvision"
         pytest.skip("vLLM requires torchvision for models of this type, but it is not installed")
@@ -40,7 +40,7 @@ def require_torchvision(kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Findings]:
-    """Findings for two models, whose engines share a process: it imports vLLM once."""
+    """Return the results for two models, whose engines share a process so that vLLM is imported once."""
     for kind in request.param:
         require_torchvision(kind)
     place = tmp_path_factory.mktemp("models")
@@ -77,7 +77,7 @@ def test_wrong_numbers_of_pictures_and_tokens_are_refused_and_change_nothing(fou
 @both
 def test_each_picture_goes_to_the_engine_once_and_again_if_its_cache_had_no_room(found):
     for kind, one in found.items():
-        # Of Idefics3, the cache forgets the first of two pictures of a prompt before the prompt's second sample.
+        # For Idefics3, the cache drops the first of two images of a prompt before the second sample.
         assert (one.num_pictures_sent, one.num_sent_again) == ((6, 7) if kind == "idefics3" else (4, 4)), kind
     assert max(one.difference_sent_again for one in found.values()) < 1e-5
 

@@ -1,6 +1,6 @@
-"""vLLM on an NVIDIA GPU: its log-probs beside the trainer's, and weights that come by CUDA IPC.
+"""vLLM on an NVIDIA GPU: log-probs compared with the trainer, and weight updates over CUDA IPC.
 
-The same facts with shared memory on a CPU are in e2e/test_vllm_engine.py.
+test_vllm_engine.py in e2e/ tests the same over shared memory on a CPU.
 """
 
 import importlib.util
@@ -33,9 +33,9 @@ pytestmark = [
 SETTINGS = EngineSettings(
     max_model_len=160, enforce_eager=True, gpu_memory_utilization=0.3, enable_sleep=True, sync_backend="ipc"
 )
-WHOLE = replace(SAMPLING, top_p=1.0)  # rounding to bfloat16 moves tokens over the border of top-p
+WHOLE = replace(SAMPLING, top_p=1.0)  # bfloat16 rounding moves tokens across the top-p boundary
 BF16_NATS = 0.2
-"""Largest difference of log-probs that rounding to bfloat16 explains; other weights differ by more than 0.5."""
+"""Largest log-prob difference from bfloat16 rounding; other weights differ by more than 0.5."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def engine(model_dir):
 
 
 def difference(model, generations) -> float:
-    """Largest difference to a float32 trainer that has the bfloat16 weights."""
+    """Return the largest difference from a float32 trainer with the bfloat16 weights."""
     return largest_difference(model.float().cpu(), generations, sampling=WHOLE)
 
 
@@ -75,7 +75,7 @@ def test_after_a_push_by_ipc_the_engine_agrees_with_the_new_weights_and_not_with
     model = on_gpu(model_dir)
     change_weights(model)
     sender = ipc_sender(engine, model)
-    for version in (1, 2):  # the second push uses the connection of the first
+    for version in (1, 2):  # the second update reuses the connection
         report = sender.send(model.named_parameters(), version)
         after = engine.generate(REQUESTS, WHOLE)
         assert engine.weight_checksum() == [report.checksum]
@@ -101,7 +101,7 @@ def test_an_engine_that_slept_answers_with_the_weights_that_are_pushed_after_it_
 
 
 def trainer_copy(model, model_dir):
-    """A model of its own with the same weights, because a comparison moves it to the CPU."""
+    """Return a copy of the model, because a comparison moves it to the CPU."""
     copy = trainer_model(model_dir)
     copy.load_state_dict({name: weight.cpu() for name, weight in model.state_dict().items()})
     return copy

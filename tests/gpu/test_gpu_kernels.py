@@ -1,4 +1,4 @@
-"""Kernels of an NVIDIA GPU against float64 on the CPU. Run with `pytest -m gpu`."""
+"""GPU kernels compared with float64 on the CPU. Run with `pytest -m gpu`."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = [
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, *, share: float) -> bool:
-    """Whether the distance is at most that share of the exact result's norm."""
+    """Check that the distance is at most this share of the norm of the exact result."""
     return bool((found.cpu().double() - exact).norm() <= share * exact.norm())
 
 
@@ -24,7 +24,7 @@ def close(found: torch.Tensor, exact: torch.Tensor, *, share: float) -> bool:
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("shares", [False, True])
 def test_varlen_agrees_with_float64_forward_and_backward(size, window, shares):
-    """Eight query heads on two key heads; with `shares` two branches see the keys of one beginning."""
+    """Eight query heads and two key heads; with `shares`, two branches use the keys of one prefix."""
     if shares:
         key_index = torch.tensor([*range(200), *range(50), *range(200, 300)], dtype=torch.int64)
         cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 200, 300], [0, 200, 350]))
@@ -61,9 +61,9 @@ def test_varlen_agrees_with_float64_forward_and_backward(size, window, shares):
     assert all(close(one, other, share=0.015) for one, other in zip(grads, expected_grads, strict=True))
 
 
-@pytest.mark.parametrize("size", [72, 80])  # of the towers of Qwen3-VL and Qwen2.5-VL
+@pytest.mark.parametrize("size", [72, 80])  # head sizes of the Qwen3-VL and Qwen2.5-VL vision towers
 def test_attention_of_towers_agrees_with_float64_forward_and_backward(size):
-    """Windows of 64 patches and pictures of two sizes, each patch with all of its own."""
+    """Windows of 64 patches and full attention over two image sizes."""
     torch.manual_seed(0)
     bounds = torch.tensor([0, 64, 128, 130, 500], dtype=torch.int32)
     tensors = [torch.randn(500, 4, size).bfloat16() for _ in range(3)]
@@ -101,7 +101,7 @@ def test_log_probs_of_a_large_vocabulary_agree_with_float64():
 
 
 def test_gradients_of_a_shared_token_are_summed_in_float32():
-    """On a CPU index_select itself does so; sums in bfloat16 stop growing at these numbers."""
+    """`index_select` on a CPU already sums in float32; bfloat16 sums would stop growing at these values."""
     keys, index, grads, exact = repeated_tokens()
     keys = keys.detach().cuda().requires_grad_()
     (found,) = torch.autograd.grad(SelectTokens.apply(keys, index.cuda()), keys, grads.cuda())

@@ -1,6 +1,6 @@
-"""Online runs whose models and engine share one NVIDIA GPU, killed at their worst moments.
+"""Online runs whose models and engine share one NVIDIA GPU, killed at the worst moments.
 
-The same facts with roles as processes of a CPU are in e2e/test_ppo.py; there equal runs are equal bit for bit.
+test_ppo.py in e2e/ tests the same with CPU processes, where equal runs are equal bit for bit.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ SHARED = [*SLEEPS, "--vllm_sync_backend", "ipc", "--vllm_gpu_memory_utilization"
 
 
 def shared_words(command, model, problems, output) -> list[str]:
-    """A small run on one GPU."""
+    """Return the arguments of a small run on one GPU."""
     words = [*ppo_words(model, problems, output, backend="vllm"), *SHARED]
     if command == "grpo":
         for name in ("--critic_learning_rate", "--kl_target"):
@@ -41,7 +41,7 @@ def shared_words(command, model, problems, output) -> list[str]:
 
 
 def assert_engine_followed_the_actor(output) -> None:
-    """Every iteration is there, and in each the engine sampled with the weights of the actor."""
+    """Check that all iterations exist and that each was sampled with the actor's weights."""
     metrics = plain_metrics(output)
     assert list(metrics) == list(range(1, ITERATIONS + 1))
     for step in metrics.values():

@@ -1,4 +1,4 @@
-"""Memory that sleep frees on a GPU, and states that come back as they were. Run with `pytest -m gpu`."""
+"""Sleep frees GPU memory, and the state is restored exactly. Run with `pytest -m gpu`."""
 
 import pytest
 import torch

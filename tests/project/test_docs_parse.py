@@ -1,6 +1,6 @@
-"""Every `rlhf` command in the README, the docs and the example scripts parses: nothing is run.
+"""Every `rlhf` command in the README, the docs and the example scripts parses; nothing is run.
 
-A command is found in the code blocks and code spans of Markdown and in the lines of shell scripts, also behind
+Commands are found in the code blocks and code spans of Markdown and in the lines of shell scripts, also after
 `deepspeed --module rlhf_cli`, `torchrun -m rlhf_cli`, `python -m rlhf_cli` and `ray job submit -- rlhf`.
 """
 
@@ -36,14 +36,14 @@ ROOT_FLAGS = {"--help", "--version", "--install-completion", "--show-completion"
 
 
 class Command(NamedTuple):
-    """A documented command: its place, and its words after `rlhf`."""
+    """A documented command: its location and the arguments after `rlhf`."""
 
     where: str
     words: list[str]
 
 
 def code_of(text: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of each code block and code span of a Markdown document."""
+    """Yield line number and text of each code block and code span of a Markdown document."""
     in_block, language = False, ""
     for number, line in enumerate(text.splitlines(), 1):
         if fence := re.match(r"\s*```(\S*)", line):
@@ -55,7 +55,7 @@ def code_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def logical_lines(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Return the lines, each line that ends in a backslash joined to the next."""
+    """Join each line that ends in a backslash with the next one."""
     start, joined = 0, ""
     for number, line in lines:
         start, joined = start or number, joined + line.strip().removesuffix("\\") + " "
@@ -65,7 +65,7 @@ def logical_lines(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]
 
 
 def commands_in(name: str, text: str) -> list[Command]:
-    """Every command of a document; `name` decides how it is read."""
+    """Return all commands of a document; the extension of `name` selects the parser."""
     lines = code_of(text) if name.endswith(".md") else iter(enumerate(text.splitlines(), 1))
     found = []
     for number, line in logical_lines(lines):
@@ -75,15 +75,16 @@ def commands_in(name: str, text: str) -> list[Command]:
         lexer.whitespace_split = True
         try:
             words = list(lexer)
-        except ValueError:  # an apostrophe in a sentence
+        except ValueError:  # an apostrophe in prose
             continue
         found += [Command(f"{name}:{number}", expanded(after)) for after in split_at_operators(words) if after]
     return found
 
 
 def expanded(words: list[str]) -> list[str]:
-    """The words with shell expansions as if all were set: `${A:+--flag "$A"}` is there, `${FLAGS:-}` is empty, and an
-    array stands for settings that are not looked at."""
+    """Expand shell parameters as if all were set: `${A:+--flag "$A"}` is kept, `${FLAGS:-}` is empty, and an array
+    stands for settings that are not checked.
+    """
     found = []
     for word in words:
         if re.fullmatch(r"\$\{\w+\[@\]\}", word):
@@ -95,7 +96,7 @@ def expanded(words: list[str]) -> list[str]:
 
 
 def split_at_operators(words: list[str]) -> Iterator[list[str]]:
-    """The words after `rlhf` of each simple command in a line."""
+    """Yield the arguments after `rlhf` of each simple command in a line."""
     simple: list[str] = []
     for word in [*words, ";"]:
         if END_OF_COMMAND.fullmatch(word):
@@ -106,7 +107,7 @@ def split_at_operators(words: list[str]) -> Iterator[list[str]]:
 
 
 def after_program(words: list[str]) -> list[str]:
-    """The words after the program's name, or nothing if these words do not call it."""
+    """Return the arguments after the program's name, or nothing if the line does not call it."""
     rest = list(dropwhile(lambda word: word in SHELL_WORDS or re.match(r"\w+=", word), words))
     if not rest:
         return []
@@ -123,7 +124,7 @@ def after_program(words: list[str]) -> list[str]:
 
 
 def check(words: list[str]) -> None:
-    """Raise UsageError, which names the fault, unless the words after `rlhf` are a valid command line."""
+    """Raise UsageError unless the arguments after `rlhf` are a valid command line."""
     words = [word for word in words if not word.startswith("--local_rank")]
     if not words or words[0].startswith("-") or words[0].isupper():  # `rlhf --help`, `rlhf COMMAND --help`
         unknown = [word for word in words if word.startswith("-") and word not in ROOT_FLAGS]
@@ -145,7 +146,7 @@ def check(words: list[str]) -> None:
 
 
 def parse(cls: type[CommandConfig], words: list[str]) -> None:
-    """Check flags against a config class; of an excerpt (`...`) or with `--config`, not whether anything is missing."""
+    """Check flags against a config class; missing settings are allowed in an excerpt (`...`) or with `--config`."""
     known = flags_of(cls)
     in_full = "..." not in words and "--config" not in words
     words = [word for word in words if word != "..."]
@@ -169,8 +170,9 @@ def parse(cls: type[CommandConfig], words: list[str]) -> None:
 
 
 def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[str]:
-    """The words with `$SEED`, `<seed>` and `SEED` replaced by the default if a flag takes no text; a variable inside
-    a word counts as a number."""
+    """Replace `$SEED`, `<seed>` and `SEED` by the default if the flag takes no text; a variable inside a value counts
+    as a number.
+    """
     replaced = list(words)
     for number, word in enumerate(words):
         flag = known.get(underscores(word).removeprefix("__"))
@@ -185,7 +187,7 @@ def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[st
 
 
 def least_of_the_rest(words: list[str], known: Mapping[str, Flag]) -> list[str]:
-    """Return the words that make these words a whole command."""
+    """Return the arguments that complete the command line."""
     flags = {underscores(word.split("=", 1)[0]).removeprefix("__") for word in words if word.startswith("--")}
     missing = [flag for flag in known.values() if flag.required and flag.name not in flags]
     added = [part for flag in missing for part in (f"--{flag.name}", str((flag.choices or ("x",))[0]))]

@@ -1,4 +1,4 @@
-"""Files that pages name exist, and so do files and classes on the architecture pages, including their diagrams."""
+"""Files and classes that the pages mention exist, including those in diagrams."""
 
 import re
 from pathlib import Path
@@ -12,11 +12,11 @@ OWN_FOLDERS = ("algorithms/", "backends/", "commands/", "config/", "data/", "mod
 ARCHITECTURE = sorted((REPOSITORY / "docs/architecture").glob("*.md"))
 MOST_ROWS = 15
 FROM_LIBRARIES = {"ProcessPool"}
-"""Classes on the architecture pages that are not part of the project."""
+"""Classes on the architecture pages that come from libraries."""
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the Python files of this project that a page names in backticks and that do not exist."""
+    """Return the Python files in backticks on a page that do not exist."""
     named = re.findall(r"`([\w/]+\.py)`", text)
     own = [name for name in named if name.startswith((*OWN_FOLDERS, "rlhf_cli/", "tests/", "tracking/", "trainers/"))]
     tests = [name for name in named if name.rpartition("/")[2].startswith("test_")]
@@ -34,7 +34,7 @@ def test_a_file_that_does_not_exist_is_found():
 
 
 def unknown_names(text: str, known: set[str]) -> list[str]:
-    """Return the Python files and classes in a text that do not exist; `known` are all words of the package."""
+    """Return the Python files and classes in a text that do not exist; `known` has all identifiers of the package."""
     files = re.findall(r"(?<![\w*/])((?:\w+/)*\w+\.py)\b", text)
     classes = re.findall(r"`([A-Z]+[a-z]\w*)", text)
     lost = [name for name in files if not any(f"/{file}".endswith(f"/{name}") for file in FILES)]

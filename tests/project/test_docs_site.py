@@ -1,4 +1,4 @@
-"""The documentation site builds strictly, needs nothing from other servers, and its tables match the code."""
+"""The documentation site builds in strict mode, loads nothing from other servers, and its tables match the code."""
 
 import ast
 import functools
@@ -83,7 +83,7 @@ def test_cells_of_a_table_show_characters_of_markdown_as_they_are():
 
 @functools.cache
 def words_of_the_code() -> set[str]:
-    """Return every text in the code, and its parts between slashes, so that `critic/` and `lr` make `critic/lr`."""
+    """Return every string in the code and its parts between slashes, so that `critic/` and `lr` match `critic/lr`."""
     found: set[str] = set()
     for path in (REPOSITORY / "rlhf_cli").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Names of modules and code in the docstrings of modules exist."""
+"""Modules and identifiers mentioned in module docstrings exist."""
 
 import ast
 import re
@@ -14,11 +14,11 @@ _LEFT_OUT = re.compile(r"(?:Leaves out|leaves out)[^.]*\.")
 _IN_PARENTHESES = re.compile(r"\(((?:\w+(?:, |; | and | for \w+| and \w+)*)+)\)")
 _MARKED = re.compile(r"`([a-z_]+(?:/[a-z_]+)*)/?`|\bsee ([a-z]+_[a-z_]+)|\bin ([a-z]+_[a-z_]+)\b")
 MEANT = {"file.py", "enable_thinking"}
-"""A user's file, and a variable of other people's templates."""
+"""A user's file, and a variable of third-party templates."""
 
 
 def known_names() -> set[str]:
-    """Modules, packages and every name that the code or its settings use."""
+    """Return the modules, packages and identifiers that the code or its settings use."""
     found = {part for path in PATHS for part in path.removesuffix(".py").split("/")}
     for tree in TREES.values():
         for node in ast.walk(tree):
@@ -34,7 +34,7 @@ KNOWN = known_names()
 
 
 def missing(doc: str) -> list[str]:
-    """The names in a docstring that nothing has."""
+    """Return the identifiers in a docstring that do not exist."""
     files = [name for name in _FILE.findall(doc) if name not in MEANT]
     lost = [name for name in files if not any(path == name or path.endswith(f"/{name}") for path in PATHS)]
     words = [word for found in _MARKED.findall(doc) for word in found if word]

@@ -1,4 +1,4 @@
-"""The environments of the examples, played as in training: a search, a program that is tried, a game."""
+"""Tests of the example environments, played as in training: a search, a program that is run, a game."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def write(path: Path, row: dict) -> Path:
 
 
 def loaded(name: str) -> ModuleType:
-    """Return the module of an environment."""
+    """Import the module of an environment."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -133,7 +133,7 @@ def test_a_game_goes_on_until_the_heap_is_empty_or_a_move_is_none(model, tmp_pat
     assert (wrong.example.facts["reward"], wrong.example.facts["turns"]) == ("0", "1; at most 8 (max_turns)")
     more = rehearsal(model, "nim.py", write(tmp_path / "more.jsonl", {"prompt": prompt, "stones": 9}))
     first, second = (texts(play(more, "1", "none")) for _ in range(2))
-    assert first == second  # the opponent's moves come from the seed
+    assert first == second  # the seed determines the opponent's moves
     assert "stones.<|im_end|>" in first[2][1]
 
 
@@ -162,7 +162,7 @@ def test_random_moves_win_some_games_and_lose_others():
 
 @pytest.mark.parametrize("agent", ["search", "code", "nim"])
 def test_the_script_plays_an_episode_then_trains_and_evaluates_with_files_that_exist(tmp_path, agent):
-    """With a stand-in for `rlhf`, which notes how it is called."""
+    """`rlhf` is replaced by a stub that records its arguments."""
     (tmp_path / "rlhf").write_text('#!/bin/sh\nprintf "%s\\n" "$*" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}

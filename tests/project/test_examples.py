@@ -1,4 +1,4 @@
-"""The examples: solutions of word problems as preference pairs, and the launchers for several machines."""
+"""Tests of the examples: solutions of word problems as preference pairs, and the multi-node launchers."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 
 def convert(folder: Path, rows: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(training pairs, evaluation pairs) of the script."""
+    """Return the training and evaluation pairs of the script."""
     source = write(folder / "solutions.jsonl", rows)
     files = [folder / "train.jsonl", folder / "eval.jsonl"]
     subprocess.run([sys.executable, str(SCRIPT), str(source), *map(str, files)], check=True, capture_output=True)
@@ -98,7 +98,7 @@ def test_scripts_are_valid_shell_and_say_what_they_need(name):
 
 
 def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
-    """The script with a stand-in for `rlhf`, which notes how it is called, and its reward file."""
+    """Runs the script with a stub for `rlhf` that records its arguments, and tests its reward file."""
     (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
@@ -116,7 +116,7 @@ def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
 
 
 def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
-    """With a stand-in for `rlhf`, which notes how it is called."""
+    """`rlhf` is replaced by a stub that records its arguments."""
     (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
@@ -141,7 +141,7 @@ def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
     ],
 )
 def test_ranks_that_share_long_sequences_hold_one_whole_sequence(tmp_path, script, given, shares):
-    """With a stand-in for `rlhf`, which notes how it is called."""
+    """`rlhf` is replaced by a stub that records its arguments."""
     (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
@@ -158,7 +158,7 @@ def test_ranks_that_share_long_sequences_hold_one_whole_sequence(tmp_path, scrip
 
 @pytest.fixture
 def programs(tmp_path):
-    """An environment in which the programs of a cluster only note in `calls` how they were called."""
+    """Return an environment in which the cluster programs only append their arguments to `calls`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     note = f'#!/bin/bash\necho "$(basename "$0") $*" >>{tmp_path}/calls\n'
@@ -213,7 +213,7 @@ def test_a_slurm_job_near_its_time_limit_lets_the_run_save(tmp_path, programs):
     job = slurm(tmp_path, programs, TENTHS="300")
     while not any(call.startswith("rlhf ppo") for call in calls(tmp_path)):
         time.sleep(0.02)
-    time.sleep(0.3)  # the shell of the job sets its trap
+    time.sleep(0.3)  # wait until the shell of the job has set its trap
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=60) == 130
     assert calls(tmp_path)[-2:] == ["saved", "ray stop"]

@@ -1,6 +1,6 @@
-"""The vocabulary of the program: the frozen list of flags, and each flag of each command on its way through YAML.
+"""The flags of all commands match the frozen list, and each flag survives a round trip through YAML.
 
-After a wanted change: UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py
+After an intended change: UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: its command lines parse, and its table has the end of each command."""
+"""Tests of `make gpu-check` without a GPU: its command lines parse, and its table shows the result of each command."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ def all_steps(folder):
 
 
 def check_tests(words):
-    """The files exist and the marker is one of the project."""
+    """Check that the files exist and the project defines the marker."""
     files = [word for word in words if word.endswith(".py")]
     assert files
     assert all((REPOSITORY / file).exists() for file in files), files
@@ -60,7 +60,7 @@ def test_a_continued_run_has_the_words_of_the_interrupted_one(tmp_path):
 
 
 def step_of(*sources, **changes):
-    """A step of Python programs."""
+    """Return a step with these Python programs."""
     gpu_check = load("gpu_check")
     made = {"seconds": 30, "figures": gpu_check.last_line} | changes
     return gpu_check.Step(4, "a step", tuple(gpu_check.Command(("-c", source), **made) for source in sources))

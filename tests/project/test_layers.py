@@ -1,4 +1,4 @@
-"""Modules import downwards only. A new module goes into the row it belongs to."""
+"""Modules may import only from lower layers. Add a new module to the row it belongs to."""
 
 import ast
 import re
@@ -33,15 +33,15 @@ ROWS = [
     {"cli", "__main__"},
 ]
 RANK = {member: rank for rank, row in enumerate(ROWS) for member in row}
-BACKEND_PACKAGES = {"ray", "deepspeed", "vllm"}  # imported in backends/ alone
+BACKEND_PACKAGES = {"ray", "deepspeed", "vllm"}  # only backends/ may import these
 HEAVY = BACKEND_PACKAGES | {"torch", "transformers", "datasets", "peft", "pandas", "numpy"}
-LIGHT_ROWS = {0, 6, 7}  # what `--help` imports: nothing heavy at module level
+LIGHT_ROWS = {0, 6, 7}  # imported by `--help`: nothing heavy at module level
 HEAVY_PART = "algorithms/", "algorithms/estimators/"  # of these rows: the first folder without the second
-PURE = {"torch", "pydantic", "rlhf_cli"}  # all that algorithms/ may import besides the standard library
+PURE = {"torch", "pydantic", "rlhf_cli"}  # allowed imports of algorithms/ in addition to the standard library
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Full names of the modules imported anywhere in a piece of code."""
+    """Return the full names of all imported modules."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -52,7 +52,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def imported_on_load(tree: ast.Module) -> set[str]:
-    """Return the same without imports inside functions and under `if TYPE_CHECKING`."""
+    """Return the imported modules without imports in functions and under `if TYPE_CHECKING`."""
     names = set()
     nodes: list[ast.AST] = list(tree.body)
     while nodes:
@@ -69,7 +69,7 @@ def imported_on_load(tree: ast.Module) -> set[str]:
 
 
 def offences(name: str, source: str) -> list[str]:
-    """Return the rules that a module breaks: `name` is its path in the package, 'trainers/offline/loop.py'."""
+    """Return the rules that a module breaks; `name` is its path in the package, such as 'trainers/offline/loop.py'."""
     member = name.split("/")[0].removesuffix(".py")
     tree = ast.parse(source)
     everywhere = imported(tree)
@@ -100,7 +100,7 @@ def test_imports_point_down():
 
 
 def imports_of_modules(named_sources: list[tuple[str, str]]) -> dict[str, set[str]]:
-    """Which modules of the package each module imports anywhere, by full names: 'rlhf_cli.trainers.offline.loop'."""
+    """Return the package modules that each module imports, by full name such as 'rlhf_cli.trainers.offline.loop'."""
     trees = {"rlhf_cli." + name.removesuffix(".py").replace("/", "."): ast.parse(text) for name, text in named_sources}
     return {name: (imported(tree) & trees.keys()) - {name} for name, tree in trees.items()}
 
@@ -128,7 +128,7 @@ PRIVATE = re.compile(
 
 
 def private_uses(source: str) -> list[str]:
-    """Return the private names of libraries that a module uses, whatever it imports them for."""
+    """Return the private names of libraries that a module uses."""
     return PRIVATE.findall(source)
 
 

@@ -1,4 +1,4 @@
-"""Lists of commands and estimators are derived from their tables, never repeated by hand."""
+"""Lists of commands and estimators are derived from the tables instead of being repeated by hand."""
 
 import ast
 import re
@@ -17,9 +17,9 @@ TABLES = {
     "algorithms/estimators/table.py": tuple(ESTIMATORS),
     "config/roles.py": tuple(ROLES),
 }
-"""The names of each table, by its module; `TRAINING` of the commands."""
+"""The names of each table, by module; `TRAINING` for commands."""
 ENOUGH = 3
-"""Names that make a list: two occur together by chance."""
+"""Number of names that makes a list; two may occur together by chance."""
 ALLOWED = {
     "config/inspection.py": "help texts of `rlhf data` about single settings, which are constants",
     "foreign/openrlhf.py": "the sections of OpenRLHF",
@@ -43,7 +43,7 @@ def lists(source: str, table: tuple[str, ...] = TRAINING) -> Iterator[tuple[int,
 
 
 def phrase(text: str, table: tuple[str, ...]) -> list[str]:
-    """Return the first `ENOUGH` or more names that are separated by nothing but commas, and, or."""
+    """Return the first `ENOUGH` or more names that are separated only by commas, "and" or "or"."""
     name = rf"(?:rlhf )?(?:{'|'.join(sorted(map(re.escape, table), key=len, reverse=True))})(?![\w+-])"
     found = re.search(rf"(?<![\w+-]){name}(?:(?:, (?:and |or )?| and | or |/){name}){{{ENOUGH - 1},}}", text)
     return re.findall(name, found[0]) if found else []

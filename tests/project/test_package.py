@@ -1,4 +1,4 @@
-"""The package as others install it: wheel and sdist hold every file, and the wheel answers `rlhf --help`."""
+"""The wheel and the sdist contain all files, and the installed wheel answers `rlhf --help`."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.
 
 
 def copy_of_the_source(folder: Path) -> Path:
-    """Return a folder with the files that a build reads, without what earlier runs left beside them."""
+    """Copy the files that a build needs, without leftovers of earlier builds."""
     source = folder / "source"
     source.mkdir()
     for part in PARTS:
@@ -30,7 +30,7 @@ def copy_of_the_source(folder: Path) -> Path:
 
 
 def run(*words: str, folder: Path) -> str:
-    """Return the output of a program that neither the repository nor the user's settings can help."""
+    """Run a program without access to the repository or user settings and return its output."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_"))}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -55,7 +55,7 @@ def wheel(source, tmp_path_factory):
 
 
 def files_of_the_package() -> set[str]:
-    """Return every file below rlhf_cli, also the ones that are not Python."""
+    """Return all files below rlhf_cli, including non-Python files."""
     found = (path for path in (REPOSITORY / "rlhf_cli").rglob("*") if path.is_file())
     return {str(path.relative_to(REPOSITORY)) for path in found if "__pycache__" not in path.parts}
 
@@ -67,7 +67,7 @@ def packed(wheel: Path) -> set[str]:
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
     assert packed(wheel) == files_of_the_package()
-    # The attention kernel, compiled on first use, and the style and script of reports.
+    # The attention kernel, which is compiled on first use, and the style and script of reports.
     assert {".cpp", ".css", ".js"} <= {Path(name).suffix for name in packed(wheel)}
 
 
@@ -80,7 +80,7 @@ def test_a_wheel_made_from_the_sdist_has_the_same_files(source, wheel, tmp_path)
 
 
 def test_the_wheel_in_an_empty_environment_answers_help(wheel, tmp_path):
-    """The libraries come from this environment by a plain path, which brings no other copy of the package."""
+    """The libraries of this environment are added by path, which exposes no other copy of the package."""
     home = tmp_path / "environment"
     venv.create(home, with_pip=False)
     python = str(home / "bin" / "python")

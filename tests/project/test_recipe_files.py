@@ -1,6 +1,6 @@
-"""The recipes of the examples fit their hardware: placement, batches, sequences, and memory of GPUs and hosts.
+"""The example recipes fit their hardware: placement, batches, sequence lengths, GPU and host memory.
 
-The models are the published shapes without any weight. Sizes are bytes.
+Models have the published shapes without weights. Sizes are in bytes.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ RECIPES = REPOSITORY / "examples" / "recipes"
 GB = 10**9
 GPU_BYTES = 80 * GB
 REST = 0.25
-"""Share of a GPU that is left for buffers of communication, one layer's activations and logits."""
+"""Share of a GPU reserved for communication buffers, one layer's activations and logits."""
 ROLES = ("actor", "critic")
 
 
@@ -65,7 +65,7 @@ def llama(hidden: int, layers: int, heads: int, mlp: int) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Nodes of GPUs with 80 GB each, the shape of the model for them, and the memory of a node's host."""
+    """Nodes with 80 GB GPUs, host memory per node, and the model shape for them."""
 
     architecture: PretrainedConfig
     nodes: int
@@ -98,7 +98,9 @@ def read(name: str, cls: Any, **given: str) -> Any:
 
 
 def num_parameters(text: PretrainedConfig) -> int:
-    """The weights of the decoder's matrices, the embedding and the head; norms and biases are a thousandth of them."""
+    """Count the weights of the decoder matrices, the embedding and the head; norms and biases are a thousandth of
+    them.
+    """
     hidden, heads, key_heads = text.hidden_size, text.num_attention_heads, text.num_key_value_heads
     attention = 2 * hidden * hidden + 2 * hidden * hidden * key_heads // heads
     layer = attention + 3 * hidden * text.intermediate_size
@@ -106,7 +108,7 @@ def num_parameters(text: PretrainedConfig) -> int:
 
 
 def trained_bytes(hardware: Hardware, settings: DeepSpeedConfig) -> int:
-    """What DeepSpeed itself estimates for a model in training, on each GPU."""
+    """Return DeepSpeed's own memory estimate per GPU for a model in training."""
     total, text = num_parameters(hardware.architecture), hardware.architecture
     shape = {"num_gpus_per_node": hardware.gpus, "num_nodes": hardware.nodes, "cpu_offload": False}
     if settings.zero_stage < 3:
@@ -116,7 +118,7 @@ def trained_bytes(hardware: Hardware, settings: DeepSpeedConfig) -> int:
 
 
 def kept_activations(hardware: Hardware, max_tokens: int) -> int:
-    """The inputs of all layers in bf16, which gradient checkpointing keeps."""
+    """Return the size of all layer inputs in bf16, which gradient checkpointing keeps."""
     text = hardware.architecture
     return 2 * max_tokens * text.num_hidden_layers * text.hidden_size
 
@@ -141,14 +143,14 @@ def test_an_online_recipe_fits_its_nodes(name):
         check_deepspeed(settings, param_dtype=config.model.param_dtype)
         check_sequence_parallel(hardware.architecture, settings, num_ranks=num_ranks, attention=VARLEN)
         assert_fits(hardware, settings, config.batch.max_tokens)
-    assert config.placement.deepspeed_enable_sleep  # else both roles would need the memory at once
+    assert config.placement.deepspeed_enable_sleep  # otherwise memory must fit both roles at once
     assert 2 * sleeping_bytes(hardware, config, layout) < hardware.host_gb * GB  # pinned buffers are rounded up
     share = config.rollout.vllm_gpu_memory_utilization * config.rollout.vllm_tensor_parallel_size
     assert 2 * num_parameters(hardware.architecture) < 0.6 * share * GPU_BYTES  # the rest is for the cache
 
 
 def sleeping_bytes(hardware: Hardware, config: PPOConfig, layout: Layout) -> float:
-    """The memory of all sleeping roles on each node."""
+    """Return the host memory of all sleeping roles on each node."""
     size = num_parameters(hardware.architecture)
     roles = [SleepingRole(size, size, 2, config.deepspeed.of(role).zero_stage, len(layout.of(role))) for role in ROLES]
     return sum(role.host_bytes for role in roles) / hardware.nodes

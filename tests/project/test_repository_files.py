@@ -1,4 +1,4 @@
-"""The files that a newcomer opens first: short enough, linked to what exists, and true to the code."""
+"""The files that newcomers open first are short, have valid links, and match the code."""
 
 import re
 from pathlib import Path
@@ -15,13 +15,13 @@ PAGES = sorted(REPOSITORY.glob("*.md"))
 
 
 def links(page: Path) -> list[str]:
-    """Return the targets of the links and pictures of a page that are files of the repository."""
+    """Return link and image targets of a page that are files of the repository."""
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     return [target for target in targets if not target.startswith(("http://", "https://", "#"))]
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of the page's headings, as on GitHub and the documentation site."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""`Any` stays rare, because a checker looks at nothing that it touches."""
+"""`Any` stays rare, because the type checker ignores it."""
 
 import re
 from pathlib import Path
