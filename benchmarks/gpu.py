@@ -258,7 +258,7 @@ def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
     from rlhf_cli.algorithms.aggregation import StepTotals
     from rlhf_cli.backends.training import distributed
     from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
-    from rlhf_cli.config.train import DeepSpeedConfig, SingleOptimConfig
+    from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
     from rlhf_cli.trainers.offline.loop import bind
     from rlhf_cli.trainers.offline.sft import sft_objective
 
@@ -276,7 +276,7 @@ def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
         engine = DeepSpeedEngine(
             PolicyModel(model),
             DeepSpeedConfig(zero_stage=stage),
-            optim=SingleOptimConfig(),
+            optim=OptimConfig(),
             learning_rate=1e-5,
             total_steps=100,
             param_dtype="bf16",

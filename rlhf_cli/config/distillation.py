@@ -4,7 +4,7 @@ from pydantic import Field
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import RowsConfig
-from rlhf_cli.config.online import ZeroStage
+from rlhf_cli.config.train import ZeroStage
 
 
 class DivergenceConfig(SettingsGroup):

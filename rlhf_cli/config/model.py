@@ -104,6 +104,14 @@ class MovingReferenceConfig(SettingsGroup):
         return self
 
 
+class CriticModelConfig(SettingsGroup):
+    """Critic"""
+
+    critic_pretrain: str | None = None
+    """Model that the critic starts from, by default the actor's: a language model, or a reward model, whose head it
+    keeps; same token ids."""
+
+
 class LoraConfig(SettingsGroup):
     """Adapter (LoRA)"""
 

@@ -6,7 +6,7 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.roles import ROLES
 
 
-class ActorPlacementConfig(SettingsGroup):
+class PlacementConfig(SettingsGroup):
     """Placement"""
 
     actor_num_nodes: int | None = Field(None, gt=0)
@@ -23,6 +23,22 @@ class ActorPlacementConfig(SettingsGroup):
     deepspeed_enable_sleep: bool | None = None
     """Move weights, gradients and optimizer states of idle trainers to host memory. By default where all models share
     GPUs."""
+    ref_num_nodes: int | None = Field(None, gt=0)
+    """Nodes of the reference model."""
+    ref_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Reference ranks per node."""
+    teacher_num_nodes: int | None = Field(None, gt=0)
+    """Nodes of the teacher."""
+    teacher_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Teacher ranks per node."""
+    colocate_actor_ref: bool = False
+    """Actor and reference share GPUs, the smaller one the first of the other's."""
+    critic_num_nodes: int | None = Field(None, gt=0)
+    """Nodes of the critic."""
+    critic_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Critic ranks per node."""
+    colocate_critic_reward: bool = False
+    """Critic and reward model share GPUs, the smaller one the first of the other's."""
 
     def shape(self, role: str) -> tuple[int, int]:
         """Return (nodes, ranks on each) of a role, by its name; 1 if not given."""
@@ -42,30 +58,4 @@ class ActorPlacementConfig(SettingsGroup):
     @property
     def colocated_pairs(self) -> list[tuple[str, str]]:
         """The pairs of roles that share GPUs."""
-        return [(role.partner, role.name) for role in ROLES.values() if getattr(self, role.switch, False)]
-
-
-class PlacementConfig(ActorPlacementConfig):
-    """Placement"""
-
-    ref_num_nodes: int | None = Field(None, gt=0)
-    """Nodes of the reference model."""
-    ref_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Reference ranks per node."""
-    teacher_num_nodes: int | None = Field(None, gt=0)
-    """Nodes of the teacher."""
-    teacher_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Teacher ranks per node."""
-    colocate_actor_ref: bool = False
-    """Actor and reference share GPUs, the smaller one the first of the other's."""
-
-
-class CriticPlacementConfig(PlacementConfig):
-    """Placement"""
-
-    critic_num_nodes: int | None = Field(None, gt=0)
-    """Nodes of the critic."""
-    critic_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Critic ranks per node."""
-    colocate_critic_reward: bool = False
-    """Critic and reward model share GPUs, the smaller one the first of the other's."""
+        return [(role.partner, role.name) for role in ROLES.values() if role.switch and getattr(self, role.switch)]

@@ -63,14 +63,7 @@ LOSS_DEFAULTS: dict[str, dict[str, float]] = {
 """Settings from the papers of losses that differ from DPO's settings: defaults if one such loss alone is named."""
 
 
-class PromptSharing(SettingsGroup):
-    """Settings of all commands that train on pairs."""
-
-    share_prompts: bool = True
-    """Compute the prompt of a pair once for both responses; needs attn_implementation varlen (CPU and CUDA)."""
-
-
-class RewardLossConfig(PromptSharing):
+class RewardLossConfig(SettingsGroup):
     """Loss"""
 
     loss: RewardLossName = "sigmoid"
@@ -87,7 +80,7 @@ class RewardLossConfig(PromptSharing):
         return self
 
 
-class PairLossConfig(PromptSharing):
+class PairLossConfig(SettingsGroup):
     """Loss"""
 
     loss: Annotated[list[str], Plugin(tuple(PAIR_LOSSES), ("pairs", "settings"), records=("PreferenceLoss",))] = [

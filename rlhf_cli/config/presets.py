@@ -74,7 +74,7 @@ def defaults_of_adapter(given: Mapping[str, object], optim: OptimConfig) -> dict
     if str(given.get("lora_rank", 0)).strip() == "0":
         return {}
     rates = ("learning_rate", "actor_learning_rate", "critic_learning_rate")
-    return {name: float(f"{10 * getattr(optim, name):.6g}") for name in rates if hasattr(optim, name)}
+    return {name: float(f"{10 * getattr(optim, name):.6g}") for name in rates}
 
 
 def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:

@@ -1,11 +1,29 @@
 """Optimisation, distribution, checkpoints and tracking."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.plugins import Plugin
+from rlhf_cli.config.roles import FROZEN, ROLES
+
+ZeroStage = Literal[0, 1, 2, 3]
+OWN_SETTINGS_OF_ROLES = frozenset(
+    f"deepspeed.{name}"
+    for name in (
+        "reward_zero_stage",
+        "teacher_zero_stage",
+        "reward_sequence_parallel_size",
+        "ref_zero_stage",
+        "ref_sequence_parallel_size",
+        "teacher_sequence_parallel_size",
+        "ref_offload",
+        "critic_zero_stage",
+        "critic_sequence_parallel_size",
+    )
+)
+"""DeepSpeed settings of a single role, which commands with one model do not support."""
 
 DEFAULT_TOKENS = 16_192
 """Tokens of a micro-batch at most, if neither a setting nor a GPU's memory sets another bound."""
@@ -27,22 +45,29 @@ class BatchConfig(SettingsGroup):
     """Passes over the data; online: over the responses of each iteration."""
     seed: int = Field(42, ge=0, lt=2**32)
     """Seed of every random choice of the run."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens in one packed micro-batch at most."""
-        return self.train_max_tokens_per_gpu or DEFAULT_TOKENS
-
-
-class OfflineBatchConfig(BatchConfig):
-    """Batches"""
-
+    share_prompts: bool = True
+    """Compute a prompt once for its responses in a micro-batch; requires attn_implementation varlen (CPU and CUDA)."""
+    critic_update_steps: int | None = Field(None, gt=0)
+    """Optimizer steps of even size into which the critic splits each pass over the responses; by default the actor's
+    number."""
+    freezing_actor_steps: int = Field(0, ge=-1)
+    """Iterations at the start that train only the critic, while the engines keep their weights; -1 is 0."""
     max_steps: int | None = Field(None, gt=0)
     """Stop after this many optimizer steps."""
     eval_steps: int = Field(-1, ge=-1)
     """Optimizer steps between evaluations; -1 only at the end."""
     stop_eval_loss: float | None = None
     """Stop early once the evaluation loss is at or below this."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens in one packed micro-batch at most."""
+        return self.train_max_tokens_per_gpu or DEFAULT_TOKENS
+
+    @property
+    def critic_only_iterations(self) -> int:
+        """Iterations at the start that train only the critic."""
+        return max(0, self.freezing_actor_steps)
 
 
 class OptimConfig(SettingsGroup):
@@ -76,6 +101,16 @@ class OptimConfig(SettingsGroup):
     """Number of these steps, in place of the share."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate of cosine_with_min_lr as a share of the peak."""
+    learning_rate: float = Field(5e-6, gt=0)
+    """Peak learning rate; ten times as much by default if --lora_rank is given."""
+    actor_learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of the actor; ten times as much by default if --lora_rank is given."""
+    enable_ema: bool = False
+    """Keep an exponential moving average of the actor's weights in host memory, and save it as a model, `ema`."""
+    ema_beta: float = Field(0.992, ge=0, lt=1)
+    """Decay of the average per optimizer step."""
+    critic_learning_rate: float = Field(9e-6, gt=0)
+    """Peak learning rate of the critic; ten times as much by default if --lora_rank is given."""
 
     @model_validator(mode="after")
     def _rates_decay(self) -> "OptimConfig":
@@ -89,26 +124,21 @@ class OptimConfig(SettingsGroup):
             raise ValueError("warmup_steps and lr_warmup_ratio are both the length of the warm-up: give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _a_share_is_of_an_average(self) -> "OptimConfig":
+        if not self.enable_ema and self.changed("ema_beta"):
+            raise ValueError("ema_beta is about the average of the weights: give --enable_ema")
+        return self
+
     def num_warmup_steps(self, total_steps: int) -> int:
         """Return the steps in which the learning rate rises, of a run of so many steps."""
         return round(total_steps * self.lr_warmup_ratio) if self.warmup_steps is None else self.warmup_steps
-
-    def kept(self) -> dict[str, Any]:
-        """Return the settings that a continued run must not change: optimizer, learning rate, router loss; as JSON."""
-        return self.model_dump(mode="json", exclude={"max_norm", "max_skipped_steps"})
-
-
-class SingleOptimConfig(OptimConfig):
-    """Optimizer"""
-
-    learning_rate: float = Field(5e-6, gt=0)
-    """Peak learning rate; ten times as much by default if --lora_rank is given."""
 
 
 class DeepSpeedConfig(SettingsGroup):
     """DeepSpeed"""
 
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: ZeroStage = 2
     """What ZeRO partitions over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights."""
     zpg: int = Field(1, gt=0)
     """ZeRO++ secondary partition size of stage 3 (GPUs of one node)."""
@@ -135,6 +165,25 @@ class DeepSpeedConfig(SettingsGroup):
     """Let ring-flash-attn gather the keys of some heads while it computes others. It needs a GPU and the extras flash
     and ring."""
 
+    reward_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the reward model; zero_stage by default. Stage 3 partitions frozen weights, the others do not."""
+    teacher_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the teacher; zero_stage by default."""
+    reward_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the reward model that share each sequence; sequence_parallel_size by default."""
+    ref_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the reference; zero_stage by default."""
+    ref_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the reference that share each sequence; sequence_parallel_size by default."""
+    teacher_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the teacher that share each sequence; sequence_parallel_size by default."""
+    ref_offload: bool = False
+    """Keep the weights of reference, reward model and teacher in host memory while they are not used."""
+    critic_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the critic; zero_stage by default."""
+    critic_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the critic that share each sequence; sequence_parallel_size by default."""
+
     @model_validator(mode="after")
     def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
         given = self.changed("sequence_parallel_mode", "ring_flash_attn")
@@ -158,15 +207,28 @@ class DeepSpeedConfig(SettingsGroup):
         """Neighbouring ranks that get the same micro-batches, because they share its tokens or split the layers."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
+    def of(self, role: str) -> Self:
+        """Return the settings of a role, one of `ROLES`."""
+        own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
+        if role in FROZEN:
+            own["param_offload"] = self.ref_offload or (self.param_offload and own["zero_stage"] == 3)
+            own["tensor_parallel_size"] = 1  # only trained models are split
+        return self.model_copy(update=own)
+
+    def name_of(self, role: str, name: str) -> str:
+        """Return the name of the setting that applies to a role: its own if that is given, else the common one."""
+        own = f"{role}_{name}"
+        return name if getattr(self, own, None) is None else own
+
     @property
     def stages(self) -> set[int]:
-        """The stages of all models that are run by these settings."""
-        return {self.zero_stage}
+        """The ZeRO stages of all possible roles."""
+        return {self.of(role).zero_stage for role in ROLES}
 
     @property
     def sequence_sizes(self) -> set[int]:
-        """The ranks that share a sequence, of all models that are run by these settings."""
-        return {self.sequence_parallel_size}
+        """The sequence parallel sizes of all possible roles."""
+        return {self.of(role).sequence_parallel_size for role in ROLES}
 
 
 class LaunchConfig(SettingsGroup):
@@ -193,6 +255,8 @@ class CheckpointConfig(SettingsGroup):
     """Continue from the newest complete checkpoint; starts fresh if there is none."""
     overwrite: bool = False
     """Replace what an earlier run left in the run directory."""
+    max_restarts: int = Field(0, ge=0)
+    """Times the run resumes by itself from its last checkpoint after one of its processes has died."""
 
     @model_validator(mode="after")
     def _continue_or_replace(self) -> "CheckpointConfig":
@@ -200,15 +264,8 @@ class CheckpointConfig(SettingsGroup):
             raise ValueError("load_checkpoint continues a run and overwrite replaces it: give one of them")
         return self
 
-
-class OnlineCheckpointConfig(CheckpointConfig):
-    """Output"""
-
-    max_restarts: int = Field(0, ge=0)
-    """Times the run goes on by itself from its last checkpoint after one of its processes has died."""
-
     @model_validator(mode="after")
-    def _restarts_need_checkpoints(self) -> "OnlineCheckpointConfig":
+    def _restarts_need_checkpoints(self) -> "CheckpointConfig":
         if self.max_restarts and self.save_steps < 1:
             raise ValueError("max_restarts goes on from the last checkpoint, and none is saved: give save_steps")
         return self

@@ -3,7 +3,9 @@
 Each setting and hash is a separate entry, because the error message shows the entry's name.
 """
 
-from rlhf_cli.config.base import SettingsGroup
+from collections.abc import Set
+
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.plugins import without_folder
 from rlhf_cli.models.adapters import VARIANTS, AdapterPlan
 from rlhf_cli.models.finding import FoundModel
@@ -20,6 +22,8 @@ OF_AN_ADAPTER = (
 )
 NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """Settings without effect on the objective: a preset only sets defaults, and shared prompts only save time."""
+NOT_OF_THE_STEPS = {"max_norm", "max_skipped_steps"}
+"""Settings of the optimizer that a resumed run may change."""
 
 
 def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None = None) -> dict[str, object]:
@@ -52,3 +56,8 @@ def objective_identity(group: SettingsGroup, *, besides: frozenset[str] = frozen
     """Return a group's settings that affect the objective, as JSON values, except `besides`."""
     settings = group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)
     return {name: without_folder(value) for name, value in settings.items()}
+
+
+def supported_identity(config: CommandConfig, group: str, *, besides: Set[str] = frozenset()) -> dict[str, object]:
+    """Return a group's supported settings that affect the objective, as JSON values, except `besides`."""
+    return objective_identity(getattr(config, group), besides=config.unsupported_in(group) | besides)

@@ -9,11 +9,10 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.packing import packs as packing
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -29,7 +28,7 @@ from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_stat
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
 PROMPTS = [Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)]
 WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
-ONE_STEP = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
+ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 FAILED = Score(None, "failed", "grader broke", failure="raised")
 EXACT = RewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
 
@@ -237,7 +236,7 @@ class Run:
         self,
         *,
         policy: PolicyConfig = WITHOUT_REFERENCE,
-        batch: OnlineBatchConfig = ONE_STEP,
+        batch: BatchConfig = ONE_STEP,
         episodes: int = 2,
         fails: Callable[[int], bool] = lambda index: False,
         stop_after: int | None = None,

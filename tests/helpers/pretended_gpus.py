@@ -15,7 +15,7 @@ from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
 from rlhf_cli.backends.roles.worker import RayWorker
-from rlhf_cli.config.placement import CriticPlacementConfig
+from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.rollout import RolloutConfig
 
 ROLES = ("actor", "critic", "ref", "reward")
@@ -24,7 +24,7 @@ NODES = ([1], [2], [3], [4], [8], [8, 8])
 
 def default_layout(node_gpus: list[int]) -> Layout:
     placement, rollout, _ = fill_layout(
-        CriticPlacementConfig(), RolloutConfig(), roles=ROLES, node_gpus=node_gpus, needs=Needs()
+        PlacementConfig(), RolloutConfig(), roles=ROLES, node_gpus=node_gpus, needs=Needs()
     )
     return plan_layout(placement, rollout, roles=ROLES, node_gpus=node_gpus)
 

@@ -140,9 +140,10 @@ def groups_of(config_cls: type[CommandConfig]) -> list[type[SettingsGroup]]:
 
 
 def left_out(config_cls: type[CommandConfig]) -> list[str]:
-    """Return the flags of these groups that the command does not support."""
+    """Return the flags of these groups that the command does not support, in none of its groups."""
     groups = [group for group in config_cls.model_fields if config_cls.supported(group)]
-    return sorted(f"--{name}" for group in groups for name in config_cls.unsupported_in(group))
+    names = {name for group in groups for name in config_cls.unsupported_in(group)}
+    return sorted(f"--{name}" for name in names - flags_of(config_cls).keys())
 
 
 def new_lines(found: dict[str, str], known: dict[str, str]) -> list[str]:

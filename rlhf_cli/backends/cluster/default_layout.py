@@ -5,15 +5,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rlhf_cli.backends.cluster.placement import Layout
-from rlhf_cli.config.placement import ActorPlacementConfig
+from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
-
-Placement = TypeVar("Placement", bound=ActorPlacementConfig)
 
 OWN_GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.6
 """Default memory fraction for an engine with exclusive GPUs, and for an engine that shares GPUs."""
@@ -36,14 +33,19 @@ class Needs:
     can_sleep: bool = True
 
 
-def leaves_places_open(placement: ActorPlacementConfig, rollout: RolloutConfig) -> bool:
+def leaves_places_open(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
     """Return whether the number of ranks and engines depends on the cluster."""
     return not placement.has_sizes and rollout.vllm_num_engines is None
 
 
 def fill_layout(
-    placement: Placement, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: Sequence[int], needs: Needs
-) -> tuple[Placement, RolloutConfig, str]:
+    placement: PlacementConfig,
+    rollout: RolloutConfig,
+    *,
+    roles: tuple[str, ...],
+    node_gpus: Sequence[int],
+    needs: Needs,
+) -> tuple[PlacementConfig, RolloutConfig, str]:
     """Fill in all unset numbers and switches. Returns the settings and the reason for the layout.
 
     Values set by the user are kept. The reason is empty if the user has chosen the layout.
@@ -85,15 +87,15 @@ def _sum_in_words(node_gpus: Sequence[int]) -> str:
 
 
 def _on_all_gpus(
-    placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[Placement, RolloutConfig, str]:
+    placement: PlacementConfig, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[PlacementConfig, RolloutConfig, str]:
     """Choose sizes that use as many GPUs as possible. Returns the settings and the reason."""
     pairs = [pair for pair in placement.colocated_pairs if set(pair) <= set(roles)]
     wants_turns = not needs.samples_ahead and needs.can_sleep and not pairs
     if placement.colocate_all_models or (placement.colocate_all_models is None and wants_turns):
         return (*_together(placement, rollout, roles, node_gpus, needs), TURNS)
     if needs.samples_ahead and placement.colocate_all_models is None and not pairs:
-        placement = placement.model_copy(update=_all_pairs(placement, roles))
+        placement = placement.model_copy(update=_all_pairs(roles))
     apart = _apart(placement, rollout, roles, node_gpus, needs)
     if apart is not None:
         reason = AHEAD if needs.samples_ahead else "" if needs.can_sleep else NO_SLEEP
@@ -110,8 +112,8 @@ def _on_all_gpus(
 
 
 def _together(
-    placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[Placement, RolloutConfig]:
+    placement: PlacementConfig, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[PlacementConfig, RolloutConfig]:
     """Place all roles on the same GPUs, with engines that use all of them."""
     size = rollout.vllm_tensor_parallel_size
     shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
@@ -121,8 +123,8 @@ def _together(
 
 
 def _apart(
-    placement: Placement, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[Placement, RolloutConfig] | None:
+    placement: PlacementConfig, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[PlacementConfig, RolloutConfig] | None:
     """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs."""
     followers = {second for first, second in placement.colocated_pairs if {first, second} <= set(roles)}
     num_pools = len(set(roles) - followers)
@@ -144,10 +146,9 @@ def _apart(
     return filled, rollout.model_copy(update={"vllm_num_engines": num_engines})
 
 
-def _all_pairs(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> dict[str, object]:
+def _all_pairs(roles: tuple[str, ...]) -> dict[str, object]:
     """Return the switches for all pairs of roles that can share GPUs while engines have separate ones."""
-    fields = type(placement).model_fields
-    pairs = [role for role in ROLES.values() if role.switch in fields and {role.partner, role.name} <= set(roles)]
+    pairs = [role for role in ROLES.values() if role.switch and {role.partner, role.name} <= set(roles)]
     return {role.switch: True for role in pairs}
 
 

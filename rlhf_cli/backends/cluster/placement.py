@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhf_cli.config.placement import ActorPlacementConfig
+from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -94,7 +94,7 @@ _Place = tuple[int, tuple[int, ...]]
 
 
 def plan_layout(
-    placement: ActorPlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
+    placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
 ) -> Layout:
     """Assign all roles and rollout engines to GPUs.
 
@@ -125,7 +125,7 @@ def plan_layout(
     return Layout(tuple(islands), tuple(_seats(places)))
 
 
-def check_layout(placement: ActorPlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
+def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
     """Raise UsageError if the settings are inconsistent on a cluster of any size."""
     plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
 
@@ -140,7 +140,7 @@ def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
     ]
 
 
-def _pools(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
+def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
     if placement.colocate_all_models:
         return [_pool(placement, roles)]
     pools, seated = [], set()
@@ -152,7 +152,7 @@ def _pools(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> list[_Poo
     return pools + [_pool(placement, (role,)) for role in roles if role not in seated]
 
 
-def _pool(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> _Pool:
+def _pool(placement: PlacementConfig, roles: tuple[str, ...]) -> _Pool:
     shapes = {role: placement.shape(role) for role in roles}
     largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
     lower = f"lower --{largest}_num_nodes or --{largest}_num_gpus_per_node"

@@ -4,7 +4,7 @@ from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.distillation import DistillationConfig
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.train import OfflineBatchConfig
+from rlhf_cli.config.train import BatchConfig
 
 
 class DistillConfig(OfflineConfig):
@@ -13,4 +13,4 @@ class DistillConfig(OfflineConfig):
     data: DataConfig
     pictures: PicturesConfig = PicturesConfig()
     distillation: DistillationConfig
-    batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)
+    batch: BatchConfig = BatchConfig(max_epochs=2)

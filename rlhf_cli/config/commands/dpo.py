@@ -3,22 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.commands.offline import NEVER_OFFLINE, OfflineConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.preference import PairLossConfig, ReferenceConfig
 from rlhf_cli.config.presets import defaults_of_pair_loss
-from rlhf_cli.config.train import SingleOptimConfig
+from rlhf_cli.config.train import OptimConfig
 
 
 class DPOConfig(OfflineConfig):
     """Settings of `rlhf dpo`."""
 
+    unsupported = NEVER_OFFLINE
+
     data: PreferenceDataConfig
     pictures: PicturesConfig = PicturesConfig()
     preference: PairLossConfig = PairLossConfig()
     reference: ReferenceConfig = ReferenceConfig()
-    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=5e-7)
+    optim: OptimConfig = OptimConfig(learning_rate=5e-7)
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:

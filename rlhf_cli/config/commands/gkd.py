@@ -4,11 +4,11 @@ from pydantic import model_validator
 
 from rlhf_cli.config.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
 from rlhf_cli.config.distillation import FixedRowsConfig, MixtureConfig
-from rlhf_cli.config.online import ActorOptimConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import STUDENT_ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS
+from rlhf_cli.config.train import OptimConfig
 
 RANKS_OF_OTHERS = frozenset(
     {
@@ -44,7 +44,7 @@ class GKDConfig(OnlineConfig):
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128)
     # init_kl_coef 0 loads no reference.
     policy: PolicyConfig = PolicyConfig(init_kl_coef=0.0)
-    optim: ActorOptimConfig = ActorOptimConfig(actor_learning_rate=5e-6)
+    optim: OptimConfig = OptimConfig(actor_learning_rate=5e-6)
 
     @model_validator(mode="after")
     def _fixed_rows_have_a_share(self) -> "GKDConfig":

@@ -4,7 +4,7 @@ from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import LabelledDataConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.preference import FrozenReferenceConfig, UnpairedLossConfig
-from rlhf_cli.config.train import SingleOptimConfig
+from rlhf_cli.config.train import OptimConfig
 
 
 class KTOConfig(OfflineConfig):
@@ -14,4 +14,4 @@ class KTOConfig(OfflineConfig):
     pictures: PicturesConfig = PicturesConfig()
     preference: UnpairedLossConfig = UnpairedLossConfig()
     reference: FrozenReferenceConfig = FrozenReferenceConfig()
-    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=5e-7)
+    optim: OptimConfig = OptimConfig(learning_rate=5e-7)

@@ -8,23 +8,38 @@ from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.presets import defaults_of_adapter
 from rlhf_cli.config.train import (
+    OWN_SETTINGS_OF_ROLES,
+    BatchConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     LaunchConfig,
-    OfflineBatchConfig,
-    SingleOptimConfig,
+    OptimConfig,
     TrackingConfig,
 )
+
+PROMPT_SHARING = frozenset({"batch.share_prompts"})
+NEVER_OFFLINE = OWN_SETTINGS_OF_ROLES | {
+    "batch.critic_update_steps",
+    "batch.freezing_actor_steps",
+    "optim.actor_learning_rate",
+    "optim.critic_learning_rate",
+    "optim.enable_ema",
+    "optim.ema_beta",
+    "checkpoint.max_restarts",
+}
+"""Settings that no offline command supports."""
 
 
 class OfflineConfig(CommandConfig):
     """Settings of an offline training command."""
 
+    unsupported = NEVER_OFFLINE | PROMPT_SHARING
+
     model: ModelConfig
     adapter: LoraConfig = LoraConfig()
     data: OfflineDataConfig
-    batch: OfflineBatchConfig = OfflineBatchConfig()
-    optim: SingleOptimConfig = SingleOptimConfig()
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig

@@ -9,8 +9,7 @@ from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvaluationConfig
-from rlhf_cli.config.model import ModelConfig, MovingReferenceConfig, OnlineLoraConfig
-from rlhf_cli.config.online import ActorOptimConfig, CriticModelConfig, OnlineBatchConfig, OnlineDeepSpeedConfig
+from rlhf_cli.config.model import CriticModelConfig, ModelConfig, MovingReferenceConfig, OnlineLoraConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -20,12 +19,32 @@ from rlhf_cli.config.roles import ROLES, Role
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.teacher import TeacherConfig, learning_alone
-from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
+from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, OptimConfig, TrackingConfig
 
-NEVER_ONLINE = frozenset({"reward.prm_aggregation"})
+NEVER_ONLINE = frozenset(
+    {
+        "reward.prm_aggregation",
+        "optim.learning_rate",
+        "batch.max_steps",
+        "batch.eval_steps",
+        "batch.stop_eval_loss",
+    }
+)
 """Settings that no online command supports."""
 
-OF_A_CRITIC = frozenset({"critic"})
+OF_A_CRITIC = frozenset(
+    {
+        "critic",
+        "optim.critic_learning_rate",
+        "batch.critic_update_steps",
+        "batch.freezing_actor_steps",
+        "placement.critic_num_nodes",
+        "placement.critic_num_gpus_per_node",
+        "placement.colocate_critic_reward",
+        "deepspeed.critic_zero_stage",
+        "deepspeed.critic_sequence_parallel_size",
+    }
+)
 """Settings that only a command with a critic supports."""
 
 
@@ -51,11 +70,11 @@ class OnlineConfig(CommandConfig):
     reference: MovingReferenceConfig = MovingReferenceConfig()
     critic: CriticModelConfig = CriticModelConfig()
     placement: PlacementConfig = PlacementConfig()
-    batch: OnlineBatchConfig = OnlineBatchConfig()
+    batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    optim: ActorOptimConfig = ActorOptimConfig()
-    deepspeed: OnlineDeepSpeedConfig = OnlineDeepSpeedConfig()
-    checkpoint: OnlineCheckpointConfig
+    optim: OptimConfig = OptimConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    checkpoint: CheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
 
     @classmethod

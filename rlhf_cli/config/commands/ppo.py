@@ -2,8 +2,6 @@
 
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.config.commands.online import NEVER_ONLINE, OnlineConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, ActorCriticDeepSpeedConfig, ActorCriticOptimConfig
-from rlhf_cli.config.placement import CriticPlacementConfig
 
 
 class PPOConfig(OnlineConfig):
@@ -13,7 +11,3 @@ class PPOConfig(OnlineConfig):
     compares_rewards = "a critic values rewards"
 
     policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()
-    placement: CriticPlacementConfig = CriticPlacementConfig()
-    batch: ActorCriticBatchConfig = ActorCriticBatchConfig()
-    optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
-    deepspeed: ActorCriticDeepSpeedConfig = ActorCriticDeepSpeedConfig()

@@ -3,7 +3,7 @@
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import StepDataConfig
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.train import SingleOptimConfig
+from rlhf_cli.config.train import OptimConfig
 
 
 class PRMConfig(OfflineConfig):
@@ -11,4 +11,4 @@ class PRMConfig(OfflineConfig):
 
     data: StepDataConfig
     pictures: PicturesConfig = PicturesConfig()
-    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=1e-6)
+    optim: OptimConfig = OptimConfig(learning_rate=1e-6)

@@ -1,16 +1,18 @@
 """The settings of `rlhf rm`."""
 
-from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.commands.offline import NEVER_OFFLINE, OfflineConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.preference import RewardLossConfig
-from rlhf_cli.config.train import SingleOptimConfig
+from rlhf_cli.config.train import OptimConfig
 
 
 class RMConfig(OfflineConfig):
     """Settings of `rlhf rm`."""
 
+    unsupported = NEVER_OFFLINE
+
     data: PreferenceDataConfig
     pictures: PicturesConfig = PicturesConfig()
     reward: RewardLossConfig = RewardLossConfig()
-    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=9e-6)
+    optim: OptimConfig = OptimConfig(learning_rate=9e-6)

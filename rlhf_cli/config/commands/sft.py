@@ -4,7 +4,7 @@ from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.model import SFTModelConfig
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.train import OfflineBatchConfig
+from rlhf_cli.config.train import BatchConfig
 
 
 class SFTConfig(OfflineConfig):
@@ -13,4 +13,4 @@ class SFTConfig(OfflineConfig):
     model: SFTModelConfig
     data: DataConfig
     pictures: PicturesConfig = PicturesConfig()
-    batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)
+    batch: BatchConfig = BatchConfig(max_epochs=2)

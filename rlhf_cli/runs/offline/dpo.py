@@ -30,9 +30,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
     require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
-    items, summary = load_pair_items(
-        config, model, share_prompts=config.preference.share_prompts, read_ends=False, reader=reader
-    )
+    items, summary = load_pair_items(config, model, read_ends=False, reader=reader)
     return OfflineTask(
         command="dpo",
         objective=objective,

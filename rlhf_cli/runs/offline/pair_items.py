@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 from rlhf_cli.config.data import PreferenceDataConfig
-from rlhf_cli.config.train import DeepSpeedConfig, OfflineBatchConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
@@ -19,7 +19,7 @@ class PairConfig(Protocol):
     @property
     def data(self) -> PreferenceDataConfig: ...
     @property
-    def batch(self) -> OfflineBatchConfig: ...
+    def batch(self) -> BatchConfig: ...
     @property
     def deepspeed(self) -> DeepSpeedConfig: ...
 
@@ -28,7 +28,6 @@ def load_pair_items(
     config: PairConfig,
     model: ModelPlan,
     *,
-    share_prompts: bool,
     read_ends: bool,
     with_margin: bool = False,
     reader: PictureReader | None = None,
@@ -40,7 +39,7 @@ def load_pair_items(
     Raises:
         UsageError: a required margin is missing.
     """
-    share = share_prompts and can_share_prompts(model.attention, config.deepspeed)
+    share = config.batch.share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
 
     def load(**source: Any) -> PairItems:

@@ -44,7 +44,13 @@ from rlhf_cli.runs.run_directory import (
     prepare_run_directory,
     run_directory,
 )
-from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
+from rlhf_cli.runs.run_identity import (
+    NOT_OF_THE_STEPS,
+    adapter_identity,
+    model_identity,
+    supported_identity,
+    tokenizer_identity,
+)
 from rlhf_cli.runs.shared_sequences import sharing, splitting, tokens_of_sequence
 from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.report.page import write_report
@@ -217,8 +223,7 @@ def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoin
         "max_epochs": config.batch.max_epochs,
         "max_steps": config.batch.max_steps,
         "seed": config.batch.seed,
-        **config.optim.kept(),
-        "aux_loss_coef": config.optim.aux_loss_coef,
+        **supported_identity(config, "optim", besides=NOT_OF_THE_STEPS),
         **task.identity(),
     }
     if resume is not None:

@@ -9,9 +9,9 @@ from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.commands.online import OnlineConfig
-from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.errors import UsageError
 
 OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
@@ -37,7 +37,7 @@ def check_batches(config: OnlineConfig, estimator: Estimator) -> None:
     _check_room(config)
 
 
-def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
+def _check_steps(rollout: RolloutConfig, batch: BatchConfig) -> None:
     """Raise UsageError if the responses per iteration do not divide into whole optimizer steps."""
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     if samples % batch.train_batch_size == 0:

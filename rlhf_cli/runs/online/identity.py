@@ -1,6 +1,5 @@
 """Identity of an online run: facts that must match to resume a checkpoint."""
 
-from collections.abc import Set
 from pathlib import Path
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
@@ -11,7 +10,14 @@ from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.runs.online.models import OnlineModels
-from rlhf_cli.runs.run_identity import adapter_identity, model_identity, objective_identity, tokenizer_identity
+from rlhf_cli.runs.run_identity import (
+    NOT_OF_THE_STEPS,
+    adapter_identity,
+    model_identity,
+    objective_identity,
+    supported_identity,
+    tokenizer_identity,
+)
 
 ENGINES = {"rollout_backend", "enable_prefix_caching", "enforce_eager"}
 LENGTH = {"num_episodes", "max_iterations"}
@@ -70,15 +76,14 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
     return {
         **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
         "train_batch_size": config.batch.train_batch_size,
-        **config.optim.kept(),
-        "aux_loss_coef": config.optim.aux_loss_coef,
-        **_supported(config, "policy", besides={"advantage_estimator"}),  # identified by its name
+        **supported_identity(config, "optim", besides=NOT_OF_THE_STEPS),
+        **supported_identity(config, "policy", besides={"advantage_estimator"}),  # identified by its name
         **(objective_identity(own) if own is not None else {}),
         **_rewards(config),
         **config.episodes.identity(max_len=config.prompts.max_len),
-        **_supported(config, "reference"),
-        **_supported(config, "teacher", besides={"teacher_pretrain"}),  # identified by hashes
-        **_supported(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
+        **supported_identity(config, "reference"),
+        **supported_identity(config, "teacher", besides={"teacher_pretrain"}),  # identified by hashes
+        **supported_identity(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
         "max_staleness": config.asynchronous.lag,
         "seed": config.batch.seed,
     }
@@ -101,12 +106,7 @@ def _roles(models: OnlineModels) -> dict[str, object]:
 def _rewards(config: OnlineConfig) -> dict[str, object]:
     reward = config.reward
     return {
-        **_supported(config, "reward", besides=HOW_REWARDS_RUN),
+        **supported_identity(config, "reward", besides=HOW_REWARDS_RUN),
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
         "reward servers": bool(reward.remote_rm_url),
     }
-
-
-def _supported(config: OnlineConfig, group: str, *, besides: Set[str] = frozenset()) -> dict[str, object]:
-    """Return the supported settings in a group, except `besides`."""
-    return objective_identity(getattr(config, group), besides=config.unsupported_in(group) | besides)

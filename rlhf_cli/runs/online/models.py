@@ -171,8 +171,7 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     for role in (role for role in FROZEN if role not in (*roles, *config.hosted_roles)):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", ROLES[role].switch)
         stages = (f"{role}_zero_stage", f"{role}_sequence_parallel_size")
-        given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
-        given = given or deepspeed.changed(*(name for name in stages if name in type(deepspeed).model_fields))
+        given = placement.changed(*filter(None, sizes)) or deepspeed.changed(*stages)
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
             notices.append(f"--{given} is ignored: {ROLES[role].absent}")
     return notices
@@ -287,7 +286,7 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if a role does not support its ZeRO stage, secondary partition or offloading."""
     deepspeed = config.deepspeed
-    if deepspeed.offloads_frozen and not set(roles) & set(FROZEN):
+    if deepspeed.ref_offload and not set(roles) & set(FROZEN):
         reasons = "; ".join(ROLES[role].absent for role in FROZEN)
         raise UsageError(f"ref_offload: no model of this run is frozen; {reasons}")
     for role in (*roles, *config.hosted_roles):

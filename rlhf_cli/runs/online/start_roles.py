@@ -24,7 +24,6 @@ from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
 from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan
@@ -165,9 +164,7 @@ def role_plan(
         config,
         role,
         source.source,
-        learning_rate=optim.critic_learning_rate
-        if is_critic and isinstance(optim, ActorCriticOptimConfig)
-        else optim.actor_learning_rate,
+        learning_rate=optim.critic_learning_rate if is_critic else optim.actor_learning_rate,
         total_steps=total_steps.critic if is_critic else total_steps.actor,
         adapter=models.trained[role].plan if role in models.trained else None,
         end_ids=end_ids,

@@ -10,11 +10,10 @@ from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.trainers.online.rollout import Rollout
 from rlhf_cli.trainers.online.samples import Group
@@ -28,7 +27,7 @@ class OnlineSettings:
     rollout: RolloutConfig
     reward: RewardConfig
     policy: PolicyConfig
-    batch: OnlineBatchConfig
+    batch: BatchConfig
     reference: MovingReferenceConfig
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None to train on all groups

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_cli.config.online import OnlineBatchConfig
+from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.sampling import epoch_order
 
 Steps = list[np.ndarray]
@@ -27,7 +27,7 @@ class UpdatePlan:
 
 def plan_updates(
     num_samples: int,
-    batch: OnlineBatchConfig,
+    batch: BatchConfig,
     *,
     iteration: int,
     groups_B: np.ndarray | None = None,
@@ -47,17 +47,17 @@ def plan_updates(
     if groups_B is not None:
         return UpdatePlan(_steps_of_groups(groups_B, batch, count=count, iteration=iteration), critic=[])
     steps = critic = _steps(num_samples, batch, count=count, iteration=iteration)
-    if batch.critic_steps is not None:
-        critic = _steps(num_samples, batch, count=min(batch.critic_steps, num_samples), iteration=iteration)
+    if batch.critic_update_steps is not None:
+        critic = _steps(num_samples, batch, count=min(batch.critic_update_steps, num_samples), iteration=iteration)
     return UpdatePlan(actor=[] if iteration <= batch.critic_only_iterations else steps, critic=critic)
 
 
-def _steps(num_samples: int, batch: OnlineBatchConfig, *, count: int, iteration: int) -> Steps:
+def _steps(num_samples: int, batch: BatchConfig, *, count: int, iteration: int) -> Steps:
     orders = _orders(num_samples, batch, iteration=iteration)
     return [step for order in orders for step in np.array_split(order, count)]
 
 
-def _steps_of_groups(groups_B: np.ndarray, batch: OnlineBatchConfig, *, count: int, iteration: int) -> Steps:
+def _steps_of_groups(groups_B: np.ndarray, batch: BatchConfig, *, count: int, iteration: int) -> Steps:
     by_group = np.argsort(groups_B, kind="stable")
     members = np.split(by_group, np.flatnonzero(np.diff(groups_B[by_group])) + 1)
     orders = _orders(len(members), batch, iteration=iteration)
@@ -65,13 +65,13 @@ def _steps_of_groups(groups_B: np.ndarray, batch: OnlineBatchConfig, *, count: i
     return [step for epoch in samples for step in np.array_split(epoch, count)]
 
 
-def _orders(number: int, batch: OnlineBatchConfig, *, iteration: int) -> list[np.ndarray]:
+def _orders(number: int, batch: BatchConfig, *, iteration: int) -> list[np.ndarray]:
     """Return each epoch's order."""
     seed = _seed(batch, iteration)
     return [epoch_order(number, epoch=epoch, seed=seed) for epoch in range(batch.max_epochs)]
 
 
-def _seed(batch: OnlineBatchConfig, iteration: int) -> int:
+def _seed(batch: BatchConfig, iteration: int) -> int:
     return zlib.crc32(f"{batch.seed}/{iteration}".encode())
 
 
@@ -83,7 +83,7 @@ class StepCounts:
     critic: int
 
 
-def count_steps(num_samples: int, batch: OnlineBatchConfig, *, iterations: int) -> StepCounts:
+def count_steps(num_samples: int, batch: BatchConfig, *, iterations: int) -> StepCounts:
     """Return the number of steps for `iterations` iterations with `num_samples` samples each."""
     last = plan_updates(num_samples, batch, iteration=iterations)
     return StepCounts(

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, idle_gpus, memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, plan_layout
-from rlhf_cli.config.placement import CriticPlacementConfig
+from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -22,7 +22,7 @@ NODES = [[1], [2], [3], [4], [8], [8, 8]]
 def filled(roles, node_gpus, *, needs=None, tensor_parallel=1, engines=None, **placement):
     rollout = RolloutConfig(vllm_tensor_parallel_size=tensor_parallel, vllm_num_engines=engines)
     found, rollout, reason = fill_layout(
-        CriticPlacementConfig(**placement), rollout, roles=roles, node_gpus=node_gpus, needs=needs or Needs()
+        PlacementConfig(**placement), rollout, roles=roles, node_gpus=node_gpus, needs=needs or Needs()
     )
     layout = plan_layout(found, rollout, roles=roles, node_gpus=node_gpus or [1024])
     return found, rollout, layout, reason

@@ -12,7 +12,6 @@ from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import ActorCriticDeepSpeedConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
@@ -131,7 +130,7 @@ def test_activations_are_offloaded_with_checkpointing_and_without_compiling():
 
 def test_frozen_roles_are_offloaded_by_their_own_setting_and_at_stage_3_by_the_common_one():
     def offloaded(**settings: Any) -> set[str]:
-        config = ActorCriticDeepSpeedConfig(**settings)
+        config = DeepSpeedConfig(**settings)
         return {role for role in ("actor", "critic", "ref", "reward", "teacher") if config.of(role).param_offload}
 
     assert offloaded(ref_offload=True) == {"ref", "reward", "teacher"}

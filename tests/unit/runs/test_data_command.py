@@ -23,7 +23,7 @@ from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.rollout import RolloutConfig
-from rlhf_cli.config.train import OfflineBatchConfig
+from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
 from rlhf_cli.data.preview import HEAD_TOKENS, TAIL_TOKENS, Bin, Piece, length_bins, part_of, quantile, spread
 from rlhf_cli.data.prompts import load_prompts
@@ -288,7 +288,7 @@ def test_the_settings_are_those_of_the_commands():
             assert ours[name].default == field.default, f"{command} --{name}"
             used.add(name)
     assert used == ours.keys()
-    assert ShowConfig.model_fields["seed"].default == OfflineBatchConfig.model_fields["seed"].default
+    assert ShowConfig.model_fields["seed"].default == BatchConfig.model_fields["seed"].default
 
 
 def test_settings_of_other_commands_are_refused_by_name():

@@ -20,6 +20,7 @@ from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.rm import reward_statistics
 from rlhf_cli.runs.offline.run import check_items
 from rlhf_cli.runs.offline.task import Items, load_items
+from rlhf_cli.runs.run_identity import NOT_OF_THE_STEPS, supported_identity
 
 
 def settings(**given: str) -> SFTConfig:
@@ -65,7 +66,7 @@ def test_settings_of_an_evaluation_need_one(name, value):
 
 
 def test_optimizer_settings_that_a_checkpoint_brings_back_are_kept_as_json():
-    kept = settings(learning_rate="3e-5", max_norm="2").optim.kept()
+    kept = supported_identity(settings(learning_rate="3e-5", max_norm="2"), "optim", besides=NOT_OF_THE_STEPS)
     assert (kept["learning_rate"], kept["adam_betas"]) == (3e-5, [0.9, 0.95])
     assert json.loads(json.dumps(kept)) == kept
     assert "max_norm" not in kept  # it is read anew

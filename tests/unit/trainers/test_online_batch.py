@@ -13,11 +13,10 @@ from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
@@ -74,7 +73,7 @@ def settings_of(
         RolloutConfig(max_new_tokens=4),
         reward,
         policy or ActorCriticPolicyConfig(),
-        OnlineBatchConfig(),
+        BatchConfig(),
         MovingReferenceConfig(),
         OptimConfig(),
         distill_coef=distill_coef,
@@ -425,7 +424,7 @@ def test_steps_are_dealt_in_the_order_of_the_rollout_whatever_the_numbers_of_its
         numbers = [group for group in groups for _ in range(2)]
         responses = responses_of([prompt(0)] * 6, [generation(1)] * 6, [scored(1.0)] * 6, numbers)
         plan = plan_updates(
-            6, OnlineBatchConfig(train_batch_size=2), iteration=1, groups_B=responses.groups_B.numpy(), num_sampled=6
+            6, BatchConfig(train_batch_size=2), iteration=1, groups_B=responses.groups_B.numpy(), num_sampled=6
         )
         return [step.tolist() for step in plan.actor]
 

@@ -11,10 +11,9 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationRequest
 from rlhf_cli.rewards.parts import NO_REWARD, episode_part
@@ -47,7 +46,7 @@ def settings_of(algorithm: str, reward: RewardConfig = EXACT) -> OnlineSettings:
     kind = ActorCriticPolicyConfig if algorithm == "ppo" else GroupPolicyConfig
     rollout, policy = RolloutConfig(max_new_tokens=9), kind(init_kl_coef=0.0)
     return OnlineSettings(
-        ESTIMATORS[algorithm], rollout, reward, policy, OnlineBatchConfig(), MovingReferenceConfig(), OptimConfig()
+        ESTIMATORS[algorithm], rollout, reward, policy, BatchConfig(), MovingReferenceConfig(), OptimConfig()
     )
 
 

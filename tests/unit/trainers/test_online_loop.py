@@ -21,11 +21,10 @@ from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.trainers.offline.loop import Finished
@@ -33,7 +32,7 @@ from rlhf_cli.trainers.online.rollout import request_seed
 from rlhf_cli.trainers.online.state import LoopState, SourceState
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
-TWO_STEPS = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
+TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
 WITH_REWARD_MODEL = RewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
 
@@ -108,7 +107,7 @@ def test_phases_follow_each_other_and_do_not_overlap():
     [
         (WITHOUT_REFERENCE, ONE_STEP, False, True),
         (WITHOUT_REFERENCE, TWO_STEPS, True, False),
-        (WITHOUT_REFERENCE, OnlineBatchConfig(train_batch_size=3), True, False),
+        (WITHOUT_REFERENCE, BatchConfig(train_batch_size=3), True, False),
         (WITH_REFERENCE, ONE_STEP, True, True),  # the KL divergence needs them
     ],
 )
@@ -428,7 +427,7 @@ def test_a_run_that_has_trained_on_nothing_does_not_end_well():
 
 
 def test_metrics_of_several_steps_are_means_and_maxima():
-    run = Run(batch=OnlineBatchConfig(train_batch_size=2))
+    run = Run(batch=BatchConfig(train_batch_size=2))
     run(total_iterations=1)
     metrics = run.tracker.logged[0][1]
     assert (metrics["loss"], metrics["ratio_max"]) == (1.0, 10.0)  # of 0, 1, 2 and 10, 9, 8
@@ -437,7 +436,7 @@ def test_metrics_of_several_steps_are_means_and_maxima():
 
 
 def test_every_step_of_every_epoch_has_its_own_samples():
-    run = Run(batch=OnlineBatchConfig(train_batch_size=2, max_epochs=3))
+    run = Run(batch=BatchConfig(train_batch_size=2, max_epochs=3))
     run(total_iterations=2)
     orders = []
     for _, steps in run.actor.updates:
@@ -450,7 +449,7 @@ def test_every_step_of_every_epoch_has_its_own_samples():
 
 
 def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own():
-    run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, max_epochs=2, critic_update_steps=4))
+    run = Run(batch=BatchConfig(train_batch_size=6, max_epochs=2, critic_update_steps=4))
     run(total_iterations=1)
     (_, actor), (_, critic) = run.actor.updates[0], run.critic.updates[0]
     assert [len(step) for step in actor] == [6, 6]
@@ -459,13 +458,13 @@ def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own
 
 
 def test_more_steps_of_the_critic_than_responses_have_one_each():
-    run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, critic_update_steps=12), fails=lambda index: index < 2)
+    run = Run(batch=BatchConfig(train_batch_size=6, critic_update_steps=12), fails=lambda index: index < 2)
     run(total_iterations=1)
     assert [len(step) for step in run.critic.updates[0][1]] == [1, 1, 1, 1]
 
 
 def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weights_again():
-    run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, freezing_actor_steps=2))
+    run = Run(batch=BatchConfig(train_batch_size=6, freezing_actor_steps=2))
     run(total_iterations=3)
     assert (len(run.critic.updates), len(run.actor.updates)) == (3, 1)
     assert [call for call in run.journal if call.startswith("engines.receive")] == [
@@ -476,10 +475,10 @@ def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weigh
 
 
 def test_steps_of_a_whole_run_are_counted_for_both():
-    batch = ActorCriticBatchConfig(train_batch_size=128 * 64, critic_update_steps=12, freezing_actor_steps=3)
+    batch = BatchConfig(train_batch_size=128 * 64, critic_update_steps=12, freezing_actor_steps=3)
     assert count_steps(128 * 64, batch, iterations=10) == StepCounts(actor=7, critic=120)
     assert count_steps(128 * 64, batch, iterations=3).actor == 0
-    assert count_steps(10, OnlineBatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
+    assert count_steps(10, BatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
 
 
 def test_the_reference_moves_when_it_is_due_and_the_actor_rests():
@@ -541,7 +540,7 @@ def test_no_two_requests_of_a_run_share_a_seed():
 
 
 def test_runs_of_other_seeds_ask_with_other_seeds():
-    first, second = Run(), Run(batch=OnlineBatchConfig(train_batch_size=6, seed=43))
+    first, second = Run(), Run(batch=BatchConfig(train_batch_size=6, seed=43))
     first(total_iterations=1)
     second(total_iterations=1)
     seeds = [{request.seed for request in run.engines.requests[0]} for run in (first, second)]

@@ -22,9 +22,9 @@ from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.backends.roles.ranks import ReferenceRank
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.rewards.records import Score
@@ -218,7 +218,7 @@ def test_an_iteration_without_a_reward_logs_the_teacher_and_no_scores():
 
 
 def test_responses_whose_reward_failed_are_not_distilled():
-    run = Run(distill_coef=1.0, batch=OnlineBatchConfig(train_batch_size=6), fails=lambda index: index == 2)
+    run = Run(distill_coef=1.0, batch=BatchConfig(train_batch_size=6), fails=lambda index: index == 2)
     run(total_iterations=1)
     samples, _ = run.actor.updates[0]
     assert len(samples) == 5
