@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic_core import PydanticUndefined
 
-from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.plugins import FORMS, Plugin
 from rlhf_cli.errors import listed
 
@@ -98,9 +98,16 @@ def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
                 optional=optional,
                 limits=tuple(field.metadata),
                 default=getattr(outer.default, attribute) if is_set else field.default,
-                help=(field.description or "").replace("\n", " "),
+                help=" ".join([(field.description or "").replace("\n", " "), *_condition(group_cls, attribute)]),
             )
     return flags
+
+
+def _condition(group: type[SettingsGroup], name: str) -> list[str]:
+    """Return the sentence of the help text on the setting that a setting needs, if that one may be left out."""
+    need = group.condition_of(name)
+    field = None if need is None else group.model_fields.get(need.setting)
+    return [] if field is None or field.is_required() else [f"Needs {need}."]
 
 
 def describe(flag: Flag) -> str:

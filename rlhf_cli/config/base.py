@@ -3,10 +3,13 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 from pydantic_core import to_jsonable_python
+
+from rlhf_cli.config.plugins import group_of_code, is_target
 
 OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
 """Settings of any group that name output paths."""
@@ -28,8 +31,46 @@ JsonObject = Annotated[str, BeforeValidator(_object_text)]
 """JSON text of an object; YAML files may write a mapping."""
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The setting without which a setting has no effect.
+
+    `kl_horizon: Annotated[int, Needs("kl_target")] = Field(10_000, gt=0)` rejects a changed `kl_horizon` without
+    `kl_target` ("kl_horizon needs --kl_target"), adds the condition to the help text, and a test tries it.
+    `needs = Needs("eval_dataset")` in a group applies to all its other settings.
+
+    Args:
+        setting: another setting of the group. It is on unless it is None, False, 0, empty or "none".
+        values: the values that are required instead. User code (`file.py:NAME`) always qualifies, because it may read
+            any setting.
+        when: a property of the group that decides instead; `setting` and `values` only make the message.
+    """
+
+    setting: str
+    values: tuple[object, ...] = ()
+    when: str = ""
+
+    def is_met(self, group: BaseModel) -> bool:
+        """Return whether the condition holds in a group."""
+        if self.when:
+            return bool(getattr(group, self.when))
+        value = getattr(group, self.setting)
+        if isinstance(value, str) and self.values and is_target(value):
+            return True
+        return value in self.values if self.values else bool(value) and value != "none"
+
+    def __str__(self) -> str:
+        """Return the condition as flags: `--zero_stage 3`, `--no_apply_chat_template`."""
+        if self.values == (False,):
+            return f"--no_{self.setting}"
+        return " ".join(filter(None, [f"--{self.setting}", " or ".join(map(str, self.values))]))
+
+
 class SettingsGroup(BaseModel):
     """Base of every settings group: immutable, no unknown keys, docstrings are help texts."""
+
+    needs: ClassVar[Needs | None] = None
+    """Condition of all settings of the group except the one it names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
 
@@ -39,6 +80,20 @@ class SettingsGroup(BaseModel):
         if path is not None and not path.strip():
             raise ValueError("the name of a folder or file is empty")  # as of a variable that is not set
         return path if path is None else os.path.expanduser(path)
+
+    @classmethod
+    def condition_of(cls, name: str) -> Needs | None:
+        """Return the condition under which a setting has an effect, None if it always has one."""
+        own = next((mark for mark in cls.model_fields[name].metadata if isinstance(mark, Needs)), None)
+        return own or (cls.needs if cls.needs is not None and name != cls.needs.setting else None)
+
+    @model_validator(mode="after")
+    def _conditions_hold(self) -> Self:
+        for name in filter(self.changed, type(self).model_fields):
+            need = self.condition_of(name)
+            if need is not None and not need.is_met(self):
+                raise ValueError(f"{name} needs {need}")
+        return self
 
     def changed(self, *names: str) -> str | None:
         """Return the first of these settings that differs from its default."""
@@ -83,6 +138,10 @@ class CommandConfig(BaseModel):
         """Return the settings of a group that the command does not support: what a dump of the group leaves out."""
         names = cls.group_class(group).model_fields
         return frozenset(name for name in names if not {group, f"{group}.{name}"}.isdisjoint(cls.unsupported))
+
+    def settings_of_code(self, setting: str) -> SettingsGroup | None:
+        """Return the settings group of the user code that `setting` names; None if it has none."""
+        return getattr(self, group_of_code(setting), None)
 
 
 def default_settings(config: CommandConfig) -> dict[str, object]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import JsonObject, SettingsGroup
+from rlhf_cli.config.base import JsonObject, Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin, is_target
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"})
@@ -31,25 +31,18 @@ class RenderingConfig(SettingsGroup):
 
     apply_chat_template: bool = True
     """Render rows with the tokenizer's chat template."""
-    chat_template_kwargs: JsonObject = "{}"
+    chat_template_kwargs: Annotated[JsonObject, Needs("apply_chat_template")] = "{}"
     """Variables of the chat template's own, as a JSON object: '{"enable_thinking": false}' of Qwen 3. Entries of a
     column of this name win. Who serves the model has to give the same."""
-    input_template: str | None = None
+    input_template: Annotated[str | None, Needs("apply_chat_template", (False,))] = None
     """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, Needs("apply_chat_template")] = None
     """System message put before conversations that have none."""
 
     @model_validator(mode="after")
     def _one_way_of_rendering(self) -> "RenderingConfig":
         if self.input_template is not None and "{}" not in self.input_template:
             raise ValueError(f"input_template {self.input_template!r} has no {{}} for the prompt")
-        if self.input_template is not None and self.apply_chat_template:
-            raise ValueError("input_template takes the place of a chat template: add --no_apply_chat_template")
-        if self.system_prompt is not None and not self.apply_chat_template:
-            raise ValueError("system_prompt needs a chat template; put the text into input_template instead")
-        if self.chat_template_kwargs != "{}" and not self.apply_chat_template:
-            drop = "--input_template" if self.input_template is not None else "--no_apply_chat_template"
-            raise ValueError(f"chat_template_kwargs are variables of a chat template: drop {drop}")
         if taken := sorted(RESERVED & json.loads(self.chat_template_kwargs).keys()):
             raise ValueError(f"chat_template_kwargs: {taken[0]!r} is set by this program")
         return self
@@ -67,9 +60,9 @@ class TextConfig(RenderingConfig):
 class RowsConfig(SettingsGroup):
     """Which rows of a data set are read."""
 
-    dataset_probs: str | None = None
+    dataset_probs: Annotated[str | None, Needs("dataset")] = None
     """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
-    dataset_split: str = "train"
+    dataset_split: Annotated[str, Needs("dataset")] = "train"
     """Split to read if the name gives none."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """Treatment of rows longer than max_len; the number of them is always reported."""

@@ -2,17 +2,16 @@
 
 import shlex
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
-SOURCES = ("environment", "agent_command")
-"""Settings that make a response an episode."""
+OF_EPISODES = Needs("environment", when="plays_episodes")
 MCP_SCHEMES = ("http", "https")
 URL_SCHEMES = ("ws", "wss", *MCP_SCHEMES)
 MCP_PREFIX = "mcp:"
@@ -41,9 +40,9 @@ class EnvironmentConfig(SettingsGroup):
     "mcp:COMMAND", an MCP server that the command starts; or mcp:URL, an MCP server that runs. A response is an episode
     of several turns then: public methods of the class, or the tools of the server, are the model's tools, and
     step(text) answers a model without tools."""
-    max_turns: int = Field(8, gt=0)
+    max_turns: Annotated[int, OF_EPISODES] = Field(8, gt=0)
     """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
-    environment_timeout: float = Field(30.0, gt=0)
+    environment_timeout: Annotated[float, OF_EPISODES] = Field(30.0, gt=0)
     """Seconds in which an environment or an agent program has to answer a turn; then it is killed. A late tool
     truncates its episode, which keeps the reward so far; a late reset or program fails it."""
 
@@ -74,13 +73,6 @@ class EnvironmentConfig(SettingsGroup):
     def _source_identity(self) -> str:
         assert self.environment is not None
         return _identity(self.environment)
-
-    @model_validator(mode="after")
-    def _settings_belong_to_an_environment(self) -> Self:
-        given = self.changed(*(name for name in type(self).model_fields if name not in SOURCES))
-        if not self.plays_episodes and given:
-            raise ValueError(f"{given} is about episodes: give --environment FILE.py")
-        return self
 
     @model_validator(mode="after")
     def _a_url_has_a_host(self) -> Self:
@@ -121,9 +113,9 @@ class EpisodeConfig(EnvironmentConfig):
     """Command of an agent program, instead of an environment. A response is an episode of one process of it: its
     requests to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns, the row is JSON on its
     standard input, and its last line of output is JSON with its reward."""
-    environment_num_workers: int = Field(32, gt=0)
+    environment_num_workers: Annotated[int, OF_EPISODES] = Field(32, gt=0)
     """Environments that work at the same time, or processes of the agent program; the others wait."""
-    turn_schedule: TurnSchedule = "step"
+    turn_schedule: Annotated[TurnSchedule, OF_EPISODES] = "step"
     """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
     CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
 

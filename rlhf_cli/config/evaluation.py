@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
@@ -58,16 +58,11 @@ class EvalOutputConfig(AnswersOutputConfig):
     write_pass_rate: str | None = None
     """JSON lines with the rows of the prompts and their pass_rate, for --pass_rate_range; of a single model."""
 
-    @model_validator(mode="after")
-    def _there_is_something_to_continue(self) -> "EvalOutputConfig":
-        if self.output is None and (self.load_checkpoint or self.overwrite):
-            name = "load_checkpoint" if self.load_checkpoint else "overwrite"
-            raise ValueError(f"{name} is about a folder from an earlier time: give --output")
-        return self
-
 
 class EvaluationConfig(SettingsGroup):
     """Evaluation"""
+
+    needs = Needs("eval_dataset")
 
     eval_dataset: str | None = None
     """Prompts to evaluate on, read like prompt_data; several data sets also count apart."""
@@ -91,13 +86,6 @@ class EvaluationConfig(SettingsGroup):
         """Metrics that may decide which model is best."""
         samples = self.eval_n_samples_per_prompt
         return ["eval/accuracy", "eval/reward", *([f"eval/pass@{samples}"] if samples > 1 else [])]
-
-    @model_validator(mode="after")
-    def _there_are_prompts(self) -> "EvaluationConfig":
-        given = self.changed(*type(self).model_fields)
-        if self.eval_dataset is None and given:
-            raise ValueError(f"{given} is about evaluations: give --eval_dataset")
-        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> "EvaluationConfig":

@@ -1,10 +1,10 @@
 """Sampling, selection and output of batch generation and evaluation."""
 
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.model import ModelSource
@@ -74,14 +74,8 @@ class SelectConfig(SettingsGroup):
 
     select: Literal["none", "best", "best_worst", "all"] = "none"
     """Rows of selected.jsonl: the best response to a prompt or all of them (sft), or the best with the worst (dpo)."""
-    min_score: float | None = None
+    min_score: Annotated[float | None, Needs("select")] = None
     """Responses below this score are not selected; in a pair it is the chosen one that has to reach it."""
-
-    @model_validator(mode="after")
-    def _threshold_is_used(self) -> "SelectConfig":
-        if self.min_score is not None and self.select == "none":
-            raise ValueError("min_score is a threshold of the selection: add --select best, all or best_worst")
-        return self
 
 
 class AnswersOutputConfig(SettingsGroup):
@@ -89,9 +83,9 @@ class AnswersOutputConfig(SettingsGroup):
 
     seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
-    load_checkpoint: bool = False
+    load_checkpoint: Annotated[bool, Needs("output")] = False
     """Continue behind the responses that are there; starts fresh if there is nothing to continue."""
-    overwrite: bool = False
+    overwrite: Annotated[bool, Needs("output")] = False
     """Replace the folder's contents from an earlier time."""
 
     @model_validator(mode="after")

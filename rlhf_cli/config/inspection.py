@@ -19,7 +19,7 @@ from rlhf_cli.config.data import (
     MarkedStepsConfig,
     SidesConfig,
 )
-from rlhf_cli.config.episodes import EnvironmentConfig
+from rlhf_cli.config.episodes import OF_EPISODES, EnvironmentConfig
 from rlhf_cli.config.plugins import Plugin
 
 
@@ -83,6 +83,6 @@ class ShownDataConfig(SidesConfig, MarkedStepsConfig):
 class ShownEpisodeConfig(EnvironmentConfig):
     """Environment"""
 
-    turns: str | None = None
+    turns: Annotated[str | None, OF_EPISODES] = None
     """File with the model's turns in the episode that is played, one a line, or FILE.json with a list of texts. Without
     it a person types them in a terminal, and elsewhere each tool is called once with made-up arguments."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.environment import fast_dtype
 
 ParamDtype = Annotated[
@@ -49,7 +49,7 @@ class ModelConfig(ModelSource):
     gradient_checkpointing: bool | None = None
     """Recompute layers in the backward pass: less memory, about a third more compute. By default on a GPU whose memory
     does not hold the activations of a micro-batch, which a line at the start shows."""
-    activation_offload: bool = False
+    activation_offload: Annotated[bool, Needs("gradient_checkpointing")] = False
     """Keep the inputs of layers, which --gradient_checkpointing saves, in host memory until the backward pass."""
     compile_model: bool = False
     """Compile the decoder with torch.compile: faster steps after a minute or two of compiling; not with ZeRO-3."""
@@ -69,8 +69,6 @@ class ModelConfig(ModelSource):
 
     @model_validator(mode="after")
     def _inputs_of_layers_are_saved(self) -> "ModelConfig":
-        if self.activation_offload and not self.gradient_checkpointing:
-            raise ValueError("activation_offload needs --gradient_checkpointing")
         if self.activation_offload and self.compile_model:
             raise ValueError("activation_offload does not go with compile_model, which decides itself what is saved")
         return self
@@ -94,14 +92,8 @@ class MovingReferenceConfig(SettingsGroup):
 
     ref_sync_steps: int = Field(0, ge=0)
     """Steps (online: iterations) after which the reference moves towards the trained model (TR-DPO); 0: it stays."""
-    ref_mixup_alpha: float = Field(1.0, gt=0, le=1)
+    ref_mixup_alpha: Annotated[float, Needs("ref_sync_steps")] = Field(1.0, gt=0, le=1)
     """Share of the trained model's weights in the reference after each such move."""
-
-    @model_validator(mode="after")
-    def _a_share_is_of_a_move(self) -> "MovingReferenceConfig":
-        if not self.ref_sync_steps and self.changed("ref_mixup_alpha"):
-            raise ValueError("ref_mixup_alpha is about a reference that moves: give --ref_sync_steps")
-        return self
 
 
 class CriticModelConfig(SettingsGroup):

@@ -15,10 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import UsageError, listed, one_line
 
 FORMS = "file.py:NAME or module:NAME"
@@ -108,7 +107,7 @@ def absolute(text: str) -> str:
     return f"{Path(place).expanduser().resolve()}:{name}" if is_file(text) else text
 
 
-def targets_of(config: CommandConfig) -> Iterator[Target]:
+def targets_of(config: BaseModel) -> Iterator[Target]:
     """Yield all code of others that the settings of a command name."""
     for _, settings in config:
         for name, field in type(settings).model_fields.items():
@@ -119,7 +118,7 @@ def targets_of(config: CommandConfig) -> Iterator[Target]:
                 yield from (Target(name, plugin, head) for head in heads if is_target(head))
 
 
-def require_plugins(config: CommandConfig) -> None:
+def require_plugins(config: BaseModel) -> None:
     """Load the code of others that the settings name. Raise UsageError for what cannot be loaded or used."""
     for target in targets_of(config):
         loaded(target)
@@ -135,11 +134,6 @@ def loaded(target: Target) -> Any:
     if fault := plugin.fault_of(found):
         raise UsageError(f"--{setting} {text}: {text.rpartition(':')[2]} {fault}")
     return found
-
-
-def settings_of_code(config: CommandConfig, setting: str) -> SettingsGroup | None:
-    """Return the settings group that the code named by `setting` brings; None if it brings none."""
-    return getattr(config, group_of_code(setting), None)
 
 
 def group_of_code(setting: str) -> str:
@@ -184,7 +178,7 @@ def _module_of_file(path: Path) -> Any:
     return module
 
 
-def contents_of_plugins(config: CommandConfig) -> dict[str, str]:
+def contents_of_plugins(config: BaseModel) -> dict[str, str]:
     """Return a hash of the files of others' code, by the setting that names them."""
     found: dict[str, list[str]] = {}
     for target in targets_of(config):

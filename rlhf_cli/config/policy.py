@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.plugins import Plugin, is_target
+from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.plugins import Plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class PolicyConfig(SettingsGroup):
     """Function of your own that computes advantages, or a row of the table of estimators; by default the command's."""
     loss_agg: LossAgg = "token_mean"
     """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
-    eps_clip: float = Field(0.2, gt=0)
+    eps_clip: Annotated[float, Needs("policy_loss", READ_BY["eps_clip"])] = Field(0.2, gt=0)
     """PPO's clip of the probability ratio to [1 - eps, 1 + eps]."""
-    eps_clip_low_high: tuple[float, float] | None = None
+    eps_clip_low_high: Annotated[tuple[float, float] | None, Needs("policy_loss", READ_BY["eps_clip_low_high"])] = None
     """Different clip below and above 1; replaces eps_clip."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: Annotated[float | None, Needs("policy_loss", READ_BY["dual_clip"])] = Field(None, gt=1)
     """Bound on the loss of negative advantages, in ratios; off by default."""
-    cispo_eps_high: float = Field(5.0, gt=1)
+    cispo_eps_high: Annotated[float, Needs("policy_loss", READ_BY["cispo_eps_high"])] = Field(5.0, gt=1)
     """Largest ratio that weighs a token under cispo."""
-    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    sapo_tau: Annotated[tuple[float, float], Needs("policy_loss", READ_BY["sapo_tau"])] = (1.0, 1.05)
     """Steepness of sapo's gate for positive and for negative advantages."""
     init_kl_coef: float = Field(0.01, ge=0)
     """Weight of the KL divergence from the reference; 0 loads no reference model."""
@@ -72,23 +72,25 @@ class PolicyConfig(SettingsGroup):
     """Estimator of the KL divergence per token (Schulman)."""
     kl_target: float | None = Field(None, gt=0)
     """KL per response in nats that an adaptive coefficient steers to; fixed coefficient by default."""
-    kl_horizon: int = Field(10_000, gt=0)
+    kl_horizon: Annotated[int, Needs("kl_target")] = Field(10_000, gt=0)
     """Samples over which the adaptive coefficient reacts."""
     entropy_loss_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus; its start value under entropy_target."""
     entropy_target: float | None = Field(None, gt=0)
     """Entropy in nats below which the bonus grows after each step, and above which it shrinks and does not count."""
-    entropy_delta: float = Field(1e-4, gt=0)
+    entropy_delta: Annotated[float, Needs("entropy_target")] = Field(1e-4, gt=0)
     """Change of the entropy bonus's weight per step under entropy_target."""
-    entropy_max: float = Field(5e-3, gt=0)
+    entropy_max: Annotated[float, Needs("entropy_target")] = Field(5e-3, gt=0)
     """Largest weight of the entropy bonus under entropy_target."""
     mask_truncated: bool = False
     """Do not train on responses that were cut at max_new_tokens; their scores still count in their group."""
     rollout_correction: RolloutCorrection = "token_clip"
     """What corrects for engine and trainer disagreeing on probabilities."""
-    rollout_correction_range: tuple[float, float] = (0.5, 5.0)
+    rollout_correction_range: Annotated[
+        tuple[float, float], Needs("rollout_correction", ("token_mask", "seq_mask"))
+    ] = (0.5, 5.0)
     """Ratios of trainer to engine that are kept: of tokens by token_mask, of sequences (geometric mean) by seq_mask."""
-    rollout_correction_cap: float = Field(2.0, gt=0)
+    rollout_correction_cap: Annotated[float, Needs("rollout_correction", ("token_clip",))] = Field(2.0, gt=0)
     """Largest ratio under token_clip."""
 
     @property
@@ -119,36 +121,13 @@ class PolicyConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _what_is_given_is_read(self) -> "PolicyConfig":
-        for name, losses in READ_BY.items():
-            is_read = self.policy_loss in losses or is_target(self.policy_loss)  # others' code may read any setting
-            if not is_read and self.changed(name):
-                raise ValueError(f"{name} is read by policy_loss {' and '.join(losses)}, not by {self.policy_loss}")
-        if self.kl_target is None and self.changed("kl_horizon"):
-            raise ValueError("kl_horizon is about an adaptive coefficient: give --kl_target")
+    def _divergence_has_a_weight(self) -> "PolicyConfig":
         if self.kl_target is not None and not self.init_kl_coef:
             raise ValueError("kl_target steers init_kl_coef, which is 0: then no KL divergence is measured")
-        given = self.changed("entropy_delta", "entropy_max")
-        if self.entropy_target is None and given:
-            raise ValueError(f"{given} is about an adaptive entropy bonus: give --entropy_target")
-        if self.rollout_correction not in ("token_mask", "seq_mask") and self.changed("rollout_correction_range"):
-            raise ValueError(
-                f"rollout_correction_range is of token_mask and seq_mask, not of {self.rollout_correction}"
-            )
-        if self.rollout_correction != "token_clip" and self.changed("rollout_correction_cap"):
-            raise ValueError(f"rollout_correction_cap is of token_clip, not of {self.rollout_correction}")
-        return self
-
-    @model_validator(mode="after")
-    def _divergence_has_a_gradient(self) -> "PolicyConfig":
         if self.use_kl_loss and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator k1 in the loss has a gradient of zero expectation: with use_kl_loss give k2 or k3"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _entropy_weight_starts_within_its_limit(self) -> "PolicyConfig":
         if self.entropy_target is not None and self.entropy_loss_coef > self.entropy_max:
             raise ValueError(f"entropy_loss_coef {self.entropy_loss_coef:g} is above entropy_max {self.entropy_max:g}")
         return self

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.plugins import Plugin
 
@@ -68,16 +68,10 @@ class RewardLossConfig(SettingsGroup):
 
     loss: RewardLossName = "sigmoid"
     """Loss on the difference of the two rewards; logexp is the same function under OpenRLHF's other name."""
-    margin_loss: bool = False
+    margin_loss: Annotated[bool, Needs("loss", ("sigmoid",))] = False
     """Ask of the chosen response to lead by the row's `margin`."""
     center_rewards_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of both rewards, which holds their mean near zero."""
-
-    @model_validator(mode="after")
-    def _margin_of_sigmoid(self) -> "RewardLossConfig":
-        if self.margin_loss and self.loss != "sigmoid":
-            raise ValueError(f"margin_loss goes with loss sigmoid, not {self.loss}")
-        return self
 
 
 class PairLossConfig(SettingsGroup):

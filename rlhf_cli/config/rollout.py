@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import JsonObject, SettingsGroup
+from rlhf_cli.config.base import JsonObject, Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, fault_of_vllm_args
 
@@ -123,10 +123,10 @@ class AsyncConfig(SettingsGroup):
 
     async_train: bool = False
     """Sample the responses of later iterations while the models train; engines need GPUs of their own."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: Annotated[int, Needs("async_train")] = Field(1, ge=0)
     """Iterations that sampling is ahead of training: iteration k learns on responses of the policy after iteration
     k - 1 - max_staleness. 0 samples before each iteration, as without --async_train."""
-    partial_rollout: bool = False
+    partial_rollout: Annotated[bool, Needs("async_train")] = False
     """Push weights in the middle of responses, which go on with the new weights, instead of waiting for their end. Such
     a run cannot be repeated bit for bit."""
 
@@ -137,18 +137,15 @@ class AsyncConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _staleness_comes_of_sampling_ahead(self) -> "AsyncConfig":
-        if not self.async_train and self.changed("max_staleness"):
-            raise ValueError("max_staleness is about responses that are sampled ahead of training: give --async_train")
         if self.partial_rollout and not self.lag:
-            missing = "--max_staleness of 1 or more" if self.async_train else "--async_train"
-            raise ValueError(
-                f"partial_rollout is about responses that are sampled while the models train: give {missing}"
-            )
+            raise ValueError("partial_rollout needs --max_staleness of 1 or more")
         return self
 
 
 class DynamicSamplingConfig(SettingsGroup):
     """Dynamic sampling"""
+
+    needs = Needs("dynamic_filtering")
 
     dynamic_filtering: bool = False
     """Replace prompts whose responses teach nothing (all right, all wrong, all alike) by further ones (DAPO)."""
@@ -161,10 +158,6 @@ class DynamicSamplingConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _settings_belong_to_filtering(self) -> "DynamicSamplingConfig":
-        if not self.dynamic_filtering:
-            for name, field in type(self).model_fields.items():
-                if getattr(self, name) != field.default:
-                    raise ValueError(f"{name} is about replaced prompts: add --dynamic_filtering")
         if self.dynamic_filtering_reward_range is not None:
             low, high = self.dynamic_filtering_reward_range
             if not low < high:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import JsonObject, SettingsGroup
+from rlhf_cli.config.base import JsonObject, Needs, SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT, REWARD_PLUGIN, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
@@ -36,9 +36,9 @@ class RewardConfig(SettingsGroup):
     reward_func: str | None = None
     """Python file with reward_func(queries, prompts, labels) -> list of floats, or FILE.py:NAME, plain or async, or a
     class; TRL's, verl's and EasyR1's signatures work too. Called about one prompt at a time, by several processes."""
-    reward_func_args: JsonObject = "{}"
+    reward_func_args: Annotated[JsonObject, Needs("reward_func")] = "{}"
     """Parameters of the reward file's function, as a JSON object or a YAML mapping."""
-    reward_func_weight: float = 1.0
+    reward_func_weight: Annotated[float, Needs("reward_func")] = 1.0
     """Weight of reward_func's value."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
@@ -50,17 +50,17 @@ class RewardConfig(SettingsGroup):
     reward_max_failures: float = Field(0.1, ge=0, le=1)
     """Maximum share of an iteration's rewards that may fail before the run stops; in serve-rm of a request's, which
     then gets status 500."""
-    code_unsandboxed: bool = False
+    code_unsandboxed: Annotated[bool, Needs("reward_funcs", ("code",), when="may_run_code")] = False
     """DANGEROUS: the reward code runs the model's programs as this user, without the sandbox (docs/sandbox.md)."""
-    reward_key: str | None = None
+    reward_key: Annotated[str | None, Needs("reward_funcs", ("by_row",), when="is_by_row")] = None
     """Column that names each row's source or verifier for by_row; by default data_source."""
-    reward_by_source: JsonObject = "{}"
+    reward_by_source: Annotated[JsonObject, Needs("reward_funcs", ("by_row",), when="is_by_row")] = "{}"
     """Verifiers of sources for by_row, before the built-in ones of verl's data: {"my_*": "math", "mbpp": "code"}."""
     # ... of a reward model, reward servers and a process reward model.
     reward_pretrain: str | None = None
     """Reward model, added to other rewards: a folder, a run of `rlhf rm` or a Hugging Face name. Its token ids are the
     policy's; in serve-rm it reads text with its own tokenizer, and each text as if the response had ended."""
-    reward_model_weight: float = 1.0
+    reward_model_weight: Annotated[float, Needs("reward_pretrain")] = 1.0
     """Weight of the reward model's score."""
     normalize_reward: bool = False
     """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
@@ -68,21 +68,21 @@ class RewardConfig(SettingsGroup):
     """Reward servers, added to other rewards and asked in turns: http://HOST:PORT/get_reward of `rlhf serve-rm`.
     They get texts, and pictures if they report to take some, but no tokens: a reward model there reads a response that
     was cut as if it had ended."""
-    remote_rm_weight: float = 1.0
+    remote_rm_weight: Annotated[float, Needs("remote_rm_url")] = 1.0
     """Weight of the reward servers' score."""
-    remote_rm_timeout: float = Field(20.0, gt=0)
+    remote_rm_timeout: Annotated[float, Needs("remote_rm_url")] = Field(20.0, gt=0)
     """Seconds in which a reward server has to answer; later it is named, left out until it answers a probe, and another
     one asked."""
-    remote_rm_batch_size: int = Field(16, gt=0)
+    remote_rm_batch_size: Annotated[int, Needs("remote_rm_url")] = Field(16, gt=0)
     """Responses in one request to a reward server at most; which come together depends on when they are finished."""
-    remote_rm_api_key_env: str = REMOTE_RM_KEY
+    remote_rm_api_key_env: Annotated[str, Needs("remote_rm_url")] = REMOTE_RM_KEY
     """Environment variable with the key of the reward servers; the key itself is never written anywhere."""
     prm_pretrain: str | None = None
     """Process reward model, which scores the steps of responses: a folder or a run of `rlhf prm`; same token ids. In
     eval it chooses among samples; in training it adds rewards of steps to the reward of a response."""
-    prm_weight: float = Field(1.0, gt=0)
+    prm_weight: Annotated[float, Needs("prm_pretrain")] = Field(1.0, gt=0)
     """Weight of the steps' rewards beside the reward of the whole response."""
-    prm_aggregation: list[str] = ["min", "prod", "last"]
+    prm_aggregation: Annotated[list[str], Needs("prm_pretrain")] = ["min", "prod", "last"]
     """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
     count how often the sample with the highest value of k is right."""
     # Scores are shaped before advantages are computed.
@@ -90,7 +90,7 @@ class RewardConfig(SettingsGroup):
     """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers; by default none."""
     overlong_buffer_len: int | None = Field(None, gt=0)
     """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
-    overlong_penalty_factor: float = Field(1.0, gt=0)
+    overlong_penalty_factor: Annotated[float, Needs("overlong_buffer_len")] = Field(1.0, gt=0)
     """Score that a response of max_new_tokens loses under overlong_buffer_len."""
     stop_properly_penalty_coef: float | None = Field(None, le=1)
     """Score of a response that was cut: this share of its score, or this score if it is negative."""
@@ -104,6 +104,11 @@ class RewardConfig(SettingsGroup):
     def is_by_row(self) -> bool:
         """Whether rows name their verifiers."""
         return any(call.row.by_row for call in self.rewards)
+
+    @property
+    def may_run_code(self) -> bool:
+        """Whether programs in responses may be run: by the reward code, or by a verifier that a row names."""
+        return self.is_by_row or any(call.row.runs_code for call in self.rewards)
 
     @property
     def own_sources(self) -> dict[str, str]:
@@ -170,27 +175,8 @@ class RewardConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _a_weight_is_of_a_reward(self) -> Self:
-        servers = ("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env")
-        for way, missing, names in (
-            (self.reward_func, "a reward file: give --reward_func FILE.py", ("reward_func_weight", "reward_func_args")),
-            (
-                self.reward_pretrain,
-                "the score of a reward model: give --reward_pretrain MODEL",
-                ("reward_model_weight",),
-            ),
-            (self.remote_rm_url, "reward servers: give --remote_rm_url URL", servers),
-            (self.prm_pretrain, "the steps of responses: give --prm_pretrain MODEL", ("prm_weight", "prm_aggregation")),
-        ):
-            if not way and (given := self.changed(*names)):
-                raise ValueError(f"{given} is about {missing}")
-        return self
-
-    @model_validator(mode="after")
     def _code_fits(self) -> Self:
         code = next((call for call in self.rewards if call.row.runs_code), None)
-        if code is None and self.code_unsandboxed and not self.is_by_row:
-            raise ValueError("code_unsandboxed is about the reward code: name it in reward_funcs")
         if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
             raise ValueError(
                 f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
@@ -200,9 +186,6 @@ class RewardConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _rows_name_verifiers(self) -> Self:
-        given = self.changed("reward_key", "reward_by_source")
-        if given and not self.is_by_row:
-            raise ValueError(f"{given} is about rows that name their verifier: add by_row to reward_funcs")
         if fault := fault_of_sources(self.own_sources):
             raise ValueError(f"reward_by_source: {fault}")
         return self
@@ -228,8 +211,6 @@ class RewardConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _one_penalty_of_length(self) -> Self:
-        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
-            raise ValueError("overlong_penalty_factor needs --overlong_buffer_len")
         if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
             raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
         return self

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 
 
 class ArchitectureConfig(SettingsGroup):
@@ -43,6 +43,8 @@ class ArchitectureConfig(SettingsGroup):
 class VisionTowerConfig(SettingsGroup):
     """Vision tower (Idefics3)"""
 
+    needs = Needs("image_size")
+
     image_size: int = Field(0, ge=0)
     """Longest side of pictures in pixels: the model is an Idefics3 with a Llama decoder then; 0 for a text model."""
     patch_size: int = Field(14, gt=0)
@@ -60,13 +62,6 @@ class VisionTowerConfig(SettingsGroup):
     def num_image_tokens(self) -> int:
         """Tokens of a picture."""
         return (self.image_size // self.patch_size // self.scale_factor) ** 2
-
-    @model_validator(mode="after")
-    def _a_tower_is_made(self) -> "VisionTowerConfig":
-        given = self.changed(*(name for name in VisionTowerConfig.model_fields if name != "image_size"))
-        if self.image_size == 0 and given is not None:
-            raise ValueError(f"{given} is about a vision tower, and only image_size makes one")
-        return self
 
     @model_validator(mode="after")
     def _parts_divide(self) -> "VisionTowerConfig":

@@ -1,10 +1,12 @@
 """The teacher of on-policy distillation in an online run."""
 
-from pydantic import Field, model_validator
+from typing import Annotated
+
+from pydantic import Field
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.command_table import COMMANDS, POLICY_GRADIENT
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.errors import listed
 
 
@@ -21,16 +23,10 @@ class TeacherConfig(SettingsGroup):
     teacher_pretrain: str | None = None
     """Model that judges each token of the policy's own responses, alone or beside rewards: a folder, a run directory or
     a Hugging Face name; same token ids. With a teacher init_kl_coef is 0 by default, so there is no reference."""
-    distill_coef: float = Field(1.0, gt=0)
+    distill_coef: Annotated[float, Needs("teacher_pretrain")] = Field(1.0, gt=0)
     """Weight of the teacher: a token's advantage gets distill_coef times (teacher's log-prob less the policy's)."""
 
     @property
     def weight(self) -> float | None:
         """The weight of the teacher; None if there is no teacher."""
         return None if self.teacher_pretrain is None else self.distill_coef
-
-    @model_validator(mode="after")
-    def _a_weight_is_of_a_teacher(self) -> "TeacherConfig":
-        if self.teacher_pretrain is None and self.changed("distill_coef"):
-            raise ValueError("distill_coef is about a teacher: give --teacher_pretrain MODEL")
-        return self

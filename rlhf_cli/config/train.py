@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 from rlhf_cli.config.roles import FROZEN, ROLES
 
@@ -107,7 +107,7 @@ class OptimConfig(SettingsGroup):
     """Peak learning rate of the actor; ten times as much by default if --lora_rank is given."""
     enable_ema: bool = False
     """Keep an exponential moving average of the actor's weights in host memory, and save it as a model, `ema`."""
-    ema_beta: float = Field(0.992, ge=0, lt=1)
+    ema_beta: Annotated[float, Needs("enable_ema")] = Field(0.992, ge=0, lt=1)
     """Decay of the average per optimizer step."""
     critic_learning_rate: float = Field(9e-6, gt=0)
     """Peak learning rate of the critic; ten times as much by default if --lora_rank is given."""
@@ -124,12 +124,6 @@ class OptimConfig(SettingsGroup):
             raise ValueError("warmup_steps and lr_warmup_ratio are both the length of the warm-up: give one of them")
         return self
 
-    @model_validator(mode="after")
-    def _a_share_is_of_an_average(self) -> "OptimConfig":
-        if not self.enable_ema and self.changed("ema_beta"):
-            raise ValueError("ema_beta is about the average of the weights: give --enable_ema")
-        return self
-
     def num_warmup_steps(self, total_steps: int) -> int:
         """Return the steps in which the learning rate rises, of a run of so many steps."""
         return round(total_steps * self.lr_warmup_ratio) if self.warmup_steps is None else self.warmup_steps
@@ -140,11 +134,11 @@ class DeepSpeedConfig(SettingsGroup):
 
     zero_stage: ZeroStage = 2
     """What ZeRO partitions over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights."""
-    zpg: int = Field(1, gt=0)
+    zpg: Annotated[int, Needs("zero_stage", (3,), when="partitions_weights")] = Field(1, gt=0)
     """ZeRO++ secondary partition size of stage 3 (GPUs of one node)."""
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
-    param_offload: bool = False
+    param_offload: Annotated[bool, Needs("zero_stage", (3,), when="partitions_weights")] = False
     """Keep weights that ZeRO 3 partitions in host memory, from which each layer is gathered when it is used."""
     grad_accum_dtype: Literal["bf16", "fp32"] | None = None
     """Type in which gradients are added up; by default fp32, or bf16 for bf16 weights at stage 0."""
@@ -158,10 +152,12 @@ class DeepSpeedConfig(SettingsGroup):
     sequence_parallel_size: int = Field(1, gt=0)
     """Ranks that share each sequence, for long ones: a micro-batch holds as many times --train_max_tokens_per_gpu. It
     divides the ranks of a model; needs attn_implementation varlen."""
-    sequence_parallel_mode: Literal["auto", "ulysses", "gather"] = "auto"
+    sequence_parallel_mode: Annotated[
+        Literal["auto", "ulysses", "gather"], Needs("sequence_parallel_size", when="shares_sequences")
+    ] = "auto"
     """What these ranks exchange in attention: ulysses tokens for heads, whose number the size divides; gather the keys
     of all tokens, which takes more memory. auto takes ulysses where it can."""
-    ring_flash_attn: bool = False
+    ring_flash_attn: Annotated[bool, Needs("sequence_parallel_size", when="shares_sequences")] = False
     """Let ring-flash-attn gather the keys of some heads while it computes others. It needs a GPU and the extras flash
     and ring."""
 
@@ -186,18 +182,12 @@ class DeepSpeedConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
-        given = self.changed("sequence_parallel_mode", "ring_flash_attn")
-        if given and max(self.sequence_sizes) == 1:
-            raise ValueError(f"{given} is about ranks that share a sequence: give --sequence_parallel_size")
         if self.ring_flash_attn and self.sequence_parallel_mode == "ulysses":
             raise ValueError("ring_flash_attn gathers keys: drop --sequence_parallel_mode ulysses")
         return self
 
     @model_validator(mode="after")
     def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
-        given = self.changed("zpg", "param_offload")
-        if 3 not in self.stages and given:
-            raise ValueError(f"{given} is about weights that ZeRO partitions: give --zero_stage 3")
         if self.param_offload and self.changed("zpg"):
             raise ValueError("zpg keeps a second part of the weights on GPUs, param_offload none: give one of them")
         return self
@@ -221,9 +211,14 @@ class DeepSpeedConfig(SettingsGroup):
         return name if getattr(self, own, None) is None else own
 
     @property
-    def stages(self) -> set[int]:
-        """The ZeRO stages of all possible roles."""
-        return {self.of(role).zero_stage for role in ROLES}
+    def partitions_weights(self) -> bool:
+        """Whether any role uses ZeRO stage 3."""
+        return any(self.of(role).zero_stage == 3 for role in ROLES)
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether ranks of any role share a sequence."""
+        return max(self.sequence_sizes) > 1
 
     @property
     def sequence_sizes(self) -> set[int]:

@@ -12,7 +12,8 @@ import pytest
 from pydantic import create_model
 
 from rlhf_cli import cli
-from rlhf_cli.config.base import CommandConfig, SettingsGroup
+from rlhf_cli.config.base import CommandConfig, Needs, SettingsGroup
+from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, describe, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
 
@@ -20,75 +21,27 @@ FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py"
 # Settings that a command needs besides its required ones, for checks that look at several settings at once.
 ALSO_NEEDED = {"reward_funcs": "gsm8k"}
-EVALUATED = {"eval_dataset": "x"}
-# Settings that are only valid together with others.
+# Settings that are only valid together with others, which no `Needs` names.
 TOGETHER: dict[str, dict[str, Any]] = {
-    "activation_offload": {"gradient_checkpointing": True},
-    "max_staleness": {"async_train": True},
-    "partial_rollout": {"async_train": True},
-    "param_offload": {"zero_stage": "3"},
-    "patch_size": {"image_size": "56"},
-    "dataset_probs": {"dataset": "x"},
-    "dataset_split": {"dataset": "x"},
-    "distill_coef": {"teacher_pretrain": "x"},
-    "dynamic_filtering_reward_range": {"dynamic_filtering": True},
-    "dynamic_max_rounds": {"dynamic_filtering": True},
-    "dynamic_oversample": {"dynamic_filtering": True},
-    "best_metric_key": EVALUATED,
-    "cispo_eps_high": {"policy_loss": "cispo"},
+    "best_metric_key": {"eval_dataset": "x"},
     "code_unsandboxed": {"reward_funcs": "code"},
-    "ema_beta": {"enable_ema": True},
     "environment": {"for": "ppo"},
-    "environment_num_workers": {"environment": "x"},
-    "turn_schedule": {"environment": "x"},
-    "environment_timeout": {"environment": "x", "for": "ppo"},
-    "max_turns": {"environment": "x", "for": "ppo"},
-    "turns": {"environment": "x", "for": "ppo"},
-    "entropy_delta": {"entropy_target": "0.5"},
-    "entropy_max": {"entropy_target": "0.5"},
-    "k": {"n_samples_per_prompt": "9", "temperature": "1"},
-    "prm_aggregation": {"prm_pretrain": "m", "n_samples_per_prompt": "9", "temperature": "1"},
-    "prm_weight": {"prm_pretrain": "m"},
-    "prompt_template": {"lmbda": "1"},
+    "environment_timeout": {"for": "ppo"},
+    "eval_n_samples_per_prompt": {"eval_temperature": "0.7"},
     "format_prompt": {"lmbda": "1"},
-    "prm_pretrain": {"n_samples_per_prompt": "9", "temperature": "1"},
-    "eval_max_samples": EVALUATED,
-    "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},
-    "eval_split": EVALUATED,
-    "eval_steps": EVALUATED,
-    "eval_temperature": EVALUATED,
-    "input_template": {"apply_chat_template": False},
-    "kl_horizon": {"kl_target": "1"},
-    "load_checkpoint": {"output": "x"},
+    "k": {"n_samples_per_prompt": "9", "temperature": "1"},
     "max_restarts": {"save_steps": "5"},
+    "max_turns": {"for": "ppo"},
     "min_p": {"temperature": "0.7"},
-    "min_score": {"select": "best"},
     "n_samples_per_prompt": {"temperature": "0.7"},
     "normalize_reward": {"reward_pretrain": "x"},
-    "overlong_penalty_factor": {"overlong_buffer_len": "9"},
-    "overwrite": {"output": "x"},
-    "ref_mixup_alpha": {"ref_sync_steps": "2"},
-    "remote_rm_api_key_env": {"remote_rm_url": "http://a"},
-    "remote_rm_batch_size": {"remote_rm_url": "http://a"},
-    "remote_rm_timeout": {"remote_rm_url": "http://a"},
-    "remote_rm_weight": {"remote_rm_url": "http://a"},
-    "reward_by_source": {"reward_funcs": "by_row"},
-    "reward_func_args": {"reward_func": "x.py"},
-    "reward_func_weight": {"reward_func": "x.py"},
-    "reward_key": {"reward_funcs": "by_row"},
-    "reward_model_weight": {"reward_pretrain": "x"},
-    "ring_flash_attn": {"sequence_parallel_size": "2"},
-    "rollout_correction_range": {"rollout_correction": "token_mask"},
-    "sapo_tau": {"policy_loss": "sapo"},
-    "scale_factor": {"image_size": "56"},
-    "sequence_parallel_mode": {"sequence_parallel_size": "2"},
+    "prm_aggregation": {"n_samples_per_prompt": "9", "temperature": "1"},
+    "prm_pretrain": {"n_samples_per_prompt": "9", "temperature": "1"},
+    "prompt_template": {"lmbda": "1"},
     "top_k": {"temperature": "0.7"},
     "top_p": {"temperature": "0.7"},
+    "turns": {"for": "ppo"},
     "use_kl_loss": {"kl_estimator": "k3"},
-    "vision_hidden_size": {"image_size": "56"},
-    "vision_num_attention_heads": {"image_size": "56"},
-    "vision_num_hidden_layers": {"image_size": "56"},
-    "zpg": {"zero_stage": "3"},
 }
 # Valid values of settings whose type alone does not give one.
 SAMPLES = {
@@ -264,6 +217,39 @@ def tried_settings() -> dict[str, list[Flag]]:
     return tried
 
 
+def unmet_condition(plain: CommandConfig, flag: Flag) -> Needs | None:
+    """Return the condition of a setting, if the fewest settings do not meet it."""
+    need = plain.group_class(flag.group).condition_of(flag.attribute)
+    return None if need is None or need.is_met(getattr(plain, flag.group)) else need
+
+
+def company_of(plain: CommandConfig, flag: Flag) -> dict[str, Any]:
+    """Return the setting that a setting needs, by its condition."""
+    need, cls = unmet_condition(plain, flag), type(plain)
+    if need is None:
+        return {}
+    if need.values:
+        return {need.setting: need.values[0]}
+    return {need.setting: other_value(flags_of(cls)[need.setting])}
+
+
+def conditional_settings() -> list[tuple[str, Flag]]:
+    """Return the settings that need another one, with the command that tries them."""
+    found = []
+    for name, tried in tried_settings().items():
+        cls, flags = settings(name)
+        plain = build_config(cls, least(flags))
+        found += [(name, flag) for flag in tried if unmet_condition(plain, flag)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "flag"), conditional_settings(), ids=lambda value: str(getattr(value, "name", value)))
+def test_a_setting_without_effect_is_refused(name, flag):
+    cls, flags = settings(name)
+    with pytest.raises(UsageError, match=f"{flag.name} needs --"):
+        build_config(cls, least(flags) | {flag.name: other_value(flag)})
+
+
 @pytest.mark.parametrize(("name", "tried"), tried_settings().items(), ids=list(cli.COMMANDS))
 def test_every_setting_of_a_command_survives_yaml(name, tried, tmp_path):
     cls, flags = settings(name)
@@ -273,7 +259,8 @@ def test_every_setting_of_a_command_survives_yaml(name, tried, tmp_path):
     assert from_yaml(cls, file) == plain
     for flag in tried:
         together = {name: value for name, value in TOGETHER.get(flag.name, {}).items() if name in flags}
-        config = build_config(cls, least(flags) | together | {flag.name: other_value(flag)})
+        given = together | company_of(plain, flag) | {flag.name: other_value(flag)}
+        config = build_config(cls, least(flags) | given)
         file.write_text(to_yaml(config))
         assert from_yaml(cls, file) == config, f"--{flag.name}"
         assert config != plain, f"--{flag.name} changes nothing"

@@ -58,10 +58,3 @@ class GKDConfig(OnlineConfig):
                 "template or input_template, or --lmbda 1"
             )
         return self
-
-    @model_validator(mode="after")
-    def _a_split_is_of_the_given_rows(self) -> "GKDConfig":
-        given = self.rows.changed("dataset_probs", "dataset_split")
-        if given and self.rows.dataset is None:
-            raise ValueError(f"{given} is about --dataset, which is not given: rows are those of prompt_data")
-        return self

@@ -73,7 +73,7 @@ def check_sequence_parallel(
 
 def check_whole_packs(settings: DeepSpeedConfig, *, aux_loss_coef: float, compile_model: bool) -> None:
     """Raise UsageError if sequence parallelism is combined with settings that need full packs on each rank."""
-    if max(settings.sequence_sizes) == 1:
+    if not settings.shares_sequences:
         return
     if aux_loss_coef:
         raise UsageError("--aux_loss_coef needs full packs on each rank: drop --sequence_parallel_size")

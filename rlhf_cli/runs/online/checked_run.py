@@ -19,7 +19,7 @@ from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.config.commands.online import OnlineConfig
-from rlhf_cli.config.plugins import contents_of_plugins, settings_of_code
+from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
@@ -110,7 +110,7 @@ class OnlineRun:
             config.asynchronous.lag,
             config.asynchronous.partial_rollout,
             self.data.end_ids,
-            settings_of_code(config, "advantage_estimator"),
+            config.settings_of_code("advantage_estimator"),
         )
 
     @property

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.config.commands.online import OnlineConfig
-from rlhf_cli.config.plugins import settings_of_code
 from rlhf_cli.config.roles import FROZEN, ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
@@ -72,7 +71,7 @@ def online_identity(
 
 def settings_identity(config: OnlineConfig) -> dict[str, object]:
     """Return the settings of objective, optimizer and sampling, keyed by checkpoint name."""
-    own = settings_of_code(config, "advantage_estimator")
+    own = config.settings_of_code("advantage_estimator")
     return {
         **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
         "train_batch_size": config.batch.train_batch_size,

@@ -66,7 +66,6 @@ def test_an_agent_program_has_its_own_reward_by_default_and_is_known_by_the_name
         ({"environment": "x.py"}, "agent_command and environment exclude each other"),
         ({"agent_command": "python 'agent.py"}, "agent_command python 'agent.py: No closing quotation"),
         ({"agent_command": " "}, "agent_command is empty"),
-        ({"agent_command": None, "max_turns": 3}, "max_turns is about episodes: give --environment FILE.py"),
     ],
 )
 def test_settings_that_do_not_go_with_an_agent_program_are_refused(given: dict[str, object], fault: str) -> None:

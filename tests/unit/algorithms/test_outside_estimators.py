@@ -10,7 +10,7 @@ from rlhf_cli.algorithms.advantages import compute_advantages, estimator_from_co
 from rlhf_cli.algorithms.estimators.estimator import Experience
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.base import default_settings
-from rlhf_cli.config.plugins import require_plugins, settings_of_code
+from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.flags import config_class
 from rlhf_cli.foreign.translation import translate, translate_settings
@@ -48,7 +48,7 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
     require_plugins(config)
     estimator = estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["grpo"])
     assert estimator.min_group == 3
-    found = compute_advantages(estimator, EXPERIENCE, settings=settings_of_code(config, "advantage_estimator"))
+    found = compute_advantages(estimator, EXPERIENCE, settings=config.settings_of_code("advantage_estimator"))
     assert found.metrics == {"positive": pytest.approx(2 / 5)}
     assert found.per_token_N.mean().item() == pytest.approx(0, abs=1e-6)
     with pytest.raises(UsageError, match="this command trains a critic, and critic is False"):

@@ -244,8 +244,7 @@ def test_several_turns_need_a_chat_template(tmp_path):
     ("settings", "reason"),
     [
         ({"input_template": "Q:", "apply_chat_template": False}, "has no {} for the prompt"),
-        ({"input_template": "Q: {}"}, "add --no_apply_chat_template"),
-        ({"system_prompt": "S", "apply_chat_template": False}, "system_prompt needs a chat template"),
+        ({"input_template": "Q: {}"}, "input_template needs --no_apply_chat_template"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings, reason):

@@ -353,7 +353,7 @@ def test_variables_of_the_template_reach_prompts_and_those_of_a_row_win(tmp_path
 def test_variables_of_the_template_that_are_wrong_are_refused_by_setting_and_by_row(tmp_path):
     with pytest.raises(ValueError, match="chat_template_kwargs: 'messages' is set by this program"):
         DataConfig(dataset="x", chat_template_kwargs='{"messages": []}')
-    with pytest.raises(ValueError, match="drop --no_apply_chat_template"):
+    with pytest.raises(ValueError, match="chat_template_kwargs needs --apply_chat_template"):
         DataConfig(dataset="x", chat_template_kwargs='{"a": 1}', apply_chat_template=False)
     path = tmp_path / "rows.jsonl"
     for cell, said in (([1], "is no object of variables but"), ({"tools": []}, "'tools' is set by this program")):

@@ -134,11 +134,6 @@ def test_towers_whose_parts_do_not_divide_are_refused(given):
         VisionTowerConfig(**given)
 
 
-def test_the_shape_of_a_tower_needs_a_size_of_pictures():
-    with pytest.raises(ValidationError, match="vision_hidden_size is about a vision tower, and only image_size makes"):
-        VisionTowerConfig(vision_hidden_size=96 * 2)
-
-
 def tokenizer_with_tools():
     return train_tokenizer(TEXTS, vocab_size=400, takes_tools=True)
 

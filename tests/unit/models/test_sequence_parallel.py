@@ -99,8 +99,6 @@ def test_prompts_are_shared_if_the_kernel_takes_keys_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ({"ring_flash_attn": True}, "ring_flash_attn is about ranks that share a sequence"),
-        ({"sequence_parallel_mode": "gather"}, "sequence_parallel_mode is about ranks that share a sequence"),
         (
             {"sequence_parallel_size": 2, "sequence_parallel_mode": "ulysses", "ring_flash_attn": True},
             "ring_flash_attn gathers keys: drop",

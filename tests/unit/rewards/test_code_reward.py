@@ -291,7 +291,6 @@ def test_running_without_the_sandbox_is_said_loudly(caplog):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_funcs": ["exact"], "code_unsandboxed": True}, "code_unsandboxed is about the reward code"),
         ({"reward_funcs": ["code(timeout=30)"]}, r"code\(timeout=30\) is too long for reward_timeout 30: all tests"),
         ({"reward_funcs": ["code(memory_mb=1)"]}, "memory_mb of code must be an integer >= 64"),
     ],

@@ -566,10 +566,6 @@ def test_a_scorer_needs_its_servers_and_shows_them_the_key_of_the_environment(se
         ({"remote_rm_url": ["http://me:secret@a/get_reward"]}, "has a name or password in it"),
         ({"remote_rm_url": ["http://a/get_reward?key=1"]}, "has a query or fragment"),
         ({"remote_rm_url": ["http://a", "http://a"]}, "names a server twice"),
-        (
-            {"reward_funcs": ["exact"], "remote_rm_weight": 2.0},
-            "remote_rm_weight is about reward servers: give --remote",
-        ),
     ],
 )
 def test_bad_settings_of_reward_servers_are_refused(settings, said):

@@ -163,7 +163,6 @@ def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
         ({"reward_funcs": ["exact", "exact"]}, "named twice"),
         ({"reward_funcs": ["exact"], "reward_weights": [1.0, 2.0]}, "2 values for 1"),
         ({"reward_funcs": ["exact"], "reward_clip_range": (1.0, 1.0)}, "is empty"),
-        ({"reward_funcs": ["exact"], "reward_func_weight": 2.0}, "reward_func_weight is about .*: give --reward_func"),
     ],
 )
 def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
@@ -174,7 +173,6 @@ def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_funcs": ["exact"], "reward_model_weight": 2.0}, "reward_model_weight is about"),
         ({"reward_pretrain": "rm", "reward_clip_range": (1.0, 1.0)}, "is empty"),
         ({"reward_pretrain": "rm", "reward_weights": [1.0]}, "1 values for 0"),
     ],

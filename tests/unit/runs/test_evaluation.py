@@ -166,7 +166,6 @@ def config(**settings: Any) -> EvalConfig:
         ({"reward_funcs": "", "reward_func": "r.py", "write_pass_rate": "r"}, "write_pass_rate counts right"),
         ({"pretrain": "a,b", "write_pass_rate": "rates"}, "write_pass_rate is of a single model"),
         ({"pretrain": "a, a"}, "names a model twice"),
-        ({"load_checkpoint": True}, "load_checkpoint is about a folder"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, complaint):
@@ -319,7 +318,6 @@ def test_the_steps_of_kept_responses_are_read_back(tmp_path):
     ("settings", "complaint"),
     [
         ({"prm_pretrain": "m"}, "chooses among the samples of a prompt: give --n_samples_per_prompt above 1"),
-        ({"prm_aggregation": "min"}, "prm_aggregation is about the steps of responses: give --prm_pretrain"),
         ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores"),
         (
             {"prm_pretrain": "m", "prm_aggregation": "min,min"},

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.config.commands.generate import GenerateConfig
-from rlhf_cli.config.generate import AnswersOutputConfig
+from rlhf_cli.config.generate import GenerateOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompt_report import PromptReport
 from rlhf_cli.data.prompts import Prompt, PromptData
@@ -82,8 +82,9 @@ def test_without_a_name_nothing_stays_but_the_logs_of_a_failure(tmp_path, monkey
     assert [path.read_text() for path in tmp_path.glob("*/engine-0.log")] == ["why"]
 
 
-FRESH = AnswersOutputConfig()
-AGAIN, ANEW = AnswersOutputConfig(load_checkpoint=True), AnswersOutputConfig(overwrite=True)
+FRESH = GenerateOutputConfig(output="out")
+AGAIN = GenerateOutputConfig(output="out", load_checkpoint=True)
+ANEW = GenerateOutputConfig(output="out", overwrite=True)
 
 
 def test_a_generation_is_continued_after_its_last_whole_chunk(tmp_path):
@@ -366,7 +367,6 @@ def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings
     [
         ({"select": "best"}, "select best compares scores: give a reward"),
         ({"select": "all", "min_score": 1}, "min_score needs scores"),
-        ({"reward_funcs": "exact", "min_score": 1}, "min_score is a threshold of the selection"),
         ({"temperature": 0, "n_samples_per_prompt": 2}, "temperature 0 gives the same response each time"),
         ({"temperature": 0, "top_k": 20}, "top_k chooses among tokens, and temperature 0 takes the likeliest"),
         ({"top_k": -2}, "must be"),

@@ -125,9 +125,8 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"aggregate": "normalize_then_sum", "advantage": "passk"}, "takes no advantage passk"),
         ("grpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "false"}, "the KL divergence needs use_kl_loss"),
         ("rloo", {"aggregate": "normalize_then_sum"}, "unknown setting --aggregate"),
-        ("rloo", {"ema_beta": "0.9"}, "ema_beta is about the average of the weights: give --enable_ema"),
         ("reinforce++", {"baseline": "group", "gamma": "0.9"}, "baseline group compares whole responses"),
-        ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip is read by policy_loss clip and gspo"),
+        ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip needs --policy_loss clip or gspo"),
         ("ppo", {"stop": "User:, "}, "--stop User:, : an empty text is in every response"),
         ("ppo", {"stop": [""]}, "an empty text is in every response"),
         (
@@ -135,13 +134,7 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
             {"max_restarts": "2"},
             "from the last checkpoint, and none is saved: give save_steps",
         ),
-        ("grpo", {"kl_horizon": "99"}, "kl_horizon is about an adaptive coefficient: give --kl_target"),
         ("grpo", {"preset": "dapo", "kl_target": "6"}, "kl_target steers init_kl_coef, which is 0"),
-        ("ppo", {"entropy_max": "0.1"}, "entropy_max is about an adaptive entropy bonus: give --entropy_target"),
-        ("ppo", {"rollout_correction_range": ["0.5", "3"]}, "is of token_mask and seq_mask, not of token_clip"),
-        ("ppo", {"rollout_correction": "off", "rollout_correction_cap": "3"}, "is of token_clip, not of off"),
-        ("ppo", {"ref_mixup_alpha": "0.5"}, "about a reference that moves: give --ref_sync_steps"),
-        ("ppo", {"zpg": "8"}, "zpg is about weights that ZeRO partitions: give --zero_stage 3"),
         ("ppo", {"adam_betas": ["1.0", "0.9"]}, "adam_betas 1 0.9: both from 0 to below 1"),
         ("ppo", {"seed": str(2**64)}, "--seed 18446744073709551616: must be an integer"),
         ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
@@ -235,7 +228,6 @@ def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"prm_weight": "2"}, "prm_weight is about the steps of responses: give --prm_pretrain"),
         ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores; give either"),
         ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds rewards of steps to others"),
     ],
@@ -295,8 +287,6 @@ def test_settings_that_need_a_reward_are_refused_beside_a_teacher_alone(command,
 def test_a_run_without_reward_and_teacher_is_refused(command):
     with pytest.raises(UsageError, match=r"no reward: give --reward_funcs .* or a --teacher_pretrain MODEL"):
         resolve_alone(command, teacher_pretrain=None)
-    with pytest.raises(UsageError, match="distill_coef is about a teacher: give --teacher_pretrain MODEL"):
-        resolve(command, distill_coef="0.5")
 
 
 @pytest.mark.parametrize("command", POLICY_GRADIENT)
@@ -307,8 +297,6 @@ def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
         3,
     ]
     assert resolve(command, **AHEAD, max_staleness=0).asynchronous.lag == 0
-    with pytest.raises(UsageError, match="max_staleness is about responses that are sampled ahead of training"):
-        resolve(command, max_staleness=2)
     with pytest.raises(UsageError, match="max_staleness"):
         resolve(command, **AHEAD, max_staleness=-1)
 
@@ -323,9 +311,7 @@ def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command)
     check_partial_rollout(resolve(command, **AHEAD), backend="transformers")
     with pytest.raises(UsageError, match=r"requires vLLM.*; transformers updates them between batches"):
         check_partial_rollout(config, backend="transformers")
-    with pytest.raises(UsageError, match="sampled while the models train: give --async_train"):
-        resolve(command, **partial)
-    with pytest.raises(UsageError, match="give --max_staleness of 1 or more"):
+    with pytest.raises(UsageError, match="needs --max_staleness of 1 or more"):
         resolve(command, **AHEAD, **partial, max_staleness=0)
 
 

@@ -154,7 +154,7 @@ def test_fixed_responses_come_from_rows_of_their_own_or_from_the_rows_of_prompts
 def test_a_role_has_its_own_stage_or_that_of_all():
     deepspeed = resolve("ppo", zero_stage=2, critic_zero_stage=3, ref_zero_stage=0, zpg=2).deepspeed
     assert [deepspeed.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
-    with pytest.raises(UsageError, match="zpg is about weights that ZeRO partitions"):
+    with pytest.raises(UsageError, match="zpg needs --zero_stage 3"):
         resolve("ppo", zero_stage=2, ref_zero_stage=0, zpg=2)
 
 

@@ -143,7 +143,6 @@ def test_a_continued_loop_learns_on_what_it_would_have():
         ({"lmbda": "1", "dataset": "d"}, "dataset is about responses of the data, which have no share at lmbda 1"),
         ({"prompt_template": "t"}, "prompt_template makes prompts alone, and lmbda below 1 reads responses"),
         ({"format_prompt": "t"}, "format_prompt makes prompts alone, and lmbda below 1 reads responses"),
-        ({"dataset_split": "test"}, "dataset_split is about --dataset, which is not given"),
         ({"lmbda": "1.5"}, "lmbda 1.5: must be a number from 0 to 1"),
     ],
 )

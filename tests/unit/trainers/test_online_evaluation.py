@@ -282,7 +282,6 @@ def journal_of(run: Evaluated) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"eval_steps": 5}, "eval_steps is about evaluations: give --eval_dataset"),
         ({"eval_dataset": "e", "eval_n_samples_per_prompt": 4}, "needs an eval_temperature above 0"),
         (
             {"eval_dataset": "e", "best_metric_key": "eval/pass@8"},
