@@ -98,16 +98,18 @@ def flags_of(config_cls: type[CommandConfig]) -> dict[str, Flag]:
                 optional=optional,
                 limits=tuple(field.metadata),
                 default=getattr(outer.default, attribute) if is_set else field.default,
-                help=" ".join([(field.description or "").replace("\n", " "), *_condition(group_cls, attribute)]),
+                help=" ".join([(field.description or "").replace("\n", " "), *_conditions(group_cls, attribute)]),
             )
     return flags
 
 
-def _condition(group: type[SettingsGroup], name: str) -> list[str]:
-    """Return the sentence of the help text on the setting that a setting needs, if that one may be left out."""
+def _conditions(group: type[SettingsGroup], name: str) -> list[str]:
+    """Return sentences of the help text: on the setting that a setting needs, if that one may be left out, and on those
+    that it excludes."""
     need = group.condition_of(name)
     field = None if need is None else group.model_fields.get(need.setting)
-    return [] if field is None or field.is_required() else [f"Needs {need}."]
+    needs = [] if field is None or field.is_required() else [f"Needs {need}."]
+    return needs + [f"Not with --{other}." for other in group.excluded_by(name)]
 
 
 def describe(flag: Flag) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from rlhf_cli.config.plugins import group_of_code, is_target
@@ -29,6 +29,17 @@ def _object_text(value: Any) -> str:
 
 JsonObject = Annotated[str, BeforeValidator(_object_text)]
 """JSON text of an object; YAML files may write a mapping."""
+
+
+def _ascending(ends: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return the ends of a range. Raise ValueError if no number is between them."""
+    if ends is not None and not ends[0] < ends[1]:
+        raise ValueError(f"{ends[0]:g} {ends[1]:g} is empty: the first must be below the second")
+    return ends
+
+
+Range = Annotated[tuple[float, float] | None, AfterValidator(_ascending)]
+"""Two numbers, the first below the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,16 @@ class Needs:
         return " ".join(filter(None, [f"--{self.setting}", " or ".join(map(str, self.values))]))
 
 
+@dataclass(frozen=True, slots=True)
+class Excludes:
+    """Another setting of the group that must keep its default if this one is changed.
+
+    `zpg: Annotated[int, Excludes("param_offload")]` rejects both, adds the rule to the help text, and a test tries it.
+    """
+
+    setting: str
+
+
 class SettingsGroup(BaseModel):
     """Base of every settings group: immutable, no unknown keys, docstrings are help texts."""
 
@@ -87,12 +108,19 @@ class SettingsGroup(BaseModel):
         own = next((mark for mark in cls.model_fields[name].metadata if isinstance(mark, Needs)), None)
         return own or (cls.needs if cls.needs is not None and name != cls.needs.setting else None)
 
+    @classmethod
+    def excluded_by(cls, name: str) -> list[str]:
+        """Return the settings that must keep their defaults if this one is changed."""
+        return [mark.setting for mark in cls.model_fields[name].metadata if isinstance(mark, Excludes)]
+
     @model_validator(mode="after")
     def _conditions_hold(self) -> Self:
         for name in filter(self.changed, type(self).model_fields):
             need = self.condition_of(name)
             if need is not None and not need.is_met(self):
                 raise ValueError(f"{name} needs {need}")
+            if other := self.changed(*self.excluded_by(name)):
+                raise ValueError(f"{name} and {other} exclude each other: give one of them")
         return self
 
     def changed(self, *names: str) -> str | None:

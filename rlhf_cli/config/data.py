@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import JsonObject, Needs, SettingsGroup
+from rlhf_cli.config.base import Excludes, JsonObject, Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin, is_target
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"})
@@ -208,9 +208,9 @@ class PromptConfig(TextConfig):
     """Column with the ground truth; found by its name if not given."""
     pass_rate_range: tuple[float, float] | None = None
     """Use only prompts whose column pass_rate (of `rlhf eval --write_pass_rate`) is in this range, ends included."""
-    prompt_template: str | None = None
+    prompt_template: Annotated[str | None, Excludes("input_template"), Excludes("chat_template_kwargs")] = None
     """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
-    format_prompt: str | None = None
+    format_prompt: Annotated[str | None, Needs("apply_chat_template"), Excludes("prompt_template")] = None
     """Jinja file that makes the text of the last message of {{ content }}, before the chat template, as EasyR1."""
     invalid_rows: Literal["error", "drop"] = "error"
     """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
@@ -218,17 +218,6 @@ class PromptConfig(TextConfig):
     """Treatment of prompts that leave no room for max_new_tokens; the number is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
-
-    @model_validator(mode="after")
-    def _one_template(self) -> "PromptConfig":
-        if self.prompt_template is not None and self.input_template is not None:
-            raise ValueError("prompt_template and input_template both make the text of a prompt: give one of them")
-        if self.prompt_template is not None and self.chat_template_kwargs != "{}":
-            raise ValueError("prompt_template takes the place of the chat template: drop chat_template_kwargs")
-        if self.format_prompt is not None and (self.prompt_template is not None or not self.apply_chat_template):
-            other = "prompt_template" if self.prompt_template is not None else "no_apply_chat_template"
-            raise ValueError(f"format_prompt makes the text of a message for the chat template: drop {other}")
-        return self
 
     @model_validator(mode="after")
     def _range_of_pass_rates_is_not_empty(self) -> "PromptConfig":

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
@@ -109,13 +109,13 @@ def _command_identity(command: str) -> str:
 class EpisodeConfig(EnvironmentConfig):
     """Environment"""
 
-    agent_command: str | None = None
+    agent_command: Annotated[str | None, Excludes("environment")] = None
     """Command of an agent program, instead of an environment. A response is an episode of one process of it: its
     requests to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns, the row is JSON on its
     standard input, and its last line of output is JSON with its reward."""
     environment_num_workers: Annotated[int, OF_EPISODES] = Field(32, gt=0)
     """Environments that work at the same time, or processes of the agent program; the others wait."""
-    turn_schedule: Annotated[TurnSchedule, OF_EPISODES] = "step"
+    turn_schedule: Annotated[TurnSchedule, Needs("environment")] = "step"
     """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
     CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
 
@@ -140,13 +140,9 @@ class EpisodeConfig(EnvironmentConfig):
         return f"agent:{_command_identity(self.agent_command)}"
 
     @model_validator(mode="after")
-    def _episodes_have_one_source(self) -> Self:
+    def _agent_command_is_one(self) -> Self:
         if self.agent_command is None:
             return self
-        if self.environment is not None:
-            raise ValueError("agent_command and environment exclude each other: an agent program calls its own tools")
-        if self.changed("turn_schedule"):
-            raise ValueError("turn_schedule is about an environment: an agent program asks for turns when it likes")
         try:
             words = shlex.split(self.agent_command)
         except ValueError as error:

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
+from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, Temperature
 
 
 class EvaluatedModelConfig(ModelSource):
@@ -74,12 +74,10 @@ class EvaluationConfig(SettingsGroup):
     """Iterations between evaluations, the first one before any update; -1 only there and at the end."""
     eval_n_samples_per_prompt: int = Field(1, gt=0)
     """Responses to each prompt in an evaluation; of n, accuracy is avg@n, and there are pass@n and maj@n."""
-    eval_temperature: float = Field(0.0, ge=0, le=HIGHEST_TEMPERATURE)
+    eval_temperature: Temperature = Field(0.0, ge=0, le=HIGHEST_TEMPERATURE)
     """Sampling temperature of evaluations; 0 takes the likeliest token."""
     best_metric_key: str | None = None
     """Metric whose largest value keeps the model in <output>/best: eval/accuracy, eval/reward, eval/pass@n."""
-
-    _temperature_is_kept = field_validator("eval_temperature")(require_sampled)
 
     @property
     def metrics(self) -> list[str]:

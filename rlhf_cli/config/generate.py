@@ -2,16 +2,16 @@
 
 from typing import Annotated, Literal, Protocol
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.rollout import DecodingConfig, EngineConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
+from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, Temperature
 
 
 class InferenceModelConfig(ModelSource):
@@ -24,12 +24,10 @@ class InferenceModelConfig(ModelSource):
 class ResponseSamplingConfig(DecodingConfig):
     """Sampling"""
 
-    temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
+    temperature: Temperature = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
     """Sampling temperature; 0 takes the likeliest token."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
-
-    _temperature_is_kept = field_validator("temperature")(require_sampled)
 
     @model_validator(mode="after")
     def _the_likeliest_token_has_no_rivals(self) -> "ResponseSamplingConfig":
@@ -85,14 +83,8 @@ class AnswersOutputConfig(SettingsGroup):
     """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
     load_checkpoint: Annotated[bool, Needs("output")] = False
     """Continue behind the responses that are there; starts fresh if there is nothing to continue."""
-    overwrite: Annotated[bool, Needs("output")] = False
+    overwrite: Annotated[bool, Needs("output"), Excludes("load_checkpoint")] = False
     """Replace the folder's contents from an earlier time."""
-
-    @model_validator(mode="after")
-    def _continue_or_replace(self) -> "AnswersOutputConfig":
-        if self.load_checkpoint and self.overwrite:
-            raise ValueError("load_checkpoint continues where it ended and overwrite replaces it: give one of them")
-        return self
 
 
 class GenerateOutputConfig(AnswersOutputConfig):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.environment import fast_dtype
 
 ParamDtype = Annotated[
@@ -49,7 +49,7 @@ class ModelConfig(ModelSource):
     gradient_checkpointing: bool | None = None
     """Recompute layers in the backward pass: less memory, about a third more compute. By default on a GPU whose memory
     does not hold the activations of a micro-batch, which a line at the start shows."""
-    activation_offload: Annotated[bool, Needs("gradient_checkpointing")] = False
+    activation_offload: Annotated[bool, Needs("gradient_checkpointing"), Excludes("compile_model")] = False
     """Keep the inputs of layers, which --gradient_checkpointing saves, in host memory until the backward pass."""
     compile_model: bool = False
     """Compile the decoder with torch.compile: faster steps after a minute or two of compiling; not with ZeRO-3."""
@@ -66,12 +66,6 @@ class ModelConfig(ModelSource):
     def trains_with_dropout(self) -> bool:
         """Whether dropout that the model's own configuration asks for is on in training steps."""
         return False
-
-    @model_validator(mode="after")
-    def _inputs_of_layers_are_saved(self) -> "ModelConfig":
-        if self.activation_offload and self.compile_model:
-            raise ValueError("activation_offload does not go with compile_model, which decides itself what is saved")
-        return self
 
 
 class SFTModelConfig(ModelConfig):

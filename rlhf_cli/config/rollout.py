@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import JsonObject, Needs, SettingsGroup
+from rlhf_cli.config.base import JsonObject, Needs, Range, SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, fault_of_vllm_args
 
@@ -149,17 +149,9 @@ class DynamicSamplingConfig(SettingsGroup):
 
     dynamic_filtering: bool = False
     """Replace prompts whose responses teach nothing (all right, all wrong, all alike) by further ones (DAPO)."""
-    dynamic_filtering_reward_range: tuple[float, float] | None = None
+    dynamic_filtering_reward_range: Range = None
     """Replace prompts whose mean score is not between these two instead."""
     dynamic_oversample: float = Field(0.5, ge=0)
     """Extra prompts to sample, as a share of the missing prompts; surplus is dropped or kept."""
     dynamic_max_rounds: int = Field(8, gt=0)
     """Rounds of prompts per iteration; after them it trains on the groups there are."""
-
-    @model_validator(mode="after")
-    def _settings_belong_to_filtering(self) -> "DynamicSamplingConfig":
-        if self.dynamic_filtering_reward_range is not None:
-            low, high = self.dynamic_filtering_reward_range
-            if not low < high:
-                raise ValueError(f"dynamic_filtering_reward_range {low:g} {high:g} is empty: nothing lies between")
-        return self

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import JsonObject, Needs, SettingsGroup
+from rlhf_cli.config.base import Excludes, JsonObject, Needs, Range, SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT, REWARD_PLUGIN, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
@@ -77,7 +77,7 @@ class RewardConfig(SettingsGroup):
     """Responses in one request to a reward server at most; which come together depends on when they are finished."""
     remote_rm_api_key_env: Annotated[str, Needs("remote_rm_url")] = REMOTE_RM_KEY
     """Environment variable with the key of the reward servers; the key itself is never written anywhere."""
-    prm_pretrain: str | None = None
+    prm_pretrain: Annotated[str | None, Excludes("reward_pretrain")] = None
     """Process reward model, which scores the steps of responses: a folder or a run of `rlhf prm`; same token ids. In
     eval it chooses among samples; in training it adds rewards of steps to the reward of a response."""
     prm_weight: Annotated[float, Needs("prm_pretrain")] = Field(1.0, gt=0)
@@ -86,13 +86,13 @@ class RewardConfig(SettingsGroup):
     """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
     count how often the sample with the highest value of k is right."""
     # Scores are shaped before advantages are computed.
-    reward_clip_range: tuple[float, float] | None = None
+    reward_clip_range: Range = None
     """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers; by default none."""
     overlong_buffer_len: int | None = Field(None, gt=0)
     """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
     overlong_penalty_factor: Annotated[float, Needs("overlong_buffer_len")] = Field(1.0, gt=0)
     """Score that a response of max_new_tokens loses under overlong_buffer_len."""
-    stop_properly_penalty_coef: float | None = Field(None, le=1)
+    stop_properly_penalty_coef: Annotated[float | None, Excludes("overlong_buffer_len")] = Field(None, le=1)
     """Score of a response that was cut: this share of its score, or this score if it is negative."""
 
     @property
@@ -191,28 +191,11 @@ class RewardConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _one_model_scores(self) -> Self:
-        if self.prm_pretrain is not None and self.reward_pretrain is not None:
-            raise ValueError("prm_pretrain and reward_pretrain: a run has one model that scores; give either")
+    def _aggregations_are_known(self) -> Self:
         named = set(self.prm_aggregation)
         if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
             names = ", ".join(STEP_AGGREGATIONS)
             raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} has to name some of {names}, each once")
-        return self
-
-    @model_validator(mode="after")
-    def _clip_range_is_not_empty(self) -> Self:
-        if self.reward_clip_range is None:
-            return self
-        low, high = self.reward_clip_range
-        if not low < high:
-            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
-        return self
-
-    @model_validator(mode="after")
-    def _one_penalty_of_length(self) -> Self:
-        if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
-            raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
         return self
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 from rlhf_cli.config.roles import FROZEN, ROLES
 
@@ -97,7 +97,7 @@ class OptimConfig(SettingsGroup):
     """Learning-rate schedule after warm-up. The first step after it has the peak, and no step has rate 0."""
     lr_warmup_ratio: float = Field(0.03, ge=0, le=1)
     """Share of all steps in which the learning rate rises linearly; the last of them has the peak."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: Annotated[int | None, Excludes("lr_warmup_ratio")] = Field(None, ge=0)
     """Number of these steps, in place of the share."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate of cosine_with_min_lr as a share of the peak."""
@@ -118,12 +118,6 @@ class OptimConfig(SettingsGroup):
             raise ValueError(f"adam_betas {' '.join(f'{beta:g}' for beta in self.adam_betas)}: both from 0 to below 1")
         return self
 
-    @model_validator(mode="after")
-    def _warm_up_has_one_length(self) -> "OptimConfig":
-        if self.warmup_steps is not None and self.changed("lr_warmup_ratio"):
-            raise ValueError("warmup_steps and lr_warmup_ratio are both the length of the warm-up: give one of them")
-        return self
-
     def num_warmup_steps(self, total_steps: int) -> int:
         """Return the steps in which the learning rate rises, of a run of so many steps."""
         return round(total_steps * self.lr_warmup_ratio) if self.warmup_steps is None else self.warmup_steps
@@ -138,7 +132,7 @@ class DeepSpeedConfig(SettingsGroup):
     """ZeRO++ secondary partition size of stage 3 (GPUs of one node)."""
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
-    param_offload: Annotated[bool, Needs("zero_stage", (3,), when="partitions_weights")] = False
+    param_offload: Annotated[bool, Needs("zero_stage", (3,), when="partitions_weights"), Excludes("zpg")] = False
     """Keep weights that ZeRO 3 partitions in host memory, from which each layer is gathered when it is used."""
     grad_accum_dtype: Literal["bf16", "fp32"] | None = None
     """Type in which gradients are added up; by default fp32, or bf16 for bf16 weights at stage 0."""
@@ -184,12 +178,6 @@ class DeepSpeedConfig(SettingsGroup):
     def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
         if self.ring_flash_attn and self.sequence_parallel_mode == "ulysses":
             raise ValueError("ring_flash_attn gathers keys: drop --sequence_parallel_mode ulysses")
-        return self
-
-    @model_validator(mode="after")
-    def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
-        if self.param_offload and self.changed("zpg"):
-            raise ValueError("zpg keeps a second part of the weights on GPUs, param_offload none: give one of them")
         return self
 
     @property
@@ -248,16 +236,10 @@ class CheckpointConfig(SettingsGroup):
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     load_checkpoint: bool = False
     """Continue from the newest complete checkpoint; starts fresh if there is none."""
-    overwrite: bool = False
+    overwrite: Annotated[bool, Excludes("load_checkpoint")] = False
     """Replace what an earlier run left in the run directory."""
     max_restarts: int = Field(0, ge=0)
     """Times the run resumes by itself from its last checkpoint after one of its processes has died."""
-
-    @model_validator(mode="after")
-    def _continue_or_replace(self) -> "CheckpointConfig":
-        if self.load_checkpoint and self.overwrite:
-            raise ValueError("load_checkpoint continues a run and overwrite replaces it: give one of them")
-        return self
 
     @model_validator(mode="after")
     def _restarts_need_checkpoints(self) -> "CheckpointConfig":

@@ -4,6 +4,9 @@ Leaves out the arguments that vLLM has: its own parser knows them (backends/roll
 """
 
 from collections.abc import Iterable
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 _PLACES = "Ray places the engines: --vllm_num_engines and --vllm_tensor_parallel_size set their number and size"
 _TOKENS = "engines take and return token ids: --pretrain names model and tokenizer"
@@ -53,11 +56,15 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM refuses requests above the one, and raises lower temperatures to the other, away from the trainer's."""
 
 
-def require_sampled(temperature: float) -> float:
-    """Return a temperature that may be 0, for the likeliest token. Raise ValueError if engines would alter it."""
+def _require_sampled(temperature: float) -> float:
+    """Return a temperature. Raise ValueError if engines would alter it."""
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"{temperature:g} is too low to sample at: give 0, or at least {LOWEST_TEMPERATURE:g}")
     return temperature
+
+
+Temperature = Annotated[float, AfterValidator(_require_sampled)]
+"""A temperature that may be 0, for the likeliest token."""
 
 
 def fault_of_vllm_args(names: Iterable[str]) -> str | None:

@@ -250,6 +250,29 @@ def test_a_setting_without_effect_is_refused(name, flag):
         build_config(cls, least(flags) | {flag.name: other_value(flag)})
 
 
+def rivals() -> list[tuple[str, Flag, Flag]]:
+    """Return the pairs of settings that exclude each other, with the command that tries them."""
+    found = []
+    for name, tried in tried_settings().items():
+        cls, flags = settings(name)
+        found += [(name, flag, flags[other]) for flag in tried for other in excluded(cls, flag) if other in flags]
+    return found
+
+
+def excluded(cls: type[CommandConfig], flag: Flag) -> list[str]:
+    return cls.group_class(flag.group).excluded_by(flag.attribute)
+
+
+@pytest.mark.parametrize(("name", "flag", "other"), rivals(), ids=lambda value: str(getattr(value, "name", value)))
+def test_settings_that_exclude_each_other_are_refused(name, flag, other):
+    cls, flags = settings(name)
+    plain = build_config(cls, least(flags))
+    given = {flag.name: other_value(flag), other.name: other_value(other)}
+    needed = TOGETHER.get(flag.name, {}) | company_of(plain, flag) | company_of(plain, other)
+    with pytest.raises(UsageError, match=f"{flag.name} and {other.name} exclude each other"):
+        build_config(cls, least(flags) | {key: value for key, value in needed.items() if key in flags} | given)
+
+
 @pytest.mark.parametrize(("name", "tried"), tried_settings().items(), ids=list(cli.COMMANDS))
 def test_every_setting_of_a_command_survives_yaml(name, tried, tmp_path):
     cls, flags = settings(name)

@@ -1,11 +1,11 @@
 """The settings of `rlhf quickstart`."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from rlhf_cli.command_table import POLICY_GRADIENT
-from rlhf_cli.config.base import CommandConfig, SettingsGroup
+from rlhf_cli.config.base import CommandConfig, Excludes, SettingsGroup
 
 
 class QuickstartGroup(SettingsGroup):
@@ -15,7 +15,7 @@ class QuickstartGroup(SettingsGroup):
     """Folder for the data, the models and the runs."""
     images: bool = False
     """Teach a tiny vision-language model to answer questions about pictures, instead of a language model to add."""
-    environment: Literal["calculator"] | None = None
+    environment: Annotated[Literal["calculator"] | None, Excludes("images")] = None
     """Teach the language model to call a tool for sums of larger numbers, and compare it with practice without one."""
     algorithm: Literal[*POLICY_GRADIENT] | None = None  # type: ignore[valid-type]
     """Command to practise with; its own settings stay as they are by default. Without it ppo, with --images or
@@ -31,12 +31,6 @@ class QuickstartGroup(SettingsGroup):
         if "," in output:
             raise ValueError(f"{output!r} has a comma, which separates models on a command line")
         return output
-
-    @model_validator(mode="after")
-    def _one_task_is_taught(self) -> Self:
-        if self.images and self.environment is not None:
-            raise ValueError("images and environment are two tasks for two models: give one of them")
-        return self
 
 
 class QuickstartConfig(CommandConfig):

@@ -62,8 +62,7 @@ def test_an_agent_program_has_its_own_reward_by_default_and_is_known_by_the_name
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ({"turn_schedule": "free"}, "turn_schedule is about an environment: an agent program asks for turns when"),
-        ({"environment": "x.py"}, "agent_command and environment exclude each other"),
+        ({"turn_schedule": "free"}, "turn_schedule needs --environment"),
         ({"agent_command": "python 'agent.py"}, "agent_command python 'agent.py: No closing quotation"),
         ({"agent_command": " "}, "agent_command is empty"),
     ],

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from rlhf_cli.algorithms.advantages import compute_advantages, gae, step_advantages, whiten
 from rlhf_cli.algorithms.estimators.estimator import Experience
@@ -167,13 +166,6 @@ def test_the_raw_score_is_clipped_before_length_shapes_it() -> None:
     overlong = {"overlong_buffer_len": 20, "overlong_penalty_factor": 3.0}
     assert shaped(scores, lengths, truncated, **clip, **overlong) == [10.0, 7.0]
     assert shaped(scores, lengths, truncated, **clip, stop_properly_penalty_coef=0.25) == [10.0, 2.5]
-
-
-def test_two_penalties_of_length_are_refused() -> None:
-    with pytest.raises(ValidationError, match="both punish length: give one of them"):
-        shaped([0.0], [1], [False], overlong_buffer_len=2, stop_properly_penalty_coef=0.5)
-    with pytest.raises(ValidationError, match="needs --overlong_buffer_len"):
-        shaped([0.0], [1], [False], overlong_penalty_factor=0.5)
 
 
 def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:

@@ -96,17 +96,6 @@ def test_the_input_of_every_layer_is_kept_and_nothing_within_a_layer(tiny_model_
     assert not [shape for shape in kept if hf_model.config.intermediate_size in shape]
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"param_offload": True, "zero_stage": 3, "zpg": 2}, "zpg keeps a second part of the weights on GPUs"),
-    ],
-)
-def test_weights_that_are_whole_or_kept_twice_are_refused(settings, reason):
-    with pytest.raises(ValueError, match=reason):
-        DeepSpeedConfig(**settings)
-
-
 def test_ranks_that_fall_into_no_groups_of_secondary_parts_are_refused():
     check_secondary_parts(DeepSpeedConfig(zero_stage=3, zpg=4), num_ranks=8)
     check_secondary_parts(DeepSpeedConfig(), num_ranks=3)
@@ -118,13 +107,6 @@ def test_roles_that_sleep_are_refused_beside_weights_in_host_memory():
     settings = DeepSpeedConfig(zero_stage=3, param_offload=True)
     with pytest.raises(UsageError, match="--param_offload: DeepSpeed cannot move states"):
         check_deepspeed(settings, param_dtype="bf16", sleeps=True)
-
-
-def test_activations_are_offloaded_with_checkpointing_and_without_compiling():
-    with pytest.raises(ValueError, match="activation_offload needs --gradient_checkpointing"):
-        ModelConfig(pretrain="m", activation_offload=True)
-    with pytest.raises(ValueError, match="activation_offload does not go with compile_model"):
-        ModelConfig(pretrain="m", activation_offload=True, gradient_checkpointing=True, compile_model=True)
 
 
 def test_frozen_roles_are_offloaded_by_their_own_setting_and_at_stage_3_by_the_common_one():

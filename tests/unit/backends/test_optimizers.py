@@ -75,11 +75,6 @@ def test_rates_of_a_checkpoint_give_way_to_those_of_the_schedule():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LEARNING_RATE * 0.6)
 
 
-def test_a_warm_up_of_two_lengths_is_refused():
-    with pytest.raises(ValueError, match="warmup_steps and lr_warmup_ratio are both the length of the warm-up"):
-        OptimConfig(warmup_steps=5, lr_warmup_ratio=0.1)
-
-
 class Weight(nn.Module):
     """One weight with the gradient that it is called with."""
 

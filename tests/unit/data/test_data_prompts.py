@@ -222,8 +222,7 @@ def test_a_format_prompt_makes_the_last_message_for_the_chat_template(tmp_path):
         ("Think first.", {}, r"--format_prompt .* says nothing of \{\{ content \}\}"),
         ("{{ prompt }}", {}, "'prompt' is undefined"),
         (None, {}, "--format_prompt .* there is no such file"),
-        ("{{ content }}", {"prompt_template": "r1_zero"}, "for the chat template: drop prompt_template"),
-        ("{{ content }}", {"apply_chat_template": False}, "for the chat template: drop no_apply_chat_template"),
+        ("{{ content }}", {"apply_chat_template": False}, "format_prompt needs --apply_chat_template"),
     ],
 )
 def test_format_prompts_that_could_not_be_used_are_refused(tmp_path, text, settings, message):

@@ -318,7 +318,6 @@ def test_the_steps_of_kept_responses_are_read_back(tmp_path):
     ("settings", "complaint"),
     [
         ({"prm_pretrain": "m"}, "chooses among the samples of a prompt: give --n_samples_per_prompt above 1"),
-        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores"),
         (
             {"prm_pretrain": "m", "prm_aggregation": "min,min"},
             "prm_aggregation min,min has to name some of .*, each once",

@@ -373,7 +373,6 @@ def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings
         ({"min_p": 1.5}, "must be"),
         ({"repetition_penalty": 0}, "must be"),
         ({"normalize_reward": True}, "normalize_reward needs --reward_pretrain"),
-        ({"overwrite": True, "load_checkpoint": True}, "give one of them"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, complaint):

@@ -228,7 +228,6 @@ def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores; give either"),
         ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds rewards of steps to others"),
     ],
 )
