@@ -2,12 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field
-
 from rlhf_cli.config.base import JsonObject, Needs
 from rlhf_cli.config.data import RenderingConfig
 from rlhf_cli.config.evaluation import EvaluatedModelConfig
-from rlhf_cli.config.generate import ResponseSamplingConfig
 
 
 class ChatModelConfig(EvaluatedModelConfig):
@@ -29,10 +26,3 @@ class ChatTextConfig(RenderingConfig):
     """Variables of the chat template's own, as a JSON object: '{"enable_thinking": false}' of Qwen 3."""
     input_template: Annotated[str | None, Needs("apply_chat_template", (False,))] = None
     """Text around each message without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
-
-
-class ChatSamplingConfig(ResponseSamplingConfig):
-    """Sampling"""
-
-    seed: int = Field(42, ge=0, lt=2**32)
-    """Seed of the sampled answers: the same messages get the same answers."""

@@ -2,16 +2,15 @@
 
 from typing import Annotated, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.rollout import DecodingConfig, EngineConfig
+from rlhf_cli.config.rollout import EngineConfig, SamplingConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, Temperature
 
 
 class InferenceModelConfig(ModelSource):
@@ -19,42 +18,6 @@ class InferenceModelConfig(ModelSource):
 
     pretrain: str
     """Model that answers: a folder, an adapter, a run directory or checkpoint of this program, a Hugging Face name."""
-
-
-class ResponseSamplingConfig(DecodingConfig):
-    """Sampling"""
-
-    temperature: Temperature = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
-    """Sampling temperature; 0 takes the likeliest token."""
-    repetition_penalty: float = Field(1.0, gt=0)
-    """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
-
-    @model_validator(mode="after")
-    def _the_likeliest_token_has_no_rivals(self) -> "ResponseSamplingConfig":
-        given = self.changed("top_p", "top_k", "min_p")
-        if self.temperature == 0 and given:
-            raise ValueError(f"{given} chooses among tokens, and temperature 0 takes the likeliest: raise temperature")
-        return self
-
-
-class SamplingConfig(EngineConfig, ResponseSamplingConfig):
-    """Sampling"""
-
-    rollout_batch_size: int = Field(1024, gt=0)
-    """Prompts answered, scored and written together: the bound on memory, and on the work lost by a kill."""
-    n_samples_per_prompt: int = Field(1, gt=0)
-    """Responses sampled for each prompt."""
-    vllm_num_engines: int | None = Field(None, gt=0)
-    """Rollout engines. By default as many as there are GPUs for, without GPUs 1."""
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> "SamplingConfig":
-        if self.temperature == 0 and self.n_samples_per_prompt > 1:
-            raise ValueError(
-                f"temperature 0 gives the same response each time: n_samples_per_prompt {self.n_samples_per_prompt} "
-                "needs a temperature above 0"
-            )
-        return self
 
 
 class RewardPlacementConfig(SettingsGroup):
@@ -79,8 +42,6 @@ class SelectConfig(SettingsGroup):
 class AnswersOutputConfig(SettingsGroup):
     """Output"""
 
-    seed: int = Field(42, ge=0, lt=2**32)
-    """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
     load_checkpoint: Annotated[bool, Needs("output")] = False
     """Continue behind the responses that are there; starts fresh if there is nothing to continue."""
     overwrite: Annotated[bool, Needs("output"), Excludes("load_checkpoint")] = False
@@ -105,6 +66,8 @@ class InferenceConfig(Protocol):
     def pictures(self) -> PicturesConfig: ...
     @property
     def sampling(self) -> SamplingConfig: ...
+    @property
+    def engine(self) -> EngineConfig: ...
     @property
     def episodes(self) -> EpisodeConfig: ...
     @property

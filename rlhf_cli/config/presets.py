@@ -14,7 +14,7 @@ from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.rewards import ENVIRONMENT
-from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.config.train import OptimConfig
 
 # Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
@@ -88,7 +88,7 @@ def defaults_of_roles(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _share_of_response(given: Mapping[str, object]) -> int:
-    longest = given.get("max_new_tokens", EngineConfig.model_fields["max_new_tokens"].default)
+    longest = given.get("max_new_tokens", SamplingConfig.model_fields["max_new_tokens"].default)
     try:
         return max(1, int(DAPO_BUFFER_SHARE * int(str(longest))))
     except ValueError:

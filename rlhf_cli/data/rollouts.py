@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_cli.config.generate import ResponseSamplingConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.models.vision.pictures import PlacedPicture
 
 
@@ -31,7 +31,7 @@ class SamplingParams:
     continues: bool = False
 
 
-def sampling_params(sampling: ResponseSamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:
+def sampling_params(sampling: SamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:
     """Convert the settings for engines, with the chat template's end tokens."""
     is_greedy = sampling.temperature == 0
     return SamplingParams(

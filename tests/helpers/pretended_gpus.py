@@ -16,17 +16,17 @@ from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
 from rlhf_cli.backends.roles.worker import RayWorker
 from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.rollout import EngineConfig
 
 ROLES = ("actor", "critic", "ref", "reward")
 NODES = ([1], [2], [3], [4], [8], [8, 8])
 
 
 def default_layout(node_gpus: list[int]) -> Layout:
-    placement, rollout, _ = fill_layout(
-        PlacementConfig(), RolloutConfig(), roles=ROLES, node_gpus=node_gpus, needs=Needs()
+    placement, engine, _ = fill_layout(
+        PlacementConfig(), EngineConfig(), roles=ROLES, node_gpus=node_gpus, needs=Needs()
     )
-    return plan_layout(placement, rollout, roles=ROLES, node_gpus=node_gpus)
+    return plan_layout(placement, engine, roles=ROLES, node_gpus=node_gpus)
 
 
 def is_given(layout: Layout, cluster: Cluster) -> bool:

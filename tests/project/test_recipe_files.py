@@ -134,9 +134,9 @@ def test_an_online_recipe_fits_its_nodes(name):
     config = read(name, PPOConfig, prompt_data="prompts", output="run")
     check_batches(config, ESTIMATORS["ppo"])
     check_positions(hardware.architecture, config.prompts.max_len)
-    layout = plan_layout(config.placement, config.rollout, roles=ROLES, node_gpus=[hardware.gpus] * hardware.nodes)
+    layout = plan_layout(config.placement, config.engine, roles=ROLES, node_gpus=[hardware.gpus] * hardware.nodes)
     assert layout.num_gpus == hardware.num_ranks
-    assert hardware.architecture.num_attention_heads % config.rollout.vllm_tensor_parallel_size == 0
+    assert hardware.architecture.num_attention_heads % config.engine.vllm_tensor_parallel_size == 0
     for role in ROLES:
         settings, num_ranks = config.deepspeed.of(role), config.placement.num_ranks(role)
         assert num_ranks == hardware.num_ranks
@@ -145,7 +145,7 @@ def test_an_online_recipe_fits_its_nodes(name):
         assert_fits(hardware, settings, config.batch.max_tokens)
     assert config.placement.deepspeed_enable_sleep  # otherwise memory must fit both roles at once
     assert 2 * sleeping_bytes(hardware, config, layout) < hardware.host_gb * GB  # pinned buffers are rounded up
-    share = config.rollout.vllm_gpu_memory_utilization * config.rollout.vllm_tensor_parallel_size
+    share = config.engine.vllm_gpu_memory_utilization * config.engine.vllm_tensor_parallel_size
     assert 2 * num_parameters(hardware.architecture) < 0.6 * share * GPU_BYTES  # the rest is for the cache
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.roles import ROLES
-from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
 
 OWN_GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.6
@@ -33,19 +33,19 @@ class Needs:
     can_sleep: bool = True
 
 
-def leaves_places_open(placement: PlacementConfig, rollout: RolloutConfig) -> bool:
+def leaves_places_open(placement: PlacementConfig, engine: EngineConfig) -> bool:
     """Return whether the number of ranks and engines depends on the cluster."""
-    return not placement.has_sizes and rollout.vllm_num_engines is None
+    return not placement.has_sizes and engine.vllm_num_engines is None
 
 
 def fill_layout(
     placement: PlacementConfig,
-    rollout: RolloutConfig,
+    engine: EngineConfig,
     *,
     roles: tuple[str, ...],
     node_gpus: Sequence[int],
     needs: Needs,
-) -> tuple[PlacementConfig, RolloutConfig, str]:
+) -> tuple[PlacementConfig, EngineConfig, str]:
     """Fill in all unset numbers and switches. Returns the settings and the reason for the layout.
 
     Values set by the user are kept. The reason is empty if the user has chosen the layout.
@@ -57,17 +57,17 @@ def fill_layout(
         needs: requirements from other settings.
     """
     reason = ""
-    if node_gpus and leaves_places_open(placement, rollout):
-        placement, rollout, reason = _on_all_gpus(placement, rollout, roles, list(node_gpus), needs)
+    if node_gpus and leaves_places_open(placement, engine):
+        placement, engine, reason = _on_all_gpus(placement, engine, roles, list(node_gpus), needs)
     together = bool(placement.colocate_all_models)
     sleeps = bool(node_gpus) and together
     update = {"colocate_all_models": together}
     if placement.deepspeed_enable_sleep is None:
         update["deepspeed_enable_sleep"] = sleeps and needs.can_sleep
-    engines: dict[str, object] = {"vllm_num_engines": rollout.vllm_num_engines or 1}
-    if rollout.vllm_enable_sleep is None:
-        engines["vllm_enable_sleep"] = sleeps
-    return placement.model_copy(update=update), rollout.model_copy(update=engines), reason
+    update_engine: dict[str, object] = {"vllm_num_engines": engine.vllm_num_engines or 1}
+    if engine.vllm_enable_sleep is None:
+        update_engine["vllm_enable_sleep"] = sleeps
+    return placement.model_copy(update=update), engine.model_copy(update=update_engine), reason
 
 
 def memory_share(given: float | None, *, shared: bool) -> float:
@@ -87,16 +87,16 @@ def _sum_in_words(node_gpus: Sequence[int]) -> str:
 
 
 def _on_all_gpus(
-    placement: PlacementConfig, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[PlacementConfig, RolloutConfig, str]:
+    placement: PlacementConfig, engine: EngineConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[PlacementConfig, EngineConfig, str]:
     """Choose sizes that use as many GPUs as possible. Returns the settings and the reason."""
     pairs = [pair for pair in placement.colocated_pairs if set(pair) <= set(roles)]
     wants_turns = not needs.samples_ahead and needs.can_sleep and not pairs
     if placement.colocate_all_models or (placement.colocate_all_models is None and wants_turns):
-        return (*_together(placement, rollout, roles, node_gpus, needs), TURNS)
+        return (*_together(placement, engine, roles, node_gpus, needs), TURNS)
     if needs.samples_ahead and placement.colocate_all_models is None and not pairs:
         placement = placement.model_copy(update=_all_pairs(roles))
-    apart = _apart(placement, rollout, roles, node_gpus, needs)
+    apart = _apart(placement, engine, roles, node_gpus, needs)
     if apart is not None:
         reason = AHEAD if needs.samples_ahead else "" if needs.can_sleep else NO_SLEEP
         return (*apart, reason)
@@ -107,24 +107,24 @@ def _on_all_gpus(
         )
     # plan_layout then raises an error with the missing resources.
     if placement.colocate_all_models is False:
-        return placement, rollout, ""
-    return (*_together(placement, rollout, roles, node_gpus, needs), TURNS)
+        return placement, engine, ""
+    return (*_together(placement, engine, roles, node_gpus, needs), TURNS)
 
 
 def _together(
-    placement: PlacementConfig, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[PlacementConfig, RolloutConfig]:
+    placement: PlacementConfig, engine: EngineConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[PlacementConfig, EngineConfig]:
     """Place all roles on the same GPUs, with engines that use all of them."""
-    size = rollout.vllm_tensor_parallel_size
+    size = engine.vllm_tensor_parallel_size
     shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
     update = _sizes(roles, shape) | {"colocate_all_models": True}
     num_engines = max(1, shape[0] * shape[1] // size)
-    return placement.model_copy(update=update), rollout.model_copy(update={"vllm_num_engines": num_engines})
+    return placement.model_copy(update=update), engine.model_copy(update={"vllm_num_engines": num_engines})
 
 
 def _apart(
-    placement: PlacementConfig, rollout: RolloutConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[PlacementConfig, RolloutConfig] | None:
+    placement: PlacementConfig, engine: EngineConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
+) -> tuple[PlacementConfig, EngineConfig] | None:
     """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs."""
     followers = {second for first, second in placement.colocated_pairs if {first, second} <= set(roles)}
     num_pools = len(set(roles) - followers)
@@ -139,11 +139,11 @@ def _apart(
             return None
         left[node] -= shape[1]
         left.sort()
-    num_engines = sum(count // rollout.vllm_tensor_parallel_size for count in left)
+    num_engines = sum(count // engine.vllm_tensor_parallel_size for count in left)
     if not num_engines:
         return None
     filled = placement.model_copy(update=_sizes(roles, shape))
-    return filled, rollout.model_copy(update={"vllm_num_engines": num_engines})
+    return filled, engine.model_copy(update={"vllm_num_engines": num_engines})
 
 
 def _all_pairs(roles: tuple[str, ...]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
 
 
@@ -94,7 +94,7 @@ _Place = tuple[int, tuple[int, ...]]
 
 
 def plan_layout(
-    placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
+    placement: PlacementConfig, engine: EngineConfig, *, roles: tuple[str, ...], node_gpus: list[int]
 ) -> Layout:
     """Assign all roles and rollout engines to GPUs.
 
@@ -115,19 +115,19 @@ def plan_layout(
         for role, (nodes, gpus) in pool.shapes.items():
             places[role] = [(first + node, (gpu,)) for node in range(nodes) for gpu in range(gpus)]
     if placement.colocate_all_models:
-        places[ENGINE] = _shared_engines(rollout, placement.shape("actor"))
+        places[ENGINE] = _shared_engines(engine, placement.shape("actor"))
     else:
-        size, first = rollout.vllm_tensor_parallel_size, len(islands)
-        count = rollout.vllm_num_engines or 1
+        size, first = engine.vllm_tensor_parallel_size, len(islands)
+        count = engine.vllm_num_engines or 1
         pool = _Pool({"rollout engines": (count, size)}, f"{SHARE}, or lower {ENGINE_FLAGS}")
         islands += _take(free, pool, total=node_gpus)
         places[ENGINE] = [(first + number, tuple(range(size))) for number in range(count)]
     return Layout(tuple(islands), tuple(_seats(places)))
 
 
-def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
+def check_layout(placement: PlacementConfig, engine: EngineConfig, *, roles: tuple[str, ...]) -> None:
     """Raise UsageError if the settings are inconsistent on a cluster of any size."""
-    plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
+    plan_layout(placement, engine, roles=roles, node_gpus=[sys.maxsize])
 
 
 def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
@@ -183,10 +183,10 @@ def _sizes(node_gpus: list[int]) -> str:
     return " + ".join(f"{counts[size]} x {size}" for size in sorted(counts, reverse=True)) or "none"
 
 
-def _shared_engines(rollout: RolloutConfig, actor: tuple[int, int]) -> list[_Place]:
+def _shared_engines(engine: EngineConfig, actor: tuple[int, int]) -> list[_Place]:
     """Place the engines on the actor's GPUs, which are in the first islands."""
     # Only there: ipc pushes work only between processes on the same GPU.
-    size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines or 1
+    size, count = engine.vllm_tensor_parallel_size, engine.vllm_num_engines or 1
     num_nodes, gpus_per_node = actor
     if gpus_per_node % size:
         raise UsageError(

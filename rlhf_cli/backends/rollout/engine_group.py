@@ -21,8 +21,7 @@ from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.rollout.engine_shares import Listening, SharedBatch, balanced_shares, same_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
-from rlhf_cli.config.generate import SamplingConfig
-from rlhf_cli.config.rollout import EngineConfig, RolloutConfig, SyncBackend
+from rlhf_cli.config.rollout import EngineConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
 
@@ -47,7 +46,7 @@ def rollout_backend(config: EngineConfig) -> str:
     return backend
 
 
-def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
+def described(config: EngineConfig, backend: str) -> str:
     """Describe the engines for the log: count, backend and the user's engine arguments."""
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     return f"{config.vllm_num_engines or 1} x {backend}{added}"

@@ -1,14 +1,16 @@
 """The settings of `rlhf chat`."""
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.chat import ChatModelConfig, ChatSamplingConfig, ChatTextConfig
+from rlhf_cli.config.chat import ChatModelConfig, ChatTextConfig
+from rlhf_cli.config.rollout import SamplingConfig
 
 
 class ChatConfig(CommandConfig):
     """Settings of `rlhf chat`."""
 
+    unsupported = frozenset({"sampling.rollout_batch_size", "sampling.n_samples_per_prompt"})
     positional = "pretrain"
 
     model: ChatModelConfig
     text: ChatTextConfig = ChatTextConfig()
-    sampling: ChatSamplingConfig = ChatSamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()

@@ -9,23 +9,25 @@ from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvalOutputConfig, EvaluatedModelConfig, StatisticsConfig
-from rlhf_cli.config.generate import RewardPlacementConfig, SamplingConfig
+from rlhf_cli.config.generate import RewardPlacementConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.presets import defaults_of_environment
 from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
 from rlhf_cli.config.scoring import SHAPING, RewardConfig
 
 
 class EvalConfig(CommandConfig):
     """Settings of `rlhf eval`."""
 
-    unsupported = SHAPING | {"reward.prm_weight"}
+    unsupported = SHAPING | SYNC | {"reward.prm_weight"}
 
     model: EvaluatedModelConfig
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
     statistics: StatisticsConfig = StatisticsConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()

@@ -12,24 +12,25 @@ from rlhf_cli.config.generate import (
     GenerateOutputConfig,
     InferenceModelConfig,
     RewardPlacementConfig,
-    SamplingConfig,
     SelectConfig,
 )
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.presets import defaults_of_environment
+from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 
 
 class GenerateConfig(CommandConfig):
     """Settings of `rlhf generate`."""
 
-    unsupported = STEP_REWARDS | SHAPING
+    unsupported = STEP_REWARDS | SHAPING | SYNC
 
     model: InferenceModelConfig
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()
     selection: SelectConfig = SelectConfig()

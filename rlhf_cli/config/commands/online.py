@@ -16,7 +16,7 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.presets import defaults_of_adapter, defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.roles import ROLES, Role
-from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
+from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, EngineConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.teacher import TeacherConfig, learning_alone
 from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, OptimConfig, TrackingConfig
@@ -24,6 +24,8 @@ from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig
 NEVER_ONLINE = frozenset(
     {
         "reward.prm_aggregation",
+        "rollout.repetition_penalty",
+        "rollout.seed",
         "optim.learning_rate",
         "batch.max_steps",
         "batch.eval_steps",
@@ -62,6 +64,7 @@ class OnlineConfig(CommandConfig):
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     asynchronous: AsyncConfig = AsyncConfig()
     reward: RewardConfig = RewardConfig()
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.chat import ChatSamplingConfig
+from rlhf_cli.config.commands.chat import ChatConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import MARK
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
@@ -71,7 +72,9 @@ class Command:
 class _Settable(CommandConfig):
     """Settings that can be changed during a chat."""
 
-    sampling: ChatSamplingConfig
+    unsupported = ChatConfig.unsupported
+
+    sampling: SamplingConfig
 
 
 def reply_to(session: Session, line: str) -> Reply:
@@ -167,7 +170,7 @@ def _image(session: Session, words: str) -> Reply:
 
 
 def _set(session: Session, words: str) -> Reply:
-    settings = session.sampling.model_dump()
+    settings = session.sampling.model_dump(include=set(_Settable.supported("sampling")))
     if not words:
         return Reply(session, ", ".join(f"{name} {_shown(value)}" for name, value in settings.items()))
     name, _, value = words.replace("=", " ", 1).partition(" ")

@@ -6,7 +6,7 @@ This module does no I/O and no generation: commands.py changes the state, loop.p
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rlhf_cli.config.chat import ChatSamplingConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.rollouts import scattered_seed
 from rlhf_cli.errors import UsageError
@@ -47,7 +47,7 @@ class Ask:
 class Session:
     """A conversation with one or more models. Each model sees only its own answers in the history."""
 
-    sampling: ChatSamplingConfig = field(default_factory=ChatSamplingConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     system: str | None = None
     turns: tuple[Turn, ...] = ()
     attempt: int = 0

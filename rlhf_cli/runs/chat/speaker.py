@@ -8,7 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol
 
 from rlhf_cli.backends.rollout.streaming import StreamingModel
-from rlhf_cli.config.chat import ChatSamplingConfig, ChatTextConfig
+from rlhf_cli.config.chat import ChatTextConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.pictures.placing import placed_pictures
 from rlhf_cli.data.rollouts import GenerationRequest, sampling_params
@@ -70,14 +71,14 @@ class Speaker(Protocol):
         """Whether messages may contain images."""
         ...
 
-    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
+    def prompt(self, conversation: Conversation, sampling: SamplingConfig) -> ChatPrompt:
         """Build the prompt of a conversation. Raises UsageError if it cannot be rendered or is too long."""
         ...
 
     def answer(
         self,
         prompt: ChatPrompt,
-        sampling: ChatSamplingConfig,
+        sampling: SamplingConfig,
         *,
         seed: int,
         write: Callable[[str], None],
@@ -129,7 +130,7 @@ class ConversationText:
 class ModelSpeaker:
     """A chat model in this process."""
 
-    def __init__(self, model: InferenceModel, config: ChatTextConfig, *, sampling: ChatSamplingConfig) -> None:
+    def __init__(self, model: InferenceModel, config: ChatTextConfig, *, sampling: SamplingConfig) -> None:
         """Check everything that does not require weights. Call `load` afterwards.
 
         Raises:
@@ -185,7 +186,7 @@ class ModelSpeaker:
         how = f"{self._model.source.param_dtype} on {self._engine.device}, {self.text.description}"
         return f"{size / 1e6:,.1f}M parameters, {how}"
 
-    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
+    def prompt(self, conversation: Conversation, sampling: SamplingConfig) -> ChatPrompt:
         """Build the prompt of a conversation. Raises UsageError if it cannot be rendered or is too long."""
         text = self.text.of(conversation)
         opens_thought = not self.text.is_plain and text.rstrip().endswith(THOUGHT_START)
@@ -212,7 +213,7 @@ class ModelSpeaker:
     def answer(
         self,
         prompt: ChatPrompt,
-        sampling: ChatSamplingConfig,
+        sampling: SamplingConfig,
         *,
         seed: int,
         write: Callable[[str], None],

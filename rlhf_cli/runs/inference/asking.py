@@ -78,7 +78,7 @@ class Asking:
         if number != self.left[0]:
             return
         asked = self.examinees[number]
-        engine = described(asked.config.sampling, asked.backend)
+        engine = described(asked.config.engine, asked.backend)
         self.hooks.tracker.start(self.facts | {"Engine": engine, "Placement": placement}, is_kept=self.is_kept)
 
     def _name(self, number: int) -> None:

@@ -116,7 +116,7 @@ def run_evaluation(config: EvalConfig) -> None:
 
 def _check(config: EvalConfig, root: Path) -> EvalRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
-    check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
+    check_vllm_args(config.engine, backend=rollout_backend(config.engine))
     examinees: list[ModelUnderTest] = []
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})

@@ -79,7 +79,7 @@ def run_generation(config: GenerateConfig) -> None:
 
 def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
-    check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
+    check_vllm_args(config.engine, backend=rollout_backend(config.engine))
     asked = examinee(config)
     identity = {"command": "generate"} | settings_identity(config, asked.reward_model) | model_identity(asked)
     rows = rows_done(root, config.out, identity)
@@ -98,7 +98,7 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
         return True
 
     def announce(placement: str) -> None:
-        engine = described(run.config.sampling, asked.backend)
+        engine = described(run.config.engine, asked.backend)
         model = {"Reward model": asked.reward_model.source.pretrain} if asked.reward_model else {}
         tracker.start(facts | model | {"Engine": engine, "Placement": placement, "Logs": str(log_dir)})
 

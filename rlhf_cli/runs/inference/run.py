@@ -90,7 +90,7 @@ def examinee(
     prm_pretrain: str | None = None,
 ) -> ModelUnderTest:
     """Find the model, its prompts and its judges. Raises UsageError if they conflict."""
-    sampling, backend = config.sampling, rollout_backend(config.sampling)
+    sampling, backend = config.sampling, rollout_backend(config.engine)
     model = find_inference_model(config.model)
     check_engine_pictures(model.architecture, backend=backend)
     if backend == "vllm":
@@ -102,7 +102,7 @@ def examinee(
         config.prompts,
         model.tokenizer,
         max_new_tokens=sampling.max_new_tokens,
-        seed=config.out.seed,
+        seed=sampling.seed,
         reward=config.reward,
         reader=picture_reader(config.pictures, config.model, model.found, model.tokenizer),
         environment=episodes.description if episodes else None,
@@ -161,11 +161,11 @@ def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
 
 def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | None) -> dict[str, object]:
     """Return the settings that must match to resume. The number of engines may differ."""
-    sampling, reward = config.sampling, config.reward
+    sampling, engine, reward = config.sampling, config.engine, config.reward
     return {
         "pretrain": config.model.pretrain,
         "param_dtype": config.model.param_dtype,
-        "rollout_backend": rollout_backend(sampling),
+        "rollout_backend": rollout_backend(engine),
         "rollout_batch_size": sampling.rollout_batch_size,
         "n_samples_per_prompt": sampling.n_samples_per_prompt,
         "max_new_tokens": sampling.max_new_tokens,
@@ -174,10 +174,10 @@ def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | N
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "enforce_eager": sampling.enforce_eager,
-        "vllm_args": sampling.vllm_args,
+        "enforce_eager": engine.enforce_eager,
+        "vllm_args": engine.vllm_args,
         "stop": sampling.stop,
-        "seed": config.out.seed,
+        "seed": sampling.seed,
         "reward_funcs": reward.reward_funcs,
         "reward_weights": reward.reward_weights,
         "reward_func": reward.reward_func,
@@ -291,8 +291,8 @@ def _answer(
     requests = [
         request_of(
             prompt,
-            scattered_seed(config.out.seed, count + place),
-            environment_seed=scattered_seed(config.out.seed, first + place // sampling.n_samples_per_prompt),
+            scattered_seed(sampling.seed, count + place),
+            environment_seed=scattered_seed(sampling.seed, first + place // sampling.n_samples_per_prompt),
         )
         for place, prompt in enumerate(asked)
     ]

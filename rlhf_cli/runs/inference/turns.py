@@ -115,7 +115,7 @@ def _fault_of_settings(asked: ModelUnderTest, *, cluster: Cluster) -> str | None
         return "other machines may not have the base model"
     if cluster.has_gpus and config.model.param_dtype == "fp32":
         return "on a GPU vLLM requires 16-bit weights for adapters"
-    if config.sampling.engine_arguments:
+    if config.engine.engine_arguments:
         return "--vllm_args may change the base model"
     if config.sampling.stop:
         return "--stop requires the adapter's tokenizer"

@@ -15,7 +15,6 @@ from rlhf_cli.backends.rollout.engine import engine_settings
 from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.roles import ROLES
-from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.models.reward_model import RewardModelPlan
 
@@ -44,14 +43,14 @@ def started_models(
         stack.callback(reservation.release)
         announce("; ".join(describe(reservation.layout, unit=cluster.unit)))
         settings = engine_settings(
-            config.sampling,
+            config.engine,
             config.model,
             config.pictures,
             max_model_len=config.prompts.max_len,
-            seed=config.out.seed,
+            seed=config.sampling.seed,
             max_lora_rank=max_lora_rank,
         )
-        share = config.sampling.vllm_gpu_memory_utilization
+        share = config.engine.vllm_gpu_memory_utilization
         engines = EnginePlan(backend, stack.enter_context(weights), settings, share)
         plans = [] if reward_model is None else [_reward_plan(config, reward_model)]
         started = stack.enter_context(Started(Processes(cluster, reservation, log_dir), plans, engines))
@@ -62,22 +61,22 @@ def started_models(
 
 
 def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
-    sampling, places = config.sampling, config.placement
-    size, ranks = sampling.vllm_tensor_parallel_size, places.reward_num_gpus_per_node if has_reward_model else 0
+    engine, places = config.engine, config.placement
+    size, ranks = engine.vllm_tensor_parallel_size, places.reward_num_gpus_per_node if has_reward_model else 0
     is_full = cluster.has_gpus and sum(cluster.node_gpus) < ranks + size
     together = has_reward_model and (is_full if places.colocate_all_models is None else places.colocate_all_models)
-    num_engines = sampling.vllm_num_engines
+    num_engines = engine.vllm_num_engines
     if num_engines is None and cluster.has_gpus and not together:
         left = [cluster.node_gpus[0] - ranks, *cluster.node_gpus[1:]]
         num_engines = sum(count // size for count in left) or 1
     placement = PlacementConfig(reward_num_gpus_per_node=places.reward_num_gpus_per_node, colocate_all_models=together)
-    engines = RolloutConfig(vllm_num_engines=num_engines, vllm_tensor_parallel_size=size)
+    engine = engine.model_copy(update={"vllm_num_engines": num_engines})
     roles = (REWARD,) if has_reward_model else ()
-    return plan_layout(placement, engines, roles=roles, node_gpus=cluster.node_gpus)
+    return plan_layout(placement, engine, roles=roles, node_gpus=cluster.node_gpus)
 
 
 def _reward_plan(config: InferenceConfig, model: RewardModelPlan) -> RolePlan:
-    settings = RoleSettings(model=model.source, deepspeed=DeepSpeedConfig(), seed=config.out.seed)
+    settings = RoleSettings(model=model.source, deepspeed=DeepSpeedConfig(), seed=config.sampling.seed)
     longest = config.prompts.max_len + len(model.last_separator)
     batch = BatchConfig(train_max_tokens_per_gpu=max(BatchConfig().max_tokens, longest))
     return RolePlan(ROLES[REWARD], settings, batch, model.quadratic_cost)

@@ -130,9 +130,9 @@ class OnlineRun:
 def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> OnlineRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
     _check_settings(config, estimator)
-    backend = rollout_backend(config.rollout)
-    check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
-    check_vllm_args(config.rollout, backend=backend)
+    backend = rollout_backend(config.engine)
+    check_sync_backend(config.engine.vllm_sync_backend, engine=backend)
+    check_vllm_args(config.engine, backend=backend)
     check_partial_rollout(config, backend=backend)
     models = find_models(config, estimator)
     model = models.policy
@@ -142,7 +142,7 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.
-    if not (leaves_places_open(config.placement, config.rollout) and may_have_gpus()):
+    if not (leaves_places_open(config.placement, config.engine) and may_have_gpus()):
         _check_places(config, models)
     episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
     data, eval_data, student = _load_data(config, model, episodes)
@@ -181,7 +181,7 @@ def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
     roles = tuple(models.by_role)
     check_stages(config, roles)
     check_ranks_together(config, models)
-    check_layout(config.placement, config.rollout, roles=roles)
+    check_layout(config.placement, config.engine, roles=roles)
 
 
 def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
@@ -191,14 +191,14 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
         node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
     """
     config, models = run.config, run.models
-    placement, rollout, reason = fill_layout(
+    placement, engine, reason = fill_layout(
         config.placement,
-        config.rollout,
+        config.engine,
         roles=tuple(models.by_role),
         node_gpus=node_gpus,
         needs=_needs(config, models),
     )
-    config = config.model_copy(update={"placement": placement, "rollout": rollout})
+    config = config.model_copy(update={"placement": placement, "engine": engine})
     _check_places(config, models)
     if run.resume is not None:
         layout_notices(run.resume, config, models)
@@ -231,8 +231,8 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
     if placement.colocate_all_models:
         room *= (
             1
-            if config.rollout.vllm_enable_sleep
-            else 1 - memory_share(config.rollout.vllm_gpu_memory_utilization, shared=True)
+            if config.engine.vllm_enable_sleep
+            else 1 - memory_share(config.engine.vllm_gpu_memory_utilization, shared=True)
         )
         room /= 1 if placement.deepspeed_enable_sleep else num_trained
     if "teacher" in config.hosted_roles and models.teacher is not None:

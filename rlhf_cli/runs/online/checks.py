@@ -138,7 +138,7 @@ def check_lag(config: OnlineConfig) -> None:
     placement = config.placement
     named = (
         ("--colocate_all_models", placement.colocate_all_models),
-        ("--vllm_enable_sleep", config.rollout.vllm_enable_sleep),
+        ("--vllm_enable_sleep", config.engine.vllm_enable_sleep),
     )
     for flag, is_given in named:
         if config.asynchronous.lag and is_given:

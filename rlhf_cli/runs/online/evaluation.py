@@ -67,7 +67,7 @@ def evaluation_task(
         sampling=replace(greedy, greedy=False, temperature=temperature) if temperature else greedy,
         seed=config.batch.seed,
         total_iterations=total_iterations,
-        engines_lose_weights=bool(rollout.vllm_enable_sleep),
+        engines_lose_weights=bool(config.engine.vllm_enable_sleep),
         prompts_at_once=rollout.rollout_batch_size if is_large else None,
     )
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.roles import FROZEN, ROLES
-from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.runs.online.models import OnlineModels
@@ -18,10 +17,8 @@ from rlhf_cli.runs.run_identity import (
     tokenizer_identity,
 )
 
-ENGINES = {"rollout_backend", "enable_prefix_caching", "enforce_eager"}
 LENGTH = {"num_episodes", "max_iterations"}
 """Run-length settings, represented by the number of iterations."""
-HOW_ENGINES_RUN = frozenset(ENGINES | LENGTH | {name for name in RolloutConfig.model_fields if "vllm_" in name})
 HOW_REWARDS_RUN = frozenset(
     {
         "reward_func",
@@ -73,7 +70,7 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
     """Return the settings of objective, optimizer and sampling, keyed by checkpoint name."""
     own = config.settings_of_code("advantage_estimator")
     return {
-        **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
+        **supported_identity(config, "rollout", besides=LENGTH),
         "train_batch_size": config.batch.train_batch_size,
         **supported_identity(config, "optim", besides=NOT_OF_THE_STEPS),
         **supported_identity(config, "policy", besides={"advantage_estimator"}),  # identified by its name

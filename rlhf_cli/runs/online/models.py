@@ -246,7 +246,7 @@ def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) 
     """Raise UsageError if an adapter is unsupported by the roles or engines as set."""
     check_4_bits(config, models)
     if config.adapter.lora_push == "adapter":
-        check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
+        check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.engine.vllm_sync_backend)
 
 
 def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:

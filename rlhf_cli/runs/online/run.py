@@ -135,7 +135,7 @@ def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     cluster = stack.enter_context(ray_cluster())
     run = placed_run(run, cluster.node_gpus if cluster.has_gpus else [])
     config = run.config
-    layout = plan_layout(config.placement, config.rollout, roles=tuple(run.models.by_role), node_gpus=cluster.node_gpus)
+    layout = plan_layout(config.placement, config.engine, roles=tuple(run.models.by_role), node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)
     stack.callback(reservation.release)
     return run, Processes(cluster, reservation, run.paths.logs)
@@ -176,7 +176,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         **(run.student.facts if run.student else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         **({"Environment": run.episodes.description.about} if run.episodes else {}),
-        "Engine": described(config.rollout, run.backend),
+        "Engine": described(config.engine, run.backend),
         "Placement": _placement(run, where),
         **({"Memory": run.memory_reason} if run.memory_reason else {}),
         **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),

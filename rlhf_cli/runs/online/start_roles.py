@@ -219,21 +219,21 @@ def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: 
 
 def engine_plan(config: OnlineConfig, policy: ModelPlan, backend: str, processes: Processes) -> EnginePlan:
     """Return the plan of the rollout engines."""
-    rollout, has_gpus = config.rollout, processes.cluster.has_gpus
+    engine, has_gpus = config.engine, processes.cluster.has_gpus
     adapter = engine_adapter(config, policy.plan, has_gpus=has_gpus)
     settings = engine_settings(
-        rollout,
+        engine,
         config.model,
         config.pictures,
         max_model_len=config.prompts.max_len,
         seed=config.batch.seed,
-        enable_sleep=bool(rollout.vllm_enable_sleep),
+        enable_sleep=bool(engine.vllm_enable_sleep),
         sync_backend=choose_sync_backend(
-            "shm" if adapter else rollout.vllm_sync_backend,
+            "shm" if adapter else engine.vllm_sync_backend,
             engine=backend,
             on_gpu=has_gpus,
             shares_gpus=processes.shares_gpus,
         ),
         max_lora_rank=None if adapter is None else vllm_rank(adapter),
     )
-    return EnginePlan(backend, policy.found.path, settings, rollout.vllm_gpu_memory_utilization)
+    return EnginePlan(backend, policy.found.path, settings, engine.vllm_gpu_memory_utilization)

@@ -5,7 +5,7 @@ import pytest
 from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, idle_gpus, memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, plan_layout
 from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
 
 ROLES = [
@@ -20,21 +20,21 @@ NODES = [[1], [2], [3], [4], [8], [8, 8]]
 
 
 def filled(roles, node_gpus, *, needs=None, tensor_parallel=1, engines=None, **placement):
-    rollout = RolloutConfig(vllm_tensor_parallel_size=tensor_parallel, vllm_num_engines=engines)
-    found, rollout, reason = fill_layout(
-        PlacementConfig(**placement), rollout, roles=roles, node_gpus=node_gpus, needs=needs or Needs()
+    engine = EngineConfig(vllm_tensor_parallel_size=tensor_parallel, vllm_num_engines=engines)
+    found, engine, reason = fill_layout(
+        PlacementConfig(**placement), engine, roles=roles, node_gpus=node_gpus, needs=needs or Needs()
     )
-    layout = plan_layout(found, rollout, roles=roles, node_gpus=node_gpus or [1024])
-    return found, rollout, layout, reason
+    layout = plan_layout(found, engine, roles=roles, node_gpus=node_gpus or [1024])
+    return found, engine, layout, reason
 
 
 @pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("node_gpus", NODES)
 def test_all_roles_take_turns_on_all_gpus_by_default(roles, node_gpus):
-    placement, rollout, layout, reason = filled(roles, node_gpus)
+    placement, engine, layout, reason = filled(roles, node_gpus)
     assert layout.num_gpus == sum(node_gpus)
     assert {len(layout.of(role)) for role in (*roles, ENGINE)} == {sum(node_gpus)}
-    assert (placement.colocate_all_models, placement.deepspeed_enable_sleep, rollout.vllm_enable_sleep) == (True,) * 3
+    assert (placement.colocate_all_models, placement.deepspeed_enable_sleep, engine.vllm_enable_sleep) == (True,) * 3
     assert "take turns" in reason
     assert idle_gpus(layout, node_gpus) == ""
 
@@ -50,17 +50,17 @@ def test_a_run_that_samples_ahead_has_engines_on_gpus_of_their_own_or_is_refused
         with pytest.raises(UsageError, match=r"engines require separate GPUs: .* remove --async_train"):
             filled(roles, node_gpus, needs=needs)
         return
-    placement, rollout, layout, reason = filled(roles, node_gpus, needs=needs)
+    placement, engine, layout, reason = filled(roles, node_gpus, needs=needs)
     assert layout.num_gpus == sum(node_gpus)
     assert not any(seat.shared for seat in layout.of(ENGINE))
-    assert (placement.colocate_all_models, placement.deepspeed_enable_sleep, rollout.vllm_enable_sleep) == (False,) * 3
+    assert (placement.colocate_all_models, placement.deepspeed_enable_sleep, engine.vllm_enable_sleep) == (False,) * 3
     assert "while the models train" in reason
 
 
 def test_engines_get_what_equal_shares_of_the_models_leave():
-    _, rollout, layout, _ = filled(("actor", "critic", "ref"), [8], needs=Needs(samples_ahead=True))
+    _, engine, layout, _ = filled(("actor", "critic", "ref"), [8], needs=Needs(samples_ahead=True))
     assert [len(layout.of(role)) for role in ("actor", "critic", "ref", ENGINE)] == [2, 2, 2, 4]
-    assert rollout.vllm_num_engines == 4
+    assert engine.vllm_num_engines == 4
 
 
 def test_models_that_cannot_sleep_are_apart_where_they_fit_and_else_share_awake():
@@ -69,8 +69,8 @@ def test_models_that_cannot_sleep_are_apart_where_they_fit_and_else_share_awake(
     assert not apart.colocate_all_models
     assert layout.num_gpus == 4
     assert "sleep" in reason
-    together, rollout, _, _ = filled(("actor", "ref"), [1], needs=needs)
-    assert (together.colocate_all_models, together.deepspeed_enable_sleep, rollout.vllm_enable_sleep) == (
+    together, engine, _, _ = filled(("actor", "ref"), [1], needs=needs)
+    assert (together.colocate_all_models, together.deepspeed_enable_sleep, engine.vllm_enable_sleep) == (
         True,
         False,
         True,
@@ -78,8 +78,8 @@ def test_models_that_cannot_sleep_are_apart_where_they_fit_and_else_share_awake(
 
 
 def test_groups_of_ranks_and_engines_over_several_gpus_fit_into_the_numbers_and_idle_gpus_are_named():
-    _, rollout, layout, _ = filled(("actor", "ref"), [7], needs=Needs(multiple=4), tensor_parallel=2)
-    assert (len(layout.of("actor")), rollout.vllm_num_engines) == (4, 2)
+    _, engine, layout, _ = filled(("actor", "ref"), [7], needs=Needs(multiple=4), tensor_parallel=2)
+    assert (len(layout.of("actor")), engine.vllm_num_engines) == (4, 2)
     assert idle_gpus(layout, [7]) == "3 GPUs idle"
     assert idle_gpus(layout, [5]) == "1 GPU idle"
 
@@ -100,10 +100,10 @@ def test_given_sizes_are_kept(given, engines, sizes):
 
 
 def test_a_given_switch_is_kept_and_the_rest_is_filled():
-    awake, rollout, layout, _ = filled(("actor", "ref"), [8], deepspeed_enable_sleep=False)
+    awake, engine, layout, _ = filled(("actor", "ref"), [8], deepspeed_enable_sleep=False)
     assert awake.colocate_all_models
     assert not awake.deepspeed_enable_sleep
-    assert rollout.vllm_enable_sleep
+    assert engine.vllm_enable_sleep
     _, _, layout, reason = filled(("actor", "ref"), [8], colocate_all_models=False)
     assert [len(layout.of(role)) for role in ("actor", "ref", ENGINE)] == [2, 2, 4]
     assert reason == ""
@@ -113,9 +113,9 @@ def test_a_given_switch_is_kept_and_the_rest_is_filled():
 
 
 def test_a_cluster_without_gpus_has_one_process_a_role_that_never_sleeps():
-    placement, rollout, layout, reason = filled(("actor", "ref"), [])
+    placement, engine, layout, reason = filled(("actor", "ref"), [])
     assert [len(layout.of(role)) for role in ("actor", "ref", ENGINE)] == [1, 1, 1]
-    assert not any((placement.colocate_all_models, placement.deepspeed_enable_sleep, rollout.vllm_enable_sleep))
+    assert not any((placement.colocate_all_models, placement.deepspeed_enable_sleep, engine.vllm_enable_sleep))
     assert reason == ""
 
 

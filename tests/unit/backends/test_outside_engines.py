@@ -20,7 +20,7 @@ def test_the_page_s_engine_generates_to_the_end(tmp_path, tiny_model_dir) -> Non
     config = resolve("rloo", rollout_backend=f"{path}:PatientEngine")
     require_plugins(config)
     settings = EngineSettings(max_model_len=32, dtype="fp32", num_threads=1)
-    engine = make_engine(rollout_backend(config.rollout), tiny_model_dir, settings)
+    engine = make_engine(rollout_backend(config.engine), tiny_model_dir, settings)
 
     async def whole_and_collected() -> tuple[list[int], list[int]]:
         requests, sampling = [GenerationRequest([5, 6, 7], seed=3)], SamplingParams(12, greedy=True)

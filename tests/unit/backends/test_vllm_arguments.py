@@ -11,7 +11,6 @@ from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import described
 from rlhf_cli.backends.rollout.vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
 from rlhf_cli.backends.rollout.vllm_start import _cpu_cache, kv_blocks
-from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from rlhf_cli.errors import RunError, UsageError
@@ -66,8 +65,8 @@ def test_arguments_need_the_engine_of_vllm():
 
 
 def test_the_start_of_a_run_names_what_was_added():
-    assert described(SamplingConfig(vllm_num_engines=2), "vllm") == "2 x vllm"
-    assert described(SamplingConfig(vllm_args='{"a": 7}'), "vllm") == '1 x vllm with {"a": 7}'
+    assert described(EngineConfig(vllm_num_engines=2), "vllm") == "2 x vllm"
+    assert described(EngineConfig(vllm_args='{"a": 7}'), "vllm") == '1 x vllm with {"a": 7}'
 
 
 @needs_vllm

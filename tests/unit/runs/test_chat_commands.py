@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.config.chat import ChatSamplingConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.formats.tools import tools_of
 from rlhf_cli.errors import UsageError
@@ -57,7 +57,7 @@ def test_attempts_places_and_seeds_have_seeds_of_their_own_and_a_seed_set_again_
 
 
 def test_retry_at_temperature_0_warns_that_nothing_will_change():
-    greedy = Session(ChatSamplingConfig(temperature=0), turns=TALK.turns)
+    greedy = Session(SamplingConfig(temperature=0), turns=TALK.turns)
     assert "same answer" in reply_to(greedy, "/retry").text
     assert reply_to(TALK, "/retry").text == ""
 
@@ -130,7 +130,7 @@ def test_commands_about_a_turn_need_one(line):
 
 
 def test_a_setting_that_does_not_go_with_another_is_refused_and_changes_nothing():
-    greedy = Session(ChatSamplingConfig(temperature=0))
+    greedy = Session(SamplingConfig(temperature=0))
     with pytest.raises(UsageError, match="raise temperature"):
         reply_to(greedy, "/set top_p 0.5")
 

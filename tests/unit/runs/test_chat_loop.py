@@ -7,7 +7,7 @@ import signal
 import pytest
 from chat_fakes import EchoSpeaker, ScriptedScreen
 
-from rlhf_cli.config.chat import ChatSamplingConfig
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.runs.chat.loop import AGAIN_ENDS, Chat
 from rlhf_cli.runs.chat.screen import PipeScreen
 from rlhf_cli.runs.chat.session import Session, Turn
@@ -103,7 +103,7 @@ def test_retry_draws_with_another_seed():
 def test_a_saved_conversation_is_loaded_again_and_others_files_are_left_alone(tmp_path):
     file, theirs = tmp_path / "talk.jsonl", tmp_path / "theirs.json"
     theirs.write_text("[]")
-    start = Session(ChatSamplingConfig(), system="Be kind.")
+    start = Session(SamplingConfig(), system="Be kind.")
     lines = ("ünïcode 🙂", f"/save {file}", "two", f"/save {file}", f"/save {theirs}", "/clear", f"/load {file}")
     chat, screen, _ = chat_of(*lines, session=start)
     assert [turn.message for turn in chat.session.turns] == ["ünïcode 🙂", "two"]

@@ -19,10 +19,10 @@ from chat_fakes import ScriptedScreen
 from trained_folders import Trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_cli.config.chat import ChatSamplingConfig
 from rlhf_cli.config.commands.chat import ChatConfig
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.weight_files import folder_of
@@ -122,7 +122,7 @@ def test_an_adapter_and_a_checkpoint_answer_as_the_whole_model_and_leave_no_fold
     whole = tmp_path / "whole"
     (speaker,) = found_speakers(chat_config(run.folder, max_new_tokens=12))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    ids = speaker.prompt(Conversation((Message("user", "the one"),)), ChatSamplingConfig(max_new_tokens=12)).ids
+    ids = speaker.prompt(Conversation((Message("user", "the one"),)), SamplingConfig(max_new_tokens=12)).ids
     with find_inference_model(ModelSource(pretrain=str(run.folder))).whole(whole, tell=print) as path:
         expected = tokenizer.decode(greedy(path, ids, 12), skip_special_tokens=True)
     temporary = tmp_path / "temporary"
