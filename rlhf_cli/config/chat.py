@@ -4,15 +4,6 @@ from typing import Annotated
 
 from rlhf_cli.config.base import JsonObject, Needs
 from rlhf_cli.config.data import RenderingConfig
-from rlhf_cli.config.evaluation import EvaluatedModelConfig
-
-
-class ChatModelConfig(EvaluatedModelConfig):
-    """Model"""
-
-    pretrain: str
-    """Models to talk to: local folders, run directories and checkpoints of this program, adapters, Hugging Face names.
-    Several, separated by commas, all answer every message."""
 
 
 class ChatTextConfig(RenderingConfig):

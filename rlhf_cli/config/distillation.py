@@ -7,7 +7,7 @@ from rlhf_cli.config.data import RowsConfig
 from rlhf_cli.config.train import ZeroStage
 
 
-class DivergenceConfig(SettingsGroup):
+class DistillationConfig(SettingsGroup):
     """Distillation"""
 
     teacher_pretrain: str
@@ -19,22 +19,12 @@ class DivergenceConfig(SettingsGroup):
     divergence of GKD."""
     teacher_top_k: int | None = Field(None, gt=0)
     """Compare the teacher's likeliest tokens only, so many, and all others as one; by default all tokens."""
-
-
-class DistillationConfig(DivergenceConfig):
-    """Distillation"""
-
     teacher_zero_stage: ZeroStage | None = None
     """Stage of the teacher, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of both models' distributions in the divergence."""
     kd_coef: float = Field(1.0, gt=0, le=1)
     """Share of the divergence in the loss; the rest is the mean negative log-likelihood of the data, as in sft."""
-
-
-class MixtureConfig(DivergenceConfig):
-    """Distillation"""
-
     lmbda: float = Field(0.5, ge=0, le=1)
     """Share of the iterations that learn on the student's own responses; the others take responses of the data."""
 

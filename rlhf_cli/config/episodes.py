@@ -32,7 +32,7 @@ def environment_kind(environment: str) -> EnvironmentKind:
     return "openenv" if is_url(environment) else "file"
 
 
-class EnvironmentConfig(SettingsGroup):
+class EpisodeConfig(SettingsGroup):
     """Environment"""
 
     environment: str | None = None
@@ -46,33 +46,36 @@ class EnvironmentConfig(SettingsGroup):
     """Seconds in which an environment or an agent program has to answer a turn; then it is killed. A late tool
     truncates its episode, which keeps the reward so far; a late reset or program fails it."""
 
-    @property
-    def num_workers(self) -> int:
-        """Environments that work at the same time."""
-        return 1
-
-    @property
-    def schedule(self) -> TurnSchedule:
-        """The order in which turns of a batch are sampled."""
-        return "step"
+    agent_command: Annotated[str | None, Excludes("environment")] = None
+    """Command of an agent program, instead of an environment. A response is an episode of one process of it: its
+    requests to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns, the row is JSON on its
+    standard input, and its last line of output is JSON with its reward."""
+    environment_num_workers: Annotated[int, OF_EPISODES] = Field(32, gt=0)
+    """Environments that work at the same time, or processes of the agent program; the others wait."""
+    turn_schedule: Annotated[TurnSchedule, Needs("environment")] = "step"
+    """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
+    CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
+    turns: Annotated[str | None, OF_EPISODES] = None
+    """File with the model's turns in the episode that is played, one a line, or FILE.json with a list of texts. Without
+    it a person types them in a terminal, and elsewhere each tool is called once with made-up arguments."""
 
     @property
     def plays_episodes(self) -> bool:
         """Whether a response is an episode of several turns."""
-        return self.environment is not None
+        return self.environment is not None or self.agent_command is not None
 
     def identity(self, *, max_len: int) -> dict[str, object]:
         """Return the settings that runs which are one have in common.
 
         A folder that moved holds the same file, and a server that moved to another host or port has the same path.
         """
-        if not self.plays_episodes:
+        if self.agent_command is not None:
+            source = f"agent:{_command_identity(self.agent_command)}"
+        elif self.environment is not None:
+            source = _identity(self.environment)
+        else:
             return {"environment": None, "max_turns": self.max_turns}
-        return {"environment": self._source_identity(), "max_turns": self.max_turns, "max_len": max_len}
-
-    def _source_identity(self) -> str:
-        assert self.environment is not None
-        return _identity(self.environment)
+        return {"environment": source, "max_turns": self.max_turns, "max_len": max_len}
 
     @model_validator(mode="after")
     def _a_url_has_a_host(self) -> Self:
@@ -86,6 +89,18 @@ class EnvironmentConfig(SettingsGroup):
         parts = urlsplit(url)
         if parts.scheme not in schemes or not parts.hostname:
             raise ValueError(f"environment {self.environment}: {form}")
+        return self
+
+    @model_validator(mode="after")
+    def _agent_command_is_one(self) -> Self:
+        if self.agent_command is None:
+            return self
+        try:
+            words = shlex.split(self.agent_command)
+        except ValueError as error:
+            raise ValueError(f"agent_command {self.agent_command}: {error}") from None
+        if not words:
+            raise ValueError('agent_command is empty: give a command like "python my_agent.py"')
         return self
 
 
@@ -104,52 +119,6 @@ def _identity(environment: str) -> str:
 
 def _command_identity(command: str) -> str:
     return " ".join(Path(word).name for word in command.split())
-
-
-class EpisodeConfig(EnvironmentConfig):
-    """Environment"""
-
-    agent_command: Annotated[str | None, Excludes("environment")] = None
-    """Command of an agent program, instead of an environment. A response is an episode of one process of it: its
-    requests to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns, the row is JSON on its
-    standard input, and its last line of output is JSON with its reward."""
-    environment_num_workers: Annotated[int, OF_EPISODES] = Field(32, gt=0)
-    """Environments that work at the same time, or processes of the agent program; the others wait."""
-    turn_schedule: Annotated[TurnSchedule, Needs("environment")] = "step"
-    """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
-    CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
-
-    @property
-    def num_workers(self) -> int:
-        """Environments that work at the same time."""
-        return self.environment_num_workers
-
-    @property
-    def schedule(self) -> TurnSchedule:
-        """The order in which turns of a batch are sampled."""
-        return self.turn_schedule
-
-    @property
-    def plays_episodes(self) -> bool:
-        """Whether a response is an episode of several turns."""
-        return self.environment is not None or self.agent_command is not None
-
-    def _source_identity(self) -> str:
-        if self.agent_command is None:
-            return super()._source_identity()
-        return f"agent:{_command_identity(self.agent_command)}"
-
-    @model_validator(mode="after")
-    def _agent_command_is_one(self) -> Self:
-        if self.agent_command is None:
-            return self
-        try:
-            words = shlex.split(self.agent_command)
-        except ValueError as error:
-            raise ValueError(f"agent_command {self.agent_command}: {error}") from None
-        if not words:
-            raise ValueError('agent_command is empty: give a command like "python my_agent.py"')
-        return self
 
 
 def check_environment_reward(episodes: EpisodeConfig, reward: RewardConfig) -> None:

@@ -15,7 +15,7 @@ class EvaluatedModelConfig(ModelSource):
 
     pretrain: str
     """Models: local folders, run directories and checkpoints of this program, adapters, Hugging Face names; several are
-    separated by commas."""
+    separated by commas, and in chat all answer every message."""
 
     @property
     def names(self) -> list[str]:

@@ -13,13 +13,6 @@ from rlhf_cli.config.rollout import EngineConfig, SamplingConfig
 from rlhf_cli.config.scoring import RewardConfig
 
 
-class InferenceModelConfig(ModelSource):
-    """Model"""
-
-    pretrain: str
-    """Model that answers: a folder, an adapter, a run directory or checkpoint of this program, a Hugging Face name."""
-
-
 class RewardPlacementConfig(SettingsGroup):
     """Placement"""
 

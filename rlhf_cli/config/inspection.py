@@ -19,7 +19,6 @@ from rlhf_cli.config.data import (
     MarkedStepsConfig,
     SidesConfig,
 )
-from rlhf_cli.config.episodes import OF_EPISODES, EnvironmentConfig
 from rlhf_cli.config.plugins import Plugin
 
 
@@ -78,11 +77,3 @@ class ShownDataConfig(SidesConfig, MarkedStepsConfig):
     """Use only prompts whose column pass_rate is in this range, both ends included (ppo)."""
     max_new_tokens: int = Field(1024, gt=0)
     """Tokens generated per response at most (ppo)."""
-
-
-class ShownEpisodeConfig(EnvironmentConfig):
-    """Environment"""
-
-    turns: Annotated[str | None, OF_EPISODES] = None
-    """File with the model's turns in the episode that is played, one a line, or FILE.json with a list of texts. Without
-    it a person types them in a terminal, and elsewhere each tool is called once with made-up arguments."""

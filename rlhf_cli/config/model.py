@@ -14,20 +14,16 @@ ParamDtype = Annotated[
 config.yaml and in the identity of a run."""
 
 
-class TokenizerSource(SettingsGroup):
+class ModelSource(SettingsGroup):
     """Model"""
 
     pretrain: str
-    """Model to start from: a local folder, a GGUF file, a run directory of this program, or a Hugging Face name."""
+    """Model to start from: a local folder, a GGUF file, a run directory of this program, or a Hugging Face name. For
+    generate also a checkpoint or an adapter."""
     tokenizer_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's: a Jinja file or the template itself."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-
-
-class ModelSource(TokenizerSource):
-    """Model"""
-
     param_dtype: ParamDtype = Field("auto", validate_default=True)
     """Type of the weights in forward and backward; auto is bf16 where its products are fast (GPUs, AMX, AVX512-BF16),
     else fp32. The type of optimizer states is up to the optimizer."""
@@ -61,33 +57,29 @@ class ModelConfig(ModelSource):
     """Leave the vision tower of a vision-language model as it is, and train the projector and the language part."""
     freeze_projector: bool = False
     """Leave the projector between vision tower and language part (the merger of Qwen-VL) as it is."""
-
-    @property
-    def trains_with_dropout(self) -> bool:
-        """Whether dropout that the model's own configuration asks for is on in training steps."""
-        return False
-
-
-class SFTModelConfig(ModelConfig):
-    """Model"""
-
     keep_dropout: bool = False
     """Train with the dropout of the model's config.json (attention_dropout, resid_pdrop, ...), which is off by default.
     --lora_dropout is another setting."""
 
-    @property
-    def trains_with_dropout(self) -> bool:
-        """Whether dropout that the model's own configuration asks for is on in training steps."""
-        return self.keep_dropout
 
-
-class MovingReferenceConfig(SettingsGroup):
+class ReferenceConfig(SettingsGroup):
     """Reference"""
 
+    ref_pretrain: str | None = None
+    """Model that the trained one is compared with; by default the start model (under an adapter: its base)."""
+    precompute_ref_log_probs: Annotated[bool, Excludes("ref_sync_steps")] = False
+    """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
+    ref_offload: bool = False
+    """Keep the reference's weights in host memory while it is not used."""
     ref_sync_steps: int = Field(0, ge=0)
     """Steps (online: iterations) after which the reference moves towards the trained model (TR-DPO); 0: it stays."""
     ref_mixup_alpha: Annotated[float, Needs("ref_sync_steps")] = Field(1.0, gt=0, le=1)
     """Share of the trained model's weights in the reference after each such move."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether the reference follows the policy."""
+        return self.ref_sync_steps > 0
 
 
 class CriticModelConfig(SettingsGroup):
@@ -120,11 +112,6 @@ class LoraConfig(SettingsGroup):
     alone."""
     load_in_4bit: bool = False
     """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""
-
-
-class OnlineLoraConfig(LoraConfig):
-    """Adapter (LoRA)"""
-
     lora_push: Literal["merged", "adapter"] = "merged"
     """What engines get after each iteration: the whole merged weights, or the adapter alone, which vLLM adds to the
     model while it generates (not with use_dora): pushes are small, generation is a little slower."""

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Needs, SettingsGroup
-from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.plugins import Plugin
 
 StepConstant = Literal["aot_partner", "bco_delta"]
@@ -119,44 +118,3 @@ class UnpairedLossConfig(SettingsGroup):
     """Weight of desirable responses; see the recommended range that is printed for unbalanced data."""
     undesirable_loss_weight: float = Field(1.0, ge=0)
     """Weight of undesirable responses."""
-
-
-class FrozenReferenceConfig(SettingsGroup):
-    """Reference"""
-
-    ref_pretrain: str | None = None
-    """Model that the trained one is compared with; by default the start model (under an adapter: its base)."""
-    precompute_ref_log_probs: bool = False
-    """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
-    ref_offload: bool = False
-    """Keep the reference's weights in host memory while it is not used."""
-
-    @property
-    def movement(self) -> dict[str, object]:
-        """The settings by which the reference follows the policy; {} if the command has none."""
-        return {}
-
-    @property
-    def moves(self) -> bool:
-        """Whether the reference follows the policy."""
-        return False
-
-
-class ReferenceConfig(FrozenReferenceConfig, MovingReferenceConfig):
-    """Reference"""
-
-    @property
-    def movement(self) -> dict[str, object]:
-        """The settings by which the reference follows the policy."""
-        return {"ref_sync_steps": self.ref_sync_steps, "ref_mixup_alpha": self.ref_mixup_alpha}
-
-    @property
-    def moves(self) -> bool:
-        """Whether the reference follows the policy."""
-        return self.ref_sync_steps > 0
-
-    @model_validator(mode="after")
-    def _moves_or_is_kept(self) -> "ReferenceConfig":
-        if self.ref_sync_steps and self.precompute_ref_log_probs:
-            raise ValueError("ref_sync_steps moves the reference, precompute_ref_log_probs asks it once: give one")
-        return self

@@ -141,5 +141,5 @@ def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str
         config.attn_implementation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=DTYPES[config.param_dtype],
-        needs=attention_needs(architecture, with_dropout=config.trains_with_dropout),
+        needs=attention_needs(architecture, with_dropout=config.keep_dropout),
     )

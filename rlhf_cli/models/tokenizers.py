@@ -8,7 +8,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, naming_the_model, resolve_model_path
 
@@ -16,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 """Files that identify a tokenizer folder. Without any, transformers creates an empty tokenizer."""
 
 
-def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with the configured chat template if set.
 
     No padding token is added: training never pads, and a padding token equal to the end token would mask it.
@@ -24,7 +24,7 @@ def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
     return read_tokenizer(_tokenizer_path(config.pretrain), config)
 
 
-def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBase:
+def read_tokenizer(path: str, config: ModelSource) -> PreTrainedTokenizerBase:
     """Load a tokenizer like `load_tokenizer`, from this folder or Hub name instead of the configured model."""
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")

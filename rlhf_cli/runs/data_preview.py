@@ -182,7 +182,8 @@ def _prompts(
     config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None, found: FoundModel
 ) -> Preview:
     decode, longest, seed = decoder(tokenizer), config.data.max_new_tokens, config.show.seed
-    plan = find_environment(config.episodes, settings, found, tokenizer)
+    one_worker = config.episodes.model_copy(update={"environment_num_workers": 1})
+    plan = find_environment(one_worker, settings, found, tokenizer)
     environment = None if plan is None else plan.description
     data = load_prompts(settings, tokenizer, max_new_tokens=longest, seed=seed, reader=reader, environment=environment)
     report = data.report

@@ -16,7 +16,6 @@ from rlhf_cli.backends.process.output_lock import check_folder_can_be_made, requ
 from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.backends.training.distributed_env import rank_and_world_size
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
-from rlhf_cli.config.chat import ChatModelConfig
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.merge import MergeGroup
 from rlhf_cli.config.commands.online import OnlineConfig
@@ -28,8 +27,8 @@ from rlhf_cli.config.data import (
     PromptConfig,
     StepDataConfig,
 )
-from rlhf_cli.config.episodes import EnvironmentConfig, environment_kind
-from rlhf_cli.config.evaluation import EvalOutputConfig
+from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
+from rlhf_cli.config.evaluation import EvalOutputConfig, EvaluatedModelConfig
 from rlhf_cli.config.generate import AnswersOutputConfig, GenerateOutputConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.scratch import ScratchConfigGroup
@@ -40,7 +39,7 @@ from rlhf_cli.models.finding import adapter_folder, resolve_model_path
 from rlhf_cli.models.gguf import find_gguf
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
-COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, ChatModelConfig)
+COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, EvaluatedModelConfig)
 """Settings groups of commands that run models."""
 ANSWER_SECONDS = 3.0
 """Timeout for connecting to a Ray cluster."""
@@ -118,7 +117,7 @@ def _check_files(group: object) -> None:
     """Raise UsageError for missing Python files."""
     if isinstance(group, RewardConfig) and group.reward_func is not None:
         _require_python("reward_func", group.reward_func)
-    environment = group.environment if isinstance(group, EnvironmentConfig) else None
+    environment = group.environment if isinstance(group, EpisodeConfig) else None
     if environment is not None and environment_kind(environment) == "file":
         _require_python("environment", environment)
 

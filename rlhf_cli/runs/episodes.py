@@ -15,7 +15,7 @@ from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.episodes import MCP_PREFIX, EnvironmentConfig, EpisodeConfig, environment_kind
+from rlhf_cli.config.episodes import MCP_PREFIX, EpisodeConfig, environment_kind
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.dialogue import ChatDialogue
@@ -52,7 +52,7 @@ class EpisodePlan(Protocol):
 class EnvironmentPlan:
     """A run's environment and dialogue format before engines start."""
 
-    settings: EnvironmentConfig
+    settings: EpisodeConfig
     prompts: PromptConfig
     environments: FileEnvironments | SessionEnvironments
     dialogue: ChatDialogue
@@ -78,7 +78,7 @@ class EnvironmentPlan:
         """Start the environments, and yield engines with complete episodes as responses."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         with _environments(self.settings) as environments:
-            in_step = self.settings.schedule == "step"
+            in_step = self.settings.turn_schedule == "step"
             yield EpisodeEngines(engines, environments, self.dialogue, limits, in_step=in_step)
 
 
@@ -125,13 +125,13 @@ def find_episodes(
     template = Renderer(prompts, tokenizer).template
     dialogues = ToolDialogues(template, tokenizer, end_ids=_end_ids(found, template), vocab_size=_vocab_size(found))
     programs = AgentPrograms(
-        settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.num_workers
+        settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.environment_num_workers
     )
     return AgentPlan(settings, prompts, programs, dialogues)
 
 
 def find_environment(
-    settings: EnvironmentConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
+    settings: EpisodeConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
 ) -> EnvironmentPlan | None:
     """Return the plan for episodes with an environment, or None without one.
 
@@ -172,11 +172,11 @@ def _vocab_size(found: FoundModel) -> int:
     return int(found.architecture.get_text_config().vocab_size)
 
 
-def _environments(settings: EnvironmentConfig) -> FileEnvironments | SessionEnvironments:
+def _environments(settings: EpisodeConfig) -> FileEnvironments | SessionEnvironments:
     """Create environments from a file, or sessions with a server, depending on the setting's form."""
     source = settings.environment
     assert source is not None
-    timeout, num_workers = settings.environment_timeout, settings.num_workers
+    timeout, num_workers = settings.environment_timeout, settings.environment_num_workers
     provider: Provider
     match environment_kind(source):
         case "file":

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.errors import UsageError
@@ -11,7 +11,7 @@ from rlhf_cli.models.vision.families.table import find_family
 
 
 def picture_reader(
-    pictures: PicturesConfig, source: TokenizerSource, found: FoundModel, tokenizer: object
+    pictures: PicturesConfig, source: ModelSource, found: FoundModel, tokenizer: object
 ) -> PictureReader | None:
     """Create the image reader for a model, or return None for a text model.
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
-from rlhf_cli.config.episodes import EnvironmentConfig, environment_kind
+from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
 PLUGIN_FILES = "contents of files with others' code"
@@ -22,13 +22,13 @@ def file_hash(source: str) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32] if path.is_file() else None
 
 
-def environment_file_hash(settings: EnvironmentConfig) -> str | None:
+def environment_file_hash(settings: EpisodeConfig) -> str | None:
     """Hash the environment file; None without one."""
     source = settings.environment
     return file_hash(source) if source is not None and environment_kind(source) == "file" else None
 
 
-def environment_contents(settings: EnvironmentConfig) -> dict[str, str]:
+def environment_contents(settings: EpisodeConfig) -> dict[str, str]:
     """Return {"environment": hash of the file}, or {} without an environment file."""
     digest = environment_file_hash(settings)
     return {} if digest is None else {"environment": digest}

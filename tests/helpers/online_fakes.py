@@ -8,7 +8,7 @@ import numpy as np
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.objective import LossWeights
-from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -264,7 +264,7 @@ class Run:
             reward=reward,
             policy=policy,
             batch=batch,
-            **({"reference": MovingReferenceConfig(), "optim": OptimConfig()} | more),
+            **({"reference": ReferenceConfig(), "optim": OptimConfig()} | more),
         )
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.models.tokenizers import load_tokenizer
 
@@ -47,5 +47,5 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
 @lru_cache(maxsize=1)
 def stop_strings(model_path: str, stop: tuple[str, ...], *, trust_remote_code: bool) -> StopStrings:
     """Create the detector with the model's tokenizer. Raises UsageError if the model has no tokenizer."""
-    source = TokenizerSource(pretrain=model_path, trust_remote_code=trust_remote_code)
+    source = ModelSource(pretrain=model_path, trust_remote_code=trust_remote_code)
     return StopStrings(load_tokenizer(source), stop)

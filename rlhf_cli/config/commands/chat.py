@@ -1,7 +1,8 @@
 """The settings of `rlhf chat`."""
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.chat import ChatModelConfig, ChatTextConfig
+from rlhf_cli.config.chat import ChatTextConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig
 from rlhf_cli.config.rollout import SamplingConfig
 
 
@@ -11,6 +12,6 @@ class ChatConfig(CommandConfig):
     unsupported = frozenset({"sampling.rollout_batch_size", "sampling.n_samples_per_prompt"})
     positional = "pretrain"
 
-    model: ChatModelConfig
+    model: EvaluatedModelConfig
     text: ChatTextConfig = ChatTextConfig()
     sampling: SamplingConfig = SamplingConfig()

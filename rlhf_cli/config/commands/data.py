@@ -4,8 +4,9 @@ from pydantic import model_validator
 
 from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig, ShownEpisodeConfig
-from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.episodes import EpisodeConfig
+from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.errors import listed
 
@@ -13,13 +14,21 @@ from rlhf_cli.errors import listed
 class DataCommandConfig(CommandConfig):
     """Settings of `rlhf data`."""
 
+    unsupported = frozenset(
+        {
+            "model.param_dtype",
+            "episodes.agent_command",
+            "episodes.environment_num_workers",
+            "episodes.turn_schedule",
+        }
+    )
     positional = "dataset"
 
     show: ShowConfig
-    model: TokenizerSource
+    model: ModelSource
     data: ShownDataConfig
     pictures: PicturesConfig = PicturesConfig()
-    episodes: ShownEpisodeConfig = ShownEpisodeConfig()
+    episodes: EpisodeConfig = EpisodeConfig()
 
     @model_validator(mode="after")
     def _episodes_begin_with_prompts(self) -> "DataCommandConfig":

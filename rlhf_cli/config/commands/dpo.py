@@ -5,8 +5,9 @@ from typing import Any
 
 from rlhf_cli.config.commands.offline import NEVER_OFFLINE, OfflineConfig
 from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.preference import PairLossConfig, ReferenceConfig
+from rlhf_cli.config.preference import PairLossConfig
 from rlhf_cli.config.presets import defaults_of_pair_loss
 from rlhf_cli.config.train import OptimConfig
 

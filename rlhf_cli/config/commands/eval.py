@@ -20,7 +20,7 @@ from rlhf_cli.config.scoring import SHAPING, RewardConfig
 class EvalConfig(CommandConfig):
     """Settings of `rlhf eval`."""
 
-    unsupported = SHAPING | SYNC | {"reward.prm_weight"}
+    unsupported = SHAPING | SYNC | {"reward.prm_weight", "episodes.turns"}
 
     model: EvaluatedModelConfig
     prompts: PromptConfig

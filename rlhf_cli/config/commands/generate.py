@@ -10,10 +10,10 @@ from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.generate import (
     GenerateOutputConfig,
-    InferenceModelConfig,
     RewardPlacementConfig,
     SelectConfig,
 )
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.presets import defaults_of_environment
 from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
@@ -23,9 +23,9 @@ from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 class GenerateConfig(CommandConfig):
     """Settings of `rlhf generate`."""
 
-    unsupported = STEP_REWARDS | SHAPING | SYNC
+    unsupported = STEP_REWARDS | SHAPING | SYNC | {"episodes.turns"}
 
-    model: InferenceModelConfig
+    model: ModelSource
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()

@@ -3,7 +3,7 @@
 from pydantic import model_validator
 
 from rlhf_cli.config.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
-from rlhf_cli.config.distillation import FixedRowsConfig, MixtureConfig
+from rlhf_cli.config.distillation import DistillationConfig, FixedRowsConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import STUDENT_ROLES
 from rlhf_cli.config.rollout import RolloutConfig
@@ -35,11 +35,12 @@ class GKDConfig(OnlineConfig):
         | STEP_REWARDS
         | SHAPING
         | RANKS_OF_OTHERS
+        | {"distillation.teacher_zero_stage", "distillation.temperature", "distillation.kd_coef"}
         | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference"}
     )
     roles = STUDENT_ROLES
 
-    distillation: MixtureConfig
+    distillation: DistillationConfig
     rows: FixedRowsConfig = FixedRowsConfig()
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128)
     # init_kl_coef 0 loads no reference.

@@ -26,6 +26,8 @@ NEVER_OFFLINE = OWN_SETTINGS_OF_ROLES | {
     "optim.enable_ema",
     "optim.ema_beta",
     "checkpoint.max_restarts",
+    "adapter.lora_push",
+    "model.keep_dropout",
 }
 """Settings that no offline command supports."""
 

@@ -9,7 +9,7 @@ from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvaluationConfig
-from rlhf_cli.config.model import CriticModelConfig, ModelConfig, MovingReferenceConfig, OnlineLoraConfig
+from rlhf_cli.config.model import CriticModelConfig, LoraConfig, ModelConfig, ReferenceConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -30,6 +30,11 @@ NEVER_ONLINE = frozenset(
         "batch.max_steps",
         "batch.eval_steps",
         "batch.stop_eval_loss",
+        "model.keep_dropout",
+        "reference.ref_pretrain",
+        "reference.precompute_ref_log_probs",
+        "reference.ref_offload",
+        "episodes.turns",
     }
 )
 """Settings that no online command supports."""
@@ -59,7 +64,7 @@ class OnlineConfig(CommandConfig):
     """Why the command cannot learn from a teacher without a reward; empty if it can."""
 
     model: ModelConfig
-    adapter: OnlineLoraConfig = OnlineLoraConfig()
+    adapter: LoraConfig = LoraConfig()
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
@@ -70,7 +75,7 @@ class OnlineConfig(CommandConfig):
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
-    reference: MovingReferenceConfig = MovingReferenceConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     critic: CriticModelConfig = CriticModelConfig()
     placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig = BatchConfig()

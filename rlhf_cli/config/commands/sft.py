@@ -1,8 +1,7 @@
 """The settings of `rlhf sft`."""
 
-from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.commands.offline import NEVER_OFFLINE, PROMPT_SHARING, OfflineConfig
 from rlhf_cli.config.data import DataConfig
-from rlhf_cli.config.model import SFTModelConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import BatchConfig
 
@@ -10,7 +9,8 @@ from rlhf_cli.config.train import BatchConfig
 class SFTConfig(OfflineConfig):
     """Settings of `rlhf sft`."""
 
-    model: SFTModelConfig
+    unsupported = (NEVER_OFFLINE | PROMPT_SHARING) - {"model.keep_dropout"}
+
     data: DataConfig
     pictures: PicturesConfig = PicturesConfig()
     batch: BatchConfig = BatchConfig(max_epochs=2)

@@ -17,7 +17,7 @@ from rlhf_cli.runs.offline.sft import load_sequence_items
 from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, offline_model
 from rlhf_cli.runs.pictured_roles import check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
-from rlhf_cli.runs.run_identity import model_identity, objective_identity
+from rlhf_cli.runs.run_identity import model_identity, supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 
@@ -56,7 +56,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         load=load_causal_lm,
         wrap=StudentModel,
         identity=lambda: {
-            **objective_identity(distillation, besides=PLACE),
+            **supported_identity(config, "distillation", besides=PLACE),
             **model_identity("teacher", teacher),
         },
         begin=lambda items, share: (items, teacher_hooks()),

@@ -43,8 +43,13 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
         identity=lambda: {
             **objective_identity(config.preference),
             **reference_identity(config.reference, model, is_needed=objective.needs_reference),
+            **config.reference.model_dump(include={"ref_sync_steps", "ref_mixup_alpha"}),
         },
-        resident=resident_reference(config.reference, model, is_needed=objective.needs_reference),
+        resident=resident_reference(
+            config.reference,
+            model,
+            is_needed=objective.needs_reference and not config.reference.precompute_ref_log_probs,
+        ),
         begin=lambda items, share: pair_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

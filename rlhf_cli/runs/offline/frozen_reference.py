@@ -10,8 +10,7 @@ from transformers import PretrainedConfig
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.distributed import gather_rows
 from rlhf_cli.backends.training.frozen_reference import Columns, FrozenReference, base_results, kept_columns
-from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
+from rlhf_cli.config.model import ModelConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
@@ -28,10 +27,10 @@ Forwards = dict[str, Callable[[object, Any], object]]
 
 
 def check_reference(
-    reference: FrozenReferenceConfig, model: ModelPlan, settings: DeepSpeedConfig, *, is_needed: bool
+    reference: ReferenceConfig, model: ModelPlan, settings: DeepSpeedConfig, *, is_needed: bool
 ) -> None:
     """Raise UsageError if the reference is unsupported, or set but unused."""
-    if not is_needed and reference != type(reference)():
+    if not is_needed and reference != ReferenceConfig():
         raise UsageError("the loss does not use a reference: remove the reference settings")
     if reference.moves and model.plan is not None:
         raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
@@ -44,31 +43,28 @@ def check_reference(
 
 
 def resident_reference(
-    reference: FrozenReferenceConfig, model: ModelPlan, *, is_needed: bool = True
+    reference: ReferenceConfig, model: ModelPlan, *, is_needed: bool = True
 ) -> PretrainedConfig | None:
     """Return the configuration of a reference that stays on the GPUs during training, else None."""
-    is_early = isinstance(reference, ReferenceConfig) and reference.precompute_ref_log_probs
-    if not is_needed or is_early or reference.ref_offload or _is_base(reference, model):
+    if not is_needed or reference.ref_offload or _is_base(reference, model):
         return None
     return model.architecture if reference.ref_pretrain is None else find_model(_source(reference, model)).architecture
 
 
-def _source(reference: FrozenReferenceConfig, model: ModelPlan) -> ModelConfig:
+def _source(reference: ReferenceConfig, model: ModelPlan) -> ModelConfig:
     changes = {"compile_model": False} | ({"pretrain": reference.ref_pretrain} if reference.ref_pretrain else {})
     return model.base.model_copy(update=changes)
 
 
-def reference_identity(
-    reference: FrozenReferenceConfig, model: ModelPlan, *, is_needed: bool = True
-) -> dict[str, object]:
+def reference_identity(reference: ReferenceConfig, model: ModelPlan, *, is_needed: bool = True) -> dict[str, object]:
     """Return reference facts that must match to resume a checkpoint."""
     if not is_needed:
-        return model_identity("reference", None) | reference.movement
+        return model_identity("reference", None)
     found = model.found if reference.ref_pretrain is None else find_model(_source(reference, model))
-    return model_identity("reference", found) | reference.movement
+    return model_identity("reference", found)
 
 
-def reference_notices(reference: FrozenReferenceConfig, model: ModelPlan) -> tuple[str, ...]:
+def reference_notices(reference: ReferenceConfig, model: ModelPlan) -> tuple[str, ...]:
     """Return a notice if the reference differs from the initial model without being set."""
     return tuple(reference_notice(model)) if _is_base(reference, model) else ()
 
@@ -96,12 +92,12 @@ def pair_reference(
     return items, _moving(hooks, frozen, settings) if settings.moves else hooks
 
 
-def _is_base(settings: FrozenReferenceConfig, model: ModelPlan) -> bool:
+def _is_base(settings: ReferenceConfig, model: ModelPlan) -> bool:
     """Return whether the reference is the trained model without its adapter."""
     return model.plan is not None and settings.ref_pretrain is None
 
 
-def _of_reference(deepspeed: DeepSpeedConfig, settings: FrozenReferenceConfig) -> DeepSpeedConfig:
+def _of_reference(deepspeed: DeepSpeedConfig, settings: ReferenceConfig) -> DeepSpeedConfig:
     """Return the reference's DeepSpeed settings."""
     return deepspeed.model_copy(update={"param_offload": deepspeed.param_offload or settings.ref_offload})
 
@@ -127,7 +123,7 @@ def _moving(hooks: ReferenceHooks, frozen: FrozenReference, settings: ReferenceC
 
 
 def labelled_reference(
-    settings: FrozenReferenceConfig,
+    settings: ReferenceConfig,
     objective: kto.KTOObjective,
     items: Items,
     share: Share,

@@ -8,7 +8,7 @@ from rlhf_cli.config.data import DataConfig, TextConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
-from rlhf_cli.runs.run_identity import objective_identity
+from rlhf_cli.runs.run_identity import supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 from rlhf_cli.trainers.online.distilling import Mixture
@@ -36,7 +36,7 @@ def load_student_data(
     """
     distillation, rollout = config.distillation, config.rollout
     size = min(rollout.rollout_batch_size, num_prompts) * rollout.n_samples_per_prompt
-    identity = objective_identity(distillation, besides=PLACE)
+    identity = supported_identity(config, "distillation", besides=PLACE)
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
     from rlhf_cli.runs.offline.sft import load_sequence_items  # imports DeepSpeed, which other drivers do not need

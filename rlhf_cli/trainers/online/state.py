@@ -9,7 +9,7 @@ from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -28,7 +28,7 @@ class OnlineSettings:
     reward: RewardConfig
     policy: PolicyConfig
     batch: BatchConfig
-    reference: MovingReferenceConfig
+    reference: ReferenceConfig
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None to train on all groups
     distill_coef: float | None = None  # None without a teacher

@@ -29,7 +29,7 @@ from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import value_objective
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine, seed_everything
-from rlhf_cli.config.model import ModelConfig, SFTModelConfig
+from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.packs import TokenSequence, micro_batch, pack
 from rlhf_cli.errors import UsageError
@@ -288,11 +288,11 @@ def test_gpt2_trains_without_its_default_dropout_as_in_evaluation(checkpointing,
 def test_a_model_keeps_its_dropout_where_it_is_asked_for(tmp_path):
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(tmp_path)
-    model = load_causal_lm(SFTModelConfig(pretrain=str(tmp_path), param_dtype="fp32", keep_dropout=True))
+    model = load_causal_lm(ModelConfig(pretrain=str(tmp_path), param_dtype="fp32", keep_dropout=True))
     assert model.config._attn_implementation == "sdpa"  # varlen has no dropout
     policy, batch = PolicyModel(model).train(), pack(make_sequences(3))
     assert not torch.allclose(policy(batch)[0], policy(batch)[0])
-    varlen = SFTModelConfig(pretrain=str(tmp_path), param_dtype="fp32", attn_implementation="varlen", keep_dropout=True)
+    varlen = ModelConfig(pretrain=str(tmp_path), param_dtype="fp32", attn_implementation="varlen", keep_dropout=True)
     with pytest.raises(UsageError, match="'varlen' cannot be used here: the model needs attention dropout"):
         load_causal_lm(varlen)
 

@@ -10,7 +10,7 @@ from transformers import ByT5Tokenizer, GPTSw3Tokenizer, PreTrainedTokenizerBase
 
 from rlhf_cli.backends.rollout.stop_strings import StopStrings
 from rlhf_cli.config.data import DataConfig, PromptConfig
-from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.data.tokenizing.decoding import text_of
@@ -43,7 +43,7 @@ def sentence_piece(tmp_path_factory) -> PreTrainedTokenizerBase:
     made = GPTSw3Tokenizer(str(folder / "spiece.model"), chat_template=CHATML)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.save_pretrained(folder)
-    return read_tokenizer(str(folder), TokenizerSource(pretrain=str(folder)))
+    return read_tokenizer(str(folder), ModelSource(pretrain=str(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,6 @@ def test_of_a_mistral_folder_the_fast_tokenizer_with_the_template_is_read_not_mi
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del settings["tokenizer_class"]  # Mistral's folders leave the class to the kind of model
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = read_tokenizer(str(tmp_path), TokenizerSource(pretrain=str(tmp_path)))
+    tokenizer = read_tokenizer(str(tmp_path), ModelSource(pretrain=str(tmp_path)))
     assert isinstance(tokenizer, TokenizersBackend)
     assert tokenizer.chat_template == CHATML

@@ -12,7 +12,7 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -74,7 +74,7 @@ def settings_of(
         reward,
         policy or ActorCriticPolicyConfig(),
         BatchConfig(),
-        MovingReferenceConfig(),
+        ReferenceConfig(),
         OptimConfig(),
         distill_coef=distill_coef,
     )

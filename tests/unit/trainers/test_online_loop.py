@@ -20,7 +20,7 @@ from online_fakes import (
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
-from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -482,7 +482,7 @@ def test_steps_of_a_whole_run_are_counted_for_both():
 
 
 def test_the_reference_moves_when_it_is_due_and_the_actor_rests():
-    run = Run(policy=WITH_REFERENCE, reference=MovingReferenceConfig(ref_sync_steps=2), episodes=3)
+    run = Run(policy=WITH_REFERENCE, reference=ReferenceConfig(ref_sync_steps=2), episodes=3)
     run(total_iterations=5)
     moves = [number for number, call in enumerate(run.journal) if call == "ref.move"]
     assert [run.journal[number - 3 : number + 2] for number in moves] == [

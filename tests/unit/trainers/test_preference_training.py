@@ -34,8 +34,8 @@ from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.frozen_reference import kept_columns
 from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.preference import LOSS_DEFAULTS, ReferenceConfig
+from rlhf_cli.config.model import ModelConfig, ReferenceConfig
+from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack
 from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
