@@ -1,7 +1,7 @@
 """Data sources, and how rows become conversations."""
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,11 +26,11 @@ def known_format(data_format: str) -> str:
     return "auto" if is_target(data_format) else data_format
 
 
-class RenderingConfig(SettingsGroup):
+class TemplateConfig(SettingsGroup):
     """Template"""
 
     apply_chat_template: bool = True
-    """Render rows with the tokenizer's chat template."""
+    """Render rows with the tokenizer's chat template; in chat a model without one continues the text."""
     chat_template_kwargs: Annotated[JsonObject, Needs("apply_chat_template")] = "{}"
     """Variables of the chat template's own, as a JSON object: '{"enable_thinking": false}' of Qwen 3. Entries of a
     column of this name win. Who serves the model has to give the same."""
@@ -38,9 +38,13 @@ class RenderingConfig(SettingsGroup):
     """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
     system_prompt: Annotated[str | None, Needs("apply_chat_template")] = None
     """System message put before conversations that have none."""
+    prompt_template: Annotated[str | None, Excludes("input_template"), Excludes("chat_template_kwargs")] = None
+    """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
+    format_prompt: Annotated[str | None, Needs("apply_chat_template"), Excludes("prompt_template")] = None
+    """Jinja file that makes the text of the last message of {{ content }}, before the chat template, as EasyR1."""
 
     @model_validator(mode="after")
-    def _one_way_of_rendering(self) -> "RenderingConfig":
+    def _one_way_of_rendering(self) -> Self:
         if self.input_template is not None and "{}" not in self.input_template:
             raise ValueError(f"input_template {self.input_template!r} has no {{}} for the prompt")
         if taken := sorted(RESERVED & json.loads(self.chat_template_kwargs).keys()):
@@ -48,41 +52,37 @@ class RenderingConfig(SettingsGroup):
         return self
 
 
-class TextConfig(RenderingConfig):
-    """How text of a row is rendered: shared by offline data and prompts."""
+DEFAULT_TEMPLATE = TemplateConfig()
 
-    input_key: str | None = None
-    """Column with the prompt or the messages; found by its name if not given."""
-    max_len: int = Field(2048, gt=1)
-    """Longest sequence in tokens, prompt and response together."""
+OF_PROMPTS = frozenset({"template.prompt_template", "template.format_prompt"})
+"""Settings of templates that only commands with prompts support."""
 
 
-class RowsConfig(SettingsGroup):
-    """Which rows of a data set are read."""
-
-    dataset_probs: Annotated[str | None, Needs("dataset")] = None
-    """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
-    dataset_split: Annotated[str, Needs("dataset")] = "train"
-    """Split to read if the name gives none."""
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """Treatment of rows longer than max_len; the number of them is always reported."""
-    data_cache: str = "auto"
-    """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
-
-
-class OfflineDataConfig(TextConfig, RowsConfig):
+class OfflineDataConfig(SettingsGroup):
     """Which rows are read: shared by all offline commands."""
 
     dataset: str
     """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
+    dataset_probs: str | None = None
+    """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
+    dataset_split: str = "train"
+    """Split to read if the name gives none."""
     eval_dataset: str | None = None
     """Data to evaluate on."""
-    invalid_rows: Literal["error", "drop"] = "error"
-    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     eval_split: str = "train"
     """Split of the evaluation data to read if the name gives none."""
+    input_key: str | None = None
+    """Column with the prompt or the messages; found by its name if not given."""
+    max_len: int = Field(2048, gt=1)
+    """Longest sequence in tokens, prompt and response together."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """Treatment of rows longer than max_len; the number of them is always reported."""
+    invalid_rows: Literal["error", "drop"] = "error"
+    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
+    data_cache: str = "auto"
+    """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
 
 
 class DataConfig(OfflineDataConfig):
@@ -105,18 +105,13 @@ class DataConfig(OfflineDataConfig):
         return self
 
 
-class SidesConfig(OfflineDataConfig):
-    """Where the two sides of a pair stand: shared by preference data and labelled data, which may be pairs."""
+class PreferenceDataConfig(OfflineDataConfig):
+    """Data"""
 
     chosen_key: str | None = None
     """Column with the better response, or the conversation with it; found by its name if not given."""
     rejected_key: str | None = None
     """Column with the worse response, or the conversation with it; found by its name if not given."""
-
-
-class PreferenceDataConfig(SidesConfig):
-    """Data"""
-
     data_format: Annotated[str, Plugin(PAIR_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """Where a pair's prompt is: in its own column, or what both sides begin with; auto decides by the columns."""
 
@@ -134,9 +129,13 @@ KEYS_OF_LABELLED = {"unpaired": ("output_key", "label_key"), "preference": ("cho
 """Settings that name columns of only one format of labelled data."""
 
 
-class LabelledDataConfig(SidesConfig):
+class LabelledDataConfig(OfflineDataConfig):
     """Data"""
 
+    chosen_key: str | None = None
+    """Column with the better response, or the conversation with it; found by its name if not given."""
+    rejected_key: str | None = None
+    """Column with the worse response, or the conversation with it; found by its name if not given."""
     data_format: Annotated[str, Plugin(LABELLED_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns. A pair counts as a desirable and an undesirable response."""
     output_key: str | None = None
@@ -159,30 +158,15 @@ class LabelledDataConfig(SidesConfig):
         return self
 
 
-class StepConfig(SettingsGroup):
-    """Steps of a response."""
+class StepDataConfig(OfflineDataConfig):
+    """Data"""
 
     step_separator: str = Field(r"\n", min_length=1)
     """Text between the steps of a response; a typed \\n means a line break. A step's score is read where it ends."""
-
-    @property
-    def separator(self) -> str:
-        """The separator with its line breaks."""
-        return self.step_separator.replace("\\n", "\n")
-
-
-class MarkedStepsConfig(StepConfig):
-    """Steps of rows, marked by a token."""
-
     placeholder_token: str = Field("ки", min_length=1)
     """Text behind each step in rows of the format placeholder; by default Math-Shepherd's. It is not trained on."""
     reward_tokens: tuple[str, str] = ("+", "-")
     """Labels of a right and of a wrong step, beside true, false and numbers from 0 to 1."""
-
-
-class StepDataConfig(OfflineDataConfig, MarkedStepsConfig):
-    """Data"""
-
     data_format: Annotated[str, Plugin(STEP_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns."""
     output_key: str | None = None
@@ -192,8 +176,13 @@ class StepDataConfig(OfflineDataConfig, MarkedStepsConfig):
     train_on_last_step_only: bool = False
     """Train on the last labelled step of each solution alone; evaluations read all of them."""
 
+    @property
+    def separator(self) -> str:
+        """The separator with its line breaks."""
+        return self.step_separator.replace("\\n", "\n")
 
-class PromptConfig(TextConfig):
+
+class PromptConfig(SettingsGroup):
     """Prompts"""
 
     prompt_data: str
@@ -202,16 +191,16 @@ class PromptConfig(TextConfig):
     """Share of each of several prompt sets in the mixture, separated by commas; all rows of all if not given."""
     prompt_split: str = "train"
     """Split to read if the name gives none."""
+    input_key: str | None = None
+    """Column with the prompt or the messages; found by its name if not given."""
+    max_len: int = Field(2048, gt=1)
+    """Longest sequence in tokens, prompt and response together."""
     data_format: Annotated[str, Plugin(PROMPT_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How prompts are read: text in a column for it, or messages; auto decides by the columns, then row by row."""
     label_key: str | None = None
     """Column with the ground truth; found by its name if not given."""
     pass_rate_range: tuple[float, float] | None = None
     """Use only prompts whose column pass_rate (of `rlhf eval --write_pass_rate`) is in this range, ends included."""
-    prompt_template: Annotated[str | None, Excludes("input_template"), Excludes("chat_template_kwargs")] = None
-    """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
-    format_prompt: Annotated[str | None, Needs("apply_chat_template"), Excludes("prompt_template")] = None
-    """Jinja file that makes the text of the last message of {{ content }}, before the chat template, as EasyR1."""
     invalid_rows: Literal["error", "drop"] = "error"
     """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     overlong_prompts: Literal["drop", "error"] = "drop"

@@ -1,9 +1,10 @@
 """The teacher of `rlhf distill` and `rlhf gkd`, and the divergence from it."""
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
-from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.data import RowsConfig
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.train import ZeroStage
 
 
@@ -29,10 +30,18 @@ class DistillationConfig(SettingsGroup):
     """Share of the iterations that learn on the student's own responses; the others take responses of the data."""
 
 
-class FixedRowsConfig(RowsConfig):
+class FixedRowsConfig(SettingsGroup):
     """Fixed responses"""
 
     dataset: str | None = None
     """Rows with responses for the iterations without own ones, read as by sft; by default the rows of prompt_data."""
+    dataset_probs: Annotated[str | None, Needs("dataset")] = None
+    """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
+    dataset_split: Annotated[str, Needs("dataset")] = "train"
+    """Split to read if the name gives none."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """Treatment of rows longer than max_len; the number of them is always reported."""
+    data_cache: str = "auto"
+    """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
     output_key: str | None = None
     """Column with the response; found by its name if not given."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
@@ -55,6 +55,8 @@ class InferenceConfig(Protocol):
     def model(self) -> ModelSource: ...
     @property
     def prompts(self) -> PromptConfig: ...
+    @property
+    def template(self) -> TemplateConfig: ...
     @property
     def pictures(self) -> PicturesConfig: ...
     @property

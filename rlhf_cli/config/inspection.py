@@ -16,8 +16,7 @@ from rlhf_cli.config.data import (
     PROMPT_FORMATS,
     SEQUENCE_FORMATS,
     STEP_FORMATS,
-    MarkedStepsConfig,
-    SidesConfig,
+    OfflineDataConfig,
 )
 from rlhf_cli.config.plugins import Plugin
 
@@ -52,9 +51,19 @@ ALL_FORMATS = tuple(
 )
 
 
-class ShownDataConfig(SidesConfig, MarkedStepsConfig):
+class ShownDataConfig(OfflineDataConfig):
     """Data"""
 
+    chosen_key: str | None = None
+    """Column with the better response, or the conversation with it; found by its name if not given."""
+    rejected_key: str | None = None
+    """Column with the worse response, or the conversation with it; found by its name if not given."""
+    step_separator: str = Field(r"\n", min_length=1)
+    """Text between the steps of a response; a typed \\n means a line break. A step's score is read where it ends."""
+    placeholder_token: str = Field("ки", min_length=1)
+    """Text behind each step in rows of the format placeholder; by default Math-Shepherd's. It is not trained on."""
+    reward_tokens: tuple[str, str] = ("+", "-")
+    """Labels of a right and of a wrong step, beside true, false and numbers from 0 to 1."""
     data_format: Annotated[str, Plugin(ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns. prompt_response to text are of sft and distill, explicit_prompt
     and shared_prompt of rm and dpo, unpaired and preference of kto, stepwise to processbench of prm, prompt, messages
@@ -67,10 +76,6 @@ class ShownDataConfig(SidesConfig, MarkedStepsConfig):
     """Train on every token, not only on the assistant's (sft, distill)."""
     train_on_last_step_only: bool = False
     """Train on the last labelled step of each solution alone (prm)."""
-    prompt_template: str | None = None
-    """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (ppo)."""
-    format_prompt: str | None = None
-    """Jinja file that makes the text of the last message of {{ content }}, before the chat template (ppo)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Treatment of prompts that leave no room for max_new_tokens (ppo)."""
     pass_rate_range: tuple[float, float] | None = None

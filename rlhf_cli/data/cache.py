@@ -22,7 +22,7 @@ import pyarrow as pa
 import tokenizers
 import transformers
 
-from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.data import OfflineDataConfig, TemplateConfig
 from rlhf_cli.config.plugins import contents_of
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.reading.sources import Rows
@@ -64,6 +64,7 @@ def kept_path(
     *,
     kind: str,
     formats: list[str],
+    template: TemplateConfig,
     reader: PictureReader | None = None,
 ) -> Path | None:
     """Return the cache path for these rows, None without caching.
@@ -84,13 +85,19 @@ def kept_path(
         if config.data_cache == "auto":
             return None
         raise UsageError(f"--data_cache {config.data_cache} cannot be written: {error.strerror or error}") from error
-    return folder / f"{kind}-{_key(config, tokenizer, rows, [kind, formats], reader)}.arrow"
+    return folder / f"{kind}-{_key(config, template, tokenizer, rows, [kind, formats], reader)}.arrow"
 
 
 def _key(
-    config: OfflineDataConfig, tokenizer: Any, rows: Rows, forms: list[object], reader: PictureReader | None
+    config: OfflineDataConfig,
+    template: TemplateConfig,
+    tokenizer: Any,
+    rows: Rows,
+    forms: list[object],
+    reader: PictureReader | None,
 ) -> str:
-    settings = {name: value for name, value in config.model_dump(mode="json").items() if name not in NOT_KEYED}
+    given = config.model_dump(mode="json") | template.model_dump(mode="json")
+    settings = {name: value for name, value in given.items() if name not in NOT_KEYED}
     contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
     code = {source.format_code for source in rows.sources if source.format_code is not None}
     contents.append([contents_of(text) for text in sorted(code)])

@@ -3,9 +3,9 @@
 from rlhf_cli.config.data import (
     DataConfig,
     LabelledDataConfig,
-    OfflineDataConfig,
     PreferenceDataConfig,
     StepDataConfig,
+    TemplateConfig,
 )
 from rlhf_cli.data.encoding import Encoder
 from rlhf_cli.data.preparing import DataReport
@@ -29,9 +29,9 @@ def rows_of(
     )
 
 
-def with_tried_template(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:
+def with_tried_template(encoder: Encoder, template: TemplateConfig, report: DataReport) -> Encoder:
     """Return the encoder after testing the chat template, if used."""
-    if config.apply_chat_template:
+    if template.apply_chat_template:
         report.end_of_turn = encoder.tried_template()
     return encoder
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.data import TemplateConfig
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.pictures.expanding import expanded
 from rlhf_cli.data.pictures.reading import PictureReader, made_in_order, refuse_pictures
@@ -63,11 +63,11 @@ class Encoder:
     """
 
     def __init__(
-        self, config: OfflineDataConfig, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None
+        self, template: TemplateConfig, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None
     ) -> None:
         require_offsets(tokenizer)
         self.reader = reader
-        self._renderer = Renderer(config, tokenizer)
+        self._renderer = Renderer(template, tokenizer)
         self._tokeniser = Tokeniser(tokenizer)
         self._controls = ControlTokens(tokenizer)
         self._saved = SavedTokenizer.of(tokenizer)

@@ -11,9 +11,11 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import (
+    DEFAULT_TEMPLATE,
     LabelledDataConfig,
     OfflineDataConfig,
     PreferenceDataConfig,
+    TemplateConfig,
 )
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
@@ -162,6 +164,7 @@ def load_pairs(
     dataset: str,
     split: str,
     seed: int,
+    template: TemplateConfig = DEFAULT_TEMPLATE,
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> PairData:
@@ -187,10 +190,10 @@ def load_pairs(
         return _pair(encoded, config, report)
 
     check_image_key(rows, reader)
-    encoder = with_tried_template(Encoder(config, tokenizer, reader), config, report)
+    encoder = with_tried_template(Encoder(template, tokenizer, reader), template, report)
     schema = schema_with_pictures(PAIR_SCHEMA, has_pictures=reader is not None)
     preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms, reader=reader)
+    kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms, template=template, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return PairData(
         StoredItems(table, _pair_at),
@@ -212,6 +215,7 @@ def load_labelled(
     dataset: str,
     split: str,
     seed: int,
+    template: TemplateConfig = DEFAULT_TEMPLATE,
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> LabelledData:
@@ -232,10 +236,10 @@ def load_labelled(
         return _responses(encoded, config, report)
 
     check_image_key(rows, reader)
-    encoder = with_tried_template(Encoder(config, tokenizer, reader), config, report)
+    encoder = with_tried_template(Encoder(template, tokenizer, reader), template, report)
     schema = schema_with_pictures(LABELLED_SCHEMA, has_pictures=reader is not None)
     preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms, reader=reader)
+    kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms, template=template, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return LabelledData(
         StoredItems(table, _response_at),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf_cli.agents.records import EnvironmentDescription
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.data.formats.choosing import prompt_formats
 from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.table import PromptFormat
@@ -42,9 +42,13 @@ class PromptWords:
 
 
 def words_of(
-    config: PromptConfig, rows: Rows, judges: Judges, environment: EnvironmentDescription | None
+    config: PromptConfig,
+    template: TemplateConfig,
+    rows: Rows,
+    judges: Judges,
+    environment: EnvironmentDescription | None,
 ) -> PromptWords:
     """Find all sources' formats. Raises UsageError if one is unknown."""
     formats = prompt_formats(config, rows.sources, verifiers=judges.verifiers)
-    wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
-    return PromptWords(formats, wording, config.system_prompt, environment)
+    wording = load_format_prompt(template.format_prompt) if template.format_prompt is not None else None
+    return PromptWords(formats, wording, template.system_prompt, environment)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.agents.records import EnvironmentDescription
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import DEFAULT_TEMPLATE, PromptConfig, TemplateConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.formats.conversations import Conversation, plain_message
 from rlhf_cli.data.judges import Judges
@@ -112,6 +112,7 @@ def load_prompts(
     *,
     max_new_tokens: int,
     seed: int,
+    template: TemplateConfig = DEFAULT_TEMPLATE,
     reward: RewardConfig | None = None,
     reader: PictureReader | None = None,
     environment: EnvironmentDescription | None = None,
@@ -138,9 +139,9 @@ def load_prompts(
     judges = Judges.of(reward)
     if environment is not None:
         judges = replace(judges, keeps_rows=True)
-    words = words_of(config, rows, judges, environment)
+    words = words_of(config, template, rows, judges, environment)
     check_image_key(rows, reader)
-    steps = _steps(config, tokenizer, words, judges, reader)
+    steps = _steps(template, tokenizer, words, judges, reader)
     report = PromptReport(
         read_sources(rows, [words.formats[source.name].columns for source in rows.sources]), len(rows)
     )
@@ -188,18 +189,18 @@ def _room(config: PromptConfig, max_new_tokens: int) -> int:
 
 
 def _steps(
-    config: PromptConfig,
+    template: TemplateConfig,
     tokenizer: PreTrainedTokenizerBase,
     words: PromptWords,
     judges: Judges,
     reader: PictureReader | None,
 ) -> "_Steps":
-    template = None
-    if config.prompt_template is not None:
+    own = None
+    if template.prompt_template is not None:
         mark = None if reader is None else reader.family.mark
-        template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt, picture_mark=mark)
-    plain = template is not None or not config.apply_chat_template
-    renderer = template or Renderer(config, tokenizer)
+        own = load_prompt_template(template.prompt_template, system_prompt=template.system_prompt, picture_mark=mark)
+    plain = own is not None or not template.apply_chat_template
+    renderer = own or Renderer(template, tokenizer)
     return _Steps(
         words,
         renderer,

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.data import DEFAULT_TEMPLATE, DataConfig, TemplateConfig
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
@@ -76,6 +76,7 @@ def load_sft_sequences(
     dataset: str,
     split: str,
     seed: int,
+    template: TemplateConfig = DEFAULT_TEMPLATE,
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> SequenceData:
@@ -93,9 +94,9 @@ def load_sft_sequences(
     check_image_key(rows, reader)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))
-    encoder = Encoder(config, tokenizer, reader)
+    encoder = Encoder(template, tokenizer, reader)
     if any(form.name != "text" for form in formats.values()):
-        encoder = with_tried_template(encoder, config, report)
+        encoder = with_tried_template(encoder, template, report)
 
     def read(row: Row) -> tuple[None, list[Conversation | Document]]:
         example = formats[row.source.name].read(row)
@@ -108,7 +109,7 @@ def load_sft_sequences(
 
     schema = schema_with_pictures(SCHEMA, has_pictures=reader is not None)
     preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="sequences", formats=forms, reader=reader)
+    kept_at = kept_path(config, tokenizer, rows, kind="sequences", formats=forms, template=template, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     sequences = StoredItems(table, _sequence_at)
     return SequenceData(

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import StepDataConfig
+from rlhf_cli.config.data import DEFAULT_TEMPLATE, StepDataConfig, TemplateConfig
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
@@ -94,6 +94,7 @@ def load_steps(
     dataset: str,
     split: str,
     seed: int,
+    template: TemplateConfig = DEFAULT_TEMPLATE,
     progress: Progress = no_progress,
     reader: PictureReader | None = None,
 ) -> StepData:
@@ -121,10 +122,10 @@ def load_steps(
         made = (_item(encoded.row, solution, tokens, config, report) for solution, tokens in pairs)
         return [item for item in made if item is not None]
 
-    encoder = with_tried_template(Encoder(config, tokenizer, reader), config, report)
+    encoder = with_tried_template(Encoder(template, tokenizer, reader), template, report)
     schema = schema_with_pictures(STEP_SCHEMA, has_pictures=reader is not None)
     preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress, mark)
-    kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms, reader=reader)
+    kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms, template=template, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return StepData(
         StoredItems(table, _item_at),

@@ -90,7 +90,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     Raises:
         UsageError: the command would reject the data.
     """
-    settings: Any = settings_of(config.show.for_, config.data)
+    settings: Any = settings_of(config.show.for_, config.data, config.template)
     tokenizer = load_tokenizer(config.model)
     found = _found_model(config)
     reader = picture_reader(config.pictures, config.model, found, tokenizer)
@@ -109,6 +109,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
                 dataset=dataset,
                 split=split,
                 seed=config.show.seed,
+                template=config.template,
                 progress=progress,
                 reader=reader,
             )
@@ -183,9 +184,17 @@ def _prompts(
 ) -> Preview:
     decode, longest, seed = decoder(tokenizer), config.data.max_new_tokens, config.show.seed
     one_worker = config.episodes.model_copy(update={"environment_num_workers": 1})
-    plan = find_environment(one_worker, settings, found, tokenizer)
+    plan = find_environment(one_worker, settings, config.template, found, tokenizer)
     environment = None if plan is None else plan.description
-    data = load_prompts(settings, tokenizer, max_new_tokens=longest, seed=seed, reader=reader, environment=environment)
+    data = load_prompts(
+        settings,
+        tokenizer,
+        max_new_tokens=longest,
+        seed=seed,
+        template=config.template,
+        reader=reader,
+        environment=environment,
+    )
     report = data.report
     shown = [(place, data.prompts[place]) for place in spread(len(data.prompts), config.show.num_rows)]
     room = config.data.max_len - config.data.max_new_tokens

@@ -10,6 +10,7 @@ from rlhf_cli.config.data import (
     PreferenceDataConfig,
     PromptConfig,
     StepDataConfig,
+    TemplateConfig,
 )
 from rlhf_cli.config.inspection import ShownDataConfig
 from rlhf_cli.errors import UsageError
@@ -29,7 +30,7 @@ PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", 
 """Names in `rlhf data` and in online commands, where they differ."""
 
 
-def settings_of(command: str, given: ShownDataConfig) -> SettingsGroup:
+def settings_of(command: str, given: ShownDataConfig, template: TemplateConfig) -> SettingsGroup:
     """Return the data settings for `command`. Raises UsageError for settings that it does not have."""
     fields = type(given).model_fields
     names = PROMPT_NAMES if command in ONLINE_TRAINING else {}
@@ -39,6 +40,8 @@ def settings_of(command: str, given: ShownDataConfig) -> SettingsGroup:
         # Online commands have this setting, but in another group.
         values.pop("max_new_tokens", None)
     foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
+    if command not in ONLINE_TRAINING:
+        foreign += [name for name in ("prompt_template", "format_prompt") if template.changed(name)]
     if foreign:
         raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")
     command_cls = create_model("Data", __base__=CommandConfig, data=(cls, ...))

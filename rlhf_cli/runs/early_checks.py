@@ -140,7 +140,7 @@ def _data_sets(config: CommandConfig) -> Iterator[tuple[SettingsGroup, str, str]
     if isinstance(config, DataCommandConfig):
         from rlhf_cli.runs.data_settings import settings_of
 
-        groups: list[Any] = [settings_of(config.show.for_, config.data)]
+        groups: list[Any] = [settings_of(config.show.for_, config.data, config.template)]
     else:
         groups = [group for _, group in config]
     for group in groups:

@@ -14,7 +14,7 @@ from rlhf_cli.agents.openenv import OpenEnvServer
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
 from rlhf_cli.backends.rollout.engine import eos_token_ids
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import MCP_PREFIX, EpisodeConfig, environment_kind
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.data.templates.chat_template import ChatTemplate
@@ -112,7 +112,11 @@ class AgentPlan:
 
 
 def find_episodes(
-    settings: EpisodeConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
+    settings: EpisodeConfig,
+    prompts: PromptConfig,
+    template: TemplateConfig,
+    found: FoundModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> EpisodePlan | None:
     """Return the plan for multi-turn episodes, or None for single-turn responses.
 
@@ -120,10 +124,12 @@ def find_episodes(
         UsageError: the environment or program is invalid, or the chat template does not support multiple turns.
     """
     if settings.agent_command is None:
-        return find_environment(settings, prompts, found, tokenizer)
-    _check_template(prompts, "an agent program")
-    template = Renderer(prompts, tokenizer).template
-    dialogues = ToolDialogues(template, tokenizer, end_ids=_end_ids(found, template), vocab_size=_vocab_size(found))
+        return find_environment(settings, prompts, template, found, tokenizer)
+    _check_template(template, "an agent program")
+    chat_template = Renderer(template, tokenizer).template
+    dialogues = ToolDialogues(
+        chat_template, tokenizer, end_ids=_end_ids(found, chat_template), vocab_size=_vocab_size(found)
+    )
     programs = AgentPrograms(
         settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.environment_num_workers
     )
@@ -131,7 +137,11 @@ def find_episodes(
 
 
 def find_environment(
-    settings: EpisodeConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
+    settings: EpisodeConfig,
+    prompts: PromptConfig,
+    template: TemplateConfig,
+    found: FoundModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> EnvironmentPlan | None:
     """Return the plan for episodes with an environment, or None without one.
 
@@ -140,25 +150,25 @@ def find_environment(
     """
     if settings.environment is None:
         return None
-    _check_template(prompts, "an environment")
+    _check_template(template, "an environment")
     # Load the file or connect to the server only to read the description. All processes end with this block.
     with _environments(settings) as environments:
         description = environments.description
-    template = Renderer(prompts, tokenizer).template
+    chat_template = Renderer(template, tokenizer).template
     dialogue = ChatDialogue(
-        template,
+        chat_template,
         tokenizer,
         description.tools,
-        end_ids=_end_ids(found, template),
+        end_ids=_end_ids(found, chat_template),
         vocab_size=_vocab_size(found),
     )
     return EnvironmentPlan(settings, prompts, environments, dialogue)
 
 
-def _check_template(prompts: PromptConfig, other: str) -> None:
+def _check_template(template: TemplateConfig, other: str) -> None:
     """Raise UsageError if prompts do not use the chat template."""
-    if prompts.prompt_template is not None or not prompts.apply_chat_template:
-        given = "--prompt_template" if prompts.prompt_template is not None else "--no_apply_chat_template"
+    if template.prompt_template is not None or not template.apply_chat_template:
+        given = "--prompt_template" if template.prompt_template is not None else "--no_apply_chat_template"
         raise UsageError(f"{given}: {other} requires the model's chat template")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from template_settings import split_settings
 from tiny_vision import TINY_FAMILIES, random_picture, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -93,8 +94,9 @@ def prompts_of(
     path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
 ) -> PromptData:
     """Load a file's prompts like rlhf grpo."""
-    config = PromptConfig(prompt_data=str(path), **settings)
-    return load_prompts(config, tokenizer, max_new_tokens=16, seed=0, reader=reader)
+    of_data, template = split_settings(settings)
+    config = PromptConfig(prompt_data=str(path), **of_data)
+    return load_prompts(config, tokenizer, max_new_tokens=16, seed=0, template=template, reader=reader)
 
 
 def pixels_of_file(path: Path) -> np.ndarray:

@@ -4,6 +4,7 @@ from pydantic import model_validator
 
 from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.data import TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import ModelSource
@@ -27,6 +28,7 @@ class DataCommandConfig(CommandConfig):
     show: ShowConfig
     model: ModelSource
     data: ShownDataConfig
+    template: TemplateConfig = TemplateConfig()
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
 

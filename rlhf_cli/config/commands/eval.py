@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import model_validator
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvalOutputConfig, EvaluatedModelConfig, StatisticsConfig
 from rlhf_cli.config.generate import RewardPlacementConfig
@@ -24,6 +24,7 @@ class EvalConfig(CommandConfig):
 
     model: EvaluatedModelConfig
     prompts: PromptConfig
+    template: TemplateConfig = TemplateConfig()
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import model_validator
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.generate import (
     GenerateOutputConfig,
@@ -27,6 +27,7 @@ class GenerateConfig(CommandConfig):
 
     model: ModelSource
     prompts: PromptConfig
+    template: TemplateConfig = TemplateConfig()
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig()

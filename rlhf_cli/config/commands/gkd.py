@@ -52,7 +52,7 @@ class GKDConfig(OnlineConfig):
         given = self.rows.changed(*type(self.rows).model_fields)
         if given and self.distillation.lmbda == 1.0:
             raise ValueError(f"{given} is about responses of the data, which have no share at lmbda 1")
-        given = self.prompts.changed("prompt_template", "format_prompt")
+        given = self.template.changed("prompt_template", "format_prompt")
         if self.distillation.lmbda < 1.0 and given:
             raise ValueError(
                 f"{given} makes prompts alone, and lmbda below 1 reads responses of the data too: give a chat "

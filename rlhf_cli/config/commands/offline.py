@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.data import OF_PROMPTS, OfflineDataConfig, TemplateConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.presets import defaults_of_adapter
 from rlhf_cli.config.train import (
@@ -18,17 +18,21 @@ from rlhf_cli.config.train import (
 )
 
 PROMPT_SHARING = frozenset({"batch.share_prompts"})
-NEVER_OFFLINE = OWN_SETTINGS_OF_ROLES | {
-    "batch.critic_update_steps",
-    "batch.freezing_actor_steps",
-    "optim.actor_learning_rate",
-    "optim.critic_learning_rate",
-    "optim.enable_ema",
-    "optim.ema_beta",
-    "checkpoint.max_restarts",
-    "adapter.lora_push",
-    "model.keep_dropout",
-}
+NEVER_OFFLINE = (
+    OWN_SETTINGS_OF_ROLES
+    | OF_PROMPTS
+    | {
+        "batch.critic_update_steps",
+        "batch.freezing_actor_steps",
+        "optim.actor_learning_rate",
+        "optim.critic_learning_rate",
+        "optim.enable_ema",
+        "optim.ema_beta",
+        "checkpoint.max_restarts",
+        "adapter.lora_push",
+        "model.keep_dropout",
+    }
+)
 """Settings that no offline command supports."""
 
 
@@ -40,6 +44,7 @@ class OfflineConfig(CommandConfig):
     model: ModelConfig
     adapter: LoraConfig = LoraConfig()
     data: OfflineDataConfig
+    template: TemplateConfig = TemplateConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import CriticModelConfig, LoraConfig, ModelConfig, ReferenceConfig
@@ -66,6 +66,7 @@ class OnlineConfig(CommandConfig):
     model: ModelConfig
     adapter: LoraConfig = LoraConfig()
     prompts: PromptConfig
+    template: TemplateConfig = TemplateConfig()
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import RESERVED, RenderingConfig
+from rlhf_cli.config.data import RESERVED, TemplateConfig
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Span
 from rlhf_cli.data.templates.chat_template import ChatTemplate, Rendered
 from rlhf_cli.data.templates.text import TemplateFault
@@ -31,7 +31,7 @@ class Pieces:
 class Renderer:
     """Renders with the chat template, or with `input_template` if it is disabled."""
 
-    def __init__(self, config: RenderingConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TemplateConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._of_rows: dict[str, ChatTemplate] = {}

@@ -30,7 +30,7 @@ def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_scr
     load_speakers(speakers, screen)
     if screen.is_interactive:
         screen.tell(f"{HINT}\n")
-    chat = Chat(Session(config.sampling, system=config.text.system_prompt), speakers, screen)
+    chat = Chat(Session(config.sampling, system=config.template.system_prompt), speakers, screen)
     failed = chat.run()
     if failed and not screen.is_interactive:
         raise RunError(f"{failed} lines failed; the errors are printed above")
@@ -40,7 +40,7 @@ def found_speakers(config: ChatConfig) -> list[ModelSpeaker]:
     """Find the models without loading weights. Raises UsageError if one does not support the settings."""
     sources = [config.model.model_copy(update={"pretrain": name}) for name in config.model.names]
     models = [find_inference_model(source) for source in sources]
-    return [ModelSpeaker(model, config.text, sampling=config.sampling) for model in models]
+    return [ModelSpeaker(model, config.template, sampling=config.sampling) for model in models]
 
 
 def load_speakers(speakers: list[ModelSpeaker], screen: Screen) -> None:

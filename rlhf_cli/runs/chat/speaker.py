@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol
 
 from rlhf_cli.backends.rollout.streaming import StreamingModel
-from rlhf_cli.config.chat import ChatTextConfig
+from rlhf_cli.config.data import TemplateConfig
 from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.pictures.placing import placed_pictures
@@ -91,7 +91,7 @@ class Speaker(Protocol):
 class ConversationText:
     """Renders conversations with the chat template, or as plain text without one."""
 
-    def __init__(self, config: ChatTextConfig, tokenizer: Any) -> None:
+    def __init__(self, config: TemplateConfig, tokenizer: Any) -> None:
         """Raises UsageError for template variables without a template."""
         self._kwargs = json.loads(config.chat_template_kwargs)
         self._input_template = config.input_template
@@ -130,7 +130,7 @@ class ConversationText:
 class ModelSpeaker:
     """A chat model in this process."""
 
-    def __init__(self, model: InferenceModel, config: ChatTextConfig, *, sampling: SamplingConfig) -> None:
+    def __init__(self, model: InferenceModel, config: TemplateConfig, *, sampling: SamplingConfig) -> None:
         """Check everything that does not require weights. Call `load` afterwards.
 
         Raises:

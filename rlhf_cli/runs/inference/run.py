@@ -97,12 +97,13 @@ def examinee(
         check_positions(model.architecture, config.prompts.max_len)
     if config.episodes.plays_episodes:
         refuse_length_rewards(config.reward)
-    episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
+    episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,
         model.tokenizer,
         max_new_tokens=sampling.max_new_tokens,
         seed=sampling.seed,
+        template=config.template,
         reward=config.reward,
         reader=picture_reader(config.pictures, config.model, model.found, model.tokenizer),
         environment=episodes.description if episodes else None,

@@ -40,7 +40,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         trust_remote_code=source.trust_remote_code,
     )
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
-    items = load_sequence_items(config.data, model, seed=config.batch.seed, reader=reader)
+    items = load_sequence_items(config.data, config.template, model, seed=config.batch.seed, reader=reader)
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:

@@ -34,7 +34,9 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> LabelledItems:
-        labelled = load_labelled(data, model.tokenizer, seed=config.batch.seed, reader=reader, **source)
+        labelled = load_labelled(
+            data, model.tokenizer, template=config.template, seed=config.batch.seed, reader=reader, **source
+        )
         return LabelledItems(labelled, partners_of(labelled), {})
 
     items = load_items(data, model, load)

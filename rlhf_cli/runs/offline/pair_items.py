@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.data import PreferenceDataConfig, TemplateConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import load_pairs
@@ -18,6 +18,8 @@ class PairConfig(Protocol):
 
     @property
     def data(self) -> PreferenceDataConfig: ...
+    @property
+    def template(self) -> TemplateConfig: ...
     @property
     def batch(self) -> BatchConfig: ...
     @property
@@ -43,7 +45,7 @@ def load_pair_items(
     data, seed = config.data, config.batch.seed
 
     def load(**source: Any) -> PairItems:
-        pairs = load_pairs(data, model.tokenizer, seed=seed, reader=reader, **source)
+        pairs = load_pairs(data, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
         return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
 
     items = load_items(data, model, load)

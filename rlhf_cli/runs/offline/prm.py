@@ -28,7 +28,9 @@ def prm_task(config: PRMConfig) -> OfflineTask:
         # Evaluate all steps even when training uses only the last one.
         own = source["dataset"] == data.dataset
         reading = data if own else data.model_copy(update={"train_on_last_step_only": False})
-        return StepItems(load_steps(reading, model.tokenizer, seed=seed, reader=reader, **source))
+        return StepItems(
+            load_steps(reading, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
+        )
 
     def load_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
         """Load the model and add the separator to its configuration, where inference reads it."""

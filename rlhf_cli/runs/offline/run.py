@@ -237,7 +237,7 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
         task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
     )
     if task.items.data.data.report.end_of_turn is not None:
-        end_at(hf_model, Renderer(config.data, task.model.tokenizer).end_ids)
+        end_at(hf_model, Renderer(config.template, task.model.tokenizer).end_ids)
     engine = DeepSpeedEngine(
         task.wrap(hf_model, sequence_ranks(config.deepspeed, hf_model.config)),
         config.deepspeed,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf_cli.config.commands.sft import SFTConfig
-from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.data import DataConfig, TemplateConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.models.adapters import require_language_model
@@ -20,7 +20,7 @@ def sft_task(config: SFTConfig) -> OfflineTask:
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
-    items = load_sequence_items(config.data, model, seed=config.batch.seed, reader=reader)
+    items = load_sequence_items(config.data, config.template, model, seed=config.batch.seed, reader=reader)
     return OfflineTask(
         command="sft",
         objective=sft_objective,
@@ -34,11 +34,13 @@ def sft_task(config: SFTConfig) -> OfflineTask:
 
 
 def load_sequence_items(
-    data: DataConfig, model: ModelPlan, *, seed: int, reader: PictureReader | None = None
+    data: DataConfig, template: TemplateConfig, model: ModelPlan, *, seed: int, reader: PictureReader | None = None
 ) -> Items[SequenceItems]:
     """Load tokenized examples, with images if there is a reader. Raises UsageError like `load_items`."""
 
     def load(**source: Any) -> SequenceItems:
-        return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, reader=reader, **source))
+        return SequenceItems(
+            load_sft_sequences(data, model.tokenizer, template=template, seed=seed, reader=reader, **source)
+        )
 
     return load_items(data, model, load)

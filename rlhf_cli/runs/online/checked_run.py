@@ -144,7 +144,7 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
     # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.
     if not (leaves_places_open(config.placement, config.engine) and may_have_gpus()):
         _check_places(config, models)
-    episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
+    episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)
     data, eval_data, student = _load_data(config, model, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
@@ -308,6 +308,7 @@ def _load_data(
         model.tokenizer,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.batch.seed,
+        template=config.template,
         reward=config.reward,
         reader=reader,
         environment=episodes.description if episodes else None,

@@ -38,6 +38,7 @@ def load_evaluation_prompts(
         tokenizer,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.batch.seed,
+        template=config.template,
         reward=config.reward,
         reader=reader,
         environment=episodes.description if episodes else None,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_cli.backends.roles.settings import HostedTeacher
 from rlhf_cli.config.commands.gkd import GKDConfig
-from rlhf_cli.config.data import DataConfig, TextConfig
+from rlhf_cli.config.data import DataConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
@@ -41,7 +41,9 @@ def load_student_data(
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
     from rlhf_cli.runs.offline.sft import load_sequence_items  # imports DeepSpeed, which other drivers do not need
 
-    data = load_sequence_items(rows_config(config), model, seed=config.batch.seed, reader=reader).data.data
+    data = load_sequence_items(
+        rows_config(config), config.template, model, seed=config.batch.seed, reader=reader
+    ).data.data
     return StudentData(
         Mixture(distillation.lmbda, data.sequences, size, config.batch.seed),
         {"Fixed responses": data.report.summary},
@@ -52,7 +54,7 @@ def load_student_data(
 def rows_config(config: GKDConfig) -> DataConfig:
     """Return the data settings for fixed responses: a separate dataset, or the dataset of the prompts."""
     prompts, rows = config.prompts, config.rows
-    common = {name: getattr(prompts, name) for name in TextConfig.model_fields}
+    common = {"input_key": prompts.input_key, "max_len": prompts.max_len}
     own = {name: getattr(rows, name) for name in type(rows).model_fields} | {"invalid_rows": prompts.invalid_rows}
     if rows.dataset is None:
         data_format = "prompt_response" if prompts.data_format == "prompt" else prompts.data_format

@@ -115,9 +115,9 @@ def test_a_file_may_have_the_forms_that_a_command_line_may_have(capsys, tmp_path
     assert config.tracking.use_tensorboard
     assert config.checkpoint.output == "out/model_run"
     assert "--no_apply_chat_template" in notes
-    assert not config.prompts.apply_chat_template
+    assert not config.template.apply_chat_template
     config, notes = parsed(f"ppo --config {file} --output mine --no_apply_chat_template", capsys)
-    assert (config.checkpoint.output, config.prompts.apply_chat_template) == ("mine", False)
+    assert (config.checkpoint.output, config.template.apply_chat_template) == ("mine", False)
     assert "out/model_run" not in notes + repr(config)
     assert "replaces the chat template" not in notes
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHATML, LLAMA_3, OPENING, QWEN_3, TRAINABLE, make_tokenizer
 from pydantic import ValidationError
+from template_settings import split_settings
 
 from rlhf_cli.config.data import LabelledDataConfig, PreferenceDataConfig
 from rlhf_cli.data import preparing
@@ -24,13 +25,15 @@ def write(tmp_path, rows):
 
 
 def pairs(tmp_path, tokenizer, *rows, **settings):
-    config = PreferenceDataConfig(**{"dataset": write(tmp_path, rows), **settings})
-    return load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    of_data, template = split_settings(settings)
+    config = PreferenceDataConfig(**{"dataset": write(tmp_path, rows), **of_data})
+    return load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def labelled(tmp_path, tokenizer, *rows, **settings):
-    config = LabelledDataConfig(**{"dataset": write(tmp_path, rows), **settings})
-    return load_labelled(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    of_data, template = split_settings(settings)
+    config = LabelledDataConfig(**{"dataset": write(tmp_path, rows), **of_data})
+    return load_labelled(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def trained(tokenizer, branch):

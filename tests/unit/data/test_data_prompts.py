@@ -6,6 +6,7 @@ import pytest
 from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
 from model_templates import FAMILIES
 from pydantic import ValidationError
+from template_settings import split_settings
 
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import PromptConfig
@@ -17,9 +18,12 @@ from rlhf_cli.errors import UsageError
 def load(tmp_path, tokenizer, *rows, max_new_tokens=16, tools=(), **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = PromptConfig(**{"prompt_data": str(path), **settings})
+    of_data, template = split_settings(settings)
+    config = PromptConfig(**{"prompt_data": str(path), **of_data})
     environment = EnvironmentDescription(tools, "tools") if tools else None
-    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0, environment=environment)
+    return load_prompts(
+        config, tokenizer, max_new_tokens=max_new_tokens, seed=0, template=template, environment=environment
+    )
 
 
 def test_prompt_is_rendered_for_generation(tmp_path):

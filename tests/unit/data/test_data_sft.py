@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 from chat_tokenizers import CHATML, VICUNA, make_tokenizer
 from pydantic import ValidationError
+from template_settings import split_settings
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_cli.config.data import DataConfig, PromptConfig
+from rlhf_cli.config.data import DataConfig, PromptConfig, TemplateConfig
 from rlhf_cli.data.packing.packs import pack, plan_packs
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
@@ -25,8 +26,9 @@ PLAIN = {"apply_chat_template": False, "input_template": "Q: {}\\nA:"}
 def load(tmp_path, tokenizer, *rows, seed=0, **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(**{"dataset": str(path), **settings})
-    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=seed)
+    of_data, template = split_settings(settings)
+    config = DataConfig(**{"dataset": str(path), **of_data})
+    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=seed, template=template)
 
 
 def trained(tokenizer, sequence):
@@ -50,8 +52,8 @@ def test_plain_prompt_has_the_tokens_that_rollouts_start_from(tmp_path):
     rendering = {"apply_chat_template": False, "input_template": "Q: {}\nA: "}
     rows = [{"prompt": "What?", "answer": "Paris"}]
     (sequence,) = load(tmp_path, tokenizer, *rows, **rendering).sequences
-    config = PromptConfig(prompt_data=str(tmp_path / "rows.jsonl"), **rendering)
-    (prompt,) = load_prompts(config, tokenizer, max_new_tokens=8, seed=0).prompts
+    config, template = PromptConfig(prompt_data=str(tmp_path / "rows.jsonl")), TemplateConfig(**rendering)
+    (prompt,) = load_prompts(config, tokenizer, max_new_tokens=8, seed=0, template=template).prompts
     assert sequence.token_ids[~sequence.loss_mask].tolist() == prompt.prompt_ids
     assert trained(tokenizer, sequence) == "Paris<|end|>"
 
@@ -249,7 +251,7 @@ def test_several_turns_need_a_chat_template(tmp_path):
 )
 def test_settings_that_exclude_each_other_are_refused(settings, reason):
     with pytest.raises(ValueError, match=reason):
-        DataConfig(dataset="x", **settings)
+        TemplateConfig(**settings)
 
 
 def test_tokenizer_without_end_of_sequence_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHATML, SPECIALS, TRAINABLE, make_metaspace_tokenizer, make_tokenizer
 from pydantic import ValidationError
+from template_settings import split_settings
 
 from rlhf_cli.config.data import StepDataConfig
 from rlhf_cli.data.formats.conversations import Message, Solution
@@ -32,8 +33,9 @@ def write(tmp_path, rows):
 
 
 def steps(tmp_path, tokenizer, *rows, **settings):
-    config = StepDataConfig(**{"dataset": write(tmp_path, rows), **settings})
-    return load_steps(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    of_data, template = split_settings(settings)
+    config = StepDataConfig(**{"dataset": write(tmp_path, rows), **of_data})
+    return load_steps(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def solutions(tmp_path, *rows, data_format="auto", tokens=("+", "-"), placeholder="ки", **keys):

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from chat_tokenizers import CHATML, GENERATION, make_tokenizer
+from template_settings import split_settings
 
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
@@ -72,7 +73,8 @@ def trained(tmp_path, *rows, template=CHATML, **settings):
     """Return the trained text of each sequence, and the report."""
     path = written(tmp_path, *rows)
     tokenizer = make_tokenizer(template)
-    data = load_sft_sequences(DataConfig(dataset=path, **settings), tokenizer, dataset=path, **WHERE)
+    of_data, shown = split_settings(settings)
+    data = load_sft_sequences(DataConfig(dataset=path, **of_data), tokenizer, dataset=path, template=shown, **WHERE)
     return [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.sequences], data.report
 
 

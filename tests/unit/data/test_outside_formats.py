@@ -17,6 +17,7 @@ from rlhf_cli.config.data import (
     LabelledDataConfig,
     PreferenceDataConfig,
     PromptConfig,
+    TemplateConfig,
 )
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.data.cache import kept_path
@@ -30,7 +31,7 @@ from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 
 QUIZ = {"q": "Largest?", "options": {"A": "ant", "B": "bear"}, "right": "B"}
-PLAIN = {"apply_chat_template": False}
+PLAIN = TemplateConfig(apply_chat_template=False)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_the_page_s_format_makes_prompts_and_labels(rows, tmp_path) -> None:
     code = f"{page_file(tmp_path, 'quiz_rows.py')}:of_quiz"
     config = resolve("rloo", prompt_data=rows, data_format=code, apply_chat_template=False)
     require_plugins(config)
-    data = load_prompts(config.prompts, make_tiny_tokenizer(), max_new_tokens=9, seed=0)
+    data = load_prompts(config.prompts, make_tiny_tokenizer(), max_new_tokens=9, seed=0, template=config.template)
     assert [(prompt.text, prompt.label) for prompt in data.prompts] == [
         ("Largest?\nA) ant\nB) bear", "B"),
         ("Largest?\nA) ant\nB) bear", "A"),
@@ -55,7 +56,7 @@ def test_the_page_s_format_makes_sequences(rows, tmp_path) -> None:
     code = f"{page_file(tmp_path, 'quiz_rows.py')}:of_quiz"
     tokenizer = make_tiny_tokenizer()
     data = load_sft_sequences(
-        DataConfig(dataset=rows, data_format=code, **PLAIN), tokenizer, dataset=rows, split="train", seed=0
+        DataConfig(dataset=rows, data_format=code), tokenizer, dataset=rows, split="train", seed=0, template=PLAIN
     )
     assert tokenizer.decode(data.sequences[0].token_ids).startswith("Largest?\nA) ant\nB) bear")
     assert "prompt -> answer" in data.report.summary
@@ -66,8 +67,8 @@ def test_pairs_and_labelled_responses_have_formats_of_others_too(rows, tmp_path)
         "def pair(row):\n    wrong = 'A' if row['right'] == 'B' else 'B'\n"
         "    return {'prompt': row['q'], 'chosen': row['right'], 'rejected': wrong}\n"
     )
-    given = {"dataset": rows, "data_format": f"{tmp_path}/own.py:pair", **PLAIN}
-    where = {"dataset": rows, "split": "train", "seed": 0}
+    given = {"dataset": rows, "data_format": f"{tmp_path}/own.py:pair"}
+    where = {"dataset": rows, "split": "train", "seed": 0, "template": PLAIN}
     assert len(load_pairs(PreferenceDataConfig(**given), make_tiny_tokenizer(), **where).pairs) == 2
     labelled = load_labelled(LabelledDataConfig(**given), make_tiny_tokenizer(), **where)
     assert labelled.desirable.tolist() == [True, False, True, False]
@@ -83,16 +84,16 @@ def test_pairs_and_labelled_responses_have_formats_of_others_too(rows, tmp_path)
 )
 def test_a_fault_of_the_code_names_the_row(code, reason, rows, tmp_path) -> None:
     (tmp_path / "own.py").write_text(f"def f(row): {code}\n")
-    config = DataConfig(dataset=rows, data_format=f"{tmp_path}/own.py:f", **PLAIN)
+    config = DataConfig(dataset=rows, data_format=f"{tmp_path}/own.py:f")
     with pytest.raises(UsageError, match=reason):
-        load_sft_sequences(config, make_tiny_tokenizer(), dataset=rows, split="train", seed=0)
+        load_sft_sequences(config, make_tiny_tokenizer(), dataset=rows, split="train", seed=0, template=PLAIN)
 
 
 def test_kept_data_is_made_anew_when_the_file_changes(rows, tmp_path) -> None:
     def kept() -> str:
         config = DataConfig(dataset=rows, data_format=f"{tmp_path}/own.py:f", data_cache=str(tmp_path / "cache"))
         loaded = load_rows(rows, split="train", seed=0, data_format=config.data_format)
-        return str(kept_path(config, make_tiny_tokenizer(), loaded, kind="sequences", formats=[]))
+        return str(kept_path(config, make_tiny_tokenizer(), loaded, kind="sequences", formats=[], template=PLAIN))
 
     (tmp_path / "own.py").write_text("def f(row): return row\n")
     first = kept()

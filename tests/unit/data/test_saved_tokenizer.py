@@ -7,13 +7,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from rlhf_cli.config.data import DataConfig, PromptConfig
+from rlhf_cli.config.data import DataConfig, PromptConfig, TemplateConfig
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 
 TEXT = "In 2023, 650841823 people"
-PLAIN = {"apply_chat_template": False}
+PLAIN = TemplateConfig(apply_chat_template=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +45,19 @@ def rows(tmp_path, text):
 
 def load(tmp_path, tokenizer, text=TEXT):
     path = rows(tmp_path, text)
-    return load_sft_sequences(DataConfig(dataset=path, **PLAIN), tokenizer, dataset=path, split="train", seed=0)
+    config = DataConfig(dataset=path)
+    return load_sft_sequences(config, tokenizer, dataset=path, split="train", seed=0, template=PLAIN)
 
 
 def test_a_class_that_loses_text_is_refused_with_the_cure(byte_level, tmp_path) -> None:
     tokenizer = tokenizer_of(byte_level, "LlamaTokenizer")
     with pytest.raises(UsageError, match=r"reads 'In 2023, 650841823 people' as 'In2023,650841823people': .*LlamaT"):
         load(tmp_path, tokenizer)
-    config = PromptConfig(prompt_data=rows(tmp_path, "A"), input_key="response", **PLAIN)
-    load_prompts(config, tokenizer, max_new_tokens=4, seed=0)  # text without spaces loses nothing
-    config = PromptConfig(prompt_data=rows(tmp_path, TEXT), input_key="response", **PLAIN)
+    config = PromptConfig(prompt_data=rows(tmp_path, "A"), input_key="response")
+    load_prompts(config, tokenizer, max_new_tokens=4, seed=0, template=PLAIN)  # text without spaces loses nothing
+    config = PromptConfig(prompt_data=rows(tmp_path, TEXT), input_key="response")
     with pytest.raises(UsageError, match=r'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'):
-        load_prompts(config, tokenizer_of(byte_level, "LlamaTokenizer"), max_new_tokens=4, seed=0)
+        load_prompts(config, tokenizer_of(byte_level, "LlamaTokenizer"), max_new_tokens=4, seed=0, template=PLAIN)
 
 
 def test_other_ids_of_the_same_text_are_a_warning(byte_level, tmp_path, caplog) -> None:

@@ -6,6 +6,7 @@ import random
 import pytest
 from chat_tokenizers import make_metaspace_tokenizer, make_tokenizer
 from model_templates import FAMILIES, QWEN_SPECIALS
+from template_settings import split_settings
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
@@ -116,8 +117,9 @@ def conversations(family):
 def load(tmp_path, tokenizer, *rows, **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(dataset=str(path), **settings)
-    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    of_data, template = split_settings(settings)
+    config = DataConfig(dataset=str(path), **of_data)
+    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def row_of(messages):

@@ -16,8 +16,9 @@ from chat_tokenizers import (
     VICUNA,
     make_tokenizer,
 )
+from template_settings import split_settings
 
-from rlhf_cli.config.data import DataConfig, PromptConfig
+from rlhf_cli.config.data import DataConfig, PromptConfig, TemplateConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
@@ -29,8 +30,9 @@ def load(tmp_path, tokenizer, *conversations, **settings):
     """Sequences of conversations given as [user, assistant, user, ...] texts, or as lists of messages."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": messages_of(c)}) + "\n" for c in conversations))
-    config = DataConfig(dataset=str(path), **settings)
-    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    of_data, template = split_settings(settings)
+    config = DataConfig(dataset=str(path), **of_data)
+    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def messages_of(conversation):
@@ -311,8 +313,8 @@ def test_prompts_know_the_end_of_a_response_that_a_base_model_does_not_name(tmp_
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer.eos_token_id != end
     for given, expected in (({}, (end,)), ({"apply_chat_template": False}, ())):
-        config = PromptConfig(prompt_data=str(file), max_len=200, **given)
-        assert load_prompts(config, tokenizer, max_new_tokens=8, seed=0).end_ids == expected
+        config, template = PromptConfig(prompt_data=str(file), max_len=200), TemplateConfig(**given)
+        assert load_prompts(config, tokenizer, max_new_tokens=8, seed=0, template=template).end_ids == expected
 
 
 @pytest.mark.parametrize("name", sorted(set(TRAINABLE) - {"DeepSeek R1"}))
@@ -341,10 +343,9 @@ def test_variables_of_the_template_reach_prompts_and_those_of_a_row_win(tmp_path
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def texts(setting):
-        config = PromptConfig(prompt_data=str(path), chat_template_kwargs=setting)
-        return [
-            prompt.text for prompt in load_prompts(config, make_tokenizer(THINKS), max_new_tokens=9, seed=0).prompts
-        ]
+        config, template = PromptConfig(prompt_data=str(path)), TemplateConfig(chat_template_kwargs=setting)
+        data = load_prompts(config, make_tokenizer(THINKS), max_new_tokens=9, seed=0, template=template)
+        return [prompt.text for prompt in data.prompts]
 
     assert [text.endswith("<think></think>") for text in texts({"enable_thinking": False})] == [True, False, True, True]
     assert [text.endswith("<think></think>") for text in texts("{}")] == [False, False, True, False]
@@ -352,9 +353,9 @@ def test_variables_of_the_template_reach_prompts_and_those_of_a_row_win(tmp_path
 
 def test_variables_of_the_template_that_are_wrong_are_refused_by_setting_and_by_row(tmp_path):
     with pytest.raises(ValueError, match="chat_template_kwargs: 'messages' is set by this program"):
-        DataConfig(dataset="x", chat_template_kwargs='{"messages": []}')
+        TemplateConfig(chat_template_kwargs='{"messages": []}')
     with pytest.raises(ValueError, match="chat_template_kwargs needs --apply_chat_template"):
-        DataConfig(dataset="x", chat_template_kwargs='{"a": 1}', apply_chat_template=False)
+        TemplateConfig(chat_template_kwargs='{"a": 1}', apply_chat_template=False)
     path = tmp_path / "rows.jsonl"
     for cell, said in (([1], "is no object of variables but"), ({"tools": []}, "'tools' is set by this program")):
         row = {"messages": messages_of(["What?", "Paris"]), "chat_template_kwargs": cell}

@@ -20,7 +20,14 @@ from rlhf_cli.config.commands.ppo import PPOConfig
 from rlhf_cli.config.commands.prm import PRMConfig
 from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.config.commands.sft import SFTConfig
-from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.data import (
+    DEFAULT_TEMPLATE,
+    DataConfig,
+    LabelledDataConfig,
+    PreferenceDataConfig,
+    PromptConfig,
+    TemplateConfig,
+)
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import BatchConfig
@@ -293,17 +300,18 @@ def test_the_settings_are_those_of_the_commands():
 
 def test_settings_of_other_commands_are_refused_by_name():
     given = build_config(
-        DataCommandConfig, {"for": "dpo", "dataset": "d", "pretrain": "m", "output_key": "o", "pretrain_mode": True}
-    ).data
-    with pytest.raises(UsageError, match=r"^--output_key, --pretrain_mode: rlhf dpo has no such setting$"):
-        settings_of("dpo", given)
-    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, unpaired or preference, or "):
-        settings_of("kto", ShownDataConfig(dataset="d", data_format="text"))
-    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, explicit_prompt or shared_prompt, or "):
-        settings_of("dpo", ShownDataConfig(dataset="d", data_format="text"))
-    assert settings_of("ppo", ShownDataConfig(dataset="d", dataset_split="test")) == PromptConfig(
-        prompt_data="d", prompt_split="test"
+        DataCommandConfig,
+        {"for": "dpo", "dataset": "d", "pretrain": "m", "output_key": "o", "pretrain_mode": True, "format_prompt": "f"},
     )
+    with pytest.raises(UsageError, match=r"^--output_key, --pretrain_mode, --format_prompt: rlhf dpo has no such"):
+        settings_of("dpo", given.data, given.template)
+    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, unpaired or preference, or "):
+        settings_of("kto", ShownDataConfig(dataset="d", data_format="text"), DEFAULT_TEMPLATE)
+    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, explicit_prompt or shared_prompt, or "):
+        settings_of("dpo", ShownDataConfig(dataset="d", data_format="text"), DEFAULT_TEMPLATE)
+    assert settings_of(
+        "ppo", ShownDataConfig(dataset="d", dataset_split="test"), TemplateConfig(format_prompt="f")
+    ) == PromptConfig(prompt_data="d", prompt_split="test")
 
 
 @pytest.mark.parametrize("data_format", ["auto", "explicit_prompt", "shared_prompt"])

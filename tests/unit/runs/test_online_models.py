@@ -144,11 +144,11 @@ def test_ranks_that_share_sequences_share_the_hosted_teachers_too(tiny_model_dir
     ],
 )
 def test_fixed_responses_come_from_rows_of_their_own_or_from_the_rows_of_prompts(given, expected):
-    rendering = {"system_prompt": "Be brief.", "max_len": "99", "input_key": "q", "output_key": "a"}
+    rendering = {"max_len": "99", "input_key": "q", "output_key": "a"}
     config = rows_config(resolve("gkd", teacher_pretrain="t", prompt_data="p", **rendering, **given))
     names = ("dataset", "dataset_split", "dataset_probs", "data_format", "max_samples")
     assert tuple(getattr(config, name) for name in names) == expected
-    assert (config.system_prompt, config.max_len, config.input_key, config.output_key) == ("Be brief.", 99, "q", "a")
+    assert (config.max_len, config.input_key, config.output_key) == (99, "q", "a")
 
 
 def test_a_role_has_its_own_stage_or_that_of_all():
