@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -281,7 +281,11 @@ def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
             total_steps=100,
             param_dtype="bf16",
         )
-        cost = measure(partial(engine.train_step, packs, objective), scale)
+        last: dict[str, float] = {}
+        cost = measure(partial(_train_step, engine, packs, objective, last), scale)
+        # A training step resets PyTorch's peak and reports it, so `measure` sees none.
+        if cost is not None and "memory/gpu_gib_max" in last:
+            cost = replace(cost, peak_gib=last["memory/gpu_gib_max"])
         setting = f"ZeRO-{stage}{', recomputed layers' if checkpointing else ''}"
         figures: dict[str, Callable[[Cost], float]] = {"tokens_per_s": lambda c: sum(lengths) / c.seconds}
         figures["TFLOP_per_s"] = lambda c: flops / c.seconds / 1e12
@@ -290,8 +294,14 @@ def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
         yield _row("training", setting, cost, **figures)
         if stage == 2 and not checkpointing:
             yield from _sleep_and_wake(engine, scale)
+        # DeepSpeed's gradient hooks refer to the optimizer, so garbage collection alone never frees it.
+        engine._engine.destroy()
         del engine, model
         _forget(scale.device)
+
+
+def _train_step(engine: Any, packs: list[Pack], objective: Any, metrics: dict[str, float]) -> None:
+    metrics.update(engine.train_step(packs, objective))
 
 
 def _sleep_and_wake(engine: Any, scale: Scale) -> Iterator[Row]:

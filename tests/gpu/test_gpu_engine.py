@@ -34,8 +34,11 @@ SETTINGS = EngineSettings(
     max_model_len=160, enforce_eager=True, gpu_memory_utilization=0.3, enable_sleep=True, sync_backend="ipc"
 )
 WHOLE = replace(SAMPLING, top_p=1.0)  # bfloat16 rounding moves tokens across the top-p boundary
-BF16_NATS = 0.2
-"""Largest log-prob difference from bfloat16 rounding; other weights differ by more than 0.5."""
+BF16_NATS = 1.0
+"""Largest difference of log-probs that rounding to bfloat16 explains.
+
+Measured: 0.08 nats with the first weights, 0.35 with the changed ones, which are larger. Other weights give over 8.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def test_after_a_push_by_ipc_the_engine_agrees_with_the_new_weights_and_not_with
         after = engine.generate(REQUESTS, WHOLE)
         assert engine.weight_checksum() == [report.checksum]
         assert {one.weight_version for one in after} == {version}
-        assert difference(on_gpu(model_dir), after) > 0.5
+        assert difference(on_gpu(model_dir), after) > 4 * BF16_NATS
         assert difference(trainer_copy(model, model_dir), after) < BF16_NATS
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.neg_()
