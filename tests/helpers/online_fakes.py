@@ -113,10 +113,6 @@ class FakeEngines:
         self._left: list[tuple[int, Generation]] = []
         self.version = 0
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        self.begin(requests, sampling)
-        return [response for _, response in sorted((self._left.pop(0) for _ in requests), key=lambda one: one[0])]
-
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self.journal.append("engines.generate")
         self.requests.append(requests)
@@ -158,12 +154,6 @@ class FakeScorer:
     def __init__(self, journal: list[str], fails: Callable[[int], bool]) -> None:
         self.journal, self.fails = journal, fails
         self.asked: list[list[ScoreRequest]] = []
-
-    def score(self, requests: list[ScoreRequest]) -> list[Score]:
-        session = self.session()
-        session.add(requests)
-        found = session.finish()
-        return [found[number] for number in range(len(requests))]
 
     def session(self) -> "FakeSession":
         return FakeSession(self)

@@ -13,7 +13,7 @@ from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
-from rlhf_cli.data.rollouts import sampling_params, scattered_seed
+from rlhf_cli.data.rollouts import sampling_params
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
@@ -31,12 +31,11 @@ from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import ENVIRONMENT_FILE, environment_file_hash
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
+from rlhf_cli.trainers.online.interfaces import Engines, RewardModel
 from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
-from rlhf_cli.trainers.online.rollout import request_of
+from rlhf_cli.trainers.online.rollout import Sampler, sample_and_score, scored_by_all
 from rlhf_cli.trainers.online.sample_rows import sample_row
-from rlhf_cli.trainers.online.samples import Sample, scores_of
-from rlhf_cli.trainers.online.scoring import judged, scored_samples
+from rlhf_cli.trainers.online.samples import Sample, samples_of, scores_of
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
 STEP_SCORES = "step_scores"
@@ -65,13 +64,16 @@ class ModelUnderTest:
 
 @dataclass(frozen=True)
 class InferenceRun:
-    """Engines, decoder and scoring used to answer prompts."""
+    """Engines and scoring used to answer prompts."""
 
-    engines: Engines
-    decode: Callable[[Sequence[int]], str]
-    scorer: Scoring | None
-    reward_model: RewardModel | None
+    sampler: Sampler
+    reward_model: RewardModel | None = None
     steps: StepScorer | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there are rewards."""
+        return self.sampler.scorer is not None
 
 
 @dataclass(frozen=True)
@@ -247,12 +249,19 @@ def answer_by(
         return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
     with _engines(models, examinee) as engines:
-        reward_model = models.roles.get(REWARD)
-        answering = InferenceRun(engines, decode, scorer, reward_model)
+        sampling, reward_model = examinee.config.sampling, models.roles.get(REWARD)
+        sampler = Sampler(
+            engines,
+            scorer,
+            decode,
+            sampling_params(sampling, end_ids=examinee.data.end_ids),
+            sampling.n_samples_per_prompt,
+            sampling.seed,
+        )
+        answering = InferenceRun(sampler, reward_model)
         if examinee.process_model is not None and reward_model is not None:
             finder = step_finder(examinee.process_model, examinee.model.tokenizer)
-            steps = StepScorer(reward_model, finder)
-            answering = InferenceRun(engines, decode, scorer, None, steps)
+            answering = InferenceRun(sampler, steps=StepScorer(reward_model, finder))
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
 
 
@@ -272,8 +281,8 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
         first, end = chunks.bounds(number)
         samples, steps = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
         step = examinee.first_step + number
-        hooks.tracker.log(step, _metrics(samples, is_scored=answering.scorer is not None), timer.take())
-        hooks.tracker.samples(step, _rows(samples, steps, examinee, is_scored=answering.scorer is not None))
+        hooks.tracker.log(step, _metrics(samples, is_scored=answering.is_scored), timer.take())
+        hooks.tracker.samples(step, _rows(samples, steps, examinee, is_scored=answering.is_scored))
         if hooks.should_stop() and number + 1 < len(chunks):
             return False
     return True
@@ -286,30 +295,11 @@ def _answer(
 
     `first` is the index of the first prompt, which determines the seeds.
     """
-    config, sampling = examinee.config, examinee.config.sampling
-    asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
-    count = first * sampling.n_samples_per_prompt
-    requests = [
-        request_of(
-            prompt,
-            scattered_seed(sampling.seed, count + place),
-            environment_seed=scattered_seed(sampling.seed, first + place // sampling.n_samples_per_prompt),
-        )
-        for place, prompt in enumerate(asked)
-    ]
-    with timer("generate"):
-        generations = answering.engines.generate(requests, sampling_params(sampling, end_ids=examinee.data.end_ids))
+    work = sample_and_score(dict(enumerate(prompts, start=first)), answering.sampler, timer)
+    samples = samples_of(work.whole_groups())
     with timer("reward"):
-        samples = scored_samples(
-            asked,
-            generations,
-            answering.decode,
-            answering.scorer,
-            num_samples=sampling.n_samples_per_prompt,
-            first=first,
-        )
-        if answering.scorer is not None:
-            samples = judged(samples, answering.reward_model, config.reward)
+        if answering.is_scored:
+            samples = scored_by_all(samples, answering.reward_model, examinee.config.reward)
         steps = None if answering.steps is None else answering.steps.probabilities(samples)
     return samples, steps
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
+from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.groups import longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.metrics import rollout_metrics
-from rlhf_cli.trainers.online.rollout import AskedPrompt, Rollout, Round, Sampler
+from rlhf_cli.trainers.online.rollout import Rollout, Round, Sampler, sample_and_score
 from rlhf_cli.trainers.online.samples import Group, samples_of, scores_of
 from rlhf_cli.trainers.online.state import SourceState
 
@@ -105,7 +106,7 @@ class DynamicBatch:
 def sample_until_full(
     sampler: Sampler,
     batch: DynamicBatch,
-    ask: Callable[[int], AskedPrompt],
+    prompt_at: Callable[[int], Prompt],
     *,
     max_failures: float,
     timer: PhaseTimer,
@@ -113,29 +114,25 @@ def sample_until_full(
     """Sample useful groups until the batch is full, the round limit is reached, or no prompts remain.
 
     Args:
-        ask: returns the prompt at a position in the run's order.
+        prompt_at: returns the prompt at a position in the run's order.
 
     Raises:
         RunError: more than `max_failures` of the rewards have failed, regardless of later rounds.
     """
+
+    def enough(work: Round) -> int | None:
+        groups = (work.group(slot) for slot in range(len(places)))
+        return longest_needed(groups, batch.missing, batch.config)
+
     with timer("generate"):
         sampler.engines.wake_cache()
     while places := batch.next_round():
-        with Round(sampler, [ask(place) for place in places]) as one:
-            with timer("generate"):
-                one.generate(enough=_until_full(len(places), batch))
-            with timer("reward"):
-                one.finish(is_all=False)
-            batch.add(places, one.groups())
+        work = sample_and_score({place: prompt_at(place) for place in places}, sampler, timer, enough=enough)
+        batch.add(places, work.groups())
         batch.stop_if_too_many_failed(max_failures, num_samples=sampler.num_samples)
     with timer("generate"):
         sampler.engines.sleep()
     return batch.rollout()
-
-
-def _until_full(num_slots: int, batch: DynamicBatch) -> Callable[[Round], int | None]:
-    """Return a function that computes the response length in tokens above which responses are not needed."""
-    return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), batch.missing, batch.config)
 
 
 def _filter_metrics(judged: Sequence[Group], config: DynamicSamplingConfig) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import SamplingParams, scattered_seed
+from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers
 from rlhf_cli.tracking.phases import PhaseTimer
@@ -20,9 +20,9 @@ from rlhf_cli.trainers.offline.loop import is_due
 from rlhf_cli.trainers.online.interfaces import Roles, Sampled
 from rlhf_cli.trainers.online.loop import return_weights
 from rlhf_cli.trainers.online.metrics import MAX_SOURCES
-from rlhf_cli.trainers.online.rollout import request_of
+from rlhf_cli.trainers.online.rollout import Sampler, sample_and_score, scored_by_all
 from rlhf_cli.trainers.online.sample_rows import sample_row
-from rlhf_cli.trainers.online.scoring import judged, scored_samples
+from rlhf_cli.trainers.online.samples import samples_of
 
 EVALUATION = 0x6576616C  # "eval": separates evaluation seeds from training seeds
 
@@ -148,28 +148,19 @@ class Evaluator:
 
     def _answers(self) -> tuple[list[Answer], list[dict[str, object]]]:
         """Answer all prompts. Returns scored answers, grouped by prompt, and sample rows."""
-        task, engines = self.task, self._roles.engines
+        task, roles = self.task, self._roles
         num_samples = task.config.eval_n_samples_per_prompt
-        asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
-        # Use the same requests each time, so that differences are due to the model.
-        requests = [
-            request_of(
-                prompt,
-                evaluation_seed(task.seed, number),
-                environment_seed=evaluation_seed(task.seed, number // num_samples),
-            )
-            for number, prompt in enumerate(asked)
-        ]
-        engines.wake_cache()
-        size = (task.prompts_at_once or len(task.prompts)) * num_samples
-        generations = [
-            generation
-            for first in range(0, len(requests), size)
-            for generation in engines.generate(requests[first : first + size], task.sampling)
-        ]
-        engines.sleep()
-        samples = scored_samples(asked, generations, task.decode, self._roles.scorer, num_samples=num_samples)
-        samples = judged(samples, self._roles.reward_model, task.reward)
+        # Use the same seeds each time, so that differences are due to the model.
+        seed = task.seed ^ EVALUATION
+        sampler = Sampler(roles.engines, roles.scorer, task.decode, task.sampling, num_samples, seed)
+        work = sample_and_score(
+            dict(enumerate(task.prompts)),
+            sampler,
+            PhaseTimer(),
+            prompts_at_once=task.prompts_at_once,
+            wakes_engines=True,
+        )
+        samples = scored_by_all(samples_of(work.whole_groups()), roles.reward_model, task.reward)
         answers = [
             Answer(one.score, length=one.response.num_sampled, truncated=one.response.finish_reason == "length")
             for one in samples
@@ -214,11 +205,6 @@ def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
             break
         kept.append(row)
     return kept
-
-
-def evaluation_seed(seed: int, number: int) -> int:
-    """Return the seed of an evaluation request, separate from training seeds."""
-    return scattered_seed(seed ^ EVALUATION, number)
 
 
 def short_names(sources: Sequence[str]) -> list[str]:

@@ -123,8 +123,6 @@ class SamplingEngines(Protocol):
 class Engines(SamplingEngines, Protocol):
     """All rollout engines."""
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
-
     def receive_weights(self, version: int) -> dict[str, float]:
         """Load the actor's current weights. Returns transfer metrics."""
 
@@ -158,9 +156,8 @@ class ScoringSession(Protocol):
 class Scoring(Protocol):
     """Scores responses."""
 
-    def session(self) -> AbstractContextManager[ScoringSession]: ...
-
-    def score(self, requests: list[ScoreRequest]) -> list[Score]: ...
+    def session(self) -> AbstractContextManager[ScoringSession]:
+        """Open a scoring session. Only one may be open at a time."""
 
 
 class RunTracker(Protocol):

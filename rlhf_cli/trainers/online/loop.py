@@ -37,10 +37,9 @@ from rlhf_cli.trainers.online.metrics import (
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
-from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.rollout import Rollout, add_model_scores
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
 from rlhf_cli.trainers.online.samples import Responses, samples_of, scores_of
-from rlhf_cli.trainers.online.scoring import add_model_scores
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.step_scoring import step_metrics
 from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.sampling import StepBatches
@@ -11,7 +12,6 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.rollout import (
-    AskedPrompt,
     Rollout,
     Sampler,
     mean_lengths,
@@ -78,7 +78,7 @@ class RolloutSource:
             RunError: no prompt in the run gave a group, or too many rewards failed.
         """
         if self.settings.dynamic is None:
-            rollout = sample_once(self._sampler, self._asked_once(state), timer)
+            rollout = sample_once(self._sampler(state), self._prompts_of_next(state), timer)
             self._check_scores(rollout, state)
             return rollout, self._after(state, rollout)
         batch = DynamicBatch(
@@ -88,9 +88,9 @@ class RolloutSource:
             num_places=self._num_places,
         )
         rollout = sample_until_full(
-            self._sampler,
+            self._sampler(state),
             batch,
-            lambda place: self._asked(place, prompt_at(place, self.prompts, self.settings), state),
+            partial(prompt_at, prompts=self.prompts, settings=self.settings),
             max_failures=self.settings.reward.reward_max_failures,
             timer=timer,
         )
@@ -120,29 +120,24 @@ class RolloutSource:
     def _num_places(self) -> int:
         return len(self.prompts) * self.settings.rollout.num_episodes
 
-    @property
-    def _sampler(self) -> Sampler:
+    def _sampler(self, state: SourceState) -> Sampler:
         return Sampler(
             self.engines,
             self.scorer,
             self.decode,
             self.settings.sampling,
             num_samples=self.settings.rollout.n_samples_per_prompt,
-            greedy=self.settings.estimator.greedy,
             seed=self.settings.batch.seed,
+            greedy=self.settings.estimator.greedy,
+            expected_tokens=partial(_expected_tokens, state),
             check_wanted=self.check_wanted,
         )
 
-    def _asked_once(self, state: SourceState) -> list[AskedPrompt]:
+    def _prompts_of_next(self, state: SourceState) -> dict[int, Prompt]:
         size = self.settings.rollout.rollout_batch_size
         chosen = _batches(len(self.prompts), self.settings, batch_size=size)[state.iteration]
         first = (state.iteration + 1) * size
-        return [self._asked(first + number, self.prompts[int(index)], state) for number, index in enumerate(chosen)]
-
-    def _asked(self, place: int, prompt: Prompt, state: SourceState) -> AskedPrompt:
-        known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
-        own = state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))
-        return AskedPrompt(place, prompt, own)
+        return {first + number: self.prompts[int(index)] for number, index in enumerate(chosen)}
 
     def _report_shortage(self, rollout: Rollout, left: SourceState) -> None:
         """Report an incomplete batch; `left` is the state after its rounds."""
@@ -166,3 +161,9 @@ class RolloutSource:
                 ", so it is skipped: choose prompts that the model solves sometimes, or raise n_samples_per_prompt"
             )
         self.tell(f"Iteration {iteration}: {asked} gave {len(rollout.groups)} of {size} groups ({shares}); {reason}")
+
+
+def _expected_tokens(state: SourceState, prompt: Prompt) -> int:
+    """Estimate a response length: the prompt's mean so far, else that of its source."""
+    known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
+    return state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))

@@ -1,135 +1,127 @@
-"""Rollouts: sends prompts to the engines, and each finished response to the scorer."""
+"""Rollouts: sends prompts to the engines, and each finished response to the rewards."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
-from rlhf_cli.rewards.records import Score
+from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
-from rlhf_cli.trainers.online.samples import Group, Sample
-from rlhf_cli.trainers.online.scoring import score_request, text_of_response
+from rlhf_cli.trainers.online.interfaces import RewardModel, SamplingEngines, Scoring, ScoringSession, awake
+from rlhf_cli.trainers.online.samples import Group, Sample, scores_of
+
+ZERO = Score(0.0, "scored")
+"""Score of a response without rewards."""
 
 _LOOK_SECONDS = 0.1  # polling interval for scores that may complete the batch, and for cancellation
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt with its position in the run's order; `expected_tokens` estimates its response length."""
-
-    place: int
-    prompt: Prompt
-    expected_tokens: int
-
-
-@dataclass(frozen=True)
 class Sampler:
-    """Converts prompts to scored groups. `greedy` adds a greedy response per prompt.
+    """Engines, rewards and settings that convert prompts to scored samples.
 
-    `check_wanted` raises to stop sampling when responses are no longer needed.
+    - `scorer`: None without rewards; all scores are 0 then.
+    - `seed`: requests and environments use seeds derived from it by group and sample.
+    - `greedy`: adds a greedy response per prompt.
+    - `expected_tokens`: estimates the response length for a prompt, to balance the load of engines.
+    - `check_wanted`: raises to stop sampling when responses are no longer needed.
     """
 
     engines: SamplingEngines
-    scorer: Scoring
+    scorer: Scoring | None
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams
     num_samples: int
-    greedy: bool
     seed: int
+    greedy: bool = False
+    expected_tokens: Callable[[Prompt], int] = lambda prompt: 0
     check_wanted: Callable[[], None] = lambda: None
 
 
 class Round:
-    """A batch of prompts processed by engines and scorer. Use as a context manager."""
+    """Prompts being sampled and scored. Requests are numbered by prompt, then sample; greedy ones follow."""
 
-    def __init__(self, sampler: Sampler, asked: Sequence[AskedPrompt]) -> None:
+    def __init__(self, prompts: Mapping[int, Prompt], sampler: Sampler, session: ScoringSession | None) -> None:
+        self._prompts = list(prompts.items())
         self._sampler = sampler
-        self._asked = asked
-        self._requests = [
-            request_of(
-                one.prompt,
-                request_seed(sampler.seed, one.place, sample, num_samples=sampler.num_samples),
-                one.expected_tokens,
-                scattered_seed(sampler.seed, one.place),
-            )
-            for one in asked
-            for sample in range(sampler.num_samples)
-        ]
+        self._session = session
         self._responses: dict[int, tuple[Generation, str]] = {}
         self._scores: dict[int, Score] = {}
         self._added: list[int] = []  # request numbers, in scoring order
 
-    def __enter__(self) -> Self:
-        self._context = self._sampler.scorer.session()
-        self._session = self._context.__enter__()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._context.__exit__(*failure)  # type: ignore[arg-type]
-
-    def generate(self, *, enough: Callable[["Round"], int | None] | None = None) -> None:
+    def generate(self, *, prompts_at_once: int | None, enough: Callable[["Round"], int | None] | None) -> None:
         """Generate responses, and pass finished ones to the scorer.
 
         As soon as `enough` returns a number of tokens, longer responses are dropped.
         """
-        sampler, is_cut = self._sampler, enough is None
-        sampler.engines.begin(self._requests, sampler.sampling)
-        while sampler.engines.is_generating:
-            sampler.check_wanted()
-            self._take(sampler.engines.collect(_LOOK_SECONDS))
-            if not is_cut and enough is not None and self._has_new_scores():
-                longest = enough(self)
-                if longest is not None and sampler.engines.is_generating:
-                    sampler.engines.cut(longest)
-                    is_cut = True
+        sampler, num_samples = self._sampler, self._sampler.num_samples
+        requests = [
+            self._request(group, prompt, scattered_seed(sampler.seed, group * num_samples + index))
+            for group, prompt in self._prompts
+            for index in range(num_samples)
+        ]
+        size = (prompts_at_once or len(self._prompts)) * num_samples
+        for first in range(0, len(requests), size):
+            self._collect(first, requests[first : first + size], sampler.sampling, enough)
         if sampler.greedy:
-            likeliest = [
-                request_of(one.prompt, 0, one.expected_tokens, scattered_seed(sampler.seed, one.place))
-                for one in self._asked
-            ]
-            sampler.engines.begin(likeliest, replace(sampler.sampling, greedy=True))
-            while sampler.engines.is_generating:
-                sampler.check_wanted()
-                found = sampler.engines.collect(_LOOK_SECONDS)
-                self._take([(len(self._requests) + number, generation) for number, generation in found])
+            likeliest = [self._request(group, prompt, 0) for group, prompt in self._prompts]
+            self._collect(len(requests), likeliest, replace(sampler.sampling, greedy=True), None)
 
     def finish(self, *, is_all: bool) -> None:
         """Wait for remaining scores. Raises RunError if they complete an iteration and too many failed."""
-        found = self._session.finish(is_all=is_all)
-        self._scores |= {self._added[number]: score for number, score in found.items()}
-
-    @property
-    def _num_samples(self) -> int:
-        return self._sampler.num_samples
+        if self._session is None:
+            self._scores = dict.fromkeys(self._added, ZERO)
+        else:
+            found = self._session.finish(is_all=is_all)
+            self._scores |= {self._added[number]: score for number, score in found.items()}
 
     def group(self, slot: int) -> Group | None:
         """Return the samples of prompt `slot`; None while a response or score is missing."""
-        first = slot * self._num_samples
-        return self._group(slot, range(first, first + self._num_samples))
+        first = slot * self._sampler.num_samples
+        return self._group(slot, range(first, first + self._sampler.num_samples))
 
     def groups(self) -> list[Group | None]:
-        """Return the responses to all prompts."""
-        return [self.group(slot) for slot in range(len(self._asked))]
+        """Return the samples of each prompt."""
+        return [self.group(slot) for slot in range(len(self._prompts))]
 
     def greedy_groups(self) -> list[Group]:
         """Return the greedy response per prompt, if enabled."""
-        first = len(self._requests)
-        numbers = range(len(self._asked)) if self._sampler.greedy else range(0)
-        found = (self._group(slot, range(first + slot, first + slot + 1)) for slot in numbers)
+        numbers = range(len(self._prompts)) if self._sampler.greedy else range(0)
+        found = (self._group(slot, range(self._num_sampled + slot, self._num_sampled + slot + 1)) for slot in numbers)
         return [group for group in found if group is not None]
 
-    def _group(self, slot: int, numbers: range) -> Group | None:
-        if not all(number in self._scores for number in numbers):
-            return None
-        asked = self._asked[slot]
-        return [
-            Sample(asked.prompt, asked.place, self._index(number), *self._responses[number], self._scores[number])
-            for number in numbers
-        ]
+    def whole_groups(self) -> list[Group]:
+        """Return the samples of each prompt without missing responses or scores."""
+        return [group for group in self.groups() if group is not None]
+
+    def _request(self, group: int, prompt: Prompt, seed: int) -> GenerationRequest:
+        sampler = self._sampler
+        return request_of(prompt, seed, sampler.expected_tokens(prompt), scattered_seed(sampler.seed, group))
+
+    def _collect(
+        self,
+        first: int,
+        requests: list[GenerationRequest],
+        sampling: SamplingParams,
+        enough: Callable[["Round"], int | None] | None,
+    ) -> None:
+        """Generate a batch whose first request has number `first`."""
+        engines, is_cut = self._sampler.engines, enough is None
+        engines.begin(requests, sampling)
+        while engines.is_generating:
+            self._sampler.check_wanted()
+            self._take([(first + number, response) for number, response in engines.collect(_LOOK_SECONDS)])
+            if not is_cut and enough is not None and self._has_new_scores():
+                longest = enough(self)
+                if longest is not None and engines.is_generating:
+                    engines.cut(longest)
+                    is_cut = True
 
     def _take(self, arrived: list[tuple[int, Generation]]) -> None:
         score_requests = []
@@ -137,24 +129,72 @@ class Round:
             text = text_of_response(response, self._sampler.decode)
             self._responses[number] = response, text
             self._added.append(number)
-            asked, index = self._asked[self._slot(number)], self._index(number)
+            (place, prompt), index = self._prompts[self._slot(number)], self._index(number)
             # A greedy response is a group of its own: group rewards compare samples.
-            group, size = (f"{asked.place} greedy", 1) if index is None else (str(asked.place), self._num_samples)
-            score_requests.append(score_request(asked.prompt, response, text, group=group, index=index or 0, size=size))
-        self._session.add(score_requests)
+            group, size = (f"{place} greedy", 1) if index is None else (str(place), self._sampler.num_samples)
+            score_requests.append(score_request(prompt, response, text, group=group, index=index or 0, size=size))
+        if self._session is not None:
+            self._session.add(score_requests)
+
+    def _group(self, slot: int, numbers: range) -> Group | None:
+        if not all(number in self._scores for number in numbers):
+            return None
+        place, prompt = self._prompts[slot]
+        return [
+            Sample(prompt, place, self._index(number), *self._responses[number], self._scores[number])
+            for number in numbers
+        ]
+
+    @property
+    def _num_sampled(self) -> int:
+        return len(self._prompts) * self._sampler.num_samples
 
     def _slot(self, number: int) -> int:
-        sampled = len(self._requests)
-        return number - sampled if number >= sampled else number // self._num_samples
+        sampled = self._num_sampled
+        return number - sampled if number >= sampled else number // self._sampler.num_samples
 
     def _index(self, number: int) -> int | None:
         """Return the index of a sample in its group, None for a greedy response."""
-        return number % self._num_samples if number < len(self._requests) else None
+        return number % self._sampler.num_samples if number < self._num_sampled else None
 
     def _has_new_scores(self) -> bool:
-        ready = self._session.ready()
+        ready = [] if self._session is None else self._session.ready()
         self._scores |= {self._added[number]: score for number, score in ready}
         return bool(ready)
+
+
+def sample_and_score(
+    prompts: Mapping[int, Prompt],
+    sampler: Sampler,
+    timer: PhaseTimer,
+    *,
+    prompts_at_once: int | None = None,
+    enough: Callable[[Round], int | None] | None = None,
+    wakes_engines: bool = False,
+) -> Round:
+    """Sample responses to prompts, and score each as soon as it is complete.
+
+    Args:
+        prompts: by group number, which is the prompt's position in the run's order.
+        prompts_at_once: prompts per engine batch, None for all.
+        enough: returns the number of tokens above which responses are dropped, as soon as the batch is known to be
+            full. Scores may be missing then.
+        wakes_engines: whether to wake the engines first, and let them sleep while remaining scores are computed.
+
+    Raises:
+        RunError: too many rewards failed, unless `enough` is given: later rounds count too.
+    """
+    with nullcontext() if sampler.scorer is None else sampler.scorer.session() as session:
+        work = Round(prompts, sampler, session)
+        with timer("generate"):
+            if wakes_engines:
+                sampler.engines.wake_cache()
+            work.generate(prompts_at_once=prompts_at_once, enough=enough)
+            if wakes_engines:
+                sampler.engines.sleep()
+        with timer("reward"):
+            work.finish(is_all=enough is None)
+    return work
 
 
 @dataclass(frozen=True)
@@ -173,17 +213,10 @@ class Rollout:
     metrics: dict[str, float]
 
 
-def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTimer) -> Rollout:
+def sample_once(sampler: Sampler, prompts: Mapping[int, Prompt], timer: PhaseTimer) -> Rollout:
     """Return each prompt's group, regardless of scores."""
-    with Round(sampler, asked) as one:
-        with timer("generate"):
-            sampler.engines.wake_cache()
-            one.generate()
-            sampler.engines.sleep()
-        with timer("reward"):
-            one.finish(is_all=True)
-        groups = [group for group in one.groups() if group is not None]
-        return Rollout(groups, one.greedy_groups(), [], 0, {})
+    work = sample_and_score(prompts, sampler, timer, wakes_engines=True)
+    return Rollout(work.whole_groups(), work.greedy_groups(), [], 0, {})
 
 
 def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_seed: int = 0) -> GenerationRequest:
@@ -198,9 +231,63 @@ def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_
     )
 
 
-def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:
-    """Return a request's seed, determined by the prompt's position in the run and the sample number."""
-    return scattered_seed(seed, place * num_samples + sample)
+def text_of_response(response: Generation, decode: Callable[[Sequence[int]], str]) -> str:
+    """Return the text of a response without special tokens.
+
+    An episode's text is that of its last turn without calls, so that a verifier never finds an answer in tool output or
+    call arguments; "" for an episode that failed before its first turn.
+    """
+    if response.episode is None:
+        return decode(response.token_ids)
+    return str(response.episode.messages[-1]["content"]) if response.episode.messages else ""
+
+
+def score_request(
+    prompt: Prompt, response: Generation, text: str, *, group: str, index: int, size: int
+) -> ScoreRequest:
+    """Build the score request for sample `index` of a group with `size` samples."""
+    episode = response.episode
+    return ScoreRequest(
+        query=prompt.text + text,
+        prompt=prompt.text,
+        response=text,
+        label=prompt.label,
+        num_tokens=response.num_sampled,
+        truncated=response.finish_reason == "length",
+        group=group,
+        sample=index,
+        group_size=size,
+        source=prompt.data_source,
+        row=prompt.row,
+        token_ids=response.token_ids,
+        pictures=tuple(placed.picture for placed in prompt.pictures),
+        episode_reward=sum(episode.turn_rewards) if episode and episode.turn_rewards else None,
+        episode_failure=episode.failure if episode else None,
+        messages=episode.messages if episode else (),
+        lacks_reward=episode is not None and episode.lacks_reward,
+    )
+
+
+def scored_by_all(samples: Group, model: RewardModel | None, reward: RewardConfig) -> Group:
+    """Add reward model scores if there is a model.
+
+    Raises:
+        RunError: too many rewards failed.
+    """
+    stop_if_too_many_failed(scores_of(samples), reward.reward_max_failures)
+    if model is None:
+        return samples
+    scored = add_model_scores(model, reward, samples)
+    stop_if_too_many_failed(scores_of(scored), reward.reward_max_failures)
+    return scored
+
+
+def add_model_scores(model: RewardModel, reward: RewardConfig, samples: Sequence[Sample]) -> list[Sample]:
+    """Add reward model scores, which cover the full response even if it is truncated."""
+    with awake(model):
+        values = model.scores([sample.sequence for sample in samples])
+    scores = with_model_scores(scores_of(samples), values, weight=reward.reward_model_weight)
+    return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
 
 
 def mean_lengths(groups: Sequence[Group]) -> dict[str, float]:

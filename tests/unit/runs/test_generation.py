@@ -1,6 +1,7 @@
 """`rlhf generate` without processes: its folder, continuation, seeds, rows and scores."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompt_report import PromptReport
 from rlhf_cli.data.prompts import Prompt, PromptData
 from rlhf_cli.data.reading.sources import Row, Source
-from rlhf_cli.data.rollouts import Generation, SamplingParams, sampling_params
+from rlhf_cli.data.rollouts import Generation, SamplingParams, sampling_params, scattered_seed
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.options import build_config
@@ -39,6 +40,7 @@ from rlhf_cli.runs.inference.run import (
     examinee,
     settings_identity,
 )
+from rlhf_cli.trainers.online.rollout import Sampler
 from rlhf_cli.trainers.online.step_scoring import StepFinder, StepScorer, step_metrics
 
 IDENTITY = {"seed": 42, "temperature": 1.0}
@@ -146,10 +148,18 @@ class FakeEngines:
         self.batches = []
         self.end_ids = set()
 
-    def generate(self, requests, sampling):
+    def begin(self, requests, sampling):
         self.batches.append(len(requests))
         self.end_ids.add(sampling.end_ids)
-        return [Generation([*r.prompt_ids, r.seed], [0.0, 0.0], "stop", 0) for r in requests]
+        self.left = [(n, Generation([*r.prompt_ids, r.seed], [0.0, 0.0], "stop", 0)) for n, r in enumerate(requests)]
+
+    @property
+    def is_generating(self):
+        return bool(self.left)
+
+    def collect(self, timeout):
+        found, self.left = self.left, []
+        return found
 
 
 class FakeTracker:
@@ -167,9 +177,21 @@ class FakeTracker:
         self.rows += [json.loads(json.dumps({"step": step, **row})) for row in rows]
 
 
+class FakeSession:
+    def __init__(self):
+        self.requests = []
+
+    def add(self, requests):
+        self.requests += requests
+
+    def finish(self, *, is_all):
+        scores = (Score(float(request.label), "scored", "seen", {"reward_func": 1.0}) for request in self.requests)
+        return dict(enumerate(scores))
+
+
 class FakeScorer:
-    def score(self, requests):
-        return [Score(float(request.label), "scored", "seen", {"reward_func": 1.0}) for request in requests]
+    def session(self):
+        return nullcontext(FakeSession())
 
 
 class FakeRewardModel:
@@ -188,7 +210,9 @@ class FakeRewardModel:
 def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_model=None, engines=None, **settings):
     chosen = config(rollout_batch_size=size, n_samples_per_prompt=2, **settings)
     made: Any = engines or FakeEngines()
-    answering = InferenceRun(made, lambda ids: f"said {ids[0]}", scorer, reward_model)
+    sampling = sampling_params(chosen.sampling, end_ids=DATA.end_ids)
+    sampler = Sampler(made, scorer, lambda ids: f"said {ids[0]}", sampling, 2, chosen.sampling.seed)
+    answering = InferenceRun(sampler, reward_model)
     asked = ModelUnderTest(
         chosen,
         "transformers",
@@ -270,11 +294,11 @@ def test_memory_is_bounded_by_the_chunk_and_metrics_come_before_rows():
 
 def seeds(size, begin=0):
     class Recording(FakeEngines):
-        def generate(self, requests, sampling):
-            found.extend(request.seed for request in requests)
-            return super().generate(requests, sampling)
+        def begin(self, requests, sampling):
+            found.extend((request.seed, request.environment_seed) for request in requests)
+            super().begin(requests, sampling)
 
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     answer(FakeTracker(), size=size, begin=begin, engines=Recording())
     return found
 
@@ -282,6 +306,7 @@ def seeds(size, begin=0):
 def test_seeds_are_counted_by_position_and_differ():
     whole = seeds(3)
     assert len(set(whole)) == 14
+    assert whole == [(scattered_seed(42, place), scattered_seed(42, place // 2)) for place in range(14)]
     assert seeds(7) == whole
     assert seeds(3, begin=2) == whole[12:]
 

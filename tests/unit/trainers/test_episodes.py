@@ -16,7 +16,7 @@ from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_bridge import MALFORMED
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.metrics import length_metrics
-from rlhf_cli.trainers.online.scoring import score_request
+from rlhf_cli.trainers.online.rollout import score_request
 
 SAMPLING = SamplingParams(5)
 

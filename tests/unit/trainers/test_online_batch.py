@@ -32,9 +32,9 @@ from rlhf_cli.trainers.online.metrics import (
     source_metrics,
     zero_std_metrics,
 )
+from rlhf_cli.trainers.online.rollout import score_request, text_of_response
 from rlhf_cli.trainers.online.sample_rows import sample_row
 from rlhf_cli.trainers.online.samples import Responses, Sample
-from rlhf_cli.trainers.online.scoring import score_request, text_of_response
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
 

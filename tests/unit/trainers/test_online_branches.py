@@ -21,9 +21,9 @@ from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples, split_last_values, with_last_states
 from rlhf_cli.trainers.online.groups import longest
 from rlhf_cli.trainers.online.metrics import episode_metrics
+from rlhf_cli.trainers.online.rollout import score_request
 from rlhf_cli.trainers.online.sample_rows import episode_columns
 from rlhf_cli.trainers.online.samples import Responses
-from rlhf_cli.trainers.online.scoring import score_request
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import UpdatePlan
 

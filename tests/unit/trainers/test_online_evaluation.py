@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import SamplingParams
+from rlhf_cli.data.rollouts import SamplingParams, scattered_seed
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.runs.online.evaluation import forget_later_best
 from rlhf_cli.runs.run_directory import run_directory
 from rlhf_cli.trainers.online.evaluation import (
+    EVALUATION,
     MAX_KEPT_CHARACTERS,
     MAX_KEPT_ROWS,
     Best,
@@ -187,17 +189,29 @@ def test_no_request_of_an_evaluation_has_the_seed_of_one_of_training():
     assert not held_out & training
 
 
+def test_seeds_are_those_of_group_and_sample_in_training_as_in_evaluation():
+    run = Evaluated(eval_n_samples_per_prompt=4, eval_temperature=1.0)
+    run()
+    evaluated, trained = run.engines.requests[:2]
+    first, num_samples = run.settings.rollout.rollout_batch_size, run.settings.rollout.n_samples_per_prompt
+    for requests, seed, begin, size in ((evaluated, 42 ^ EVALUATION, 0, 4), (trained, 42, first, num_samples)):
+        for place, request in enumerate(requests):
+            assert request.seed == scattered_seed(seed, begin * size + place)
+            assert request.environment_seed == scattered_seed(seed, begin + place // size)
+
+
 def verdicts(run: Evaluated, shares: list[list[bool]]) -> None:
     """Makes the scorer judge: in the n-th evaluation, responses are right by the n-th list."""
-    left = iter(shares)
-    plain = run.scorer.score
+    left = chain.from_iterable(shares)
+    plain = run.scorer.judge
 
-    def score(requests):
-        if not requests[0].prompt.startswith(("held out", "other")):
-            return plain(requests)
-        return [Score(float(right), "correct" if right else "wrong", answer=str(right)) for right in next(left)]
+    def judge(request):
+        if not request.prompt.startswith(("held out", "other")):
+            return plain(request)
+        right = next(left)
+        return Score(float(right), "correct" if right else "wrong", answer=str(right))
 
-    run.scorer.score = score  # type: ignore[method-assign]
+    run.scorer.judge = judge  # type: ignore[method-assign]
 
 
 def test_data_sets_count_together_and_apart():

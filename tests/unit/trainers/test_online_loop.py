@@ -25,10 +25,9 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
-from rlhf_cli.data.rollouts import SamplingParams
+from rlhf_cli.data.rollouts import SamplingParams, scattered_seed
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.rollout import request_seed
 from rlhf_cli.trainers.online.state import LoopState, SourceState
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
@@ -533,7 +532,7 @@ def test_a_run_of_one_episode_keeps_no_lengths_of_prompts():
 
 
 def test_no_two_requests_of_a_run_share_a_seed():
-    seeds = {request_seed(42, place, sample, num_samples=8) for place in range(200 * 128) for sample in range(8)}
+    seeds = {scattered_seed(42, place * 8 + sample) for place in range(200 * 128) for sample in range(8)}
     assert len(seeds) == 200 * 1024
     assert min(seeds) >= 0
     assert max(seeds) < 2**31
