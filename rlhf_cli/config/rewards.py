@@ -51,7 +51,7 @@ class RewardRow:
     - answer: `(response, label) -> float`, in a worker process
     - length: `(request, correct) -> float`, `correct` is the first verifier's verdict, None without a verifier
     - group: `(requests, corrects) -> list of floats` for all responses to a prompt
-    - episode: `(request) -> Part`, in the driver
+    - episode: `(request) -> Score`, in the driver
     """
 
     function: str | Callable[..., object]

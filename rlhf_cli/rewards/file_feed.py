@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rlhf_cli.rewards.parts import Part, file_parts
+from rlhf_cli.rewards.parts import file_parts
 from rlhf_cli.rewards.png import png_in_base64
-from rlhf_cli.rewards.records import ScoreRequest
+from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, WorkerPool
 from rlhf_cli.rewards.workers.user_forms import UserBatch
 
@@ -26,7 +26,7 @@ class _Call:
     numbers: Sequence[int]
     batch: UserBatch
     tries: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Score] = field(default_factory=list)
 
 
 Decode = Callable[[Sequence[int]], str]
@@ -87,7 +87,7 @@ class FileFeed:
         self._calls: list[_Call] = []
         self._num_open = 0
         # Results that `ready` has not returned yet.
-        self._results: list[tuple[int, Part]] = []
+        self._results: list[tuple[int, Score]] = []
         self.failures: list[Failure] = []
 
     def __enter__(self) -> Self:
@@ -103,7 +103,7 @@ class FileFeed:
         self._num_open += 1
         self._send(_Call(numbers, batch_of(requests, self._decode, needs=self._pool.about["needs"])))
 
-    def ready(self) -> list[tuple[int, Part]]:
+    def ready(self) -> list[tuple[int, Score]]:
         """Return new results as (response number, result) pairs. Never blocks."""
         self._advance()
         results, self._results = self._results, []

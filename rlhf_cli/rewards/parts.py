@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import RunError
-from rlhf_cli.rewards.records import FailureKind, Score, ScoreRequest, Status
+from rlhf_cli.rewards.records import Score, ScoreRequest, Status
 from rlhf_cli.rewards.workers.pool import ItemOutcome
 
 # Component names for the reward file and reward servers.
@@ -31,46 +31,30 @@ _SUM_EPS = 1e-14
 _TRACE_LINES = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One reward's result for one response. If it failed, `value` is None and `failure` is set.
-
-    `filter` and `metrics` are defined in `Score`.
-    """
-
-    value: float | None
-    status: Status
-    detail: str
-    answer: str | None = None
-    failure: FailureKind | None = None
-    filter: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
+def worker_part(call: RewardCall, outcome: ItemOutcome) -> Score:
     """Convert a worker outcome."""
     if outcome.failure is not None:
-        return Part(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
+        return Score(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
     if call.row.kind in ("text", "answer"):
-        return Part(outcome.value, "scored", "")
+        return Score(outcome.value, "scored", "")
     status, detail, answer, value = outcome.value
     if status == "failed":
-        return Part(None, status, f"{call.name}: {detail}", failure="unjudged")
-    return Part(VERDICT_VALUES[status] if value is None else value, status, detail, answer)
+        return Score(None, status, f"{call.name}: {detail}", failure="unjudged")
+    return Score(VERDICT_VALUES[status] if value is None else value, status, detail, answer=answer)
 
 
-def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
+def judged_part(call: RewardCall, value: float, verdict: Score | None) -> Score:
     """Wrap a length or group reward. It fails if the reward needs a verdict and the verifier failed."""
     if call.row.needs_verdict and verdict is not None and verdict.value is None:
-        return Part(None, "failed", verdict.detail, failure=verdict.failure)
-    return Part(value, "scored", "")
+        return Score(None, "failed", verdict.detail, failure=verdict.failure)
+    return Score(value, "scored", "")
 
 
-def episode_part(request: ScoreRequest) -> Part:
+def episode_part(request: ScoreRequest) -> Score:
     """Return the environment reward. It fails if the episode has none."""
     if request.episode_reward is None:
-        return Part(None, "failed", NO_REWARD, failure="environment")
-    return Part(request.episode_reward, "scored", "")
+        return Score(None, "failed", NO_REWARD, failure="environment")
+    return Score(request.episode_reward, "scored", "")
 
 
 def unless_broken(score: Score, request: ScoreRequest) -> Score:
@@ -89,36 +73,36 @@ def unless_unrewarded(score: Score, request: ScoreRequest) -> Score:
     return replace(score, value=None, status="failed", detail=detail, parts={}, failure="environment")
 
 
-def is_correct(verdict: Part | None) -> bool | None:
+def is_correct(verdict: Score | None) -> bool | None:
     """Return whether the verifier accepted the answer; None without a verifier."""
     return None if verdict is None else verdict.status == "correct"
 
 
-def file_parts(outcome: ItemOutcome, num_responses: int) -> list[Part]:
+def file_parts(outcome: ItemOutcome, num_responses: int) -> list[Score]:
     """Convert the outcome from one reward function call, one result per response."""
     failure = outcome.failure
     if failure is not None:
         trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
         detail = f"{FILE_PART} {failure.reason}\n{trace}".strip()
-        return [Part(None, "failed", detail, failure=failure.kind)] * num_responses
+        return [Score(None, "failed", detail, failure=failure.kind)] * num_responses
     return [_file_part(result) for result in outcome.value]
 
 
-def _file_part(result: dict[str, Any]) -> Part:
+def _file_part(result: dict[str, Any]) -> Score:
     metrics = {f"{FILE_PART}/{name}": value for name, value in result["metrics"].items()}
     if result["value"] is None:
-        return Part(None, "failed", f"{FILE_PART} {result['problem']}", failure="bad_result", metrics=metrics)
-    return Part(result["value"], "scored", "", filter=result["filter"], metrics=metrics)
+        return Score(None, "failed", f"{FILE_PART} {result['problem']}", failure="bad_result", metrics=metrics)
+    return Score(result["value"], "scored", "", filter=result["filter"], metrics=metrics)
 
 
-def remote_part(outcome: ItemOutcome) -> Part:
+def remote_part(outcome: ItemOutcome) -> Score:
     """Convert a reward server outcome."""
     if outcome.failure is not None:
-        return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)
-    return Part(outcome.value, "scored", "")
+        return Score(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)
+    return Score(outcome.value, "scored", "")
 
 
-def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
+def join(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     """Sum weighted components into a score. The first verifier, if any, sets the verdict.
 
     Without components the value is 0: only a reward model scores, and `with_model_scores` adds that later.
@@ -139,7 +123,7 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
     return replace(found, filter=_filter(parts, weights), metrics=metrics)
 
 
-def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | None:
+def _filter(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float | None:
     """Return the sum for dynamic filtering, or None if no reward sets a filter value."""
     if all(part.filter is None for part in parts.values()):
         return None

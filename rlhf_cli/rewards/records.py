@@ -64,7 +64,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Unclipped score for one response.
+    """Unclipped score for one response, by one reward or by all.
 
     - `value`: weighted sum; None exactly if the status is "failed". A failed reward is never a score of 0.
     - `status`: "correct", "wrong" or "invalid" (no answer found) if a verifier ran, "scored" otherwise.
@@ -74,6 +74,9 @@ class Score:
     - `failure`: failure kind if the status is "failed".
     - `filter`: value for dynamic filtering; None uses `value`.
     - `metrics`: extra metrics reported by rewards, by name.
+
+    Example of a right answer in a wrong format:
+    `Score(1.0, "correct", "5", {"exact": 1.0, "format": 0.0}, answer="5")`.
     """
 
     value: float | None

@@ -15,7 +15,6 @@ from rlhf_cli.rewards.file_feed import Decode, FileFeed
 from rlhf_cli.rewards.parts import (
     FILE_PART,
     REMOTE_PART,
-    Part,
     is_correct,
     join,
     judged_part,
@@ -83,7 +82,7 @@ class ScoringSession:
         self._requests: list[ScoreRequest] = []
         self._groups: dict[str, _Group] = {}
         # Results so far: for each response, by reward name.
-        self._parts: list[dict[str, Part]] = []
+        self._parts: list[dict[str, Score]] = []
         self._scores: dict[int, Score] = {}
         self._num_failed = 0
         # Response numbers that `ready` has not returned yet.
@@ -204,7 +203,7 @@ class ScoringSession:
         for number, part in file.ready():
             self._take(number, FILE_PART, part)
 
-    def _verdict(self, number: int) -> Part | None:
+    def _verdict(self, number: int) -> Score | None:
         return None if self._verifier is None else self._parts[number][self._verifier]
 
     def _judge(self, number: int) -> None:
@@ -231,7 +230,7 @@ class ScoringSession:
             for number, value, verdict in zip(numbers, values, verdicts, strict=True):
                 self._take(number, call.name, judged_part(call, value, verdict))
 
-    def _take(self, number: int, name: str, part: Part) -> None:
+    def _take(self, number: int, name: str, part: Score) -> None:
         self._parts[number][name] = part
         self._conclude_if_complete(number)
 

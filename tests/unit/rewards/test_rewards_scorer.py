@@ -12,7 +12,7 @@ from rlhf_cli.backends.rollout.processes import process_tree
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.model_scores import with_model_scores
-from rlhf_cli.rewards.parts import Part, join, stop_if_too_many_failed
+from rlhf_cli.rewards.parts import join, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
 
@@ -223,7 +223,7 @@ def test_too_many_failures_stop_a_run_unless_scores_to_come_may_make_up_for_them
 
 @pytest.mark.parametrize(("first", "second"), [(1e308, 1e308), (-1e308, -1e308)])
 def test_finite_rewards_that_add_up_to_no_number_have_failed(first: float, second: float) -> None:
-    parts = {"a": Part(first, "scored", ""), "b": Part(second, "scored", "")}
+    parts = {"a": Score(first, "scored", ""), "b": Score(second, "scored", "")}
     total = math.copysign(math.inf, first)
     failed = Score(None, "failed", f"the rewards sum to {total}", {"a": first, "b": second}, failure="bad_result")
     assert join(parts, {"a": 1.0, "b": 1.0}) == failed

@@ -20,7 +20,7 @@ from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
-from rlhf_cli.rewards.parts import Part, join
+from rlhf_cli.rewards.parts import join
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
 from rlhf_cli.trainers.online.groups import usefulness
@@ -272,7 +272,7 @@ def test_groups_that_differ_by_rounding_are_alike_for_the_filter_the_metric_and_
     """0.1 + 0.2 and 0.3 differ by 6e-17, 0.1 + 0.2 - 0.3 and 0 likewise."""
     weights = {"a": 1.0, "b": 1.0, "c": 1.0}
     sums = [(0.1, 0.2, 0.0), (0.3, 0.0, 0.0), (0.1, 0.2, -0.3), (0.0, 0.0, 0.0)]
-    scores = [join({n: Part(v, "scored", "") for n, v in zip("abc", parts, strict=True)}, weights) for parts in sums]
+    scores = [join({n: Score(v, "scored", "") for n, v in zip("abc", parts, strict=True)}, weights) for parts in sums]
     responses = responses_of(
         [prompt(n // 2) for n in range(4)], [generation(n) for n in range(4)], scores, [0, 0, 1, 1]
     )
