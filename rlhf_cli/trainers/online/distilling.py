@@ -118,7 +118,7 @@ class Distilling:
         if own is None:  # skip the iteration's prompts
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
         self.tracker.samples(iteration, iteration_rows(own.sampled.samples, own.trainable, settings))
-        return replace(state, iteration=iteration, source=own.taken.source), metrics
+        return replace(state, iteration=iteration, source=own.state.source), metrics
 
     def is_used_up(self, state: LoopState) -> bool:
         """Return whether no prompts remain."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 from rlhf_cli.errors import ProcessDied
@@ -26,15 +26,6 @@ from rlhf_cli.trainers.online.state import LoopState, SourceState
 
 Sampling = tuple[Rollout | None, SourceState]
 """A batch, None if the last prompts gave none, and the source state after it."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """An iteration's batch, the finished batches after it, and the source state after the last one."""
-
-    rollout: Rollout
-    ahead: tuple[Rollout, ...]
-    source: SourceState
 
 
 class Lookahead:
@@ -81,14 +72,15 @@ class Lookahead:
         """Return whether no data remains. Known in advance only with dynamic sampling."""
         return not (state.ahead or self._flights) and self._source.is_used_up(state.source)
 
-    def take(self, state: LoopState, timer: PhaseTimer) -> Taken | None:
-        """Return the next batch, and start sampling the batches that may start; None if no prompt gave a group.
+    def take(self, state: LoopState, timer: PhaseTimer) -> tuple[Rollout, LoopState] | None:
+        """Return the next batch and the state without it, and start sampling the batches that may start; None if no
+        prompt gave a group.
 
         Raises:
             BaseException: the error that stopped the sampling thread.
         """
         if not self._lag:
-            return self._sampled_now(state.source, timer)
+            return self._sampled_now(state, timer)
         if self._failure is not None:
             raise self._failure
         ahead, source = tuple(state.ahead), state.source
@@ -103,7 +95,7 @@ class Lookahead:
             return None
         # Hold the actor from here until `wait`: a restarted engine must not read weights in the middle of an update.
         self._turns.take()
-        return Taken(ahead[0], ahead[1:], source)
+        return ahead[0], replace(state, ahead=ahead[1:], source=source)
 
     @contextmanager
     def ended_on_failure(self) -> Iterator[None]:
@@ -114,8 +106,8 @@ class Lookahead:
             self._end()
             raise
 
-    def wait(self, taken: Taken, timer: PhaseTimer, *, version: int) -> tuple[Taken, dict[str, float]]:
-        """Return `taken` with newly finished batches, and timing metrics.
+    def wait(self, state: LoopState, timer: PhaseTimer, *, version: int) -> tuple[LoopState, dict[str, float]]:
+        """Return the state with newly finished batches, and timing metrics.
 
         Waits for all batches in flight, except with partial rollouts. A sampling error is raised by the next `take`, so
         that the current iteration is completed and can be saved.
@@ -124,17 +116,17 @@ class Lookahead:
             version: version of the actor's current weights.
         """
         if not self._lag:
-            return taken, {}
+            return state, {}
         # Release the actor before waiting: an engine restarted by the sampling thread may need it to finish its batch.
         self._turns.give(version)
         if not self._partial_rollout:
             with self._clock.waiting(), timer("generate"):
                 for flight in self._flights:
                     flight.exception()
-        ahead, source = taken.ahead, taken.source
+        ahead, source = tuple(state.ahead), state.source
         while self._flights and self._flights[0].done():
             ahead, source = self._with_next(ahead, source)
-        return Taken(taken.rollout, ahead, source), self._clock.metrics()
+        return replace(state, ahead=ahead, source=source), self._clock.metrics()
 
     @contextmanager
     def engines(self, timer: PhaseTimer) -> Iterator[None]:
@@ -162,11 +154,11 @@ class Lookahead:
         if self._end():
             self._engines.sleep()
 
-    def _sampled_now(self, source: SourceState, timer: PhaseTimer) -> Taken | None:
-        if not self._has_more(source):
+    def _sampled_now(self, state: LoopState, timer: PhaseTimer) -> tuple[Rollout, LoopState] | None:
+        if not self._has_more(state.source):
             return None
-        rollout, source = self._source.sample(source, timer)
-        return None if rollout is None else Taken(rollout, (), source)
+        rollout, source = self._source.sample(state.source, timer)
+        return None if rollout is None else (rollout, replace(state, ahead=(), source=source))
 
     def _has_more(self, source: SourceState) -> bool:
         return source.iteration < self._total_iterations and not self._source.is_used_up(source)

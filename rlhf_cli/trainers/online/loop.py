@@ -24,7 +24,7 @@ from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples
 from rlhf_cli.trainers.online.forward import fill_in_outputs
 from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled, awake
-from rlhf_cli.trainers.online.lookahead import Lookahead, Taken
+from rlhf_cli.trainers.online.lookahead import Lookahead
 from rlhf_cli.trainers.online.metrics import (
     clip_metrics,
     clipped_flat,
@@ -217,20 +217,17 @@ class _Checkpoints:
 class ScoredBatch:
     """Training data of an iteration: scored responses, plus greedy baselines if the estimator uses them.
 
-    `sampled` are all responses in the rollout's groups; `trainable` are those with a valid score. `scores` are all
-    scores of the iteration, including filtered groups.
+    - `state`: the loop's state without the batch.
+    - `sampled`, `trainable`: all responses in the rollout's groups; those with a valid score.
+    - `scores`: all scores of the iteration, including filtered groups.
     """
 
-    taken: Taken
+    rollout: Rollout
+    state: LoopState
     sampled: Responses
     trainable: Responses
     greedy: Responses | None
     scores: list[Score]
-
-    @property
-    def rollout(self) -> Rollout:
-        """The iteration's groups."""
-        return self.taken.rollout
 
     def is_empty(self, policy: PolicyConfig) -> bool:
         """Return whether no response can be trained on: all are truncated and masked, or dynamic sampling kept none."""
@@ -245,7 +242,7 @@ def scored_batch(
     if taken is None:
         return_weights(roles, state.iteration)  # for the final evaluation
         return None
-    rollout = taken.rollout
+    rollout, after = taken
     with lookahead.ended_on_failure(), timer("reward"):
         sampled, greedy = Responses(samples_of(rollout.groups)), Responses(samples_of(rollout.greedy))
         if roles.reward_model is not None and len(sampled):
@@ -260,7 +257,7 @@ def scored_batch(
             stop_if_all_failed([score for score in scores if score.value is None], iteration=state.iteration + 1)
         if roles.steps is not None and len(trainable):
             trainable.step_rewards = roles.steps.rewards(trainable.samples)
-    return ScoredBatch(taken, sampled, trainable, greedy if settings.estimator.greedy else None, scores)
+    return ScoredBatch(rollout, after, sampled, trainable, greedy if settings.estimator.greedy else None, scores)
 
 
 def _with_model_scores(
@@ -302,7 +299,7 @@ class PolicyGradient:
             roles.actor.wake()  # as after an update: engines need weights after sleeping
         else:
             metrics, updates = self._update_models(batch, state, timer)
-        taken, found = lookahead.wait(batch.taken, timer, version=iteration)
+        waited, found = lookahead.wait(batch.state, timer, version=iteration)
         with lookahead.engines(timer):
             if settings.lag:
                 roles.actor.wake()  # a push to a restarted engine has put it to sleep
@@ -313,7 +310,7 @@ class PolicyGradient:
         metrics |= batch_metrics(batch, settings.reward)
         if settings.lag and len(responses):
             metrics |= staleness_metrics(responses, iteration=iteration)
-        after = _next_state(settings, metrics, updates, state=state, taken=taken, num_sequences=len(responses))
+        after = _next_state(settings, metrics, updates, state=waited, num_sequences=len(responses))
         if is_skipped:
             after = replace(after, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
         if after.skipped:
@@ -427,7 +424,6 @@ def _next_state(
     updates: Sequence[dict[str, float]],
     *,
     state: LoopState,
-    taken: Taken,
     num_sequences: int,
 ) -> LoopState:
     """Return the state after an iteration, with controllers updated like those on the actor's ranks."""
@@ -447,8 +443,8 @@ def _next_state(
         kl_coef,
         weights.entropy.coef,
         weights.entropy.applied,
-        source=taken.source,
-        ahead=taken.ahead,
+        source=state.source,
+        ahead=state.ahead,
         skipped=state.skipped,
     )
 
