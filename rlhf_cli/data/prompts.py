@@ -68,6 +68,8 @@ class Prompt:
     - `data_source`: source name from the row.
     - `row`: JSON of the columns for reward files, or None.
     - `pictures`: images in token order. The text has one placeholder each.
+
+    Example: row 16 of a file of sums: `Prompt([17, 10, 18, 28], "2+3=", "5", "sums.jsonl", 16)`.
     """
 
     prompt_ids: list[int]

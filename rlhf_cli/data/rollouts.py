@@ -57,6 +57,8 @@ class GenerationRequest:
     - `row`: the prompt's row as JSON, for environments. Engines ignore it.
     - `episode`: number of the turn's episode. All its turns go to the same engine.
     - `environment_seed`: shared by the environments of all samples of a prompt.
+
+    Example: `GenerationRequest([17, 10, 18, 28], seed=4711)` asks for a response to a prompt of 4 tokens.
     """
 
     prompt_ids: list[int]
@@ -178,6 +180,10 @@ class Generation:
       the oldest version; `version_runs` then has all versions in the order of `logprobs`.
     - `episode`: data of a multi-turn response. Then `token_ids` include observations, and `logprobs` cover only sampled
       tokens, first from earlier branches and then from the response.
+
+    Example: `Generation([20, 2], [-0.1, -0.02], "stop", 12)` has 2 tokens, sampled with the weights after iteration 12.
+    An episode of two turns of 3 tokens, with an observation of 3 tokens in between, has 9 `token_ids`, 6 `logprobs` and
+    `turns` ((0, 3), (6, 9)).
     """
 
     token_ids: list[int]

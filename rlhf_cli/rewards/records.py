@@ -41,6 +41,9 @@ class ScoreRequest:
     - `episode_reward`: sum over the environment's rewards.
     - `episode_failure`: completes a sentence about an environment that broke.
     - `lacks_reward`: the environment returned no reward during the episode.
+
+    Example: the third of four responses to a prompt: `ScoreRequest("2+3=5", "2+3=", "5", label="5", num_tokens=2,
+    truncated=False, group="340", sample=2, group_size=4)`.
     """
 
     query: str

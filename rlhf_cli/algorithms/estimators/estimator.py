@@ -26,6 +26,9 @@ class Experience:
     - `steps_N`: step reward at the last token of each step, NaN elsewhere; None without a process reward model.
     - `step_weight`: multiplier for step advantages.
     - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
+
+    Example: two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, have `rewards_N` [0, 1, 0], `cu`
+    [0, 2, 3] and `groups_B` [0, 0]: N = 3, B = 2.
     """
 
     rewards_N: "Tensor"

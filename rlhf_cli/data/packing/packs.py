@@ -96,7 +96,7 @@ class Pack:
     `cu_trained` is [0].
 
     Example: sequences [5, 6, 7] (targets 6 and 7) and [8, 9] (target 9) give `input_ids_T` [5, 6, 7, 8, 9],
-    `cu_seqlens` [0, 3, 5], `rows_K` [0, 1, 3], `targets_K` [6, 7, 9] and `cu_trained` [0, 2, 3].
+    `cu_seqlens` [0, 3, 5], `rows_K` [0, 1, 3], `targets_K` [6, 7, 9] and `cu_trained` [0, 2, 3]: B = 2, T = 5, K = 3.
     """
 
     input_ids_T: torch.Tensor

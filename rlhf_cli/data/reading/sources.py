@@ -39,6 +39,8 @@ class Row(dict[str, Any]):
     """One row: columns and values, with its source.
 
     A key with dots that is not a column accesses nested objects: `row["extra_info.question"]`.
+
+    Example: row 16 of a file: `Row({"prompt": "2+3=", "answer": "5"}, source, 16)`.
     """
 
     def __init__(self, values: dict[str, object], source: "Source", index: int) -> None:

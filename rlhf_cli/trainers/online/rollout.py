@@ -204,6 +204,9 @@ class Rollout:
     - `greedy`: greedy responses to the same prompts.
     - `filtered`: groups without a learning signal.
     - `num_carried`: number of leading groups, sampled by an earlier policy.
+
+    Example: 4 prompts with 2 samples each: `groups` has 4 lists of 2 samples. With dynamic sampling and one group of
+    equal rewards, `groups` has 3 lists, and `filtered` has the other.
     """
 
     groups: list[Group]

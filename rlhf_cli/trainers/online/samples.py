@@ -106,6 +106,9 @@ class Responses:
       bootstrapping.
     - `step_rewards`: each step's reward at its last token, NaN elsewhere.
     - `advantages`: as used by the loss.
+
+    Example: responses of 3 and 2 tokens: B = 2, N = 5, `cu` is [0, 3, 5], and `old_logprobs` are
+    [[-0.2, -1.0, -0.1], [-0.4, -0.3]].
     """
 
     samples: Sequence[Sample]
