@@ -5,7 +5,6 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Needs, SettingsGroup
-from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, Temperature
 
@@ -48,15 +47,6 @@ class StatisticsConfig(SettingsGroup):
         if len(set(self.k)) < len(self.k):
             raise ValueError("k names a number twice")
         return self
-
-
-class EvalOutputConfig(AnswersOutputConfig):
-    """Output"""
-
-    output: str | None = None
-    """Folder for eval.json (the figures), samples.jsonl (every response with its verdict), settings and logs."""
-    write_pass_rate: str | None = None
-    """JSON lines with the rows of the prompts and their pass_rate, for --pass_rate_range; of a single model."""
 
 
 class EvaluationConfig(SettingsGroup):

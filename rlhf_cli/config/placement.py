@@ -16,10 +16,13 @@ class PlacementConfig(SettingsGroup):
     reward_num_nodes: int | None = Field(None, gt=0)
     """Nodes of the reward model."""
     reward_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Reward model ranks per node."""
+    """Reward model ranks per node: GPUs, or processes without a GPU. In generate and eval also of a process reward
+    model, on one node."""
     colocate_all_models: bool | None = None
     """All models share GPUs (the engines share the actor's) and take turns; each has the first ones it needs. By
-    default on GPUs where no number of nodes, GPUs or engines is given, unless the run samples while it trains."""
+    default on GPUs where no number of nodes, GPUs or engines is given, unless the run samples while it trains. In
+    generate and eval, the reward model uses what vllm_gpu_memory_utilization leaves; by default where there are too
+    few GPUs for both."""
     deepspeed_enable_sleep: bool | None = None
     """Move weights, gradients and optimizer states of idle trainers to host memory. By default where all models share
     GPUs."""

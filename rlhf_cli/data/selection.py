@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.generate import SelectConfig
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.transcripts import is_transcript
 from rlhf_cli.data.templates.message_forms import MessageForm
@@ -38,7 +38,7 @@ def prompt_cells(conversation: Conversation) -> Cells:
     return {"prompt": prompt} | ({"tools": list(conversation.tools)} if conversation.tools else {})
 
 
-def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Counter[str]) -> Iterable[Cells]:
+def select_samples(samples: Iterable[Cells], settings: AnswersOutputConfig, counts: Counter[str]) -> Iterable[Cells]:
     """Yield training rows in prompt order; `counts` counts skipped rows by reason.
 
     A truncated response is never selected as good: a model would learn to stop there.
@@ -50,7 +50,7 @@ def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Cou
         yield from rows
 
 
-def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str]) -> list[Cells]:
+def _of_prompt(samples: list[Cells], settings: AnswersOutputConfig, counts: Counter[str]) -> list[Cells]:
     scored = [sample for sample in samples if sample.get("verdict") != "failed"]
     usable = [sample for sample in scored if _text(sample)]
     whole = [sample for sample in usable if sample["finish_reason"] == "stop"]

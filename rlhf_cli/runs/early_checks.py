@@ -28,8 +28,8 @@ from rlhf_cli.config.data import (
     StepDataConfig,
 )
 from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
-from rlhf_cli.config.evaluation import EvalOutputConfig, EvaluatedModelConfig
-from rlhf_cli.config.generate import AnswersOutputConfig, GenerateOutputConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.scratch import ScratchConfigGroup
 from rlhf_cli.config.serve import ServeConfig
@@ -78,7 +78,7 @@ def _check_output(group: object) -> None:
             check_folder_can_be_made(paths.root, flag="--output")
             check_folder_can_be_made(paths.checkpoints, flag="--ckpt_path")
             check_folder_can_be_made(paths.model, flag="--save_path")
-        case GenerateOutputConfig(output=str(output)) | EvalOutputConfig(output=str(output)):
+        case AnswersOutputConfig(output=str(output)):
             from rlhf_cli.runs.inference.output_folder import check_folder
 
             check_folder(Path(output), group)

@@ -1,54 +1,28 @@
 """The settings of `rlhf eval`."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import model_validator
 
-from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.data import PromptConfig, TemplateConfig
-from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
-from rlhf_cli.config.evaluation import EvalOutputConfig, EvaluatedModelConfig, StatisticsConfig
-from rlhf_cli.config.generate import RewardPlacementConfig
-from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.presets import defaults_of_environment
+from rlhf_cli.config.commands.inference import OF_TRAINING, InferenceConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig, StatisticsConfig
 from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
-from rlhf_cli.config.scoring import SHAPING, RewardConfig
+from rlhf_cli.config.rollout import SamplingConfig
 
 
-class EvalConfig(CommandConfig):
+class EvalConfig(InferenceConfig):
     """Settings of `rlhf eval`."""
 
-    unsupported = SHAPING | SYNC | {"reward.prm_weight", "episodes.turns"}
+    unsupported = OF_TRAINING | {"reward.prm_weight", "out.select", "out.min_score"}
+    makes_figures = True
 
     model: EvaluatedModelConfig
-    prompts: PromptConfig
-    template: TemplateConfig = TemplateConfig()
-    pictures: PicturesConfig = PicturesConfig()
-    episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    engine: EngineConfig = EngineConfig()
-    reward: RewardConfig = RewardConfig()
     statistics: StatisticsConfig = StatisticsConfig()
-    placement: RewardPlacementConfig = RewardPlacementConfig()
-    out: EvalOutputConfig = EvalOutputConfig()
 
     @property
     def ks(self) -> list[int]:
         """The numbers of samples of pass@k and maj@k."""
         samples = self.sampling.n_samples_per_prompt
         return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
-
-    @property
-    def needs_scores(self) -> bool:
-        """Whether answers without scores are of no use: the figures are made of scores."""
-        return True
-
-    @classmethod
-    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on the given settings."""
-        return defaults_of_environment(given)
 
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "EvalConfig":
@@ -59,11 +33,6 @@ class EvalConfig(CommandConfig):
                 "--reward_pretrain MODEL or --remote_rm_url URL"
             )
         self.reward.require_model_to_normalize()
-        return self
-
-    @model_validator(mode="after")
-    def _episodes_have_an_environment(self) -> "EvalConfig":
-        check_environment_reward(self.episodes, self.reward)
         return self
 
     @model_validator(mode="after")

@@ -116,10 +116,10 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
 
 def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
     """Write selected.jsonl if selection is enabled. Returns the summary line."""
-    if config.selection.select == "none":
+    if config.out.select == "none":
         return {}
     counts: Counter[str] = Counter()
-    write_rows(root / SELECTED, select_samples(read_samples(root / SAMPLES), config.selection, counts))
+    write_rows(root / SELECTED, select_samples(read_samples(root / SAMPLES), config.out, counts))
     if not counts["rows"]:
         raise RunError(f"no rows selected ({summary(counts)}); all responses are in {root / SAMPLES}")
     return {"Selected": f"{root / SELECTED}: {summary(counts)}"}

@@ -12,8 +12,7 @@ from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.start import EnginePlan, Processes, RolePlan, Started
 from rlhf_cli.backends.rollout.engine import engine_settings
-from rlhf_cli.config.generate import InferenceConfig
-from rlhf_cli.config.placement import PlacementConfig
+from rlhf_cli.config.commands.inference import InferenceConfig
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.models.reward_model import RewardModelPlan
@@ -62,14 +61,14 @@ def started_models(
 
 def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
     engine, places = config.engine, config.placement
-    size, ranks = engine.vllm_tensor_parallel_size, places.reward_num_gpus_per_node if has_reward_model else 0
+    size, ranks = engine.vllm_tensor_parallel_size, places.num_ranks(REWARD) if has_reward_model else 0
     is_full = cluster.has_gpus and sum(cluster.node_gpus) < ranks + size
     together = has_reward_model and (is_full if places.colocate_all_models is None else places.colocate_all_models)
     num_engines = engine.vllm_num_engines
     if num_engines is None and cluster.has_gpus and not together:
         left = [cluster.node_gpus[0] - ranks, *cluster.node_gpus[1:]]
         num_engines = sum(count // size for count in left) or 1
-    placement = PlacementConfig(reward_num_gpus_per_node=places.reward_num_gpus_per_node, colocate_all_models=together)
+    placement = places.model_copy(update={"colocate_all_models": together})
     engine = engine.model_copy(update={"vllm_num_engines": num_engines})
     roles = (REWARD,) if has_reward_model else ()
     return plan_layout(placement, engine, roles=roles, node_gpus=cluster.node_gpus)

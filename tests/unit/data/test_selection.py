@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlhf_cli.config.generate import SelectConfig
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.formats.preference import PairColumns, choose_pair_format
 from rlhf_cli.data.formats.table import choose_format
@@ -28,7 +28,7 @@ def sample(response, score=0.0, *, group=0, prompt="What?", cut=False, failed=Fa
 
 def select(samples, name="best", min_score=None):
     counts: Counter[str] = Counter()
-    rows = list(select_samples(samples, SelectConfig(select=name, min_score=min_score), counts))
+    rows = list(select_samples(samples, AnswersOutputConfig(select=name, min_score=min_score), counts))
     return rows, {reason: count for reason, count in counts.items() if count}
 
 
@@ -101,7 +101,7 @@ def test_selection_reads_one_prompt_at_a_time():
             read.append(index)
             yield sample(str(index), group=index)
 
-    rows = iter(select_samples(samples(), SelectConfig(select="best"), Counter()))
+    rows = iter(select_samples(samples(), AnswersOutputConfig(select="best"), Counter()))
     next(rows)
     assert read == [0, 1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from online_fakes import PROMPTS, Run
 
-from rlhf_cli.config.generate import SelectConfig
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.selection import select_samples
 from rlhf_cli.runs.online.group_files import load_ahead, load_surplus
@@ -64,7 +64,7 @@ def test_the_report_shows_samples_of_an_earlier_version(name):
 
 def test_samples_of_an_earlier_version_are_selected():
     samples = read_samples(OLD / "generate" / "samples.jsonl")
-    found = list(select_samples(samples, SelectConfig(select="best"), Counter()))
+    found = list(select_samples(samples, AnswersOutputConfig(select="best"), Counter()))
     assert found == [
         {"prompt": f"question {number}", "response": f"said {20 + number}", "score": score}
         for number, score in ((0, 0.5), (1, 1.5))

@@ -1,0 +1,59 @@
+"""Settings that the commands which answer prompts have in common."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import model_validator
+
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.data import PromptConfig, TemplateConfig
+from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
+from rlhf_cli.config.generate import AnswersOutputConfig
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.placement import PlacementConfig
+from rlhf_cli.config.presets import defaults_of_environment
+from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
+from rlhf_cli.config.scoring import SHAPING, RewardConfig
+
+OF_TRAINING = (
+    SHAPING
+    | SYNC
+    | {"episodes.turns"}
+    | {f"placement.{name}" for name in PlacementConfig.model_fields}
+    - {"placement.reward_num_gpus_per_node", "placement.colocate_all_models"}
+)
+"""Settings that no command without training supports."""
+
+
+class InferenceConfig(CommandConfig):
+    """Settings of a command that answers prompts. Each command lists what it does not support."""
+
+    makes_figures: ClassVar[bool] = False
+    """Whether the command's results are computed from scores."""
+
+    model: ModelSource
+    prompts: PromptConfig
+    template: TemplateConfig = TemplateConfig()
+    pictures: PicturesConfig = PicturesConfig()
+    episodes: EpisodeConfig = EpisodeConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    placement: PlacementConfig = PlacementConfig(reward_num_gpus_per_node=1)
+    out: AnswersOutputConfig = AnswersOutputConfig()
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether answers without scores are of no use."""
+        return self.makes_figures or self.out.select in ("best", "best_worst") or self.out.min_score is not None
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return defaults_of_environment(given)
+
+    @model_validator(mode="after")
+    def _episodes_have_an_environment(self) -> Self:
+        check_environment_reward(self.episodes, self.reward)
+        return self
