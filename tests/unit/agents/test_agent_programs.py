@@ -1,4 +1,4 @@
-"""Agent programs in real processes: their input, their end, and the processes that they leave."""
+"""Agent programs in real processes: their input, exit, and leftover processes."""
 
 import json
 import os
@@ -42,13 +42,13 @@ def ask(text, **more):
 
 
 def program(folder: Path, text: str) -> str:
-    """Return the command of a program that can ask."""
+    """Return the command of a program that can send requests."""
     (folder / "program.py").write_text(ASK + text)
     return f"{sys.executable} {folder / 'program.py'}"
 
 
 def next_event(programs: AgentPrograms):
-    """Return the next event but that of a start."""
+    """Return the next event other than a start."""
     left = vars(programs).setdefault("left_of_test", [])
     while not left:
         left += [event for event in programs.collect(30) if not isinstance(event, Started)]
@@ -56,7 +56,7 @@ def next_event(programs: AgentPrograms):
 
 
 def end_of(command: str, row: Mapping[str, object] | None = None) -> ProgramEnd:
-    """Return the end of a program whose requests are all answered."""
+    """Run a program, answer all its requests, and return how it ended."""
     with AgentPrograms(command, timeout=30, num_workers=1) as programs:
         programs.start(0, row or {})
         while isinstance(event := next_event(programs), Asked):
@@ -121,7 +121,7 @@ def test_a_program_that_fails_is_described_by_its_last_line(tmp_path):
 
 
 def test_a_program_has_its_time_between_answers_and_is_killed_with_its_children_after_it(tmp_path):
-    """The answer takes longer than a program may take, which is not its fault."""
+    """The answer takes longer than the limit of the program, whose clock does not run meanwhile."""
     text = (
         "import subprocess; ask('x')\n"
         "child = subprocess.Popen(['sleep', '600']); print(child.pid, file=open(row['file'], 'w'), flush=True)\n"
@@ -157,9 +157,9 @@ def test_an_episode_that_is_given_up_leaves_no_process_and_its_request_no_answer
         asked = next_event(programs)
         programs.end(0)
         wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
-        programs.answer(asked.ticket, ANSWER)  # too late, no harm
+        programs.answer(asked.ticket, ANSWER)  # too late, and ignored
         programs.start(1, {"file": str(tmp_path / "pid")})
-        assert next_event(programs).episode == 1  # nothing more came of the first
+        assert next_event(programs).episode == 1  # no further events from the first program
 
 
 def test_a_child_that_asks_after_the_end_of_its_program_is_refused(tmp_path):
@@ -167,7 +167,7 @@ def test_a_child_that_asks_after_the_end_of_its_program_is_refused(tmp_path):
         "if os.fork():\n"
         "    while not os.path.exists(row['file'] + '.ready'):\n        time.sleep(0.01)\n"
         "    os._exit(0)\n"
-        "os.setsid()\n"  # out of the group that is killed
+        "os.setsid()\n"  # leave the process group that is killed
         "open(row['file'] + '.ready', 'w').close()\n"
         "while not os.path.exists(row['file'] + '.go'):\n    time.sleep(0.01)\n"
         "try:\n    ask('x')\n"
@@ -189,7 +189,7 @@ def test_no_more_processes_run_than_are_allowed(tmp_path):
             programs.start(episode, {})
         waiting = [next_event(programs), next_event(programs)]
         assert {event.episode for event in waiting} == {0, 1}
-        programs.answer(waiting[0].ticket, Refused("no"))  # the program fails, which makes room
+        programs.answer(waiting[0].ticket, Refused("no"))  # the program fails, which frees a slot
         last = [next_event(programs), next_event(programs)]
         assert [type(event) for event in last] == [Ended, Asked]
         assert last[1].episode == 2
@@ -265,7 +265,7 @@ AGENT = Path(__file__).parents[3] / "examples" / "agents" / "calculator.py"
 
 
 def test_the_example_of_openais_client_is_trained_unchanged():
-    """Three episodes at once: their turns share batches, and each is one sequence with the reward of its program."""
+    """Three episodes at once: their turns share batches, and each is one sequence with its program's reward."""
     dialogues, tokenizer = dialogues_of("Qwen 2.5")
 
     def answer(prompt: str, number: int) -> str:

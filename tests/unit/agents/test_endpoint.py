@@ -1,4 +1,4 @@
-"""The endpoint of agent programs over HTTP: OpenAI's forms by its own client, keys, interfaces and errors."""
+"""The HTTP endpoint of agent programs: OpenAI's formats with its own client, keys, interfaces and errors."""
 
 import http.client
 import json
@@ -21,7 +21,7 @@ CALLS = Choice("", (ToolCall("look", {"at": "ü"}, "call00000"),), "tool_calls",
 
 
 class Served:
-    """An endpoint in an event loop of its own, which answers everything alike and keeps what it was asked."""
+    """An endpoint with its own event loop that gives the same answer to all requests and records them."""
 
     def __init__(self) -> None:
         self.asked: list[ChatRequest] = []
@@ -45,7 +45,7 @@ class Served:
         self.thread.end(self.endpoint.close)
 
     def post(self, body: bytes, *, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, dict]:
-        """Return the status and the body of the answer to a request without OpenAI's client."""
+        """Send a request without OpenAI's client and return the status and body of the response."""
         connection = http.client.HTTPConnection(urlsplit(self.endpoint.url).netloc, timeout=30)
         connection.request("POST", path, body, {"Authorization": f"Bearer {self.caller.key}"} | headers)
         answer = connection.getresponse()
@@ -133,7 +133,7 @@ def test_a_request_is_read_as_it_was_sent(served):
         Message("user", "x"),
         Message("assistant", "", calls),
         Message("tool", "seen", tool_call_id="a", name="look"),
-        Message("tool", "unknown", tool_call_id="b"),  # not in the words of the template
+        Message("tool", "unknown", tool_call_id="b"),  # a name that the template does not use
     )
     assert not asked.logprobs
     assert (asked.n, asked.max_tokens, asked.stop, asked.ignored) == (2, 5, ("END",), ("temperature",))

@@ -1,4 +1,4 @@
-"""The object of one episode: what becomes of rewards, results, errors and unusual forms of a class."""
+"""Environment objects of one episode: handling of rewards, results, errors and unusual class forms."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def begun(kind: type[Any], row: Mapping[str, Any] | None = None, *, seed: int = 0) -> EnvironmentObject:
-    """Return the environment of a class after its reset."""
+    """Create an environment of a class and reset it."""
     environment = EnvironmentObject(described(kind))
     reply = environment.answer(Reset(row or {}, seed))
     assert reply.failure is None, reply
@@ -33,7 +33,7 @@ def call(environment: EnvironmentObject, name: str, **arguments: Any) -> Reply:
 
 
 class Counter:
-    """Adds numbers; `reward` is their sum."""
+    """Adds numbers; the reward is their sum."""
 
     def reset(self, start=0):
         self.reward, self.done = start, False
@@ -49,10 +49,10 @@ class Counter:
         return self.reward
 
     def fail(self, kind: str):
-        """Raise.
+        """Raise an error.
 
         Args:
-            kind: of error
+            kind: which error
         """
         raise {"value": ValueError("two\n lines"), "exit": SystemExit(3), "sandbox": SandboxError("no namespaces")}[
             kind
@@ -123,7 +123,7 @@ def test_results_become_text(result: object, text: str) -> None:
 
 
 def test_a_result_without_text_fails_the_environment() -> None:
-    """Its place in memory would stand in the observation, another one in each run."""
+    """The observation would contain a memory address, which differs between runs."""
 
     class Source:
         def reset(self): ...
@@ -136,7 +136,7 @@ def test_a_result_without_text_fails_the_environment() -> None:
 
 
 class Vault:
-    """In the form of TRL's `environment_factory`: a hint in the prompt, documented methods, a reward of its own."""
+    """TRL's `environment_factory` form: a hint in the prompt, documented methods, and its own reward."""
 
     def __init__(self):
         self.turns = 0
@@ -202,7 +202,7 @@ def test_a_reward_that_fails_at_the_end_fails_the_environment() -> None:
 
 
 class Guess:
-    """A game without tools, with Gymnasium's five values and its keywords of `reset`."""
+    """A game without tools that uses Gymnasium's five return values and its arguments of `reset`."""
 
     def reset(self, *, seed=None, options=None):
         self.seed, self.tries = seed, 0
@@ -228,7 +228,7 @@ def test_a_game_of_gymnasium_runs_to_its_end_or_its_truncation() -> None:
     environment = begun(Guess)
     first, second, won = (environment.answer(Text(text)) for text in "yyx")
     assert first == second == Reply(("y?",))
-    assert won == Reply(("x?",), reward=1.0, is_done=True)  # the end of the task, though at the limit too
+    assert won == Reply(("x?",), reward=1.0, is_done=True)  # the task ended, although at the limit as well
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_reward_of_the_end_is_the_final_value_beside_rewards_of_steps() -> N
 
 
 class Waiting:
-    """Async methods that need the same event loop, because a lock belongs to the loop that first waits for it."""
+    """Async methods that need the same event loop, because a lock is bound to the loop that first waits for it."""
 
     async def reset(self, **row):
         self.lock = asyncio.Lock()
@@ -344,7 +344,7 @@ class Other:
 def test_an_episode_without_any_reward_says_so_at_its_end(
     parts: dict[str, str], lacks_reward: bool, tmp_path: Path
 ) -> None:
-    """A class whose tool may set the reward gives 0 if the tool is not called."""
+    """A class whose tool may set the reward gives 0 if the tool is never called."""
     assert begun_with(tmp_path, **parts).answer(Finish()).lacks_reward == lacks_reward
 
 
@@ -362,7 +362,7 @@ def test_an_episode_that_a_tool_ends_says_so_too_if_it_has_no_reward(tmp_path: P
 
 
 class Sums:
-    """Takes some columns, one of them with a default."""
+    """Takes some of the columns, one of them with a default."""
 
     def reset(self, a, b=10):
         self.sum = a + b
@@ -383,7 +383,7 @@ def test_a_missing_column_is_named() -> None:
 
 
 class Dice:
-    """Draws from the global generator."""
+    """Uses the global random generator."""
 
     def reset(self, seed): ...
 
@@ -452,7 +452,7 @@ def test_public_methods_beside_step_are_named_because_no_model_can_call_them() -
     assert described(Guess).about == "step reads the text of each turn"
 
 
-# An agent in the form of OpenRLHF, whose package is not there.
+# An agent in OpenRLHF's form, without that package installed.
 AGENT = """
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 

@@ -1,4 +1,4 @@
-"""The form of --environment decides its kind, its identity and whether it has a reward; so does --agent_command."""
+"""The value of --environment determines its kind, its identity and whether it has a reward; so does --agent_command."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Environments of a file in real processes: separate, killable, silent, and gone with their owner."""
+"""File environments in real processes: isolated, killable, silent, and stopped with their owner."""
 
 import os
 import signal
@@ -96,7 +96,7 @@ def opened(path: Path, *, timeout: float = 60.0, num_workers: int = 8) -> FileEn
 
 
 def ask(environments: FileEnvironments, episode: int, action: Action) -> Reply:
-    """Return the reply to an action while no other one is on its way."""
+    """Return the reply to an action while no other is in flight."""
     environments.send(episode, action)
     ((answered, reply),) = environments.collect()
     assert answered == episode
@@ -104,7 +104,7 @@ def ask(environments: FileEnvironments, episode: int, action: Action) -> Reply:
 
 
 def collected(environments: FileEnvironments, count: int) -> dict[int, Reply]:
-    """Return so many replies by episode."""
+    """Return this many replies, by episode."""
     replies: dict[int, Reply] = {}
     while len(replies) < count:
         replies |= dict(environments.collect())
@@ -112,7 +112,7 @@ def collected(environments: FileEnvironments, count: int) -> dict[int, Reply]:
 
 
 def seen(reply: Reply) -> str:
-    """Return the texts that a process has got, without its number."""
+    """Return the texts that a process received, without its number."""
     assert reply.failure is None, reply
     return reply.observations[0].partition(" ")[2]
 
@@ -178,7 +178,7 @@ def test_an_environment_that_breaks_fails_alone(moods: Path, kind: str, failure:
         ask(environments, 2, Reset({}, 0))
         assert replace(ask(environments, 2, Text(kind)), trace="") == Reply(failure=failure)
         assert seen(ask(environments, 0, Text("fine"))) == "fine"
-        assert ask(environments, 1, Reset({}, 0)) == Reply()  # the same episode begins anew
+        assert ask(environments, 1, Reset({}, 0)) == Reply()  # the same episode starts again
         assert seen(ask(environments, 1, Text("again"))) == "again"
 
 
@@ -337,7 +337,7 @@ def test_no_process_is_left_when_the_owner_is_killed(moods: Path, tmp_path: Path
     try:
         wait_until(lambda: note.exists() and note.read_text().endswith(" "))
         others = [child.pid for child in psutil.Process(owner.pid).children(recursive=True)]
-        assert len(others) == 5  # the server, three environments, and the child of one
+        assert len(others) == 5  # the server, three environments, and a child of one of them
     finally:
         owner.kill()
         owner.wait()

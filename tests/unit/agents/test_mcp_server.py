@@ -1,4 +1,4 @@
-"""Episodes with the tools of a real MCP server: a process each, separate, killed, and refused at the start."""
+"""Episodes with the tools of a real MCP server: one process per episode, isolation, kills, and errors at startup."""
 
 import os
 import signal
@@ -105,7 +105,7 @@ def test_each_episode_has_a_server_of_its_own_which_dies_with_it(tmp_path: Path)
         environments.end(0)
         wait_until(lambda: not is_alive(pids[0]))
         assert call(environments, 3, note("f")) == Reply(("f",))
-        environments.send(3, Calls((ToolCall("fail", {"how": "hang"}),)))  # killed by the end of the block
+        environments.send(3, Calls((ToolCall("fail", {"how": "hang"}),)))  # killed when the block ends
     assert not any(map(is_alive, pids))
 
 
@@ -128,7 +128,7 @@ FIRST_LINES = (
     "        continue\n"
     "    print(json.dumps({'jsonrpc': '2.0', 'id': asked['id'], 'result': result}), flush=True)\n"
 )
-"""A server of an older version of the protocol, by hand."""
+"""A minimal server with an older protocol version."""
 
 
 def test_a_tool_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_commands_that_cannot_run_are_refused(command: str, sentence: str) -> No
 
 @contextmanager
 def listening(path: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run the server at a port of this machine until the end of the block."""
+    """Run the server on a local port until the block ends."""
     process = subprocess.Popen([sys.executable, str(path), str(port)])
     try:
         wait_until(lambda: _answers(port))

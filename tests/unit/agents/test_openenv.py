@@ -1,4 +1,4 @@
-"""Sessions with a server that follows OpenEnv's protocol: separate, many at once, refused, slow, dead and back."""
+"""Sessions with an OpenEnv server: isolated, concurrent, refused, slow, dead and restarted."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 
 
 class Moods(Environment):
-    """Remembers its texts; some texts are moods."""
+    """Remembers its texts; some texts change its behaviour."""
 
     async def reset(self, *, seed: int, name: str = "", **row: Any) -> Stepped:
         self.texts = [f"{name}{seed}"]
@@ -121,7 +121,7 @@ def test_an_action_that_the_server_refuses_is_an_error_for_the_model() -> None:
 
 
 class Meeting(Environment):
-    """A step ends when `barrier` has as many as it waits for."""
+    """A step ends once enough sessions wait at `barrier`."""
 
     barrier: asyncio.Barrier
     at_work = 0
@@ -244,7 +244,7 @@ def test_idle_sessions_answer_pings() -> None:
 
 
 class Rewards(Environment):
-    """Sends the reward that a turn names, and is done after `end`."""
+    """Returns the reward that a turn names, and is done after `end`."""
 
     async def reset(self, **row: Any) -> Stepped:
         return {"text": ""}, None, False
@@ -257,10 +257,10 @@ class Rewards(Environment):
 @pytest.mark.parametrize(
     ("turns", "rewards", "lacks_reward"),
     [
-        (("null", "null end"), [0.0, 0.0], True),  # missing, which is not a reward of 0
+        (("null", "null end"), [0.0, 0.0], True),  # a missing reward is not 0
         (("null", "0 end"), [0.0, 0.0], False),
         (("0.5", "null end"), [0.5, 0.0], False),
-        (("null", "null"), [0.0, 0.0], False),  # not at its end: no reward yet
+        (("null", "null"), [0.0, 0.0], False),  # not the last turn: no reward yet
     ],
 )
 def test_an_episode_that_ends_with_null_in_all_steps_lacks_its_reward(
@@ -275,7 +275,7 @@ def test_an_episode_that_ends_with_null_in_all_steps_lacks_its_reward(
 
 
 class Tools(Environment):
-    """A sum that is handed in."""
+    """Checks a submitted sum."""
 
     async def reset(self, *, answer: int, **row: Any) -> Stepped:
         self.answer = answer
@@ -315,7 +315,7 @@ def test_tools_of_a_server_are_listed_and_called(action: dict[str, Any]) -> None
 
 
 class SeededEngines:
-    """Writes a letter by the seed of the request; the order in which turns come back can be turned round."""
+    """Writes a letter that depends on the seed; turns can be returned in reverse order."""
 
     def __init__(self, *, backwards: bool) -> None:
         self._backwards = backwards
@@ -334,7 +334,7 @@ class SeededEngines:
 
 
 class Slow(Moods):
-    """Answers sooner or later, by its seed and `sign`."""
+    """Answers after a delay that depends on its seed and `sign`."""
 
     sign = 1
 

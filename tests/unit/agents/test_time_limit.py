@@ -1,4 +1,4 @@
-"""The time of an agent program, on a clock that the tests set."""
+"""The time limit of an agent program, on a simulated clock."""
 
 from rlhf_cli.agents.time_limit import TimeLimit
 
@@ -7,7 +7,7 @@ def test_time_runs_from_the_start_and_anew_from_an_answer():
     limit = TimeLimit(10.0, now=100.0)
     assert limit.remaining(104.0) == 6.0
     limit.ask(104.0)
-    assert limit.remaining(500.0) == 10.0  # the model takes its time
+    assert limit.remaining(500.0) == 10.0  # generation does not count
     limit.answer(500.0, is_refused=False)
     assert limit.remaining(509.0) == 1.0
     assert limit.remaining(510.0) == 0.0
@@ -15,7 +15,7 @@ def test_time_runs_from_the_start_and_anew_from_an_answer():
 
 def test_a_refusal_gains_no_time_and_costs_none():
     limit = TimeLimit(10.0, now=0.0)
-    for now in (2.0, 14.0, 26.0):  # each request waits for ten seconds; two seconds lie between them
+    for now in (2.0, 14.0, 26.0):  # each request waits for ten seconds, with two seconds in between
         limit.ask(now)
         limit.answer(now + 10.0, is_refused=True)
     assert limit.remaining(36.0) == 4.0
@@ -24,7 +24,7 @@ def test_a_refusal_gains_no_time_and_costs_none():
 def test_a_refusal_beside_an_answer_leaves_the_time_of_the_answer():
     limit = TimeLimit(10.0, now=0.0)
     limit.ask(1.0)
-    limit.ask(9.0)  # nine seconds after the start, of which one was the program's own
+    limit.ask(9.0)  # nine seconds after the start, one of them used by the program
     limit.answer(20.0, is_refused=False)
     limit.answer(30.0, is_refused=True)
     assert limit.remaining(30.0) == 10.0

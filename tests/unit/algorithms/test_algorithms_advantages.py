@@ -1,4 +1,4 @@
-"""GAE, whitening, token rewards, KL and its controller, and the table that joins them."""
+"""GAE, whitening, token rewards, KL and its controller, and the table of estimators."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_gae_equals_the_loop(gamma: float, lambd: float) -> None:
 
 
 def test_gae_by_hand() -> None:
-    # d = [0 + .5*2 - 1, 1 + .5*0 - 2] = [0, -1]; A = [0 + .5*.5*-1, -1]; then a segment of its own: 3 - 1.
+    # d = [0 + .5*2 - 1, 1 + .5*0 - 2] = [0, -1]; A = [0 + .5*.5*-1, -1]; then a separate segment: 3 - 1.
     advantages_N, returns_N = gae(
         torch.tensor([0.0, 1.0, 3.0]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0, 2, 3]), gamma=0.5, lambd=0.5
     )
@@ -65,7 +65,7 @@ def test_undiscounted_monte_carlo_returns_are_the_sums_of_rewards() -> None:
 
 
 def test_tool_output_between_trained_tokens_changes_nothing() -> None:
-    """GAE over a sequence with two tokens of tool output, carried over by hand, equals GAE over the trained ones."""
+    """GAE over a sequence with two tool output tokens equals GAE over its trained tokens."""
     rewards, values, trained = [0.1, 0.2, 9.0, 9.0, 1.0], [0.5, 0.4, 7.0, 7.0, 0.3], [True, True, False, False, True]
     gamma, lambd = 0.9, 0.8
     expected, next_value, next_advantage = [], 0.0, 0.0
@@ -161,7 +161,7 @@ def shaped(scores: list[float], lengths: list[int], truncated: list[bool], **set
 def test_the_raw_score_is_clipped_before_length_shapes_it() -> None:
     assert clip_scores(torch.tensor([-99.0, 3.0, 99.0]), (-10.0, 10.0)).tolist() == [-10.0, 3.0, 10.0]
     scores, lengths, truncated, clip = [99.0, 99.0], [10, 100], [False, True], {"reward_clip_range": (-10.0, 10.0)}
-    assert shaped(scores, lengths, truncated) == [99.0, 99.0]  # nothing is clipped by default
+    assert shaped(scores, lengths, truncated) == [99.0, 99.0]  # no clipping by default
     assert shaped(scores, lengths, truncated, **clip) == [10.0, 10.0]
     overlong = {"overlong_buffer_len": 20, "overlong_penalty_factor": 3.0}
     assert shaped(scores, lengths, truncated, **clip, **overlong) == [10.0, 7.0]
@@ -192,7 +192,7 @@ def whitened(values: list[float]) -> list[float]:
 
 
 def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
-    """Three responses to one prompt, of 2, 1 and 1 tokens, and one to another; rewards 1, 0, 0.5 and 2."""
+    """Compute advantages of three responses (2, 1, 1 tokens) to one prompt and one to another; rewards 1, 0, 0.5, 2."""
     experience = Experience(
         rewards_N=torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0]),
         parts=((1.0, torch.tensor([1.0, 0.0, 0.5, 2.0])), (0.5, torch.tensor([3.0, 3.0, 9.0, 9.0]))),
@@ -216,7 +216,7 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
         ("grpo", GroupPolicyConfig(), [1.0, 1.0, -1.0, 0.0, 0.0]),
         ("grpo", GroupPolicyConfig(advantage_std="none"), [0.5, 0.5, -0.5, 0.0, 0.0]),
         ("grpo_passk", GroupPolicyConfig(), [1.0, 1.0, 0.0, 0.0, 0.0]),
-        # Apart: 1, -1, 0, 0 and half of -.57735, -.57735, 1.1547, 0; their sum has mean 0 and variance 2.5 / 3.
+        # Before whitening: 1, -1, 0, 0 plus half of -.57735, -.57735, 1.1547, 0; mean 0, variance 2.5 / 3.
         ("gdpo", GroupPolicyConfig(), [0.7792, 0.7792, -1.4117, 0.6325, 0.0]),
         ("rloo", PolicyConfig(), [0.75, 0.75, -0.75, 0.0, 0.0]),
         ("remax", PolicyConfig(), [0.5, 0.5, -0.5, 0.0, -1.0]),
@@ -240,7 +240,7 @@ def test_rows_are_filed_under_their_names() -> None:
 NONE = math.nan
 STEPS_N = torch.tensor([0.2, NONE, 0.8, NONE, 0.5, 0.9, NONE, 0.1])
 STEPS_CU = torch.tensor([0, 3, 5, 8])
-"""Three responses of 3, 2 and 3 tokens; the first two answer one prompt, NaN where no step ends."""
+"""Three responses with 3, 2 and 3 tokens; the first two belong to one prompt, and NaN marks tokens inside a step."""
 
 
 def test_tokens_get_the_normalised_rewards_of_their_own_and_later_steps() -> None:
@@ -253,7 +253,7 @@ def test_tokens_get_the_normalised_rewards_of_their_own_and_later_steps() -> Non
 
 
 def experience_of_steps() -> Experience:
-    """The rewards 1, 0 and 0 of the responses, at their last tokens, and steps whose weight is one half."""
+    """Rewards 1, 0 and 0 at the last tokens of the responses, and step rewards with weight 0.5."""
     rewards_N = torch.zeros(8)
     rewards_N[2] = 1.0
     return Experience(

@@ -1,4 +1,4 @@
-"""Responses compared within their group, rewards by length, and the entropy controller."""
+"""Group-relative advantages, length rewards, and the entropy controller."""
 
 import statistics
 
@@ -14,7 +14,7 @@ COMPARISONS = (less_group_mean, less_mean_of_others, group_normalised, best_over
 
 
 def slow(scores: list[float], name: str) -> list[float]:
-    """One group of at least two, by the definitions."""
+    """Compute a group of at least two responses by the definitions."""
     mean, std = statistics.mean(scores), statistics.stdev(scores)
     if name == "less_group_mean":
         return [score - mean for score in scores]
@@ -46,7 +46,7 @@ def test_comparisons_equal_a_loop_over_groups_of_any_size_in_any_order(compare) 
     [
         (less_group_mean, [0.75, -0.25, -0.25, -0.25]),
         (less_mean_of_others, [1.0, -1 / 3, -1 / 3, -1 / 3]),
-        (group_normalised, [1.5, -0.5, -0.5, -0.5]),  # the unbiased spread of 1 0 0 0 is a half
+        (group_normalised, [1.5, -0.5, -0.5, -0.5]),  # the unbiased std of 1 0 0 0 is 0.5
         (best_over_second, [2.0, 0.0, 0.0, 0.0]),
     ],
 )
@@ -102,9 +102,9 @@ def test_the_weight_of_the_entropy_follows_the_measured_one() -> None:
     assert weights == [
         (0.001, 0.001),
         (0.002, 0.002),
-        (0.0025, 0.0025),  # no more than the limit
-        (0.0015, 0.0015),  # at the target it falls, and still counts
-        (0.0005, 0.0),  # above the target it falls and does not count
+        (0.0025, 0.0025),  # capped at the limit
+        (0.0015, 0.0015),  # at the target it decreases but still applies
+        (0.0005, 0.0),  # above the target it decreases and does not apply
         (0.0, 0.0),
         (0.0, 0.0),
         (0.001, 0.001),

@@ -1,4 +1,4 @@
-"""Losses on responses labelled desirable or undesirable."""
+"""KTO losses on responses labelled desirable or undesirable."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_extreme_log_ratios_give_a_finite_loss_and_gradient(name) -> None:
 
 
 def test_the_baseline_is_limited_after_the_mean_of_the_whole_step() -> None:
-    # Limited one by one they would give 3.5 / 3.
+    # Clamping each response separately would give 3.5 / 3.
     assert kl_baseline(torch.tensor([3.0, -2.0, 0.5]).mean()).item() == pytest.approx(0.5)
 
 
@@ -150,7 +150,7 @@ def test_a_kind_that_is_missing_has_a_mean_of_zero(label) -> None:
 
 
 def test_recommended_weights_balance_the_two_kinds() -> None:
-    # Three undesirable responses to one desirable: w_D / w_U from 3 to 4, so that n_D w_D / (n_U w_U) is 1 to 4/3.
+    # Three undesirable responses per desirable one: w_D / w_U of 3 to 4 gives n_D w_D / (n_U w_U) of 1 to 4/3.
     assert balanced_weights(100, 300) == pytest.approx((3.0, 4.0))
     assert balanced_weights(300, 100) == pytest.approx((1 / 3, 4 / 9))
 

@@ -1,4 +1,4 @@
-"""Policy and value losses, rollout correction, and the objectives that join them."""
+"""Policy and value losses, rollout correction, and the combined objectives."""
 
 import math
 from itertools import pairwise
@@ -26,13 +26,13 @@ from rlhf_cli.config.policy import LossAgg, PolicyConfig
 
 
 def with_advantages(*advantages: float) -> PolicyColumns:
-    """Columns of one sequence, sampled by the anchor."""
+    """Return columns of one sequence that the anchor policy sampled."""
     count = len(advantages)
     return PolicyColumns(torch.zeros(count), torch.tensor(advantages), torch.tensor([0, count]))
 
 
 def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float, float]:
-    """Loss of one token and its derivative by the log-prob."""
+    """Return the loss of one token and its derivative with respect to the log-prob."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
     settings = PolicyConfig(eps_clip_low_high=(0.2, 0.3), **kwargs)
     loss_K, _ = ppo_clip(logprob, torch.zeros(1), with_advantages(advantage), settings)
@@ -45,9 +45,9 @@ def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float,
     ("ratio", "advantage", "loss", "gradient"),
     [
         (1.0, 2.0, -2.0, -2.0),
-        (1.25, 2.0, -2.5, -2.5),  # inside the higher clip
+        (1.25, 2.0, -2.5, -2.5),  # within the upper clip bound
         (1.5, 2.0, -2.6, 0.0),
-        (0.5, 2.0, -1.0, -1.0),  # a good token that became rare is always pulled back
+        (0.5, 2.0, -1.0, -1.0),  # positive advantages at a low ratio are never clipped
         (0.5, -2.0, 1.6, 0.0),
         (0.9, -2.0, 1.8, 1.8),
         (1.5, -2.0, 3.0, 3.0),
@@ -87,8 +87,8 @@ def test_an_exploded_ratio_stays_finite() -> None:
     ("value", "old", "target", "loss", "gradient", "clipped"),
     [
         (1.0, 1.0, 3.0, 2.0, -2.0, 0.0),
-        (2.0, 1.0, 3.0, 1.125, 0.0, 1.0),  # moved 1.0 towards the return, 0.5 allowed
-        (0.0, 1.0, 3.0, 4.5, -3.0, 0.0),  # moved away: not excused
+        (2.0, 1.0, 3.0, 1.125, 0.0, 1.0),  # moved 1.0 towards the return, and 0.5 is allowed
+        (0.0, 1.0, 3.0, 4.5, -3.0, 0.0),  # moved away from the return: not clipped
         (1.25, 1.0, 3.0, 1.53125, -1.75, 0.0),
     ],
 )
@@ -113,7 +113,7 @@ def test_corrections_by_hand() -> None:
     assert weights("off", ratios, cu) == ([1, 1, 1, 1], [0, 0, 0, 0])
     assert weights("token_clip", ratios, cu) == ([0.25, 1, 2, 2], [0, 0, 1, 1])
     assert weights("token_mask", ratios, cu) == ([0, 1, 4, 0], [1, 0, 0, 1])
-    # Geometric means: sqrt(0.26) = 0.51, kept with the tokens' own ratios; sqrt(32) = 5.66, masked.
+    # Geometric means: sqrt(0.26) = 0.51, kept with the token ratios; sqrt(32) = 5.66, masked.
     assert weights("seq_mask", [0.26, 1.0, 4.0, 8.0], cu) == ([0.26, 1, 0, 0], [0, 0, 1, 1])
 
 
@@ -152,7 +152,7 @@ WEIGHTS = LossWeights(kl=0.0, entropy=EntropyState(0.0))
 
 
 def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: LossWeights = WEIGHTS):
-    """Objective of the sequences first..last of the step, with the gradient by all log-probs and entropies."""
+    """Compute the objective of sequences first..last of the step and its gradient for all log-probs and entropies."""
     cu = columns["cu"]
     rows = slice(int(cu[first]), int(cu[last]))
     logprobs_K, entropy_K = (columns[name].clone().requires_grad_() for name in ("logprobs_K", "entropy_K"))
@@ -172,7 +172,7 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
         max_new_tokens=10,
     )
     loss.backward()
-    entropy_grad = torch.zeros_like(entropy_K) if entropy_K.grad is None else entropy_K.grad  # without a weight
+    entropy_grad = torch.zeros_like(entropy_K) if entropy_K.grad is None else entropy_K.grad  # without entropy weight
     return loss.detach(), torch.stack([logprobs_K.grad, entropy_grad]), metrics
 
 
@@ -189,7 +189,7 @@ def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(setti
     columns, settings = make_columns(), PolicyConfig(**settings)
     whole, whole_gradient, whole_metrics = run_policy(columns, 0, 12, settings, WITH_ENTROPY)
     loss, gradient, metrics = torch.zeros(()), torch.zeros_like(whole_gradient), Metrics()
-    for first, last in [(0, 1), (1, 8), (8, 8), (8, 12)]:  # one of them idle
+    for first, last in [(0, 1), (1, 8), (8, 8), (8, 12)]:  # one of the ranks is idle
         part, part_gradient, part_metrics = run_policy(columns, first, last, settings, WITH_ENTROPY)
         loss, gradient, metrics = loss + part, gradient + part_gradient, combine_metrics(metrics, part_metrics)
     torch.testing.assert_close(loss, whole)
@@ -345,11 +345,11 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
 
 @pytest.mark.parametrize(
     ("kind", "weights"),
-    # The weight of a token: 1 of the 4; 1 of 2 responses with 3 and 1; 1 of 2 responses of up to 5.
+    # Token weights: 1 of 4; 1 of 2 responses with 3 and 1 tokens; 1 of 2 responses with up to 5 tokens.
     [("token_mean", [1 / 4] * 4), ("seq_mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]), ("seq_sum_norm", [1 / 10] * 4)],
 )
 def test_the_mean_of_the_value_loss_is_the_actors(kind: LossAgg, weights: list[float]) -> None:
-    """Values 1, 2, 3 and 4 where returns are 0: errors are the values, and losses half their squares."""
+    """Returns are 0, so values 1, 2, 3 and 4 are the errors, and the losses are half their squares."""
     values_K = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     loss, metrics = value_objective(
         values_K,

@@ -1,4 +1,4 @@
-"""Policy losses beside PPO's, and how losses add up to the mean of a step."""
+"""Policy losses other than PPO's, and the sum over micro-batches as the mean of a step."""
 
 import math
 
@@ -13,7 +13,7 @@ CU = torch.tensor([0, 2, 2, 5])
 
 
 def loss_and_gradient(loss, ratios: list[float], advantages: list[float], **settings):
-    """Loss of each token, its derivative by the token's log-prob, and the metrics."""
+    """Return the loss of each token, its derivative with respect to the token's log-prob, and the metrics."""
     logprobs_K, anchor_K = torch.tensor(ratios).log().requires_grad_(), torch.zeros(len(ratios))
     columns = PolicyColumns(anchor_K, torch.tensor(advantages), CU)
     loss_K, metrics = loss(logprobs_K, anchor_K, columns, PolicyConfig(policy_loss=loss.__name__, **settings))
@@ -34,7 +34,7 @@ def test_gspo_weighs_and_clips_whole_sequences() -> None:
 
 
 def test_the_token_form_of_gspo_has_the_gradient_of_the_sequence_form() -> None:
-    """With one advantage a sequence, the mean over tokens of the token form is `-s A`, differentiated as it stands."""
+    """With one advantage per sequence, the token mean of the token form is `-s A` with the same derivative."""
     old_K, advantage_B = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0]), torch.tensor([0.7, 0.0, -1.3])
     token_K, sequence_K = (torch.tensor([-1.1, -1.8, -0.6, -1.4, -2.9], requires_grad=True) for _ in range(2))
     advantages_K = advantage_B[torch.tensor([0, 0, 2, 2, 2])]

@@ -1,4 +1,4 @@
-"""Losses on pairs of responses."""
+"""Preference losses on pairs of responses."""
 
 import math
 from dataclasses import fields, replace
@@ -23,11 +23,11 @@ from rlhf_cli.algorithms.reward_model import pair_mean
 from rlhf_cli.config.preference import PAIR_LOSSES
 
 LN2, LN3 = math.log(2), math.log(3)
-DELTA = 0.3  # of bco_pair, unless a test measures it
+DELTA = 0.3  # fixed delta of bco_pair for tests that do not measure it
 
 
 def make_pairs(num_pairs: int = 9, seed: int = 1, dtype: torch.dtype = torch.float64) -> PairLogprobs:
-    """Random pairs whose log-ratios are a few nats and whose log-probs are negative, with the step's constants."""
+    """Return random pairs with log-ratios of a few nats, negative log-probs, and the constants of the step."""
     generator = torch.Generator().manual_seed(seed)
     chosen, rejected = -2.0 - 30.0 * torch.rand(2, num_pairs, generator=generator, dtype=dtype)
     noise = torch.randn(2, num_pairs, generator=generator, dtype=dtype)
@@ -48,7 +48,7 @@ def references(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
 
 
 def leaves(pairs: PairLogprobs) -> tuple[PairLogprobs, Tensor, Tensor]:
-    """The same pairs with log-probs that gradients can be asked of."""
+    """Return the pairs with log-probs that require gradients."""
     chosen = pairs.chosen_logprobs.detach().clone().requires_grad_()
     rejected = pairs.rejected_logprobs.detach().clone().requires_grad_()
     return replace(pairs, chosen_logprobs=chosen, rejected_logprobs=rejected), chosen, rejected
@@ -62,8 +62,8 @@ def logistic(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-# One pair for every loss: h_c = ln 2 and h_r = -ln 2 at beta 1, so that s(h_c) = 2/3, s(h_r) = 1/3 and s(d) = 4/5.
-# Both responses have two tokens, of probability 1/2 and 1/4 in the geometric mean. v = ref_c - ref_r = 0, u = 2 ln 2.
+# One pair for all losses: h_c = ln 2 and h_r = -ln 2 at beta 1, so s(h_c) = 2/3, s(h_r) = 1/3 and s(d) = 4/5.
+# Both responses have two tokens with geometric mean probability 1/2 and 1/4. v = ref_c - ref_r = 0, u = 2 ln 2.
 HAND_PAIR = PairLogprobs(
     chosen_logprobs=torch.tensor([-2 * LN2], dtype=torch.float64),
     rejected_logprobs=torch.tensor([-4 * LN2], dtype=torch.float64),
@@ -113,7 +113,7 @@ SLOW_SETTINGS = PreferenceSettings(beta=0.3, label_smoothing=0.2, simpo_gamma=0.
 
 
 def slow_loss(name: str, c: float, r: float, ref_c: float, ref_r: float, len_c: float, len_r: float, v: float) -> float:
-    """The formulas of the papers on floats, as they are printed; c and r are log-probs, v AOT's partner."""
+    """Compute the formulas of the papers on floats; c and r are log-probs, v is AOT's partner."""
     b, e, gamma, tau, lam = 0.3, 0.2, 0.7, 0.6, 0.4
     h_c, h_r = c - ref_c, r - ref_r
     d = h_c - h_r
@@ -164,7 +164,7 @@ def test_losses_and_gradients_equal_the_printed_formulas(name) -> None:
 
 
 def extreme_pairs() -> PairLogprobs:
-    """Every combination of log-ratios of +-1000 and 0, at log-probs of 0 and -2000, for short and long responses."""
+    """Return all combinations of log-ratios +-1000 and 0 with log-probs 0 and -2000, for short and long responses."""
     cases = [
         (lp_c, lp_r, lp_c - h_c, lp_r - h_r, length, length)
         for lp_c in (0.0, -2000.0)
@@ -212,7 +212,7 @@ def test_cutting_the_step_changes_neither_loss_nor_gradient(name) -> None:
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_aot_pair_by_pair_has_the_value_and_gradient_of_the_sorted_form(label_smoothing) -> None:
-    """The coupled form sorts both margins over the step and is differentiated through the sort."""
+    """The reference implementation sorts both margins over the step and differentiates through the sort."""
     pairs, chosen, rejected = leaves(make_pairs(17))
     settings = PreferenceSettings(beta=0.3, label_smoothing=label_smoothing)
     model_sorted = (chosen - rejected).sort().values

@@ -1,4 +1,4 @@
-"""Loss and figures of process reward models, against numbers worked out by hand."""
+"""Loss and metrics of process reward models, compared with manual calculations."""
 
 import math
 
@@ -11,7 +11,7 @@ from rlhf_cli.algorithms.process_reward import finish_step_metrics, first_true, 
 LOGITS = torch.tensor([2.0, -1.0, 1.0, 3.0, -2.0, 0.5, -0.5])
 LABELS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
 CU = torch.tensor([0, 3, 5, 7])
-"""Three solutions: the first error found, none but one called, the first error found."""
+"""Three solutions: first error found, false alarm in a correct solution, first error found."""
 
 
 def test_the_loss_is_the_cross_entropy_of_hard_and_soft_labels():
@@ -43,7 +43,7 @@ def test_figures_by_hand():
             "wrong_steps": 3 / 7,
             "first_error_accuracy": 2 / 3,
             "erroneous": 2 / 3,
-            "wrong_f1": 2 * 2 / (3 + 3),  # two of three wrong steps found, three called
+            "wrong_f1": 2 * 2 / (3 + 3),  # two of three wrong steps found with three predictions
             "right_f1": 2 * 3 / (4 + 4),
             "error_accuracy": 1.0,
             "correct_accuracy": 0.0,

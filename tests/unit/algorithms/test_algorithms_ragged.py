@@ -1,4 +1,4 @@
-"""Scans and reductions over ragged segments against slow loops."""
+"""Scans and reductions over ragged segments, compared with slow loops."""
 
 from itertools import pairwise
 

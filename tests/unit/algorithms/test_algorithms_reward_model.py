@@ -27,7 +27,7 @@ def loss_and_gradient(chosen: float, rejected: float, *, margin: float | None = 
 @pytest.mark.parametrize(
     ("margin", "loss", "gradient"),
     [
-        # 1.5 - (1.5 - ln 3) = ln 3, s(ln 3) = 3/4: the loss is ln(4/3), its derivative by the difference -1/4.
+        # 1.5 - (1.5 - ln 3) = ln 3, s(ln 3) = 3/4: loss ln(4/3), derivative with respect to the difference -1/4.
         (None, math.log(4 / 3), -1 / 4),
         # ln 3 - 2 ln 3 = -ln 3, s = 1/4.
         (2 * math.log(3), math.log(4), -3 / 4),
@@ -55,7 +55,7 @@ def test_logexp_refuses_a_margin_instead_of_dropping_it() -> None:
 
 
 def test_centering_pulls_the_sum_of_both_rewards_to_zero() -> None:
-    # 0.01 (2 + 1)^2 = 0.09 more, and 2 * 0.01 * 3 = 0.06 more on both derivatives.
+    # 0.01 (2 + 1)^2 = 0.09 is added to the loss, and 2 * 0.01 * 3 = 0.06 to both derivatives.
     plain = loss_and_gradient(2.0, 1.0, kind="sigmoid")
     centered = loss_and_gradient(2.0, 1.0, kind="sigmoid", center_rewards_coefficient=0.01)
     assert [c - p for c, p in zip(centered, plain, strict=True)] == pytest.approx([0.09, 0.06, 0.06])

@@ -1,4 +1,4 @@
-"""pass@k, maj@k and intervals against enumeration, simulation and numbers worked out by hand."""
+"""pass@k, maj@k and confidence intervals, compared with enumeration, simulation and manual calculations."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def test_more_samples_than_there_are_cannot_be_asked_for(k):
 
 
 def vote(answers, correct):
-    """The value of a vote, ties shared."""
+    """Return the value of a vote; ties are shared."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return 0.0
@@ -72,9 +72,9 @@ def test_majority_at_k_is_the_mean_vote_over_all_choices():
     ("answers", "right", "value"),
     [
         (["1", "1", "2"], "1", 1.0),
-        (["1", "2"], "1", 0.5),  # a tie, in whichever order
+        (["1", "2"], "1", 0.5),  # a tie, in either order
         (["2", "1"], "1", 0.5),
-        (["1", "2", "3", None, None, None], "1", 1 / 3),  # silence is no answer
+        (["1", "2", "3", None, None, None], "1", 1 / 3),  # a missing answer has no vote
         ([None, None], "1", 0.0),
         (["2", "2", "1"], "1", 0.0),
     ],
@@ -95,7 +95,7 @@ def test_one_vote_is_the_share_of_right_answers():
 def test_majorities_of_many_samples_take_no_time_to_count():
     answers = [str(i % 40) for i in range(64)]
     value = majority_at_k(answers, [answer == "0" for answer in answers], k=32)
-    assert 1 / 64 < value < 1 / 20  # one of 24 answers given twice, among 40
+    assert 1 / 64 < value < 1 / 20  # one of 24 answers occurs twice among 40
 
 
 def test_wilsons_interval_by_hand():

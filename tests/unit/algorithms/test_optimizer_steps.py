@@ -1,4 +1,4 @@
-"""Steps of AdamW and Muon against PyTorch's optimizers and singular values in float64."""
+"""AdamW and Muon steps, compared with PyTorch's optimizers and singular values in float64."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlhf_cli.algorithms.optimizer_steps import ITERATIONS, NEWTON_SCHULZ, adamw
 
 
 def on_singular_values(matrix: torch.Tensor) -> torch.Tensor:
-    """The polynomial on each singular value, in float64, with the vectors as they are."""
+    """Apply the polynomial to the singular values in float64 and keep the singular vectors."""
     a, b, c = NEWTON_SCHULZ
     u, values, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.norm()
@@ -41,7 +41,7 @@ def test_a_stack_of_matrices_is_updated_one_by_one():
 
 
 def test_an_update_has_the_size_of_adamws():
-    """A matrix with n singular values of 1 has the mean square n / elements = 1 / max(rows, columns); some are 0.7."""
+    """A matrix with n singular values of 1 has mean square n / elements = 1 / max(rows, columns); some are 0.7."""
     update = muon_update(torch.randn(40, 100, generator=torch.Generator().manual_seed(4)))
     assert 0.65 * 0.2 < update.square().mean().sqrt().item() < 1.25 * 0.2
 

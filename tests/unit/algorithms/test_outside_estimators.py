@@ -1,4 +1,4 @@
-"""Advantage estimators of others: the page's examples compute advantages, and results of another form are refused."""
+"""Custom advantage estimators: the documented examples work, and invalid results are rejected."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from rlhf_cli.foreign.translation import translate, translate_settings
 from rlhf_cli.options import from_yaml, to_yaml
 from rlhf_cli.runs.online.identity import settings_identity
 
-# Five responses of one token but the second, which has two; three answer the first prompt.
+# Five responses with one token each, except that the second has two; three belong to the first prompt.
 EXPERIENCE = Experience(
     rewards_N=torch.tensor([1.0, 0.0, 5.0, 2.0, 4.0, 8.0]),
     parts=(),

@@ -1,4 +1,4 @@
-"""Losses of others: the page's examples run in the objectives, and results of another form are refused."""
+"""Custom losses: the documented examples work, and invalid results are rejected."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from rlhf_cli.runs.offline.dpo import make_objective
 
 
 def loss_of(policy_loss: str, **settings):
-    """Loss and gradient of three tokens with the ratios 4, 1 and 1."""
+    """Return loss and gradient of three tokens with ratios 4, 1 and 1."""
     logprobs_K = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     old_K = logprobs_K.detach() - torch.tensor([4.0, 1.0, 1.0]).log()
     columns = PolicyColumns(old_K, torch.tensor([1.0, 2.0, -3.0]), torch.tensor([0, 1, 3]), old_K=old_K)
@@ -42,7 +42,7 @@ def test_the_page_s_policy_loss_trains_as_it_says(tmp_path) -> None:
     config = resolve("rloo", policy_loss=f"{path}:damped", eps_clip="0.1")
     require_plugins(config)
     loss, gradient_K, metrics = loss_of(config.policy.policy_loss)
-    # Per token -2 sqrt(ratio) A: -2*2*1, -2*1*2, -2*1*-3; a third of each by the mean over three tokens.
+    # Per token -2 sqrt(ratio) A: -2*2*1, -2*1*2, -2*1*-3, each divided by three for the mean over tokens.
     assert loss == pytest.approx((-4.0 - 4.0 + 6.0) / 3)
     torch.testing.assert_close(gradient_K, torch.tensor([-2.0, -2.0, 3.0]) / 3)
     assert metrics["ratio_max"] == 4.0

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the real bitsandbytes if it is installed, else the refusal alone."""
+"""AdamW with 8-bit moments, with the real bitsandbytes if it is installed; otherwise only the error."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""AdamW in bfloat16: right in the mean, small updates are kept, six bytes a parameter under the real DeepSpeed."""
+"""AdamW in bfloat16 under the real DeepSpeed: unbiased, keeps small updates, uses six bytes per parameter."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlhf_cli.models.policy import ValueModel
 
 BF16 = OPTIM.model_copy(update={"optim": "adamw_bf16"})
 SPACING = 2.0**-7
-"""Relative distance of neighbours in bfloat16 at most."""
+"""Largest relative spacing of bfloat16 numbers."""
 
 
 def optimizer_of(parameter: nn.Parameter, **settings: Any) -> AdamWBf16:
@@ -38,7 +38,7 @@ def test_a_value_becomes_one_of_its_neighbours_and_is_right_in_the_mean():
         for value, column in zip(values.tolist(), drawn.T, strict=True)
     )
     scale = values.double().abs().clamp(min=1e-300)
-    # A standard error is at most SPACING / 2 / sqrt(4000).
+    # The standard error is at most SPACING / 2 / sqrt(4000).
     assert ((drawn.mean(0) - values.double()).abs() / scale).max() < 4 * SPACING / 2 / 4000**0.5
 
 
@@ -52,13 +52,13 @@ def test_three_steps_stay_within_rounding_of_float64():
         exact.grad, rounded.grad = gradient.double(), gradient
         reference.step()
         optimizer.step()
-        # Each step rounds the weight, and the moments by which the next one moves by about the rate.
+        # Each step rounds the weight and the moments, which changes the next step by about the learning rate.
         error = (rounded.double() - exact).abs()
         assert (error <= number * (SPACING * exact.abs() + 2 * SPACING * settings["lr"])).all()
 
 
 def test_small_updates_are_not_lost_over_a_thousand_steps():
-    """Each moves a weight of 1 by 1e-4, a fortieth of the way to its neighbour: to the nearest, none would."""
+    """Each update changes a weight of 1 by 1e-4, 1/40 of the spacing; rounding to nearest would lose all of them."""
     weight = nn.Parameter(torch.ones(500, dtype=torch.bfloat16))
     optimizer = optimizer_of(weight, lr=1e-4)
     for _ in range(1000):
@@ -69,7 +69,7 @@ def test_small_updates_are_not_lost_over_a_thousand_steps():
 
 
 def test_a_second_moment_falls_by_its_decay_rate():
-    """By a factor of 0.999, a quarter of the distance between neighbours: rounded to the nearest it would stay."""
+    """The decay by a factor of 0.999 is a quarter of the spacing; rounding to nearest would lose it."""
     weight = nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))
     optimizer = optimizer_of(weight, betas=(0.9, 0.999))
     weight.grad = torch.ones_like(weight)
@@ -86,7 +86,7 @@ def test_equal_runs_are_equal_and_other_steps_ranks_and_tensors_draw_other_noise
         weights = [nn.Parameter(torch.zeros(100, dtype=torch.bfloat16)) for _ in range(2)]
         optimizer = AdamWBf16(weights, lr=0.0, betas=(0.9, 0.95), eps=1e-8, rank=rank)
         found: list[list[float]] = []
-        for _ in range(300):  # noise that comes again after 256 steps would be in the low bits of a step's number
+        for _ in range(300):  # noise that repeats after 256 steps would show in the low bits of the step number
             for weight in weights:
                 optimizer.state.pop(weight, None)
                 optimizer.state[weight] = {
@@ -124,7 +124,7 @@ def test_chunks_have_every_element_once(shape):
 
 
 def states_of(engine: Any) -> list[torch.Tensor]:
-    """The tensors that the optimizer holds for its parameters."""
+    """Return the optimizer state tensors of all parameters."""
     inner = engine._engine.optimizer
     base = getattr(inner, "optimizer", inner)
     return [value for state in base.state.values() for name, value in state.items() if name != "step"]

@@ -1,4 +1,4 @@
-"""Adapters pushed apart from their model: the bytes that travel, the folder that vLLM reads, and refusals."""
+"""Adapters that are sent separately from their base model: the transfer, the folder for vLLM, and errors."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ LINK = EngineLink("shm", lambda call, given: None, 1, 1, Rendezvous("localhost",
 
 
 def sent(tensors):
-    """The manifest of a push as another process gets it."""
+    """Return the manifest of an update as another process receives it."""
     report = WeightSender(ObjectTransport({})).send(tensors.items(), 3)
     return pickle.loads(pickle.dumps(report.manifest)), report
 
@@ -51,7 +51,7 @@ def test_tensors_of_any_type_arrive_bit_for_bit_and_no_longer_share_memory():
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     report = WeightSender(ObjectTransport({})).send(tensors.items(), 3)
     for tensor in tensors.values():
-        tensor.zero_()  # the next optimizer step must not reach an engine
+        tensor.zero_()  # the next optimizer step must not affect an engine
     assert report.manifest is not None
     found, checksum = read_adapter(report.manifest)
     assert checksum == report.checksum

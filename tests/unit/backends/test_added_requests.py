@@ -1,4 +1,4 @@
-"""Requests that join a batch: on the real transformers engine, and in the process that holds an engine."""
+"""Requests that join a running batch, in the real transformers engine and in the process that runs an engine."""
 
 import asyncio
 import threading
@@ -66,7 +66,7 @@ def test_a_request_that_does_not_fit_raises_where_responses_are_collected(engine
 
 
 class ListingEngine:
-    """Lists its requests, and brings a response to each at once."""
+    """Records its requests and completes each at once."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, and read back as they were written."""
+"""Checkpoints are written completely or not at all, and load as they were saved."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ def write(store: CheckpointStore, step: int, payload: bytes = b"weights") -> Non
 
 @contextmanager
 def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """As on a full disk, writing fails in the middle of a file: the kernel lets no file grow beyond this."""
+    """Limit the size of files so that a write fails halfway, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
+    """Mount a file system of 2 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -70,7 +70,7 @@ def test_what_was_written_is_read_back(store):
 def test_the_newest_is_the_one_with_the_largest_step_not_the_last_name(store):
     for step in (999_999, 1_000_000):
         write(store, step)
-    assert "step_1000000" < "step_999999"  # by name the older one would be the last
+    assert "step_1000000" < "step_999999"  # sorted by name, the older one would be last
     latest = store.latest()
     assert latest is not None
     assert latest.step == 1_000_000
@@ -107,7 +107,7 @@ def test_what_a_kill_left_half_written_is_ignored_and_then_removed(store, tmp_pa
     for leftover in (".writing", ".writing-0a1b2c3d", ".removing-0a1b2c3d"):
         (tmp_path / "checkpoints" / leftover / "actor").mkdir(parents=True)
         (tmp_path / "checkpoints" / leftover / "actor" / "half").write_bytes(b"half")
-    (tmp_path / "checkpoints" / "step_000007").mkdir()  # no manifest: not complete
+    (tmp_path / "checkpoints" / "step_000007").mkdir()  # no manifest: incomplete
     latest = store.latest()
     assert latest is not None
     assert latest.step == 1
@@ -269,9 +269,10 @@ def test_a_really_full_disk_leaves_the_previous_checkpoint(small_disk):
     said = r"could not be written: .*\(0\.00 MB were free in .*; the checkpoint of step 1 is intact\)"
     with pytest.raises(RunError, match=said), store.writing(2, {}, needed_bytes=0) as folder:
         save_with_torch(folder / "model.pt")
-    gc.collect()  # the error holds torch's writer, and that the file
+    gc.collect()  # the error references torch's writer, which references the file
     assert contents(small_disk) == before
-    with pytest.raises(RunError, match="not enough disk space for a checkpoint"):  # the disk itself is asked beforehand
+    # Free space is checked before writing.
+    with pytest.raises(RunError, match="not enough disk space for a checkpoint"):
         store.check_space(2 * MEGABYTE)
     write(store, 3, bytes(MEGABYTE // 2))
     assert store.steps() == [3]

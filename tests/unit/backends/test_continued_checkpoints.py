@@ -1,4 +1,4 @@
-"""Checkpoints continued at another stage or by another number of ranks, on one rank; more ranks in tests/e2e."""
+"""Checkpoints resumed at another ZeRO stage or rank count, on one rank; tests/e2e has more ranks."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def items() -> Items:
 
 
 def begun(model: str, folder: Path, stage: int, **options: Any) -> tuple[Any, DeepSpeedEngine]:
-    """An engine after two steps, saved in the folder."""
+    """Train an engine for two steps and save it in the folder."""
     hf_model, module = load_policy(model, stage)
     engine = make_engine(module, stage, **options)
     train(engine, items(), STEPS[:2], Layout())
@@ -43,7 +43,7 @@ def begun(model: str, folder: Path, stage: int, **options: Any) -> tuple[Any, De
 
 
 def assert_goes_on(model: str, folder: Path, stage: int, straight: tuple[Any, DeepSpeedEngine], **options: Any) -> None:
-    """Load the folder at a stage; two further steps are the steps of the engine that was saved."""
+    """Load the folder at a stage and check that two more steps equal those of the saved engine."""
     hf_model, module = load_policy(model, stage)
     engine = make_engine(module, stage, **options)
     engine.load(folder)
@@ -58,7 +58,7 @@ def test_a_mixture_of_experts_goes_on_at_another_stage(tiny_moe_dir, tmp_path, s
     assert_goes_on(tiny_moe_dir, tmp_path, stage, begun(tiny_moe_dir, tmp_path, saved))
 
 
-@pytest.mark.e2e  # compiles DeepSpeed's optimizer on first use, a minute of two idle cores
+@pytest.mark.e2e  # compiles DeepSpeed's optimizer on first use: a minute on two idle cores
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("saved", "stage"), [(2, 2), (1, 3)])
@@ -87,7 +87,7 @@ def test_a_checkpoint_without_a_good_step_has_no_moments_to_take_over(tiny_model
 
 
 def by_two_ranks(folder: Path) -> None:
-    """Make of a checkpoint of stage 0, which has everything on every rank, one that two ranks wrote."""
+    """Convert a stage 0 checkpoint, which has everything on every rank, to one that two ranks wrote."""
     path = folder / "layout_rank0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_ranks": 2}))
 
@@ -117,7 +117,7 @@ def test_random_states_stay_when_the_stage_alone_is_another(tiny_model_dir, tmp_
 
 
 def test_a_checkpoint_is_only_read(tiny_model_dir, tmp_path):
-    """Whatever happens while its states are cut anew, it is as it was: there is nothing to write and to remove."""
+    """Repartitioning must not change the checkpoint, whether or not it succeeds."""
     checkpoint = Trained(tmp_path, tiny_model_dir, stage=2).checkpoint
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     make_engine(load_policy(tiny_model_dir, 3)[1], 3).load(checkpoint / "model")
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tiny_model_dir, tmp_path)
 
 
 def test_states_that_cannot_be_cut_anew_are_named(tiny_model_dir, tmp_path):
-    """Adafactor has the sums over rows and columns of a matrix, which belong to the whole of it."""
+    """Adafactor stores row and column sums of whole matrices, which cannot be repartitioned."""
     _, module = load_policy(tiny_model_dir, 0)
     matrices = [p for p in module.parameters() if p.dim() == 2]
     optimizer = torch.optim.Adafactor(matrices)
@@ -212,7 +212,7 @@ def test_a_layout_is_read_as_it_was_written(tiny_model_dir, tmp_path):
     [("muon", "fp32", 0, 2), ("muon", "fp32", 2, 1), ("adamw_bf16", "bf16", 1, 3), ("adamw_bf16", "bf16", 3, 0)],
 )
 def test_states_of_every_optimizer_are_cut_anew(tiny_model_dir, tmp_path, optimizer, dtype, saved, stage):
-    """AdamW in bf16 draws other noise at another stage: losses are near and not equal."""
+    """AdamW in bf16 draws other noise at another stage, so losses are close but not equal."""
     optim = OPTIM.model_copy(update={"optim": optimizer})
     losses = []
     for number in (saved, stage):

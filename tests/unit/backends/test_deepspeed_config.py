@@ -1,4 +1,4 @@
-"""Which settings DeepSpeed gets, and whether DeepSpeed reads them the same way."""
+"""The settings passed to DeepSpeed, and that DeepSpeed reads them as intended."""
 
 from typing import Any
 

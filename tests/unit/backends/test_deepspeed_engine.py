@@ -1,4 +1,4 @@
-"""The engine on one rank, with real DeepSpeed: the result of a step does not depend on how it is cut up or stored."""
+"""The engine on one rank with real DeepSpeed: results do not depend on micro-batches or partitioning."""
 
 import math
 from dataclasses import replace
@@ -40,12 +40,12 @@ from rlhf_cli.trainers.offline.sft import sft_objective
 
 STAGES = (0, 1, 2, 3)
 TYPES = [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16")]
-"""Types of the weights and optimizers that are tested alike at every stage."""
+"""Weight types and optimizers that are tested at every stage."""
 WITH_MUON = [
     *((stage, *kind) for kind in TYPES for stage in STAGES),
     *((stage, dtype, "muon") for dtype in ("fp32", "bf16") for stage in STAGES[:3]),
 ]
-"""The same with their stages, and Muon, which has no stage 3."""
+"""These with their stages, and Muon, which has no stage 3."""
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
 
 
@@ -61,7 +61,7 @@ def items() -> Items:
 def test_three_steps_equal_plain_pytorch(tiny_model_dir, items, stage):
     hf_model, plain = load_policy(tiny_model_dir, 0)
     expected = train_plainly(plain, items, STEPS)
-    assert all(metrics["grad_norm"] > OPTIM.max_norm for metrics in expected)  # so clipping counts
+    assert all(metrics["grad_norm"] > OPTIM.max_norm for metrics in expected)  # so that clipping matters
     expected_weights = {name: weight.detach() for name, weight in hf_model.named_parameters()}
 
     hf_model, module = load_policy(tiny_model_dir, stage)
@@ -106,7 +106,7 @@ def value_samples(count: int) -> list[TokenSequence]:
 
 
 def spoiled_step(engine: Any, items: Items, *, what: str) -> dict[str, float]:
-    """A step of which one micro-batch's loss, or its gradient alone, is not finite."""
+    """Run a step in which the loss of one micro-batch, or only its gradient, is not finite."""
     micro_batches, totals = Layout(max_sequences=2).share().micro_batches(items, np.arange(4))
     last = micro_batches[-1]
     objective = bind(sft_objective, totals)
@@ -114,7 +114,7 @@ def spoiled_step(engine: Any, items: Items, *, what: str) -> dict[str, float]:
     def loss(model: nn.Module, batch: Any) -> Any:
         value, metrics = objective(model, batch)
         if batch.input_ids_T.equal(last.input_ids_T):
-            # sqrt has an infinite slope at 0
+            # sqrt has infinite slope at 0
             value = value + torch.inf if what == "loss" else value + (value - value).sqrt()
         return value, metrics
 
@@ -188,7 +188,7 @@ def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage, loss_agg):
 
 
 class Scale(nn.Module):
-    """Two weights and a bias, whose gradients can be worked out by hand."""
+    """Two weights and a bias, whose gradients can be calculated manually."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ def mean_of_two(model: nn.Module, x_K2: torch.Tensor) -> Any:
 def test_a_step_worked_out_by_hand(stage):
     """Outputs 1*3 + 2*8 + .5 = 19.5 and 1*9 + 2*8 + .5 = 25.5, mean 22.5; gradient (6, 8), 1 with norm sqrt(101).
 
-    Clipped to norm 1; Adam's first step is the sign of the gradient times the rate, after weights, but no bias, have
-    lost 10 % of the rate. In the second step the gradient is the same and so is the step.
+    The gradient is clipped to norm 1. Adam's first step is its sign times the learning rate, after weight decay of 10 %
+    of the rate, which excludes the bias. The second step has the same gradient and is equal.
     """
     model = Scale()
     engine = make_engine(model, stage, optim=OPTIM.model_copy(update={"max_norm": 1.0}))
@@ -228,7 +228,7 @@ def test_a_step_worked_out_by_hand(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e6])
 def test_gradients_are_clipped_to_the_norm_and_no_further(stage, max_norm):
-    """Adam forgets the size of a first gradient, but not how it compares with the second one's."""
+    """Adam is invariant to the scale of the first gradient, but not to its ratio to the second."""
     model, plain = Scale(), Scale()
     optim = OPTIM.model_copy(update={"max_norm": max_norm, "l2": 0.0})
     engine = make_engine(model, stage, optim=optim)
@@ -276,7 +276,8 @@ def test_gpt2_trains_without_its_default_dropout_as_in_evaluation(checkpointing,
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(tmp_path)
     hf_model, module = load_policy(str(tmp_path), 2, gradient_checkpointing=checkpointing)
-    assert hf_model.config.attn_pdrop == hf_model.config.resid_pdrop == hf_model.config.embd_pdrop == 0.1  # for saves
+    # The config keeps the values for saving.
+    assert hf_model.config.attn_pdrop == hf_model.config.resid_pdrop == hf_model.config.embd_pdrop == 0.1
     engine = make_engine(module, 2)
     micro_batches, totals = Layout().share().micro_batches(items, np.array(STEPS[0]))
     expected = engine.evaluate(micro_batches, bind(sft_objective, totals))["loss"]
@@ -353,7 +354,7 @@ def test_the_rate_that_is_reported_is_the_one_that_was_used(stage, tiny_llama_di
     _, module = load_policy(tiny_llama_dir, stage)
     optim = OptimConfig(lr_warmup_ratio=0.2, max_norm=0.0)
     engine = make_engine(module, stage, optim=optim)
-    name = "model.norm.weight"  # Adam's first step is the whole rate for every weight
+    name = "model.norm.weight"  # Adam's first step is the full learning rate for every weight
     before = weights_of(engine, module.model)[name]
     metrics = train(engine, items, STEPS[:1], Layout())
     moved = (weights_of(engine, module.model)[name] - before).abs()
@@ -374,13 +375,13 @@ def test_gradient_checkpointing_runs_layers_twice_and_takes_the_same_steps(tiny_
         calls.append(len(runs))
     assert calls == [3, 6]
     (plain, weights), (recomputed, same_weights) = results
-    for one, other in zip(plain, recomputed, strict=True):  # not bit for bit: the last bits may differ
+    for one, other in zip(plain, recomputed, strict=True):  # the last bits may differ
         assert one == pytest.approx(other, rel=1e-6)
     assert farthest(weights, same_weights) < CLOSE
 
 
 class Counter(nn.Module):
-    """Its weight gets the gradient 1 from every micro-batch."""
+    """Its weight receives gradient 1 from every micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,7 +395,7 @@ class Counter(nn.Module):
     ("stage", "dtype", "norm"), [(1, "fp32", 257), (2, "fp32", 257), (2, None, 257), (0, None, 256)]
 )
 def test_gradients_add_up_in_the_type_asked_for(stage, dtype, norm):
-    """In bf16, which has 8 bits, 256 + 1 is 256."""
+    """In bf16, which has 8 bits of precision, 256 + 1 is 256."""
     engine = make_engine(Counter(), stage, dtype="bf16", grad_accum_dtype=dtype)
     ones = [torch.ones(1, dtype=torch.bfloat16)] * 257
     metrics = engine.train_step(ones, lambda model, x: (model(x).sum(), {}))
@@ -493,7 +494,7 @@ def test_seven_sequences_on_eight_ranks_are_each_trained_once(items):
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)  # compiles DeepSpeed's optimizer on first use: a minute of two idle cores
+@pytest.mark.timeout(900)  # compiles DeepSpeed's optimizer on first use: a minute on two idle cores
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizer_in_host_memory_takes_the_same_steps(tiny_model_dir, items, stage, dtype):

@@ -1,4 +1,4 @@
-"""What DeepSpeed's start leaves out, in a process of its own: imports happen once."""
+"""Parts of DeepSpeed's startup that are skipped, tested in a separate process because imports happen once."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The layout of an online run without placement flags: every GPU has work, and what is given is kept."""
+"""The default layout of an online run without placement flags: it uses all GPUs and keeps explicit settings."""
 
 import pytest
 

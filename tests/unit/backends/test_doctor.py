@@ -1,4 +1,4 @@
-"""`rlhf doctor`: each problem is found, has a cure, and no secret is in the report."""
+"""`rlhf doctor` finds each problem and suggests a fix, and its report contains no secrets."""
 
 import getpass
 import json

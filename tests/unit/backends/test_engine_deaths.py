@@ -1,4 +1,4 @@
-"""A real rollout engine that dies at a batch with pictures: with fakes of Ray and of the process, not of the engine."""
+"""A real rollout engine that dies in a batch with images, with fakes of Ray and of the process."""
 
 import asyncio
 import pickle
@@ -23,10 +23,10 @@ VERSION = 3
 
 
 class Worker:
-    """Holds a transformers engine; calls come pickled and answers go pickled, as through Ray.
+    """Runs a transformers engine; calls and results are pickled, as with Ray.
 
     Args:
-        dies: it ends at its first batch, when the batch has begun.
+        dies: exit during the first batch
     """
 
     def __init__(self, folder: str, *, dies: bool) -> None:
@@ -50,7 +50,7 @@ class Worker:
 
 
 class Actor:
-    """Pushes the weights of a trainer through shared memory."""
+    """Sends a trainer's weights through shared memory."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.sender, self.pushes = trainer, shm_sender(), 0

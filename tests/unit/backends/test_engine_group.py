@@ -1,4 +1,4 @@
-"""What happens when rollout engines die within a batch: with fakes of Ray, of the engines and of the actor."""
+"""Engines that die during a batch, with fakes of Ray, of the engines and of the actor."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,9 +23,9 @@ HAS_DIED = RayActorError()
 
 
 class FakeWorker:
-    """An engine that answers a share in two parts, each response being the version of its weights.
+    """Returns its share in two parts; each response is the version of the weights.
 
-    Responses to requests that were added come one by one.
+    Responses to added requests are returned one by one.
     """
 
     def __init__(self, number, *, dies_in_batch=False):
@@ -95,12 +95,12 @@ class FakeWorker:
 
 
 class FakeActor:
-    """Pushes to all engines at once, as nccl and ipc do, or leaves a manifest."""
+    """Sends weights to all engines at once, like nccl and ipc, or leaves a manifest."""
 
     def __init__(self, workers, backend):
         self.workers, self.backend, self.links = workers, backend, 0
         self.is_awake = True
-        self.within_batches = False  # whether pushes may come to engines that generate
+        self.within_batches = False  # whether weight updates may arrive during generation
         self.group = SimpleNamespace(all=self._all, address=lambda: ("host", 1))
 
     @contextmanager
@@ -138,7 +138,7 @@ def fake_ray(monkeypatch):
 
 
 def make_group(backend, *, takes_turns, dying, **options):
-    """Three engines with the weights of VERSION, of which some die in the next batch, and all that were started."""
+    """Return a group of three engines at VERSION, some of which die in the next batch, and all started engines."""
     started: list[FakeWorker] = []
     present: dict[int, FakeWorker] = {}
 
@@ -199,7 +199,7 @@ def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_a
     turns.take()
     with ThreadPoolExecutor(1) as thread:
         sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
-        while len(started) == 3:  # the new engine is started while the actor trains
+        while len(started) == 3:  # the new engine starts while the actor trains
             assert not sampling.done()
         assert started[3].version == 0
         turns.give(VERSION + 1)
@@ -210,7 +210,7 @@ def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_a
 
 @pytest.mark.parametrize(("backend", "within"), [("shm", False), ("shm", True), ("nccl", False)])
 def test_an_engine_that_is_dead_when_weights_come_in_the_middle_of_a_batch_repeats_its_share(backend, within):
-    """`within`: it dies of the push itself."""
+    """With `within`, the engine dies from the weight update itself."""
     group, started = make_group(backend, takes_turns=False, dying=set())
     actor_of(group).within_batches = True
     shares = balanced_shares(REQUESTS, 3)
@@ -330,10 +330,10 @@ def test_turns_of_an_episode_join_the_batch_on_the_engine_that_has_their_beginni
     group, started = make_group("shm", takes_turns=False, dying=set())
     group.begin([turn(0, 0, [1]), turn(1, 0, [2, 2, 2])], SamplingParams(1))
     homes = {request.episode: worker for worker in started for request in worker.share}
-    group.add([turn(2, 0, [3]), turn(3, 0, [3])])  # samples of a prompt, for the third engine, which has nothing to do
+    group.add([turn(2, 0, [3]), turn(3, 0, [3])])  # samples of one prompt, for the idle third engine
     group.add([turn(1, 1, [2, 2, 2, 7])])
     assert collected(group)
-    group.add([turn(0, 1, [1, 8]), turn(3, 1, [3, 9])])  # after all had come
+    group.add([turn(0, 1, [1, 8]), turn(3, 1, [3, 9])])  # after all responses have arrived
     assert group.is_generating
     assert [number for number, _ in collected(group)] in ([5, 6], [6, 5])
     third = next(worker for worker in started if worker not in homes.values())

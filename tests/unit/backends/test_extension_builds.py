@@ -1,4 +1,4 @@
-"""PyTorch's compiler finds ninja, and only locks of live processes."""
+"""PyTorch's compiler finds ninja, and locks of dead processes are ignored."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Full memory is known by name, whoever reports it."""
+"""Out-of-memory errors of all sources are recognised."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The command line that starts ranks, and what signals mean to one of them."""
+"""The command line that starts ranks, and signal handling in a rank."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ def devices_of(command: list[str]) -> list[str]:
         (None, ["0", "1"]),
         ("3,5,7", ["3", "5"]),
         ("GPU-4a,GPU-9c", ["GPU-4a", "GPU-9c"]),
-        ("", ["-1", "-1"]),  # hidden GPUs stay hidden: the launcher writes CUDA_VISIBLE_DEVICES anew
+        ("", ["-1", "-1"]),  # hidden GPUs stay hidden: the launcher overwrites CUDA_VISIBLE_DEVICES
         ("-1", ["-1", "-1"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Muon under the real DeepSpeed: which weights it takes, its steps at every stage, and what is refused."""
+"""Muon under the real DeepSpeed: selected weights, steps at every stage, and rejected settings."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_matrices_of_layers_are_hidden_and_embeddings_heads_and_vectors_are_not(
 
 
 def trained_by_hand(path: str, items: Items) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights and gradient norms after three steps, one parameter at a time in plain PyTorch."""
+    """Train three steps in plain PyTorch, one parameter at a time; return weights and gradient norms."""
     hf_model, module = load_policy(path, 0)
     hidden = names_of(hf_model, hidden_matrices(hf_model))
     named = dict(hf_model.named_parameters())
@@ -104,7 +104,7 @@ def test_bf16_weights_learn_with_muon(tiny_model_dir, stage):
 
 
 def test_a_step_is_that_of_pytorchs_muon():
-    """PyTorch's rounds to bfloat16 within the iteration."""
+    """PyTorch's version rounds to bfloat16 within the iteration."""
     start, gradients = torch.randn(12, 30), [torch.randn(12, 30) for _ in range(3)]
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     groups: list[dict[str, Any]] = [{"params": [ours], "weight_decay": 0.1, "use_muon": True}]
@@ -119,7 +119,7 @@ def test_a_step_is_that_of_pytorchs_muon():
 
 
 def test_a_part_has_the_ranges_worked_out_by_hand():
-    """Matrices of 6 and 8 elements from 0 and 6 on, in parts of 5: the first is cut at 5, the second at 10."""
+    """Matrices of 6 and 8 elements at offsets 0 and 6, in partitions of 5: the first is cut at 5, the second at 10."""
     first, second = (0, torch.Size([2, 3])), (6, torch.Size([2, 4]))
     parts = [FlatPart(start, 5, (first, second)) for start in (0, 5, 10)]
     assert [part.range_of(*first) for part in parts] == [(0, 5), (5, 6), (10, 10)]

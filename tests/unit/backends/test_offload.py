@@ -1,4 +1,4 @@
-"""Weights and activations in host memory: the same numbers, and where the tensors are meanwhile."""
+"""Weights and activations in host memory: equal results, and where the tensors are stored."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -63,7 +63,7 @@ def test_a_frozen_model_in_host_memory_gives_the_same_results(tiny_model_dir, st
         places.append((before == weight.data_ptr(), set(during) == {before}))
     assert all(one.equal(other) for one, other in zip(*found, strict=True))
     if stage < 3:
-        assert places == [(True, True), (True, False)]  # back in the host's copy, and elsewhere while it is used
+        assert places == [(True, True), (True, False)]  # in the host copy when unused
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -129,7 +129,7 @@ def test_a_teacher_in_host_memory_gives_the_same_states_and_its_head_stays_on_th
     places = [head.data_ptr()]
 
     class WatchedPack:
-        """A pack that is put on the device when the teacher's weights are there."""
+        """A pack that checks that the teacher's weights are loaded when it is moved to the device."""
 
         def __init__(self, items: int) -> None:
             self.pack = pack(make_sequences(items))

@@ -1,4 +1,4 @@
-"""How batches are dealt to ranks and engines, and put together again: no layout changes who gets which sample."""
+"""Distribution of batches to ranks and engines, and reassembly: sample order does not depend on the layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ LAYOUTS = [(1, 1000, None), (1, 20, None), (2, 25, None), (3, 1000, 1), (8, 12, 
 
 
 class FakeGroup:
-    """Ranks that answer every trained token with ten times its id."""
+    """Ranks that return ten times the id for every trained token."""
 
     METHODS = ("logprobs", "scores")
 
@@ -95,11 +95,11 @@ def test_ranks_that_split_layers_get_the_same_micro_batches_of_one_ranks_tokens(
 
 
 def test_prompts_go_to_the_engine_with_the_least_to_do():
-    lengths = [5, 30, 7, 1, 12]  # expected tokens of each response; prompts of one token, two samples each
+    lengths = [5, 30, 7, 1, 12]  # expected tokens per response; prompts of one token, two samples each
     requests = [
         GenerationRequest([prompt], 10 * prompt + i, length) for prompt, length in enumerate(lengths) for i in (0, 1)
     ]
-    # Costs 12, 62, 16, 4, 26: 62 to the first; 26, 16 and 12 to the second (54), and 4 to it as well.
+    # Costs 12, 62, 16, 4, 26: 62 to the first; 26, 16, 12 (54) and 4 to the second.
     assert balanced_shares(requests, 2) == [[2, 3], [0, 1, 4, 5, 6, 7, 8, 9]]
 
 
@@ -119,7 +119,7 @@ def test_turns_go_to_the_engine_of_the_turns_before():
     assert same_shares(later[1:], SharedBatch(later, SamplingParams(1), shares)) == [[0], [], [1]]
     strangers = [GenerationRequest([9], 0, episode=number) for number in (91, 92)]
     found = same_shares([*strangers, *later[1:]], SharedBatch(later, SamplingParams(1), shares))
-    assert found == [[0, 2], [1], [3]]  # an episode without a turn before goes to an engine with the fewest requests
+    assert found == [[0, 2], [1], [3]]  # a first turn goes to an engine with the fewest requests
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])

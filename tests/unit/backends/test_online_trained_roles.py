@@ -1,4 +1,4 @@
-"""One rank of actor, critic and reference on the real engine: adapters, moving averages, references that move."""
+"""One rank of actor, critic and reference on the real engine: adapters, moving averages, updated references."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_a_role_reads_its_weights_onto_its_own_device(tiny_model_dir, stage, is_
 
 
 def train(actor: ActorRank, steps: int = 1) -> None:
-    """Change the weights, whatever for."""
+    """Train on arbitrary data to change the weights."""
     sequences = make_sequences(4)
     totals = StepTotals(sum(sequence.num_trained for sequence in sequences), len(sequences))
     for _ in range(steps):
@@ -157,7 +157,7 @@ def test_the_reference_of_an_adapter_is_its_base_and_engines_say_what_the_traine
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_new_dora_leaves_the_pushed_bf16_weights_as_they_are_on_disk(tiny_model_dir, stage):
-    """Although its magnitudes are rounded to bfloat16: rows would differ by up to 1 in 256 otherwise."""
+    """DoRA magnitudes are rounded to bfloat16; without correction rows would differ by up to 1/256."""
     actor = ActorRank(role_settings(tiny_model_dir, stage, dtype="bf16", lora_rank=4, use_dora=True))
     base = open_weights(folder_of(tiny_model_dir))
     assert all(weight.equal(base.read(name).bfloat16()) for name, weight in engine_weights(actor).items())
@@ -203,7 +203,7 @@ def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_pat
     assert all(weight.equal(written.read(name)) for name, weight in pushed.items())
     changed = " ".join(name for name, weight in pushed.items() if not weight.equal(base.read(name)))
     assert ".self_attn." in changed
-    assert (".mlp.experts." in changed) == (lora_rank == 0)  # adapters are on linear layers, which experts are not
+    assert (".mlp.experts." in changed) == (lora_rank == 0)  # adapters apply to linear layers, and experts are not
 
 
 def test_engines_are_told_the_shapes_of_a_mixture_before_the_push(tiny_moe_dir):

@@ -1,4 +1,4 @@
-"""The optimizers and the learning rate schedule against numbers worked out by hand."""
+"""Optimizers and the learning rate schedule, compared with manual calculations."""
 
 import math
 
@@ -12,21 +12,21 @@ from rlhf_cli.backends.training.optimizers import make_schedule, set_rates
 from rlhf_cli.config.train import OptimConfig
 
 SCHEDULES: dict[str, list[float]] = {
-    # Ten steps, the first two of warm-up. The k-th of the eight after it is (k - 1) / 8 of the way down.
+    # Ten steps, two of them warm-up. Step k of the remaining eight has decayed by (k - 1) / 8.
     "cosine_with_min_lr": [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)],
     "cosine": [0.5, 1.0] + [(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)],
     "linear": [0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8],
     "constant": [1.0] * 10,
     "constant_with_warmup": [0.5] + [1.0] * 9,
-    # 1 / sqrt of the steps in units of the warm-up.
+    # 1 / sqrt of the step number in units of the warm-up.
     "inverse_sqrt": [0.5, 1.0] + [math.sqrt(2 / k) for k in range(2, 10)],
-    # Down to 1e-7 by the power 1; the peak is 1e-3.
+    # Decays to 1e-7 with power 1; the peak is 1e-3.
     "polynomial": [0.5, 1.0] + [(1 - 1e-4) * (1 - k / 8) + 1e-4 for k in range(8)],
 }
 
 
 def rates_of(optim: OptimConfig, *, total_steps: int = 10) -> list[float]:
-    """Shares of the peak in each step."""
+    """Return the learning rate of each step as a fraction of the peak."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
     schedule = make_schedule(optimizer, optim, total_steps=total_steps)
     rates = []
@@ -70,13 +70,13 @@ def test_rates_of_a_checkpoint_give_way_to_those_of_the_schedule():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
     schedule = make_schedule(optimizer, optim, total_steps=10)
     schedule.load_state_dict(schedule.state_dict() | {"last_epoch": 4})
-    optimizer.param_groups[0]["lr"] = LEARNING_RATE * 0.5  # what older releases gave the fifth step
+    optimizer.param_groups[0]["lr"] = LEARNING_RATE * 0.5  # the learning rate of older releases in step 5
     set_rates(optimizer, schedule)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LEARNING_RATE * 0.6)
 
 
 class Weight(nn.Module):
-    """One weight with the gradient that it is called with."""
+    """One weight whose gradient is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Weight(nn.Module):
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_epsilon_is_added_to_the_root_of_the_second_moment(stage):
-    """The first step is g / (|g| + eps) times the rate: 3 / 4 of it at g = 0.03 and eps = 0.01."""
+    """The first step is g / (|g| + eps) times the learning rate: 3/4 of it for g = 0.03 and eps = 0.01."""
     model = Weight()
     engine = make_engine(model, stage, optim=OPTIM.model_copy(update={"adam_eps": 0.01, "l2": 0.0}))
     engine.train_step([torch.tensor([0.03])], lambda model, x: (model(x).sum(), {}))

@@ -1,4 +1,4 @@
-"""Rollout engines of others: the page's example generates, and a class without the methods is refused."""
+"""Custom rollout engines: the documented example generates, and a class without the methods is rejected."""
 
 import asyncio
 

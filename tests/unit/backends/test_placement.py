@@ -24,7 +24,7 @@ def layout_of(
 
 
 def shape(nodes: int, gpus: int, *roles: str) -> dict[str, Any]:
-    """Settings that give each of these roles so many nodes and GPUs per node."""
+    """Return settings that give each role this many nodes and GPUs per node."""
     return {f"{role}_num_nodes": nodes for role in roles} | {f"{role}_num_gpus_per_node": gpus for role in roles}
 
 
@@ -37,7 +37,7 @@ def gpus_taken(layout: Layout, num_nodes: int) -> list[int]:
 
 
 def assert_sound(layout: Layout, node_gpus: list[int]) -> None:
-    """Check the facts of every layout: within the nodes, ranks complete, seats on islands, sharing described."""
+    """Check invariants of every layout: node capacity, complete ranks, topology of seats, shared GPUs."""
     assert all(taken <= free for taken, free in zip(gpus_taken(layout, len(node_gpus)), node_gpus, strict=True))
     assert layout.num_gpus == sum(gpus_taken(layout, len(node_gpus)))
     for role in {seat.role for seat in layout.seats}:
@@ -157,7 +157,7 @@ def test_128_gpus_apart_with_islands_inside_nodes():
     assert layout.num_gpus == 128
     assert [len(layout.of(role)) for role in (*ROLES, ENGINE)] == [32, 32, 16, 12]
     assert {len(seat.gpus) for seat in layout.of(ENGINE)} == {4}
-    # One island of 8 GPUs per node of a role, one of 4 per engine: none is larger than its node.
+    # One island of 8 GPUs per node of a role, one of 4 per engine; islands do not cross nodes.
     assert sorted(island.num_gpus for island in layout.islands) == [4] * 12 + [8] * 10
     assert describe(layout, unit="GPU") == [
         "nodes 0-3: 8 GPUs each for actor",

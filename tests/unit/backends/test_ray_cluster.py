@@ -1,4 +1,4 @@
-"""Starting Ray on machines on which it cannot run."""
+"""Errors when Ray is started on unsuitable machines."""
 
 import pytest
 

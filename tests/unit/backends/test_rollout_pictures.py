@@ -1,4 +1,4 @@
-"""The transformers rollout engine on prompts with pictures: its log-probs are the trainer's, whatever is sampled."""
+"""The transformers rollout engine with images: its log-probs equal the trainer's."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ SETTINGS = EngineSettings(max_model_len=256, dtype="fp32", max_images_per_prompt
 
 
 class Engine:
-    """The engine with its verbs waited for."""
+    """The engine with synchronous methods."""
 
     def __init__(self, folder, settings=SETTINGS):
         self.engine = TransformersEngine(str(folder), settings)
@@ -53,7 +53,7 @@ def test_logprobs_are_the_trainers_before_and_after_pushes_of_the_tower_alone(fo
     engine, trainer, requests = Engine(folder), trainer_of(folder), pictured_requests(folder)
     first = engine.generate(requests, SAMPLING)
     assert largest_difference(trainer, requests, first) < 1e-5
-    assert first[0].logprobs[0] != first[-2].logprobs[0]  # the same question with another picture
+    assert first[0].logprobs[0] != first[-2].logprobs[0]  # the same question with another image
     prefer_placeholders(trainer, folder)
     engine.push(sent_weights(trainer, sender, 1), 1)
     placeholders = engine.generate(requests, SAMPLING)
@@ -64,7 +64,7 @@ def test_logprobs_are_the_trainers_before_and_after_pushes_of_the_tower_alone(fo
     later = engine.generate(requests, SAMPLING)
     assert largest_difference(trainer, requests, later) < 1e-5
     assert largest_difference(trainer, requests, placeholders) > 1e-3
-    assert [one.token_ids for one in later[2:4]] == [one.token_ids for one in placeholders[2:4]]  # text alone
+    assert [one.token_ids for one in later[2:4]] == [one.token_ids for one in placeholders[2:4]]  # without images
     sender.close()
     engine.shutdown()
 

@@ -1,4 +1,4 @@
-"""Drawing tokens by inverse transform sampling, against slow loops and hand-worked distributions."""
+"""Inverse transform sampling of tokens, compared with slow loops and manual calculations."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_renormalises():
     tokens, logprobs = sample_tokens(
         logits.expand(2, -1), torch.tensor([0.5, 0.7], dtype=torch.float64), SamplingParams(1, top_p=0.7)
     )
-    assert tokens.tolist() == [1, 3]  # 0.5 of 0.8 is token 1 up to a uniform number of 0.625
+    assert tokens.tolist() == [1, 3]  # with 0.5 of 0.8, token 1 is sampled up to a uniform number of 0.625
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.625, 0.375]))
 
 
@@ -64,7 +64,7 @@ def test_top_p_below_the_likeliest_token_leaves_that_one():
 
 
 def kept(probabilities, **sampling):
-    """Return the rest of a distribution, renormalised."""
+    """Return the renormalised rest of a distribution."""
     logits = torch.tensor([probabilities]).log()
     return processed_logits(logits, SamplingParams(1, **sampling)).softmax(-1)[0].tolist()
 
@@ -82,9 +82,9 @@ def test_min_p_drops_tokens_strictly_below_its_share_of_the_likeliest():
 
 
 def test_temperature_comes_before_min_p_and_top_k_before_top_p():
-    # squared and renormalised at temperature 0.5: 0.25 : 0.09 : 0.04, so that 0.2 is below a fifth of 0.5
+    # squared and renormalised at temperature 0.5: 0.25 : 0.09 : 0.04, so 0.2 falls below a fifth of 0.5
     assert kept([0.5, 0.3, 0.2], temperature=0.5, min_p=0.2) == pytest.approx([25 / 34, 9 / 34, 0])
-    # of 0.4, 0.3 and 0.3 top-p 0.5 keeps two; of the two that top-k leaves, 4/7 reach it alone
+    # with 0.4, 0.3 and 0.3, top-p 0.5 keeps two; of the two that top-k leaves, 4/7 suffices alone
     assert kept([0.4, 0.31, 0.29], top_p=0.5) == pytest.approx([40 / 71, 31 / 71, 0])
     assert kept([0.4, 0.31, 0.29], top_p=0.5, top_k=2) == [1, 0, 0]
 

@@ -1,4 +1,4 @@
-"""Stop strings are found in tokens at their place in the whole text, and no later."""
+"""Stop strings are found in tokens at the right position, as early as possible."""
 
 import random
 
@@ -21,7 +21,7 @@ def byte_level():
 
 @pytest.fixture(scope="module")
 def sentence_piece():
-    """A tokenizer whose decoder drops the first blank, as Llama 2's, and writes unknown characters in bytes."""
+    """Return a tokenizer that drops the first space, like Llama 2's, and decodes unknown characters from bytes."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁a", "▁User", "User", "Use", "r", ":", ":▁", "</", "answer", ">", "▁漢", "字", "n", "é", "\n"]
     model = models.BPE(vocab={piece: id for id, piece in enumerate(pieces)}, merges=[], byte_fallback=True)
@@ -32,7 +32,7 @@ def sentence_piece():
 
 
 def first_end(stop, token_ids):
-    """Return the number of tokens of a response at its end, None if no token ends it."""
+    """Return the number of tokens until the response stops, or None."""
     return next((n for n in range(1, len(token_ids) + 1) if stop.end(token_ids[:n])), None)
 
 
@@ -40,8 +40,8 @@ def first_end(stop, token_ids):
     ("text", "ends_with"),
     [
         ("so <answer> 42 </answer> and more", "</answer>"),
-        ("Use r: User; Users: User: none", "User:"),  # half of it comes twice before
-        ("café", "é"),  # two bytes, which are tokens of their own
+        ("Use r: User; Users: User: none", "User:"),  # half of it occurs twice before
+        ("café", "é"),  # two bytes with separate tokens
         ("a 漢字", "漢字"),
         ("User</answer", None),
     ],
@@ -69,7 +69,7 @@ def test_a_special_token_counts_as_it_is_written(byte_level):
 
 @pytest.mark.parametrize("name", ["byte_level", "sentence_piece"])
 def test_the_last_tokens_tell_what_the_whole_text_does(name, request):
-    """Random pieces of stop strings, the two bytes of a character among them."""
+    """Random parts of stop strings, including the two bytes of a character."""
     tokenizer, draw = request.getfixturevalue(name), random.Random(0)
     stop = StopStrings(tokenizer, STOP)
     pieces = sorted(id for token, id in tokenizer.get_vocab().items() if not token.startswith("<0x"))

@@ -1,4 +1,4 @@
-"""The transformers rollout engine on tiny models: its log-probs are the model's, its draws the requests'."""
+"""The transformers rollout engine on tiny models: log-probs of the model, and sampling by request seeds."""
 
 import asyncio
 import shutil
@@ -29,7 +29,7 @@ SAMPLING = SamplingParams(max_new_tokens=20, temperature=0.8)
 
 
 class Engine:
-    """The engine with its verbs waited for."""
+    """The engine with synchronous methods."""
 
     def __init__(self, path, settings=SETTINGS):
         self.engine = TransformersEngine(str(path), settings)
@@ -113,7 +113,7 @@ def test_a_response_does_not_depend_on_its_batch_nor_on_the_batch_size(engine, t
 
 
 def collected(engine):
-    """{number: response} of the batch that was begun."""
+    """Return {number: response} of the running batch."""
     found: dict[int, Generation] = {}
     is_last = False
     while not is_last:
@@ -128,13 +128,14 @@ def test_responses_that_are_collected_as_they_finish_are_those_of_the_batch(engi
     engine.begin(REQUESTS, SAMPLING)
     found = collected(engine)
     assert [found[number] for number in range(18)] == engine.generate(REQUESTS, SAMPLING)
-    assert collected(engine) == {}  # of the same batch no more comes
+    assert collected(engine) == {}  # the batch has no further responses
 
 
 def test_a_cut_gives_up_longer_responses_and_changes_no_other(engine, tiny_model_dir):
     sampled = [token for one in engine.generate(REQUESTS, SAMPLING) for token in one.token_ids]
     small = Engine(tiny_model_dir, replace(SETTINGS, max_num_seqs=4))
-    small.engine._eos = torch.tensor(sorted(set(sampled), key=sampled.count)[-8:])  # so that many end early
+    # Frequent tokens, so that many responses end early.
+    small.engine._eos = torch.tensor(sorted(set(sampled), key=sampled.count)[-8:])
     whole = dict(enumerate(small.generate(REQUESTS, SAMPLING)))
     limit = sorted(len(one.token_ids) for one in whole.values())[9]
     assert limit < SAMPLING.max_new_tokens
@@ -142,7 +143,7 @@ def test_a_cut_gives_up_longer_responses_and_changes_no_other(engine, tiny_model
     small.cut(limit)
     found = collected(small)
     short = {number: one for number, one in whole.items() if len(one.token_ids) <= limit}
-    # Longer ones may have been finished before the engine knew.
+    # Longer responses may have finished before the engine received the limit.
     assert {number: one for number, one in found.items() if number in short} == short
     assert all(whole[number] == one for number, one in found.items())
     assert len(found) < len(whole)
@@ -150,7 +151,7 @@ def test_a_cut_gives_up_longer_responses_and_changes_no_other(engine, tiny_model
 
 
 def test_an_error_of_a_batch_reaches_whom_collects(engine):
-    engine.begin([GenerationRequest([10**9], 0)], SAMPLING)  # no such token
+    engine.begin([GenerationRequest([10**9], 0)], SAMPLING)  # an invalid token
     with pytest.raises(IndexError):
         engine.collect()
     assert len(engine.generate(REQUESTS, SAMPLING)) == 18
@@ -224,7 +225,7 @@ def test_end_tokens_come_from_the_generation_config_then_from_the_config(tiny_mo
 
 
 class Shapes:
-    """Records the shape of the tokens of every forward pass."""
+    """Records the token shapes of all forward passes."""
 
     def __init__(self, model):
         self.seen = []
@@ -281,7 +282,7 @@ def test_greedy_responses_are_those_of_transformers_own_generate(engine, tiny_mo
 
 def test_a_repetition_penalty_counts_prompt_and_response_as_transformers_own_does(engine, tiny_model_dir):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    # Greedy responses of an untrained model repeat themselves, and rows that end leave the batch.
+    # Greedy responses of an untrained model repeat themselves, and finished rows leave the batch.
     engine.engine._eos, kept = torch.arange(20, 60), engine.engine._eos
     sampling = SamplingParams(12, greedy=True, repetition_penalty=1.3)
     try:

@@ -1,4 +1,4 @@
-"""The load-balancing loss of routers: its formula, its tokens, and the steps that are taken with it."""
+"""The load-balancing loss of routers: formula, counted tokens, and training steps."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_rows_that_are_spread_evenly_have_a_loss_of_the_experts_they_take():
 
 
 def test_a_loss_by_hand():
-    # Probabilities of two tokens over two experts: (0.75, 0.25) and (0.6, 0.4); the second stands in three sequences.
+    # Probabilities of two tokens over two experts: (0.75, 0.25) and (0.6, 0.4); three sequences share the second.
     logits = [torch.tensor([[0.75, 0.25], [0.6, 0.4]]).log()]
     sums = router_sums(logits, torch.tensor([1.0, 3.0]), top_k=1)
     assert sums.counts_E.tolist() == [4.0, 0.0]
@@ -149,7 +149,7 @@ def steps(path: str, stage: int, layout: Layout, **model):
 
 
 def train_plainly(path: str):
-    """The same steps by transformers and PyTorch, on padded sequences."""
+    """Train the same steps with transformers and PyTorch on padded sequences."""
     hf_model, _ = load_policy(path, 0, attn_implementation="eager")
     groups = parameter_groups(hf_model, OPTIM.l2)
     adam = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=OPTIM.adam_betas)

@@ -1,4 +1,4 @@
-"""What travels to ranks arrives as it was."""
+"""Objects that are sent to ranks arrive unchanged."""
 
 import pickle
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""States that leave the accelerator and come back: on a CPU their logic, under the real DeepSpeed."""
+"""State that leaves the accelerator and returns, under the real DeepSpeed; on a CPU only the logic."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def test_frozen_tensors_have_one_copy_in_host_memory_that_is_not_written_again()
     host = weight.data_ptr()
     copies.come_back(CPU)
     assert weight.data_ptr() != host
-    weight.data[0] = 9.0  # unseen: the next lines show that the earlier copy is used
+    weight.data[0] = 9.0  # the next lines show that the earlier copy is used
     copies.leave()
     assert (weight.data_ptr(), weight.tolist()) == (host, [0.0, 1.0, 2.0, 3.0])
 
@@ -85,7 +85,7 @@ def test_a_model_under_an_adapter_trains_on_after_it_slept(tiny_model_dir, stage
 
 
 class FakeEngine:
-    """The calls that move states; at stage 3 DeepSpeed's own need its fused Adam, which a CPU lacks."""
+    """The calls that move state; at stage 3 DeepSpeed's own need its fused Adam, which is not available on a CPU."""
 
     def __init__(self):
         self.optimizer = SimpleNamespace(offload_states=None)
@@ -102,7 +102,8 @@ class FakeEngine:
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_frozen_shares_of_stage_3_are_moved_here_and_not_by_deepspeed(tiny_model_dir, lora_rank):
     module = PolicyModel(load(tiny_model_dir, 3, lora_rank=lora_rank, dtype="bf16"))
-    shares = {name: getattr(p, "ds_tensor", p) for name, p in module.named_parameters()}  # adapters are split later
+    # Adapters are partitioned later.
+    shares = {name: getattr(p, "ds_tensor", p) for name, p in module.named_parameters()}
     before = {name: share.data_ptr() for name, share in shares.items()}
     engine = FakeEngine()
     states = TrainedStates(engine, module, device=CPU)
@@ -110,7 +111,7 @@ def test_frozen_shares_of_stage_3_are_moved_here_and_not_by_deepspeed(tiny_model
     moved = {name for name, share in shares.items() if share.data_ptr() != before[name]}
     states.come_back()
     assert moved == {name for name, p in module.named_parameters() if not p.requires_grad}
-    # DeepSpeed maps the shares of all weights onto a buffer of the trained ones.
+    # DeepSpeed maps the partitions of all weights into a buffer of the trained ones.
     assert (OffloadStateTypeEnum.lp_params in engine.moved[0]) == (lora_rank == 0)
     assert (len(engine.moved), engine.moved[1]) == (2, [])
 

@@ -1,4 +1,4 @@
-"""The order in which engines and roles are started, with Ray replaced by calls that are done at once."""
+"""The order in which engines and roles start, with a synchronous fake of Ray."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ SHARED: dict[str, Any] = {"colocate_all_models": "true", "deepspeed_enable_sleep
 
 @dataclass
 class Places:
-    """A reservation whose places tell which process sits there."""
+    """A reservation that records which process has each place."""
 
     layout: Layout
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class FakeProcesses:
-    """What is asked of the processes of a run, in order; `dying` dies while it is built."""
+    """Records the calls to the processes of a run; `dying` dies during construction."""
 
     dying: str = ""
     events: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class FakeProcesses:
 def started(
     folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, dying: str = "", **given: Any
 ) -> FakeProcesses:
-    """Start `rlhf ppo` with a reference on a node with so many GPUs; 0 for processes without any."""
+    """Start `rlhf ppo` with a reference on a node with this many GPUs; 0 means CPU processes."""
     processes = FakeProcesses(dying)
     for name in ("remote", "get", "wait"):
         monkeypatch.setattr(ray, name, getattr(processes, name))

@@ -1,4 +1,4 @@
-"""torchvision in a folder of its own: which models need it, and which processes see it."""
+"""torchvision in a separate folder: which models need it, and which processes can import it."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Names of a LLaVA's tower: vLLM loads the names of older files, which every save of this program keeps."""
+"""Parameter names of a LLaVA vision tower: vLLM expects the older names, which every save keeps."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Engine arguments of vLLM: the program's, the user's, and refusals of wrong ones."""
+"""Engine arguments of vLLM: defaults, user settings, and validation."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ from rlhf_cli.flags import config_class, flags_of
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 OPEN = {"max_num_seqs", "max_num_batched_tokens", "disable_log_stats"}
-"""Arguments that this program sets and a user may change."""
+"""Default arguments that a user may override."""
 
 
 def test_whatever_the_program_sets_is_refused_from_a_user_but_for_the_limits_of_a_step():
@@ -91,7 +91,8 @@ def test_the_bounds_of_temperature_are_those_at_which_vllm_refuses_or_alters_it(
     with pytest.raises(VLLMValidationError, match="temperature"):
         SamplingParams(temperature=HIGHEST_TEMPERATURE + 0.01)
     assert SamplingParams(temperature=LOWEST_TEMPERATURE).temperature == LOWEST_TEMPERATURE
-    assert SamplingParams(temperature=LOWEST_TEMPERATURE / 2).temperature == LOWEST_TEMPERATURE  # raised in silence
+    # vLLM raises it without a warning.
+    assert SamplingParams(temperature=LOWEST_TEMPERATURE / 2).temperature == LOWEST_TEMPERATURE
 
 
 @pytest.mark.parametrize(
@@ -126,12 +127,12 @@ def test_the_last_line_of_the_checking_process_is_the_complaint():
 
 
 def test_the_cache_of_a_cpu_is_as_large_as_all_sequences_can_fill(tiny_model_dir):
-    """Two layers of two heads with 8 numbers, keys and values in 4 bytes: 256 bytes a token, 128 tokens a block."""
+    """Two layers, two heads of size 8, 4-byte keys and values: 256 bytes per token, 128 tokens per block."""
     settings = EngineSettings(max_model_len=200, dtype="fp32")
     assert kv_blocks(tiny_model_dir, settings, num_sequences=10) == {"num_gpu_blocks_override": 21}
     assert _cpu_cache(tiny_model_dir, settings, {"max_num_seqs": 10}) == {"num_gpu_blocks_override": 21}
-    small_blocks = {"max_num_seqs": 10, "block_size": 64}  # of a user's --vllm_args
+    small_blocks = {"max_num_seqs": 10, "block_size": 64}  # from a user's --vllm_args
     assert _cpu_cache(tiny_model_dir, settings, small_blocks) == {"num_gpu_blocks_override": 41}
-    most = 2**30 // (256 * 128)  # the bound of a GiB; one block stays empty
+    most = 2**30 // (256 * 128)  # the limit of 1 GiB; one block stays empty
     assert kv_blocks(tiny_model_dir, settings, num_sequences=(most - 1) // 2) != {}
     assert kv_blocks(tiny_model_dir, settings, num_sequences=most // 2 + 1) == {}

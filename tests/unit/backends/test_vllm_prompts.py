@@ -1,4 +1,4 @@
-"""Prompts for vLLM: text as it is, pictures with one placeholder each, and refusals before the engine sees them."""
+"""Prompts for vLLM: unchanged text, one placeholder per image, and validation before the engine."""
 
 import asyncio
 import re
@@ -26,7 +26,7 @@ TWO = GenerationRequest(
 
 
 class Renderer:
-    """Expands placeholders into so many tokens each, as vLLM does with the model's processor."""
+    """Expands each placeholder into several tokens, like vLLM with the model's processor."""
 
     def __init__(self, *runs):
         self.runs = list(runs)
@@ -46,7 +46,7 @@ class Renderer:
 
 
 class Sent:
-    """The pictures that the engine has; they are taken out of a prompt in place, as vLLM does."""
+    """Images that the engine has cached; they are removed from a prompt in place, as in vLLM."""
 
     def __init__(self):
         self.digests: set[str] = set()

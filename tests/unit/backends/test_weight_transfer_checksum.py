@@ -1,4 +1,4 @@
-"""The checksum of a weight push and the comparison with what an engine expects."""
+"""The checksum of a weight update and its comparison with the expected value."""
 
 import zlib
 
@@ -16,7 +16,7 @@ from rlhf_cli.errors import RunError
 
 
 def slow_checksum(raw: bytes) -> int:
-    """The definition, word by word in Python integers."""
+    """Compute the definition word by word with Python integers."""
     whole = len(raw) // 8
     total = 0
     for index in range(whole):

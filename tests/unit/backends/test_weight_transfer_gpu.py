@@ -1,4 +1,4 @@
-"""The nccl and ipc paths in their logic: the calls, their order, and the proof of arrival."""
+"""The logic of nccl and ipc weight updates: calls, their order, and verification."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_handles_may_be_pickled_for_as_long_as_the_engine_lives(monkeypatch, way
     before = dict(os.environ)
     with engine_environment(EngineSettings(max_model_len=8, sync_backend=way), on_cpu=False):
         assert os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == allowed
-    # Handles are encoded in this process at each push, long after the engine has started.
+    # Handles are encoded in this process at each update, long after the engine has started.
     assert os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None) == allowed
     assert dict(os.environ) == before
 
@@ -111,7 +111,7 @@ def test_ipc_engines_all_get_the_same_agreement():
 
 
 class FakeTrainerEngine:
-    """Drives a push as vLLM's trainer engines do: metadata first, one pass over the source, then the closing call."""
+    """Runs an update like vLLM's trainer engines: metadata, one pass over the source, then the closing call."""
 
     def __init__(self, client, source):
         self.client, self.source = client, source
@@ -164,7 +164,7 @@ def test_the_largest_tensor_fits_the_buffer():
 
 
 class FakeEngine:
-    """The parts of vLLM's worker engines that are called, on a dict as the model."""
+    """The methods of vLLM's worker engines that are used, with a dict as model."""
 
     def __init__(self, checkpoint: Path):
         self.loaded: dict[str, torch.Tensor] = {}
@@ -199,7 +199,7 @@ def test_a_worker_adds_up_what_arrives_in_chunks(checkpoint):
     weights = [("a", torch.randn(2)), ("b", torch.randn(2))]
     engine = WatchedEngine(checkpoint)
     model = engine.model
-    for _ in range(2):  # a second push starts from zero
+    for _ in range(2):  # a second update starts from zero
         engine.start_weight_update()
         engine.receive_weights([weights[:1], weights[1:]])
         engine.finish_weight_update()
@@ -226,7 +226,7 @@ def test_a_worker_names_what_its_model_does_not_have(checkpoint):
 
 
 class FakeCommunicator:
-    """The communicator of vLLM's nccl engine: opened at a handshake, ended by `shutdown`."""
+    """The communicator of vLLM's nccl engine: opened by a handshake, closed by `shutdown`."""
 
     def __init__(self):
         self.open: list[str] = []
@@ -254,7 +254,7 @@ def test_a_second_handshake_ends_the_first_communicator():
 def test_log_probs_of_sampled_tokens_stand_first_at_their_positions():
     logprobs = pytest.importorskip("vllm.logprobs")
     flat = logprobs.FlatLogprobs()
-    flat.append_fast([7, 9], [-1.5, -0.5], [2, 1], [None, None])  # the likeliest token was not drawn
+    flat.append_fast([7, 9], [-1.5, -0.5], [2, 1], [None, None])  # the likeliest token was not sampled
     flat.append_fast([4], [-0.25], [1], [None])
     assert sampled_logprobs(flat, [7, 4]) == [-1.5, -0.25]
     with pytest.raises(AssertionError, match="other tokens"):

@@ -1,4 +1,4 @@
-"""Weight pushes through files: tensors are read as written, and faults are named."""
+"""Weight updates through files: tensors are read back unchanged, and errors name the cause."""
 
 import os
 import subprocess
@@ -89,7 +89,7 @@ def test_the_files_of_a_push_are_gone_after_the_next_one_and_after_close(sender,
     assert len(list(tmp_path.iterdir())) == 1
     assert {os.stat(path).st_mode & 0o777 for path in buckets} == {0o600}
     assert next(tmp_path.iterdir()).stat().st_mode & 0o777 == 0o700
-    torch.testing.assert_close(dict(held)["embed.weight"], some_weights()["embed.weight"])  # mapped: still readable
+    torch.testing.assert_close(dict(held)["embed.weight"], some_weights()["embed.weight"])  # still mapped and readable
     sender.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The program as a whole: exit statuses, output, completion, and the cost of help."""
+"""The whole program: exit statuses, output, shell completion, and import cost of help."""
 
 import json
 import os
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def rlhf(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a real process of the program; return its output and exit status."""
+    """Run the program in a new process and return its output and exit status."""
     command = [sys.executable, "-m", "rlhf_cli", *args]
     env = {**os.environ, "COLUMNS": "80", **environment}
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=REPOSITORY, timeout=60, check=False)
@@ -36,7 +36,7 @@ class MoodConfig(CommandConfig):
 
 
 def mood(config: MoodConfig) -> None:
-    """End in a mood."""
+    """Exit in the requested way."""
     match config.checkpoint.mood:
         case "usage":
             raise UsageError("row 3 of data.jsonl\nhas no assistant turn")
@@ -56,7 +56,7 @@ def mood(config: MoodConfig) -> None:
 
 
 class MoodGroup(cli.CommandGroup):
-    """`reinforce++` and `mood` instead of the program's commands."""
+    """Replaces the commands of the program by `reinforce++` and `mood`."""
 
     table = {"mood": Command("mood", "Moods", "End in a mood."), "reinforce++": Command("rpp", "Moods", "Plus.")}
 
@@ -66,7 +66,7 @@ class MoodGroup(cli.CommandGroup):
 
 
 def ends(args: list[str], capsys) -> tuple[int, str]:
-    """Exit status and standard error of the program with the commands above."""
+    """Return exit status and standard error of the program with these commands."""
     status = cli.main(args, group=MoodGroup)
     return status, capsys.readouterr().err
 
@@ -160,7 +160,7 @@ def test_the_deepspeed_launcher_may_put_local_rank_first():
 
 
 class HelpPage(NamedTuple):
-    """What a call of a fresh process printed, its exit status, and the heavy packages that were imported by then."""
+    """Output and exit status of a call in a fresh process, and the heavy packages imported by then."""
 
     status: int
     text: str
@@ -184,7 +184,7 @@ HELP_CALLS = [["--version"], ["--help"], *([name, "--help"] for name in cli.COMM
 
 @pytest.fixture(scope="module")
 def help_pages() -> dict[str, HelpPage]:
-    """All help pages, by their words, of one process: what a call has imported counts against those after it too."""
+    """Return all help pages, by their arguments, from one process; imports accumulate over the calls."""
     packages = "torch transformers datasets ray deepspeed vllm peft pandas numpy rich"
     words = [sys.executable, "-c", HELP_PAGES, json.dumps(HELP_CALLS), packages]
     environment = {**os.environ, "COLUMNS": "80"}
@@ -236,7 +236,7 @@ def test_help_of_the_program_imports_no_command():
 
 
 def completions(*words: str) -> list[str]:
-    """What bash would be offered for the last word."""
+    """Return the completions that bash offers for the last word."""
     environment = {
         "_RLHF_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(["rlhf", *words]),
@@ -286,7 +286,7 @@ def test_completion_knows_a_command_with_plus_signs(monkeypatch, capsys):
 
 
 def test_bash_loads_the_completion_script():
-    """The script that --show-completion prints, sourced and called as bash does on the tab key."""
+    """The script of --show-completion is printed, sourced, and called as bash does on Tab."""
     script = f"""
         rlhf() {{ "{sys.executable}" -m rlhf_cli "$@"; }}
         eval "$("{sys.executable}" -m rlhf_cli --show-completion)"

@@ -1,4 +1,4 @@
-"""Mistakes that the settings alone show: found before anything heavy is imported, with the sentences of the runs."""
+"""Mistakes in the settings are reported before heavy imports, with the same messages as in a run."""
 
 import gzip
 import json
@@ -60,7 +60,7 @@ for words in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, tuple[str, str]]:
-    """The sentence of each mistake, and its status with the heavy modules that the process has imported by then."""
+    """Return the message of each mistake, its status, and the heavy modules imported by then."""
     folder = tmp_path_factory.mktemp("mistakes")
     write_rows(folder / "rows.jsonl", 8)
     (folder / "broken.py").write_text("def reward_func(queries, prompts, labels)\n")
@@ -74,7 +74,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[str, str]]:
         [sys.executable, "-c", PROGRAM, *HEAVY], input=calls, capture_output=True, text=True, cwd=folder, check=True
     )
     lines = done.stderr.splitlines()
-    assert len(lines) == 2 * len(MISTAKES), done.stderr  # one sentence each
+    assert len(lines) == 2 * len(MISTAKES), done.stderr  # one message each
     return dict(zip(MISTAKES, zip(lines[::2], lines[1::2], strict=True), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: its work, errors and end."""
+"""An event loop in a separate thread: its tasks, errors and shutdown."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ NAME = "a loop of a test"
 
 
 async def nothing() -> None:
-    """Nothing is left to do."""
+    """Do nothing."""
 
 
 def is_running() -> bool:
@@ -107,7 +107,7 @@ def test_an_error_of_the_last_work_is_raised_and_the_end_can_be_tried_again():
 
 def test_a_task_that_hangs_does_not_hold_up_the_end():
     thread, tries = LoopThread(NAME), list[int]()
-    thread.loop.set_exception_handler(lambda *found: None)  # else asyncio reports the unfinished task when it is gone
+    thread.loop.set_exception_handler(lambda *found: None)  # otherwise asyncio reports the unfinished task later
 
     async def hang() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Other tools' words: accepted, rewritten or refused, on command lines as their users write them."""
+"""Flags of other tools are accepted, translated or rejected, on command lines as their users write them."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from rlhf_cli.options import typer_command
 
 
 def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
-    """The config of a command line, and the notes that are printed; nothing is run."""
+    """Parse a command line without running it; return the config and the printed notes."""
     name, *words = shlex.split(line)
     function = cli.command_function(cli.COMMANDS[name])
     seen: list[Any] = []
@@ -188,7 +188,7 @@ REFUSED = {
     "seq_kd",
     "beta",
 }
-"""Words of the table whose second column explains why they have no counterpart of the same meaning."""
+"""Words whose table entry explains why there is no equivalent."""
 
 
 @pytest.mark.parametrize(("there", "here"), TRL_ROWS[2:], ids=lambda cell: cell[:30])
@@ -207,7 +207,7 @@ def test_every_word_of_trl_in_the_docs_is_one_of_ours_or_becomes_what_the_docs_s
 
 
 def translated_for(word: str, value: str, *commands: str) -> Any:
-    """The translation of a word by the first of the commands that knows it, with an empty one for a flag of its own."""
+    """Return the translation by the first command that knows the word; it is empty for a flag of this program."""
     for command in commands:
         known = {
             flag.name: flag.takes
@@ -262,7 +262,7 @@ OWN_COMMANDS = {"ppo_ray": "ppo", "batch_inference": "generate", "serve_rm": "se
 
 
 def unnamed(flags: list[str], command: str) -> list[str]:
-    """Return the flags that are no setting of the command and that no table names."""
+    """Return the flags that are neither settings of the command nor in a table."""
     known = set(flags_of(config_class(cli.command_function(cli.COMMANDS[command]))))
     named = known | RESERVED | TABLE.keys() | OF_COMMAND.get(command, {}).keys()
     return [flag for flag in flags if FLAT_NAMES.get(flag, flag) not in named]

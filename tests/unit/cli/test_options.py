@@ -1,4 +1,4 @@
-"""Settings: values of flags, YAML lines and defaults, and messages for mistakes."""
+"""Settings from flags, YAML and defaults, and error messages for mistakes."""
 
 from pathlib import Path
 from typing import Literal
@@ -57,7 +57,7 @@ class JobConfig(CommandConfig):
 
 
 def parse(*args: str) -> JobConfig:
-    """The config that the command line gives."""
+    """Return the parsed config of a command line."""
     seen: list[JobConfig] = []
 
     def job(config: JobConfig) -> None:

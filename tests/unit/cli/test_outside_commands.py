@@ -1,4 +1,4 @@
-"""Commands outside this program: `rlhf file.py:NAME`, as the page on extending shows them."""
+"""Custom commands `rlhf file.py:NAME`, as documented on the page on extending."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Code of others that settings name: its place, and which code is refused before anything starts."""
+"""User code named by settings: how it is located, and which code is rejected before a run starts."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a process of the program ends, and what Python's collector of cycles does meanwhile."""
+"""How a process of the program exits, and Python's garbage collector during that."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""Tokenised data kept between runs: found again, made anew after any change, never believed when damaged."""
+"""Tokenised data is reused between runs, rebuilt after any change, and never used when damaged."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ def write(path, rows):
 
 
 class Loading:
-    """Loads rows.jsonl with a cache; `made` counts the rows that were prepared rather than found."""
+    """Loads rows.jsonl with a cache; `made` counts the rows that were tokenised instead of reused."""
 
     def __init__(self, folder, rows=ROWS):
         self.kept, self.dataset = folder / "kept", write(folder / "rows.jsonl", rows)
@@ -152,7 +152,7 @@ def test_damaged_file_is_made_anew(name, load):
     first = content(load())
     (path,) = load.files
     good = path.read_bytes()
-    path.unlink()  # the file of the first run is still mapped
+    path.unlink()  # the first run still has the file mapped
     path.write_bytes(damaged(good)[name])
     again = load()
     assert load.made == 30
@@ -207,7 +207,7 @@ def test_files_that_no_run_has_used_for_a_month_are_removed(load):
     killed.write_text("half")
     for path in (old, stranger, killed):
         os.utime(path, (month_ago, month_ago))
-    load()  # used again
+    load()  # marks the entry as used
     load(max_len=20)
     assert old.exists()
     assert not killed.exists()

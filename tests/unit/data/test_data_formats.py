@@ -1,4 +1,4 @@
-"""How rows of each format become conversations, and how formats are distinguished."""
+"""Conversion of rows in each format to conversations, and detection of formats."""
 
 import json
 import math

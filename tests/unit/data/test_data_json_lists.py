@@ -1,4 +1,4 @@
-"""JSON lists are read through a window: results do not depend on its size, and memory not on the file's."""
+"""JSON lists are read through a window: its size changes no results, and memory does not grow with the file."""
 
 import json
 import mmap

@@ -1,4 +1,4 @@
-"""Tokenised preference pairs and labelled responses: prompt, trained tokens, cut and dropped rows."""
+"""Tokenised preference pairs and labelled responses: prompt, trained tokens, truncated and dropped rows."""
 
 import json
 import random
@@ -68,7 +68,7 @@ def test_prompt_is_all_that_both_sides_begin_with_and_none_of_what_is_trained(na
         whole = tokenizer.apply_chat_template(row[side], return_dict=False)
         both = [*pair.prompt_ids.tolist(), *branch.token_ids.tolist()]
         assert both == whole[: len(both)]
-        assert branch.loss_mask[0]  # both sides begin with 'The answer is': none of it is prompt
+        assert branch.loss_mask[0]  # both sides begin with 'The answer is', which is not part of the prompt
         assert trained(tokenizer, branch) == OPENING.get(name, "") + row[side][-1]["content"] + "<|im_end|>"
     assert "Why?" in tokenizer.decode(pair.prompt_ids)
     assert pair.prompt_ids.dtype == pair.chosen.token_ids.dtype == np.int32
@@ -86,7 +86,7 @@ def test_prompt_and_branches_are_the_whole_texts_whatever_they_say(name, tmp_pat
     rows = []
     for _ in range(40):
         prompt = [text("x") for _ in range(chance.choice((1, 3)))]
-        begun = text("")  # both sides may begin alike, and with what stands in the prompt
+        begun = text("")  # both sides may share a prefix, also with the prompt
         rows.append({side: dialogue(*prompt, begun + text(end)) for side, end in (("chosen", "y"), ("rejected", "z"))})
     data = pairs(tmp_path, tokenizer, *rows)
     for row, pair in zip(rows, data.pairs, strict=True):
@@ -127,7 +127,7 @@ def test_turns_of_the_user_within_a_branch_are_not_trained(tmp_path):
 
 
 def test_what_a_template_writes_differently_before_the_response_is_not_prompt(tmp_path):
-    # Qwen 3's empty thought stands before the last turn only, so that the sides part there.
+    # Qwen 3's template puts an empty thought only before the last turn, where the sides diverge.
     tokenizer = make_tokenizer(QWEN_3)
     row = {"chosen": dialogue("What?", "one"), "rejected": dialogue("What?", "three", "Why?", "four")}
     (pair,) = pairs(tmp_path, tokenizer, row).pairs
@@ -259,7 +259,7 @@ def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
 def test_faults_are_told_in_the_order_of_the_rows_whenever_they_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_ROWS", 2)
     tokenizer = make_tokenizer(LLAMA_3)
-    same_tokens = {"prompt": "What?", "chosen": "Paris", "rejected": " Paris\n"}  # found when it has tokens
+    same_tokens = {"prompt": "What?", "chosen": "Paris", "rejected": " Paris\n"}  # detected after tokenisation
     rows = [ASKED, same_tokens, ASKED, ASKED | {"chosen": None}, ASKED | {"rejected": None}, same_tokens, ASKED]
     with pytest.raises(UsageError, match="line 2: chosen and rejected are equal tokens"):
         pairs(tmp_path, tokenizer, *rows)

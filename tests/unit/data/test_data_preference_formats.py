@@ -1,4 +1,4 @@
-"""How rows become preference pairs and labelled responses, and the messages about other rows."""
+"""Conversion of rows to preference pairs and labelled responses, and error messages for other rows."""
 
 import json
 

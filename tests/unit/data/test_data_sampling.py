@@ -1,4 +1,4 @@
-"""Order of the rows by epoch and step."""
+"""Order of the rows, by epoch and step."""
 
 import numpy as np
 import pytest

@@ -47,7 +47,7 @@ def test_plain_row_by_hand(tmp_path):
 
 
 def test_plain_prompt_has_the_tokens_that_rollouts_start_from(tmp_path):
-    # Tokenised as a whole, ' Paris' would be one token that no rollout from 'A: ' can produce.
+    # Tokenised together, ' Paris' would be one token that no rollout from 'A: ' can produce.
     tokenizer = make_tokenizer(None, adds_bos=True)
     rendering = {"apply_chat_template": False, "input_template": "Q: {}\nA: "}
     rows = [{"prompt": "What?", "answer": "Paris"}]
@@ -293,7 +293,7 @@ DNA_TEMPLATE = (
 
 
 def dna_tokenizer(*, unknown: bool) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that has no token but four letters and the marks of its template."""
+    """Return a tokenizer with only four letters and the special tokens of its template."""
     specials = ["<end>", "<user>", "<model>", "<bos>", *(["<unk>"] if unknown else [])]
     letters = {letter: place for place, letter in enumerate("ACGT")}
     if unknown:

@@ -1,4 +1,4 @@
-"""Reading files, folders and Hub names, and mixing them."""
+"""Reading files, folders and Hub names, and mixing data sets."""
 
 import csv
 import gzip
@@ -20,7 +20,7 @@ ROWS = [{"prompt": f"question {i} é 漢", "response": "a\nb" if i % 2 else f'"{
 
 
 def damaged_parquet() -> bytes:
-    """A file whose pages cannot be unpacked, while what describes them is whole."""
+    """Return a file with valid metadata whose pages cannot be decompressed."""
     whole = io.BytesIO()
     pq.write_table(pa.table({"a": [f"text {number}" * 9 for number in range(99)]}), whole)
     content = bytearray(whole.getvalue())
@@ -53,7 +53,7 @@ def rows_of(spec, **settings):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_no_value_of_a_json_file_changes_its_type(suffix, tmp_path):
-    """Libraries that give a column one type make a datetime of the first label and 1.0 of the second."""
+    """Libraries with typed columns would convert the first label to a datetime and the second to 1.0."""
     labels = ["2024-01-01", 1, 2.5, "two", 2**70, None, {}, {"x": 1}, {"y": [1, "a"]}]
     path = tmp_path / f"rows{suffix}"
     WRITERS[suffix](path, [{"label": label} for label in labels] + [{"other": True}])
@@ -264,7 +264,7 @@ def mixture(tmp_path, probs, **settings):
 
 def test_mixture_has_exact_shares_and_repeats_nothing(tmp_path):
     rows = mixture(tmp_path, "0.25,0.75")
-    assert rows.used() == [20, 60]  # 60 / 0.75 = 80 rows in all
+    assert rows.used() == [20, 60]  # 60 / 0.75 = 80 rows in total
     assert len({(row.source.name, row.index) for row in rows}) == 80
     assert mixture(tmp_path, "0.25,0.75", max_samples=8).used() == [2, 6]
     first_half = [row.source.name for row in rows[:40]]
@@ -316,7 +316,7 @@ def test_local_files_touch_no_cache_and_leave_nothing_behind(tmp_path):
         f"files = ['{tmp_path}/rows' + s for s in {list(WRITERS)}]\n"
         "rows = load_rows(','.join(files), split='train', seed=0)\n"
         "assert len(list(rows)) == 2800 and 'datasets' not in sys.modules\n"
-        "os._exit(0)"  # as a killed process would, without cleaning up
+        "os._exit(0)"  # exit without cleanup, like a killed process
     )
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
     assert not list(places["home"].iterdir())

@@ -1,4 +1,4 @@
-"""Tokenised solutions: which token carries each step's label, every format by rows as its data set has them, cuts."""
+"""Tokenised solutions: label positions, truncation, and each format with rows of its data sets."""
 
 import json
 from itertools import pairwise
@@ -23,7 +23,7 @@ JANET = (
     "Step 1: She sells 16 - 3 = <<16-3=13>>13 eggs. ки\nStep 2: She makes 13 * 2 = <<13*2=26>>26 dollars. ки\n"
     "Step 3: The answer is: 18 ки"
 )
-"""A text in the form of peiyi9979/Math-Shepherd."""
+"""A text in the format of peiyi9979/Math-Shepherd."""
 
 
 def write(tmp_path, rows):
@@ -39,7 +39,7 @@ def steps(tmp_path, tokenizer, *rows, **settings):
 
 
 def solutions(tmp_path, *rows, data_format="auto", tokens=("+", "-"), placeholder="ки", **keys):
-    """Return the name of the format, and the solutions of all rows."""
+    """Return the detected format and the solutions of all rows."""
     wanted = {"input_key": None, "output_key": None, "label_key": None, **keys}
     read = load_rows(write(tmp_path, rows), split="train", probs=None, seed=0, max_samples=99, data_format="auto")
     columns = StepColumns(**wanted, placeholder_token=placeholder, reward_tokens=tokens)
@@ -48,7 +48,7 @@ def solutions(tmp_path, *rows, data_format="auto", tokens=("+", "-"), placeholde
 
 
 def texts_of(tokenizer, item):
-    """Return the text of the prompt and of each step by the stored tokens."""
+    """Decode the prompt and each step."""
     bounds = [0, item.start, *item.ends.tolist()]
     return [tokenizer.decode(item.token_ids[a:b]) for a, b in pairwise(bounds)]
 
@@ -189,7 +189,7 @@ PRM800K = {
         "finish_reason": "found_error",
     },
 }
-"""A row in the form of openai/prm800k: a neutral rating, a step with another choice, the first error at the end."""
+"""A row in the format of openai/prm800k: a neutral rating, a step with two choices, an error at the end."""
 
 
 def test_prm800k_rows_give_the_solution_and_every_other_rated_step_behind_its_beginning(tmp_path):

@@ -1,4 +1,4 @@
-"""Turns that nobody sampled get the end that the template of the model writes, in every notation of calls."""
+"""Turns that were not sampled end with the end token of the model's template, in every tool call notation."""
 
 import pytest
 from model_templates import FAMILIES
@@ -16,7 +16,7 @@ ENDS = {
     "gpt-oss": ("<|return|>", "<|call|>"),
     "Gemma 4": ("<turn|>", "<|tool_response>"),
 }
-"""The tokens at which models of a family end a turn, if there are several."""
+"""End-of-turn tokens of model families with more than one."""
 PROPERTIES = {
     "city": {"type": "string"},
     "day": {"type": "integer"},
@@ -48,7 +48,7 @@ def test_made_up_calls_are_read_as_they_are_written(name):
 
 @pytest.mark.parametrize("name", ["DeepSeek R1", "DeepSeek V3", "Qwen 3"])
 def test_a_turn_is_in_a_thought_only_if_the_text_before_it_begins_one(name):
-    """DeepSeek R1's template begins a thought in the first turn, and none behind the results of tools."""
+    """DeepSeek R1's template opens a thought in the first turn, but not after tool results."""
     dialogue, tokenizer = dialogue_of(name, TOOLS)
     call = ToolCall("now", {})
     written = [

@@ -1,4 +1,4 @@
-"""Rows as users of other tools have them, written here in the form of their real files."""
+"""Rows for other tools, in the formats of their real files."""
 
 import json
 import math

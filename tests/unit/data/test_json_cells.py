@@ -1,4 +1,4 @@
-"""Rows with tools and calls of many shapes are the same rows however Parquet, Arrow, CSV and `datasets` store them."""
+"""Rows with various tools and calls are equal after storage as Parquet, Arrow, CSV or a `datasets` folder."""
 
 import csv
 import datetime
@@ -63,7 +63,7 @@ def texts(row):
 
 
 def texts_inside(row):
-    """Return the row with arguments and parameters as text, as in OpenAI's API and for one schema in Parquet."""
+    """Return the row with arguments and parameters as JSON strings, as in OpenAI's API."""
     row = json.loads(json.dumps(row))
     for message in row["messages"]:
         for call in message.get("tool_calls", ()):
@@ -78,7 +78,7 @@ def entries_as_text(row):
 
 
 def as_lists(row):
-    """Return the row with one object of lists for each list of objects, as older versions of datasets have it."""
+    """Return the row with lists of objects as one object of lists, as in older versions of datasets."""
     names: dict[str, None] = {}
     for message in row["messages"]:
         names.update(dict.fromkeys(message))

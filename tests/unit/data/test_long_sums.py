@@ -1,4 +1,4 @@
-"""Sums for a model with a calculator: answers are right, no sum is in two places, demonstrations have all kinds."""
+"""Sums for a model with a calculator: correct answers, disjoint splits, and demonstrations of all kinds."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Marks of other tools that leave turns, characters or rows out of the loss: honoured by sft, refused elsewhere."""
+"""Keys of other tools that exclude turns, characters or rows from the loss: sft uses them, other commands reject
+them.
+"""
 
 import json
 from typing import Any
@@ -70,7 +72,7 @@ def written(tmp_path, *rows):
 
 
 def trained(tmp_path, *rows, template=CHATML, **settings):
-    """Return the trained text of each sequence, and the report."""
+    """Return the trained text of each sequence and the report."""
     path = written(tmp_path, *rows)
     tokenizer = make_tokenizer(template)
     of_data, shown = split_settings(settings)

@@ -1,4 +1,4 @@
-"""Data formats of others: the page's example is read by all kinds of data, and faults name the row."""
+"""Custom data formats: the documented example works with all kinds of data, and errors name the row."""
 
 import json
 

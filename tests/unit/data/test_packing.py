@@ -1,4 +1,4 @@
-"""Flat packs and the plan that deals sequences to micro-batches and ranks."""
+"""Flat packs and the assignment of sequences to micro-batches and ranks."""
 
 import itertools
 import time
@@ -70,7 +70,7 @@ def assert_is_a_plan(plan, lengths, *, max_tokens, num_ranks, max_sequences=None
 
 
 def fewest_bins(lengths, max_tokens, max_sequences):
-    """Exact by trying every assignment, the slow way."""
+    """Return the minimum number of bins by brute force."""
     best = len(lengths)
 
     def place(rest, rooms):
@@ -117,7 +117,7 @@ def test_exact_search_finds_a_filling_that_greedy_ones_miss():
 
 
 def test_pictures_take_the_room_of_their_patches_if_that_is_more_than_their_tokens():
-    # Four patches a token: rooms of 6, 5 and 4 tokens; 100 patches are more than a micro-batch holds, and fill one.
+    # Four patches per token: capacity 6, 5 and 4 tokens; 100 patches exceed a micro-batch and fill one.
     plan = plan_packs([2, 5, 4, 3], patches=[24, 0, 16, 100], max_tokens=10, num_ranks=1)
     assert plan == [[[0, 2], [1], [3]]]
     assert plan_packs([2, 5, 4, 3], patches=[8, 0, 16, 12], max_tokens=10, num_ranks=1) == plan_packs(
@@ -208,7 +208,7 @@ def test_a_sequence_longer_than_the_bound_is_named():
 def test_planning_a_large_step_takes_little_time(longest):
     lengths = np.random.default_rng(3).integers(1, longest, size=4096)
     best = min(timed(lambda: plan_packs(lengths, max_tokens=16_384, num_ranks=64)) for _ in range(3))
-    assert best < 0.4  # about 0.05 s on an idle machine; the rest is room for a busy one
+    assert best < 0.4  # about 0.05 s on an idle machine; the limit allows for a busy one
 
 
 def timed(function) -> float:

@@ -1,4 +1,4 @@
-"""Files of pictures of every kind: read as upright RGB on white, or refused."""
+"""Image files of each kind are read as upright RGB on white, or rejected."""
 
 import io
 from typing import Any
@@ -45,7 +45,7 @@ def test_what_is_transparent_is_white() -> None:
 
 def test_a_picture_that_a_camera_turned_is_upright() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by a quarter
+    exif[0x0112] = 6  # the camera was rotated by 90 degrees
     contents = saved(Image.fromarray(PIXELS), exif=exif)
     assert size_of(contents) == (10, 6)
     np.testing.assert_array_equal(read(contents), np.rot90(PIXELS, k=-1))

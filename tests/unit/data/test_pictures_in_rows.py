@@ -1,4 +1,4 @@
-"""Pictures of rows: where they stand in messages and tokens, and what of a row is refused."""
+"""Images in rows: their position in messages and tokens, and rejected rows."""
 
 import base64
 import pickle
@@ -28,7 +28,7 @@ TOKENIZER, FAMILY = square_family()
 READER = reader_of(FAMILY)
 START, STOP = "<|vision_start|>", "<|vision_end|>"
 A, B = START + "<|image_pad|>" * 2 + STOP, START + "<|image_pad|>" + STOP
-"""The pictures a.png and b.jpg in text."""
+"""The images a.png and b.jpg as text."""
 
 
 PART = {"type": "image"}

@@ -1,4 +1,4 @@
-"""Rows of other tools give the tokens that a family's own processor makes of their texts and pictures."""
+"""Rows of other tools give the same tokens as the model family's own processor."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def loaded(folder: Path) -> tuple[Any, Any]:
 
 
 def expected(folder: Path, content: list[dict[str, str]], names: list[str], *, answer: str | None) -> list[int]:
-    """Return the tokens of the model's processor for a user's message of parts, and the answer."""
+    """Return the tokens that the model's processor makes of a user message with several parts, and the answer."""
     processor = AutoProcessor.from_pretrained(folder)
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if answer is not None:

@@ -1,4 +1,4 @@
-"""Pictures in packs: their rows, their features, and positions in three axes."""
+"""Images in packs: their rows, features, and positions in three dimensions."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ RED, BLUE = (picture_of_pixels(name, np.full((4, 4, 3), number, np.uint8)) for n
 
 
 def sequence(*parts, trained):
-    """Text is given by token ids, a picture by its grid and itself; the last `trained` tokens are targets."""
+    """Build a sequence from token ids and images with their grids; the last `trained` tokens are targets."""
     ids, pictures = [], []
     for part in parts:
         if isinstance(part, int):
@@ -43,7 +43,8 @@ def test_positions_in_three_axes_are_the_models_own(given):
         config.text_config.num_hidden_layers = config.vision_config.depth = 1
         model = Qwen2_5_VLForConditionalGeneration(config).model
     ids = torch.from_numpy(given.token_ids.astype(np.int64))[None]
-    grids = [(1, 2 * one.grid[0], 2 * one.grid[1]) for one in given.pictures]  # the tower's patches, merged two by two
+    # Patches of the vision tower, which merges 2 x 2.
+    grids = [(1, 2 * one.grid[0], 2 * one.grid[1]) for one in given.pictures]
     theirs, _ = model.get_rope_index(
         ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=torch.tensor(grids) if grids else None
     )

@@ -1,4 +1,4 @@
-"""Packs of prompts with several continuations: the prompt once, or once for each."""
+"""Packs of prompts with several continuations, with a shared or a repeated prompt."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A tokenizer that transformers builds anew by its class is compared with tokenizer.json on the rows' own text."""
+"""Tokenizers that transformers rebuilds by class are compared with tokenizer.json on the text of the rows."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def test_a_class_that_loses_text_is_refused_with_the_cure(byte_level, tmp_path) 
     with pytest.raises(UsageError, match=r"reads 'In 2023, 650841823 people' as 'In2023,650841823people': .*LlamaT"):
         load(tmp_path, tokenizer)
     config = PromptConfig(prompt_data=rows(tmp_path, "A"), input_key="response")
-    load_prompts(config, tokenizer, max_new_tokens=4, seed=0, template=PLAIN)  # text without spaces loses nothing
+    load_prompts(config, tokenizer, max_new_tokens=4, seed=0, template=PLAIN)  # text without spaces is not changed
     config = PromptConfig(prompt_data=rows(tmp_path, TEXT), input_key="response")
     with pytest.raises(UsageError, match=r'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json'):
         load_prompts(config, tokenizer_of(byte_level, "LlamaTokenizer"), max_new_tokens=4, seed=0, template=PLAIN)
@@ -70,7 +70,7 @@ def test_other_ids_of_the_same_text_are_a_warning(byte_level, tmp_path, caplog) 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
 def test_equal_tokens_say_nothing(name, byte_level, tmp_path, caplog) -> None:
     tokenizer = tokenizer_of(byte_level, name)
-    tokenizer.add_tokens(["<extra>"])  # has no place in the file
+    tokenizer.add_tokens(["<extra>"])  # is not in the file
     with caplog.at_level(logging.WARNING):
         load(tmp_path, tokenizer, f"{TEXT} <extra> people")
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""Which responses `rlhf generate` selects, and that the commands that train on them read them as meant."""
+"""Responses that `rlhf generate` selects, and that the training commands read them correctly."""
 
 import json
 from collections import Counter

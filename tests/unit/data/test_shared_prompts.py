@@ -1,4 +1,4 @@
-"""Responses to one prompt, packed with the prompt once: the plan, and a model's outputs."""
+"""Responses packed with a single copy of their prompt: the assignment, and the model's outputs."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def flat(plan: list[list[list[int]]]) -> list[int]:
 def test_responses_to_a_prompt_become_neighbours_and_the_prompt_counts_once():
     plan = plan_groups(SCATTERED, max_tokens=100, num_ranks=1, quadratic_cost=0.0)
     assert plan == [[[0, 2, 4, 1, 3]]]
-    # 4 + 2 + 1 + 3 and 3 + 1 + 3 tokens: repeated prompts would take 18 and 10.
+    # 4 + 2 + 1 + 3 and 3 + 1 + 3 tokens; repeated prompts would need 18 and 10.
     assert plan_groups(SCATTERED, max_tokens=10, num_ranks=1, quadratic_cost=0.0) == [[[0, 2, 4], [1, 3]]]
     assert pack_groups([SCATTERED[i] for i in (0, 2, 4)]).input_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 5, 8, 8, 8]
 
@@ -53,7 +53,8 @@ def test_responses_to_a_prompt_become_neighbours_and_the_prompt_counts_once():
 @pytest.mark.parametrize("max_sequences", [None, 4])
 def test_pictures_of_a_prompt_count_once_by_their_patches(max_sequences):
     picture = picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8))
-    placed = (PlacedPicture(picture, 0, 2, token=1, patches=36),)  # 9 tokens' room; the group has 4 + 2 + 2 tokens
+    # Capacity for 9 tokens; the group has 4 + 2 + 2 tokens.
+    placed = (PlacedPicture(picture, 0, 2, token=1, patches=36),)
     groups = [replace(sequence(ONE, [5, 6 + n]), pictures=placed) for n in (0, 1)] + [sequence(TWO, [7])]
     bounds = {"num_ranks": 1, "quadratic_cost": 0.0, "max_sequences": max_sequences}
     assert plan_groups(groups, max_tokens=13, **bounds) == [[[0, 1, 2]]]
@@ -89,13 +90,13 @@ def test_every_sequence_is_dealt_once_within_the_bound(seed):
 def test_a_bound_on_sequences_keeps_prompts_together():
     plan = plan_groups(SCATTERED, max_tokens=100, num_ranks=1, quadratic_cost=0.0, max_sequences=3)
     assert sorted(plan[0]) == [[0, 2, 4], [1, 3]]
-    # A bound on sequences alone decides: the same 8 responses to each of 3 prompts in micro-batches of 8, 6 and 16.
+    # Limited only by sequences: the same 8 responses to each of 3 prompts in micro-batches of 8, 6 and 16.
     three = [sequence([1, prompt, 3], [n]) for n in range(8) for prompt in range(3)]
     for most, sizes in ((8, [8, 8, 8]), (6, [6, 6, 6, 6]), (16, [12, 12])):
         plan = plan_groups(three, max_tokens=1000, num_ranks=1, quadratic_cost=0.0, max_sequences=most)
         assert [len(members) for members in plan[0]] == sizes
         copies = [pack_groups([three[i] for i in members]).input_ids_T.numel() - len(members) for members in plan[0]]
-        assert sum(copies) <= 3 * (3 + len(sizes) - 1)  # a prompt is repeated only if a micro-batch ends in its group
+        assert sum(copies) <= 3 * (3 + len(sizes) - 1)  # a prompt is repeated only if its group is split
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,7 +153,7 @@ def test_log_probabilities_and_gradients_are_those_of_repeated_prompts():
 
 
 class Ranks:
-    """Ranks that answer every trained token with its id, as `FrozenEngine.infer` does with packs."""
+    """Ranks that return the id of every trained token, as `FrozenEngine.infer` does with packs."""
 
     def all_each(self, call, work):
         return [[pack_groups(batch).targets_K.numpy() for batch in batches] for batches in work]

@@ -1,4 +1,4 @@
-"""Tokenizers without a fast backend: sampling works with them, training on data is refused with the reason."""
+"""Tokenizers without a fast backend work for sampling; training on data is rejected with the reason."""
 
 import io
 import json
@@ -24,7 +24,7 @@ TEXTS = ["What is the capital of France? Paris. Rome.", "user assistant one two 
 
 @pytest.fixture(scope="module")
 def sentence_piece(tmp_path_factory) -> PreTrainedTokenizerBase:
-    """GPT-SW3's class, which runs a model of the SentencePiece library in Python."""
+    """Return GPT-SW3's tokenizer class, which uses the SentencePiece library from Python."""
     folder, model = tmp_path_factory.mktemp("pieces"), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
@@ -110,7 +110,7 @@ def test_of_a_mistral_folder_the_fast_tokenizer_with_the_template_is_read_not_mi
     )
     (tmp_path / "tekken.json").write_text(json.dumps({"vocab": [], "config": {}}))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    del settings["tokenizer_class"]  # Mistral's folders leave the class to the kind of model
+    del settings["tokenizer_class"]  # Mistral's folders derive the class from the model type
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = read_tokenizer(str(tmp_path), ModelSource(pretrain=str(tmp_path)))
     assert isinstance(tokenizer, TokenizersBackend)

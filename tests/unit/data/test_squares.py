@@ -1,4 +1,4 @@
-"""Questions about pictures of squares: the answers are on the pictures, and no picture is in two places."""
+"""Questions about images of squares: the answers match the images, and splits share no images."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ def rows_of(folder):
 
 
 def squares_in(pixels, colour):
-    """Return the number of squares of a colour, each of which is filled and apart from others."""
+    """Count the squares of a colour, which are filled and do not touch."""
     area = (pixels == np.array(COLOURS[colour])).all(-1).sum()
     assert area % 11**2 == 0
     return area // 11**2

@@ -1,4 +1,4 @@
-"""Every family of templates on every kind of conversation: the assistant's text and end of turn are trained."""
+"""Each template family with each kind of conversation: the assistant's text and end of turn are trained."""
 
 import json
 import random
@@ -105,7 +105,7 @@ THINKING = {
 
 
 def conversations(family):
-    """The conversations that a family takes."""
+    """Return the conversations that a family supports."""
     fitting = dict(PLAIN)
     fitting |= WITH_SYSTEM if family.system else {}
     fitting |= WITH_CALLS if family.calls else {}
@@ -128,7 +128,7 @@ def row_of(messages):
 
 
 def trained_turns(tokenizer, sequence):
-    """Text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     ids, mask = sequence.token_ids, sequence.loss_mask
     starts = [i for i in range(len(ids)) if mask[i] and not mask[i - 1]]
     stops = [i + 1 for i in range(len(ids)) if mask[i] and not (i + 1 < len(ids) and mask[i + 1])]
@@ -219,7 +219,7 @@ def test_any_words_come_back_from_the_trained_tokens(name, tmp_path):
         assert trained_turns(tokenizer, sequence) == expected_turns(family, messages)
 
 
-STEPS = {  # thoughts of the steps behind the last question, which Qwen 3 keeps
+STEPS = {  # thoughts of the steps after the last question, which Qwen 3 keeps
     "thought before a call": [
         *(user("Weather?"), calls("weather", content=THOUGHT, **PARIS), result(SUNNY), says(THOUGHT + "Sunny.")),
     ],
@@ -256,7 +256,7 @@ OPENS_THOUGHTS = """{%- set asked = namespace(last=-1) %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
-"""As Qwen 3.5's: the generation prompt opens a thought, which turns before the last question have no longer."""
+"""Like Qwen 3.5's: the generation prompt opens a thought, which is removed from turns before the last question."""
 
 
 def test_an_answer_after_a_tool_and_before_a_further_question_is_trained(tmp_path):
@@ -266,7 +266,7 @@ def test_an_answer_after_a_tool_and_before_a_further_question_is_trained(tmp_pat
     turns = trained_turns(tokenizer, load(tmp_path, tokenizer, row).sequences[0])
     assert turns[0].startswith("<tool_call>")
     assert turns[1] == "It is sunny.<|im_end|>"
-    assert turns[2].lstrip() == "</think>\n\nWelcome.<|im_end|>"  # a token has both line ends before it
+    assert turns[2].lstrip() == "</think>\n\nWelcome.<|im_end|>"  # one token contains both preceding newlines
 
 
 def test_white_space_around_thoughts_is_the_templates(tmp_path):
@@ -321,7 +321,7 @@ def in_text(message):
 @pytest.mark.parametrize("kind", REASONED)
 @pytest.mark.parametrize("name", ["Qwen 2.5", "Qwen 3"])
 def test_reasoning_content_is_trained_as_the_same_thought_in_the_text(name, kind, tmp_path):
-    """Qwen 3's template reads it, Qwen 2.5's knows no thoughts."""
+    """Qwen 3's template uses it; Qwen 2.5's has no thoughts."""
     tokenizer, messages = FAMILIES[name].tokenizer(), REASONED[kind]
     apart = load(tmp_path, tokenizer, row_of(messages))
     together = load(tmp_path, tokenizer, row_of([in_text(message) for message in messages]))

@@ -1,4 +1,4 @@
-"""Rare shapes of chat templates, each in a few lines: which characters are trained, or why a conversation is not."""
+"""Rare forms of chat templates: which characters are trained, or why a conversation is rejected."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ CHANNELS = """{{- 'tools: ' + tools | tojson if tools else '' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
-"""As gpt-oss's: a thought has a channel of its own, which ends like a turn before the header comes once more."""
+"""Like gpt-oss's: a thought has a separate channel, which ends like a turn before the header is repeated."""
 UNMARKED = CHANNELS.replace("ENDGENERATION", "").replace("GENERATION", "")
 MARKED = CHANNELS.replace("ENDGENERATION", "{%- endgeneration %}").replace("GENERATION", "{%- generation %}")
 THOUGHT = " analysis: Let me see.<|end|><|start|>assistant"
@@ -64,7 +64,7 @@ def test_thought_in_a_channel_of_its_own_is_trained_with_the_header_between_it_a
 PARTS = """{%- for m in messages %}{{- '<|start|>' + m['role'] + ': ' }}
 {%- for part in m['content'] %}{%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}{%- endfor %}
 {{- '<|end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant:' }}{%- endif %}"""
-"""As templates of vision models: they skip a content that is text in silence."""
+"""Like templates of vision models: string contents are skipped without an error."""
 FIRST_PART = """{%- for m in messages %}{{- '<|start|>' + m['role'] + ': ' + m['content'][0]['text'] + '<|end|>\\n' }}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant:' }}{%- endif %}"""
 
@@ -128,7 +128,7 @@ ONE_TURN = """{%- for m in messages %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|start|>model ' }}{%- endif %}"""
-"""As Gemma 4's marked one: a call, the tool's answer and the last words are one turn, with blocks for an empty text."""
+"""Like Gemma 4's: a call, the tool's answer and the final text are one turn, with blocks for empty text."""
 
 
 def test_header_between_a_tools_answer_and_the_words_is_not_trained_for_an_empty_block_before_it():
@@ -141,7 +141,7 @@ OPENED = """{%- for m in messages %}
     {%- else %}{{- '<|start|>' + m.role + ': ' + m.content + '<|end|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant: <think>\\n' }}{%- endif %}"""
-"""As TRL's for DeepSeek R1: blocks hold the header too, and the generation prompt opens a thought."""
+"""Like TRL's for DeepSeek R1: blocks include the header, and the generation prompt opens a thought."""
 
 
 @pytest.mark.parametrize("text", [OPENED, OPENED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")])
@@ -156,7 +156,7 @@ STRICT = """{{- tools | tojson if tools else '' }}{%- for m in messages %}{{- '<
     {{- m.tool_calls[0].function.name + ': ' + m.tool_calls[0].function.arguments + '<|call|>' }}
 {%- else %}{{- m.content + '<|end|>' }}{%- endif %}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant: ' }}{%- endif %}"""
-"""As DeepSeek's: calls are shown if the content is none, and arguments must be text; else the call is dropped."""
+"""Like DeepSeek's: calls are rendered only if the content is none and the arguments are strings."""
 
 
 def test_of_all_forms_of_a_call_one_that_the_template_shows_is_taken():
@@ -165,7 +165,7 @@ def test_of_all_forms_of_a_call_one_that_the_template_shows_is_taken():
 
 NEXT_HEADER = """{%- for m in messages %}{{- '<|start|>' + m.role + ': ' + m.content }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant: ' }}{%- endif %}"""
-"""As GLM's: the header of the next message ends a turn, so that nothing ends the last one."""
+"""Like GLM's: the header of the next message ends a turn, so the last turn has no end."""
 
 
 def test_template_that_ends_turns_with_the_next_header_is_refused_with_the_cure():

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation carry loss, under the chat templates of many model families."""
+"""Which tokens of a conversation are trained with the chat templates of many model families."""
 
 import json
 import random
@@ -27,7 +27,7 @@ from rlhf_cli.errors import UsageError
 
 
 def load(tmp_path, tokenizer, *conversations, **settings):
-    """Sequences of conversations given as [user, assistant, user, ...] texts, or as lists of messages."""
+    """Load conversations given as [user, assistant, user, ...] texts or as lists of messages."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": messages_of(c)}) + "\n" for c in conversations))
     of_data, template = split_settings(settings)
@@ -42,7 +42,7 @@ def messages_of(conversation):
 
 
 def trained_texts(tokenizer, sequence):
-    """Text of each run of trained tokens."""
+    """Return the text of each run of trained tokens."""
     runs, last = [], None
     for position, (token, trained) in enumerate(zip(sequence.token_ids, sequence.loss_mask, strict=True)):
         if trained and last == position - 1:
@@ -171,7 +171,7 @@ TWO_ENDS = CHATML.replace(
 
 
 def test_special_tokens_that_end_a_turn_together_are_all_trained(tmp_path):
-    tokenizer = make_tokenizer(TWO_ENDS)  # as Cohere 2's
+    tokenizer = make_tokenizer(TWO_ENDS)  # like Cohere 2's
     (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
     assert trained_texts(tokenizer, sequence) == ["Paris<|stop|><|im_end|>", "Rome<|stop|><|im_end|>"]
 
@@ -190,7 +190,7 @@ CHANNELS = """{%- for tool in tools or [] %}{{- 'tool ' + tool.function.name }}{
 
 
 def test_a_call_that_ends_with_a_token_of_its_own_ends_there_and_the_tools_answer_is_not_trained():
-    template = ChatTemplate(make_tokenizer(CHANNELS))  # in the manner of gpt-oss
+    template = ChatTemplate(make_tokenizer(CHANNELS))  # like gpt-oss
     call = Message("assistant", "", (ToolCall("weather", {"city": "Paris"}),))
     messages = (Message("user", "Weather?"), call, Message("tool", "sunny"), Message("assistant", "It is sunny."))
     found = template.example(Conversation(messages))
@@ -372,7 +372,7 @@ READS_THINKING = CHATML.replace(
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_a_thought_is_read_and_trained_whatever_the_row_and_the_template_call_it(key, tmp_path):
-    tokenizer = make_tokenizer(READS_THINKING)  # as gpt-oss's
+    tokenizer = make_tokenizer(READS_THINKING)  # like gpt-oss's
     answer = {"role": "assistant", "content": "Paris", key: "well"}
     (sequence,) = load(tmp_path, tokenizer, [{"role": "user", "content": "What?"}, answer]).sequences
     assert trained_texts(tokenizer, sequence) == ["<think>well</think>Paris<|im_end|>"]

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: the same as of all tokens at once, and never half a character."""
+"""Streamed text of tokens equals the text of all tokens, and never splits a character."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Spans of tokens by the tokens' lengths: the same as by the tokenizer's own offsets, or none."""
+"""Token spans from token lengths equal the tokenizer's own offsets, or there are none."""
 
 import random
 import unicodedata
@@ -28,7 +28,7 @@ def lengths_of(tokenizer):
 
 
 def random_text(rng):
-    """A text and a span of it that may begin and end anywhere, also within one token."""
+    """Return a text and a random span of it, which may start and end within a token."""
     text = "".join(rng.choices(WORDS, k=rng.randint(1, 12)))
     start = rng.randrange(len(text))
     return text, (start, rng.randint(start + 1, len(text)))
@@ -79,7 +79,7 @@ def test_text_that_the_normalizer_changes_is_left_to_the_offsets(tokenizer):
     text = "e\u0301" * 3 + "\u0958"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     normal = unicodedata.normalize("NFC", text)
-    assert len(normal.encode()) == len(text.encode())  # so that the number of bytes alone would not show it
+    assert len(normal.encode()) == len(text.encode())  # so that comparing the number of bytes is not enough
     assert lengths_of(tokenizer).spans(ids, normal, [(0, 1)]) is not None
     assert lengths_of(tokenizer).spans(ids, text, [(0, 1)]) is None
 

@@ -1,4 +1,4 @@
-"""Calls are read from sampled turns in the notation that the chat template itself writes."""
+"""Tool calls in sampled turns are parsed in the notation of the chat template."""
 
 import json
 
@@ -41,7 +41,7 @@ def format_of(name, template=None):
 
 
 def written(name, *calls):
-    """The text of calls in a family's notation, which is written down in the tests' helpers."""
+    """Return the text of calls in a family's notation, as defined in the test helpers."""
     listed = [
         {"id": f"call{number:05}", "type": "function", "function": {"name": called, "arguments": arguments}}
         for number, (called, arguments) in enumerate(calls)

@@ -1,4 +1,4 @@
-"""The dialogues of agent programs: one for each list of tools, made once."""
+"""Dialogues of agent programs are cached, one per list of tools."""
 
 from agent_fakes import dialogues_of
 
@@ -14,5 +14,5 @@ def test_equal_tools_have_the_same_dialogue_and_few_are_kept():
     assert dialogues.of([tool("b")]) is not first
     for number in range(62):
         dialogues.of([tool(f"tool_{number}")])
-        assert dialogues.of(()) is plain  # it is used all the time
+        assert dialogues.of(()) is plain  # the most frequent case
     assert dialogues.of([tool("a")]) is not first

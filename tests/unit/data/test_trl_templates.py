@@ -1,7 +1,7 @@
-"""TRL 1.16's chat templates, if they are at hand: the trained characters are TRL's mask less the generation prompt,
-or a refusal with the reason that belongs to the template and the conversation.
+"""Comparison with TRL 1.16's chat templates: trained characters equal TRL's mask without the generation prompt, or the
+conversation is rejected with the expected reason.
 
-The templates are read from the folder in RLHF_TRL_TEMPLATES, else from an installed `trl`; none is part of the project.
+The templates are read from the folder in RLHF_TRL_TEMPLATES or from an installed `trl`; the project contains none.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ CONVERSATIONS = {
     "call,user": Conversation((*CALLS, Message("user", "Thanks"), Message("assistant", "Welcome.")), (TOOL,)),
 }
 MIN_EQUAL = 278
-"""Cases that were equal with TRL 1.16; fewer of them would be a step back into refusals."""
+"""Number of cases equal to TRL 1.16; fewer mean that more are rejected."""
 OTHER_TEXT = "another text"
 PHI = ({f"-{EOS}"}, "the turn ends with <|end|>, where generation stops; the end of text behind is not trained")
 DIFFERENCES = {
@@ -67,7 +67,7 @@ DIFFERENCES = {
     "qwen3_5_think": ({OTHER_TEXT}, "the same"),
     "qwen3_6": ({OTHER_TEXT}, "the same"),
 }
-"""Differences with TRL 1.16 by template, + what only this program trains, - what only TRL does, and their cause."""
+"""Differences from TRL 1.16 by template (+ trained only here, - trained only by TRL) and their cause."""
 CALLED = ("call", "call,user")
 NO_CALLS, NO_TOOLS = "has no place for calls of functions", "leaves out the tools of the row: it has no place for them"
 NO_SYSTEM, NO_END = "System role not supported", "no end of turn after the assistant's last text"
@@ -80,18 +80,18 @@ REFUSALS = (
     ("gemma", BOTH, ("system",), NO_SYSTEM),
     ("deepseek_r1_distill", ORIGINAL, ("reason",), NO_THOUGHT),  # TRL's variant keeps thoughts
     ("deepseekv3", BOTH, ("reason",), NO_THOUGHT),
-    ("glm4moe", ORIGINAL, tuple(CONVERSATIONS), NO_END),  # the next header ends a turn; TRL's variant adds one
+    ("glm4moe", ORIGINAL, tuple(CONVERSATIONS), NO_END),  # the next header ends a turn; TRL's variant adds an end
 )
-"""All cases that are refused, by template, which of its two texts, and conversation, with words of the reason."""
+"""All rejected cases, by template, its text, and conversation, with part of the reason."""
 
 
 def expected_refusals() -> dict[tuple[str, str, str], str]:
-    """Return words of the reason by template, `original` or `training`, and conversation."""
+    """Return part of the reason by template, `original` or `training`, and conversation."""
     return {(stem, text, kind): words for stem, texts, kinds, words in REFUSALS for text in texts for kind in kinds}
 
 
 def template_folder() -> Path:
-    """Return the folder of TRL's templates; skip the test if there is none."""
+    """Return the folder of TRL's templates, or skip the test."""
     if given := os.environ.get("RLHF_TRL_TEMPLATES"):
         return Path(given)
     spec = importlib.util.find_spec("trl")
@@ -101,7 +101,7 @@ def template_folder() -> Path:
 
 
 def rendered_by_trl(training: str, conversation: Conversation, text: str) -> list[tuple[int, int]] | None:
-    """Return the spans of TRL's mask; None if its template makes another text in every form of messages."""
+    """Return the spans of TRL's mask, or None if its template renders different text in every message form."""
     inlined = tuple(message.with_reasoning_in_text() for message in conversation.messages)
     tried = itertools.product(MESSAGE_FORMS, REASONING_KEYS, (False, True), (conversation.messages, inlined))
     for form, key, parts, messages in tried:
@@ -125,7 +125,7 @@ def rendered_by_trl(training: str, conversation: Conversation, text: str) -> lis
 
 
 def given_by_prompts(template: ChatTemplate, conversation: Conversation, text: str) -> set[int]:
-    """Return the characters behind the last words of others that generation prompts write."""
+    """Return the characters that generation prompts add after the last message."""
     given: set[int] = set()
     for number, message in enumerate(conversation.messages):
         if message.role != "assistant":
@@ -143,7 +143,7 @@ def given_by_prompts(template: ChatTemplate, conversation: Conversation, text: s
 
 
 def differing_runs(ours: set[int], theirs: set[int], text: str) -> Iterator[str]:
-    """Yield the runs of characters that one side trains alone; white space does not count."""
+    """Yield the runs of characters trained on only one side; whitespace is ignored."""
     alone = sorted(place for place in ours ^ theirs if not text[place].isspace())
     for _, group in itertools.groupby(enumerate(alone), key=lambda pair: pair[1] - pair[0]):
         places = [place for _, place in group]
@@ -161,7 +161,7 @@ def differences(template: ChatTemplate, ours: Rendered, training: str, conversat
 
 @dataclass
 class Comparison:
-    """The number of cases that are equal to TRL's mask, all differences, and the reasons of refusals by case."""
+    """Number of cases equal to TRL's mask, all differences, and reasons of rejected cases."""
 
     num_equal: int = 0
     differing: dict[str, set[str]] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class Comparison:
 
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
-    """Compare every training template of the folder, and the original that it was made from."""
+    """Compare each training template of the folder, and the original from which it was made."""
     folder = template_folder()
     paths = sorted(folder.glob(f"*{TRAINING}"))
     assert paths, f"no *{TRAINING} in {folder}"

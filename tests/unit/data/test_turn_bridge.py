@@ -1,4 +1,4 @@
-"""The tokens between sampled turns are the template's own, whatever an environment answers."""
+"""The tokens between sampled turns equal those of the template for all environment replies."""
 
 import json
 import re
@@ -24,7 +24,7 @@ GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
 
 def bridge_of(name, tools=TOOLS, tokenizer=None, **kwargs):
-    """The bridge of a family, whose engine ends turns as the family's models do."""
+    """Return the bridge of a family, with an engine that uses the family's end-of-turn token."""
     tokenizer = tokenizer or ALL[name].tokenizer()
     ends = {"GLM": GLM_ENDS, "gpt-oss": ("<|return|>", "<|call|>"), "Gemma 4": ("<turn|>", "<|tool_response>")}.get(
         name, (ALL[name].end,)
@@ -47,7 +47,7 @@ def text_of(tokenizer, ids):
 
 
 def call_turn(name, number):
-    """A turn of one call: the message, and its text in the family's notation with the end that the engine samples."""
+    """Return a message with one call, and its text with the end that the engine samples."""
     call = ToolCall("weather", {"city": "Paris", "day": number}, f"call{number:05}")
     function = {"name": call.name, "arguments": call.arguments}
     write = ALL[name].calls
@@ -58,7 +58,7 @@ def call_turn(name, number):
 
 
 def check_episode(name, tokenizer, tools, turns, observations):
-    """Stitch an episode; compare it with the template's text after each turn. Return how often the prefix was kept."""
+    """Join an episode and compare it with the template's text after each turn; return how often the prefix was kept."""
     template, bridge = ChatTemplate(tokenizer), bridge_of(name, tools, tokenizer)
     messages: tuple[Message, ...] = (ASK,)
     text = template.prompt(Conversation(messages, tuple(tools)))
@@ -82,7 +82,7 @@ def test_stitched_calls_and_results_are_the_tokens_of_the_template_s_text(name):
     turns = [call_turn(name, number) for number in range(3)]
     results = [tool_results([("weather", SUNNY)], first=number) for number in range(3)]
     num_kept = check_episode(name, ALL[name].tokenizer(), TOOLS, turns, results)
-    # R1 opens a thought and drops it; V3 closes results before words alone, not before the next call
+    # R1 opens a thought and drops it; V3 closes results only before text, not before the next call
     assert num_kept == {"DeepSeek R1": 0, "DeepSeek V3": 1}.get(name, 3)
 
 
@@ -93,7 +93,7 @@ def test_stitched_dialogue_is_the_tokens_of_the_template_s_text(name):
     turns = [(Message("assistant", "It is."), said + end)] * 3
     observations = [(Message("user", SUNNY.strip()),)] * 3
     num_kept = check_episode(name, ALL[name].tokenizer(), [], turns, observations)
-    # gpt-oss ends a last turn with another token than an earlier one; the sampled one stays
+    # gpt-oss ends the last turn with a different token; the sampled one is kept
     assert num_kept == (0 if name in ("DeepSeek R1", "gpt-oss") else 3)
 
 

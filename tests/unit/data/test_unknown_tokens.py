@@ -1,4 +1,4 @@
-"""Tokens that a tokenizer has and its model has not: refused by the row that has one, before anything starts."""
+"""Tokens that a tokenizer has and its model does not are rejected with their row before a run starts."""
 
 import json
 import re
@@ -33,7 +33,7 @@ ONLINE = ("grpo", "generate")
 
 @pytest.fixture(scope="module")
 def model(tiny_model_dir, tmp_path_factory) -> Path:
-    """A model of 300 embeddings whose tokenizer was given more tokens than that."""
+    """Save a model with 300 embeddings and a larger tokenizer."""
     folder = tmp_path_factory.mktemp("more-tokens") / "model"
     shutil.copytree(tiny_model_dir, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

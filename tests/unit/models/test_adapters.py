@@ -1,4 +1,4 @@
-"""Adapters: trained and frozen parameters, on every ZeRO stage, switched off, saved, loaded and continued."""
+"""Adapters: trainable parameters, every ZeRO stage, disabling, saving, loading and resuming."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def items() -> Items:
 
 
 def stir(model) -> None:
-    """Give an adapter an effect, as training would."""
+    """Change the adapter's weights so that it has an effect."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -125,7 +125,7 @@ def test_rslora_divides_by_the_root_of_the_rank(tiny_model_dir):
 def test_dora_gives_each_row_its_own_length(tiny_model_dir):
     model = load(tiny_model_dir, lora_rank=2, lora_alpha=4, use_dora=True)
     plain = load_causal_lm(settings(tiny_model_dir))
-    torch.testing.assert_close(logprobs(model), logprobs(plain))  # a new one changes nothing
+    torch.testing.assert_close(logprobs(model), logprobs(plain))  # a new adapter changes nothing
     layer = model.model.layers[0].mlp.gate_proj
     stir(model)
     x = torch.randn(3, 32)
@@ -199,7 +199,7 @@ def test_base_under_the_adapter_is_the_same_memory(tiny_model_dir):
 def test_gradient_checkpointing_changes_no_gradient_of_an_adapter(tiny_model_dir):
     results = []
     for checkpointing in (False, True):
-        # Without checkpointing the last MLP sees fewer tokens, so that other random numbers would be drawn there.
+        # Without checkpointing the last MLP sees fewer tokens, which would change the random numbers.
         adapter = {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.3}
         model = load(tiny_model_dir, **adapter, model={"gradient_checkpointing": checkpointing}).train()
         stir(model)
@@ -401,7 +401,7 @@ PEERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.1.self_attn.q_proj": 32},
     },
 }
-"""Configurations as other tools write them."""
+"""Adapter configs as written by other tools."""
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -494,7 +494,7 @@ def test_a_fingerprint_is_of_weights_and_not_of_how_files_are_cut(tiny_model_dir
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
     mark = fingerprint(tmp_path / "cut")
     stored = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    for is_zip in (True, False):  # torch wrote another format before 1.6
+    for is_zip in (True, False):  # torch before 1.6 wrote another format
         folder = tmp_path / f"whole_{is_zip}"
         folder.mkdir()
         torch.save(stored, folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)

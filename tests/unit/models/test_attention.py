@@ -1,4 +1,4 @@
-"""Attention over packs: every kernel that runs here agrees with the sequences taken one by one."""
+"""Attention over packs: each available kernel agrees with separate sequences."""
 
 import os
 from dataclasses import replace
@@ -62,7 +62,7 @@ def build(name, attention):
 
 
 def run(policy, packs):
-    """Log-probabilities of the packs together, and the gradients of a sum that weighs every token differently."""
+    """Return log-probs of the packs, and gradients of a weighted sum over tokens."""
     policy.zero_grad()
     logprobs = torch.cat([policy(one, with_entropy=False)[0] for one in packs])
     (logprobs * torch.linspace(-1, 2, logprobs.numel())).sum().backward()
@@ -72,9 +72,9 @@ def run(policy, packs):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
 def test_packed_equals_one_by_one_on_every_kernel(name, attention):
-    # Longer than two blocks of queries, longer and shorter than the window, and a single token.
+    # Longer than two query blocks, longer and shorter than the window, and a single token.
     several = list(sequences([7, 1, 300, 2, 40, 5]))
-    # The reference knows nothing of packs: one sequence at a time, transformers' plainest attention.
+    # The reference does not pack: one sequence at a time with eager attention of transformers.
     expected, expected_grads = run(build(name, "eager"), [pack([one]) for one in several])
     found, grads = run(build(name, attention), [pack(several)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -84,7 +84,7 @@ def test_packed_equals_one_by_one_on_every_kernel(name, attention):
 
 
 def reference(query, key, value, cu_seqlens, scale, window):
-    """Attention by loops over sequences, heads and positions."""
+    """Compute attention with loops over sequences, heads and positions."""
     output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype)
     group = query.shape[1] // key.shape[1]
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
@@ -149,7 +149,7 @@ def test_cpu_operator_keeps_the_rules_of_custom_operators():
 def test_bfloat16_scores_are_float32():
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, 200], dtype=torch.int32)
-    # Large scores: rounding them to bfloat16 would cost a relative error of several percent.
+    # With large scores, bfloat16 rounding would cause a relative error of several percent.
     tensors = [(torch.randn(200, heads, 16) * 3).bfloat16().requires_grad_() for heads in (4, 2, 2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     weights = torch.randn(200, 4, 16).bfloat16()
@@ -180,7 +180,7 @@ def test_cuda_kernel_gets_bounds_window_and_groups():
     attend_cuda(query, key, key, older_kernel, window=0, **arguments)
     attend_cuda(query, query, query, kernel, window=BOTH_WAYS, **arguments)
     bounds = (cu_seqlens, cu_seqlens, 3, 3)
-    # Four visible tokens are three to the left of the query.
+    # A window of four tokens reaches three to the left of the query.
     assert calls == [(bounds, 0.1, (3, 0), True), (bounds, 0.1, (-1, 0), None), (bounds, 0.1, (-1, -1), False)]
 
 
@@ -313,7 +313,7 @@ def test_the_compute_capability_is_asked_of_the_driver_without_a_cuda_context(tm
     compute_capability.cache_clear()
     assert compute_capability() == (8, 9)
     compute_capability.cache_clear()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3d")  # nvidia-smi cannot query it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3d")  # not supported by nvidia-smi queries
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert compute_capability() == (9, 0)
     compute_capability.cache_clear()

@@ -1,4 +1,4 @@
-"""Weights under the names of checkpoints, compared with the files that transformers writes."""
+"""Parameter names in checkpoints, compared with files that transformers writes."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ OF_EXPERT_3 = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def saved(request, tmp_path_factory):
-    """(family, model as it is loaded, tensors of its file)"""
+    """Return (family, loaded model, tensors of its file)."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[request.param])
@@ -104,7 +104,7 @@ def test_tensors_of_a_dense_model_are_handed_on_as_they_are(tiny_model_dir):
 
 
 def test_what_training_saves_is_the_file_with_the_buffers(saved, tmp_path, tiny_model_dir, group_of_one):
-    """Training gathers parameters alone, and a model without its routers' biases cannot be loaded."""
+    """Training gathers only parameters, but a model without its router biases cannot be loaded."""
     _, model, file = saved
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     save_weights(model.named_parameters(), model, tokenizer, tmp_path / "model")

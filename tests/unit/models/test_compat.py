@@ -1,4 +1,4 @@
-"""Private functions of libraries still do what we use them for."""
+"""Private library functions still have the behaviour that the project relies on."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Chunked divergences of a student from a teacher against the dense computation."""
+"""Chunked student-teacher divergences, compared with the dense computation."""
 
 import itertools
 
@@ -16,7 +16,7 @@ BETAS = [0.0, 0.1, 0.5, 1.0]
 
 
 def problem(dtype=torch.float32, *, student_rows=V, teacher_rows=V, with_bias=False):
-    """Hidden states and head of the student, which have gradients, and of the teacher, which is wider."""
+    """Return hidden states and head of the student, which require gradients, and of the wider teacher."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -33,7 +33,7 @@ def gradients(loss, hidden, head):
 
 
 def weighed(divergence):
-    """Another upstream gradient for every token; the mean over tokens is of the size that training has."""
+    """Weight each token differently; the mean over tokens has the scale of training."""
     return (divergence * torch.linspace(-1.5, 2.0, len(divergence), dtype=divergence.dtype)).mean()
 
 
@@ -45,7 +45,7 @@ def dense_logprobs(hidden, head, temperature, rows):
 
 
 def jensen_shannon(student, teacher, beta):
-    """TRL 1.16's GKDTrainer.generalized_jsd_loss of each token, as its documentation defines it."""
+    """Compute TRL 1.16's GKDTrainer.generalized_jsd_loss per token, as documented."""
     if beta == 0:
         return kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     if beta == 1:
@@ -57,7 +57,7 @@ def jensen_shannon(student, teacher, beta):
 
 
 def top_events(student, teacher, top_k):
-    """The teacher's likeliest tokens one by one, then the sum of all others, in a loop over rows."""
+    """Compute the terms of the teacher's top tokens and of the sum of all others, in a loop over rows."""
     rows: list[list[torch.Tensor]] = [[], []]
     for own, other in zip(student.exp(), teacher.exp(), strict=True):
         top = set(other.topk(top_k).indices.tolist())
@@ -182,7 +182,7 @@ def test_divergences_of_two_tokens_by_hand():
     expected = {0.0: 0.5 * torch.log(torch.tensor(3.0)), 0.5: torch.tensor(0.130812)}
     for beta in BETAS:
         found = token_divergences(one, student, one, teacher, DivergenceSettings(beta))["divergence"]
-        if beta in (0.0, 1.0):  # symmetric here
+        if beta in (0.0, 1.0):  # symmetric in these cases
             torch.testing.assert_close(found[0], expected[0.0])
         elif beta == 0.5:
             torch.testing.assert_close(found[0], expected[0.5], atol=1e-6, rtol=0)
@@ -233,7 +233,7 @@ def test_no_token_gives_empty_results_and_zero_gradients():
 
 
 def test_no_tensor_of_tokens_by_vocabulary_is_made_in_float32():
-    # 64 tokens in chunks of 8: the largest new tensors are a chunk's products and the weight's gradient.
+    # 64 tokens in chunks of 8: the largest new tensors are a chunk's logits and the weight gradient.
     generator = torch.Generator().manual_seed(0)
     tokens, vocabulary = 64, 20_000
     hidden = torch.randn(tokens, 4, generator=generator).requires_grad_()

@@ -1,4 +1,4 @@
-"""Which models run with Liger's kernels, and the replaced parts: its function is a stand-in here."""
+"""Models that run with Liger's kernels, and the parts that are replaced; Liger's function is a fake."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +56,7 @@ def test_only_this_decoder_is_changed_and_no_loss(capsys):
     try:
         fuse(model, apply=apply)
         assert modeling_llama.LlamaRMSNorm is norm
-        model(torch.tensor([[1, 2]]))  # on a CPU the rotary function is transformers' own
+        model(torch.tensor([[1, 2]]))  # on a CPU the rotary function stays that of transformers
     finally:
         vars(modeling_llama).update(apply_rotary_pos_emb=plain)
     assert given.pop("model") is model.get_decoder()

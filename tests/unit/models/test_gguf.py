@@ -1,4 +1,4 @@
-"""GGUF files as models: what is in the folder that they are converted to, and which files are refused."""
+"""GGUF files as models: contents of the converted folder, and rejected files."""
 
 import json
 import subprocess
@@ -39,9 +39,9 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(folder: str, file: Path, *, quantise: bool) -> dict[str, torch.Tensor]:
-    """Write the Qwen2 of the folder as a GGUF file; its weights as they stand in the file, whole.
+    """Write the folder's Qwen2 as a GGUF file and return its dequantised weights.
 
-    Matrices whose rows are whole blocks of 32 are quantised to 8 bits.
+    Matrices whose rows are multiples of blocks of 32 are quantised to 8 bits.
     """
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     config = model.config
@@ -114,7 +114,7 @@ def test_a_folder_with_one_file_stands_for_it_and_is_converted_once(tiny_model_d
     file = tmp_path / "model" / "tiny.gguf"
     file.parent.mkdir()
     write_gguf(tiny_model_dir, file, quantise=True)
-    (file.parent / "config.json").write_text("{}")  # such a file lies with some published ones
+    (file.parent / "config.json").write_text("{}")  # some published models include such a file
     folder = resolve_model_path(str(file.parent))
     made = (Path(folder) / "config.json").stat().st_mtime_ns
     assert resolve_model_path(str(file)) == folder
@@ -169,7 +169,7 @@ def test_the_folder_of_a_hub_cache_stands_for_the_snapshot_of_main(tiny_model_di
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abc")
-    for path in Path(tiny_model_dir).iterdir():  # files of the cache are links to blobs
+    for path in Path(tiny_model_dir).iterdir():  # cache files are symbolic links to blobs
         (snapshot / path.name).symlink_to(path)
     assert resolve_model_path(str(repository)) == str(snapshot)
     assert resolve_model_path(str(snapshot)) == str(snapshot)

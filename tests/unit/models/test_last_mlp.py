@@ -1,4 +1,4 @@
-"""The last layer's MLP runs for the tokens that are read, and nothing that is read changes by it."""
+"""The last layer's MLP runs only for tokens that are used, without changing results."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def one_sequence():
 
 
 def rows_of_layers(model):
-    """The number of tokens that each layer's MLP takes, from now on."""
+    """Record the number of tokens in each layer's MLP."""
     rows: list[int] = []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))

@@ -1,4 +1,4 @@
-"""Chunked token log-probabilities against the dense computation."""
+"""Chunked token log-probs, compared with the dense computation."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def problem(dtype=torch.float32, *, with_bias=True):
 
 
 def dense(hidden, weight, bias, targets, *, temperature=1.0, transform=None):
-    """The plain formula with all logits at once."""
+    """Compute log-probs from all logits at once."""
     transform = transform or LogitTransform()
     logits = F.linear(hidden, weight, bias) * transform.scale
     if transform.softcap is not None:
@@ -30,7 +30,7 @@ def dense(hidden, weight, bias, targets, *, temperature=1.0, transform=None):
 
 
 def objective(logprobs, entropy):
-    """Different upstream gradients for every token, as reinforcement learning has."""
+    """Weight each token differently, as in reinforcement learning."""
     weights = torch.linspace(-1.5, 2.0, K, dtype=logprobs.dtype)
     return (weights * logprobs).sum() + (weights.flip(0) * entropy).square().sum()
 
@@ -87,7 +87,7 @@ def test_gradients_pass_gradcheck_in_float64(softcap):
 
 
 def test_blocks_within_a_chunk_do_not_change_the_result():
-    # One row of this vocabulary takes more than half of a block's limit: every row is a block of its own.
+    # One row of this vocabulary exceeds half of a block's limit, so every row is a block.
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 4, generator=generator).requires_grad_()
     weight = torch.randn(150_000, 4, generator=generator).requires_grad_()

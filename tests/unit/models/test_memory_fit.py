@@ -1,4 +1,4 @@
-"""Recomputing and micro-batches that fit the memory of a GPU, against bytes counted on fake CUDA tensors."""
+"""Gradient checkpointing and micro-batches that fit GPU memory, compared with byte counts on fake CUDA tensors."""
 
 from functools import partial
 
@@ -61,14 +61,14 @@ def test_parameters_are_those_of_the_model(config, billions):
 @pytest.mark.parametrize(
     ("config", "gib", "states", "recomputes", "at_least"),
     [
-        (SMALL, 23.5, ADAMW, True, DEFAULT_TOKENS),  # README's sft, which took 33 GiB of 24
+        (SMALL, 23.5, ADAMW, True, DEFAULT_TOKENS),  # the README's sft command, which needed 33 GiB of 24
         (SMALL, 79, ADAMW, False, DEFAULT_TOKENS),
         (MIDDLE, 23.5, BF16, True, 8192),
         (MIDDLE, 39.5, ADAMW, True, 8192),
         (MIDDLE, 79, ADAMW, False, 15_000),
         (LARGE, 79, States(2, 16, ranks=8), True, DEFAULT_TOKENS),
         (LARGE, 139, States(2, 16, ranks=8), False, 8192),
-        (LARGE, 23.5, ADAPTER, True, 4096),  # LoRA of 7B on 24 GB
+        (LARGE, 23.5, ADAPTER, True, 4096),  # LoRA with 7B parameters on 24 GB
     ],
 )
 def test_defaults_fit_the_gpu(config, gib, states, recomputes, at_least):

@@ -80,7 +80,7 @@ def gradients(model, output):
 
 
 def dense_logits(model, batch):
-    """Logits of the whole model, head and all, one sequence at a time."""
+    """Return the logits of the whole model, one sequence at a time."""
     pieces = batch.input_ids_T.split(batch.cu_seqlens.diff().tolist())
     return torch.cat([model(input_ids=piece[None]).logits[0] for piece in pieces])
 
@@ -329,7 +329,7 @@ def test_liger_needs_a_gpu(tiny_model_dir):
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_backbone])
 @pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
 def test_weights_are_read_onto_the_device_that_is_asked_for(tiny_model_dir, load, device):
-    """The meta device stands for a GPU: weights that come over host memory would not be on it."""
+    """The meta device stands for a GPU, and weights that pass through host memory would not be on it."""
     model = load(settings(tiny_model_dir), device=device)
     assert {weight.device for weight in model.parameters()} == {device or torch.device("cpu")}
 
@@ -432,7 +432,7 @@ def test_attention_share_of_the_cost_by_hand():
     )
     # Weights: 3 layers of q, o (8 x 8), k, v (8 x 2), three MLP matrices (8 x 10); head 8 x 100.
     weights = 3 * (2 * 64 + 2 * 16 + 3 * 80) + 800
-    # Multiplications of causal attention: 3 layers, 8 dimensions, scores and values, half of the square.
+    # Causal attention: 3 layers, 8 dimensions, scores and values, half of the square.
     assert quadratic_cost(config) == pytest.approx(3 * 8 * 2 / 2 / weights)
 
 
@@ -460,7 +460,7 @@ def test_parameters_are_counted_once_and_whole(tiny_model_dir):
     model = load_causal_lm(settings(tiny_model_dir))
     assert num_parameters(model) == model.num_parameters()
     partitioned = torch.nn.Linear(2, 3, bias=False)
-    partitioned.weight.ds_shape = torch.Size([20, 50])  # what ZeRO-3 leaves on a parameter it has emptied
+    partitioned.weight.ds_shape = torch.Size([20, 50])  # ZeRO-3 leaves this on a parameter that it has partitioned
     assert num_parameters(partitioned) == 1000
 
 
@@ -472,7 +472,7 @@ def test_parameters_are_counted_once_and_whole(tiny_model_dir):
 def test_saved_model_loads_in_transformers_with_the_same_weights(fixture, with_state_dict, request, tmp_path):
     folder = request.getfixturevalue(fixture)
     model, tokenizer = load_causal_lm(settings(folder)), load_tokenizer(settings(folder))
-    # Gathered weights are copies: tied ones no longer share memory.
+    # Gathered weights are copies, so tied weights do not share memory.
     weights = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()} if with_state_dict else None
     save_hf(model, tokenizer, tmp_path / "out", state_dict=weights)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -490,7 +490,7 @@ def test_saved_model_stops_at_the_end_of_a_turn_and_generates(tiny_model_dir, tm
     model, tokenizer = load_causal_lm(settings(tiny_model_dir)), load_tokenizer(settings(tiny_model_dir))
     model.generation_config.eos_token_id = 7
     model.generation_config.pad_token_id = None
-    model.generation_config.temperature = 0.3  # without do_sample: refused by transformers when saved
+    model.generation_config.temperature = 0.3  # transformers rejects this on saving without do_sample
     save_hf(model, tokenizer, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.generation_config.eos_token_id == [tokenizer.eos_token_id, 7]
@@ -507,7 +507,7 @@ def test_saved_model_stops_at_the_end_of_a_turn_and_generates(tiny_model_dir, tm
         ({"num_beams": 1, "length_penalty": 0.5}, {"num_beams": 1}),
         ({"output_scores": True, "max_new_tokens": 9}, {"max_new_tokens": 9}),
         ({"num_beams": 2, "length_penalty": 0.5}, {"num_beams": 2, "length_penalty": 0.5}),
-        ({"use_cache": False, "cache_implementation": "static"}, {}),  # nothing says which of the two is meant
+        ({"use_cache": False, "cache_implementation": "static"}, {}),  # ambiguous
         ({"pad_token_id": -1, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
     ],
 )
@@ -529,7 +529,7 @@ def test_generation_from_a_saved_folder_ends_at_the_end_of_turn_that_was_trained
     assert end != tokenizer.eos_token_id
     end_at(model, (end,))
     save_hf(model, tokenizer, tmp_path / "out")
-    save_tokenizer(model, tokenizer, tmp_path)  # as of an adapter
+    save_tokenizer(model, tokenizer, tmp_path)  # as for an adapter
     assert eos_token_ids(tmp_path) == eos_token_ids(tmp_path / "out") == sorted({tokenizer.eos_token_id, end})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.generate(prompt, max_new_tokens=9, do_sample=False).tolist() == [[1, 2, 3, end]]
@@ -573,10 +573,10 @@ def test_kept_memory_is_used_again_without_page_faults():
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(64 * 2**20, dtype=torch.uint8)  # above every threshold of glibc's own
+        torch.ones(64 * 2**20, dtype=torch.uint8)  # above all thresholds of glibc
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    # 64 MiB are 16,384 pages; the first blocks still make the heap grow around what lies in it.
+    # 64 MiB are 16,384 pages; the first blocks still grow the heap.
     assert min(faults() for _ in range(10)) < 1000
 
 
@@ -616,7 +616,7 @@ def test_a_chosen_type_is_kept_as_if_it_was_given_and_its_reason_is_said(given):
     chosen, reason = fast_dtype()
     config = ModelConfig(pretrain="any", **given)
     assert config.param_dtype == chosen
-    assert config.model_dump()["param_dtype"] == chosen  # config.yaml, from which a run goes on elsewhere
+    assert config.model_dump()["param_dtype"] == chosen  # config.yaml, which a run on another machine uses to resume
     assert dtype_note(config, on_gpu=False) == {"Type": f"{chosen}: {reason}"}
 
 

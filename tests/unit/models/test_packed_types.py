@@ -1,4 +1,4 @@
-"""Every causal model type of transformers has exact packs or is refused before its weights are read."""
+"""Each causal model type of transformers is packed exactly or rejected before its weights are read."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf_cli.models.attention.table import WITHOUT_BOUNDS
 from rlhf_cli.models.requirements import PACKED_TYPES, check_trainable
 from rlhf_cli.models.vision.families.table import FAMILIES
 
-ROUNDING = 1e-5  # of a log-probability in float32
+ROUNDING = 1e-5  # for log-probs in float32
 OTHERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PACKED_TYPES - FAMILIES.keys())
 
 

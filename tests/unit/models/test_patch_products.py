@@ -1,4 +1,4 @@
-"""The first layer of a vision tower: a product in place of a convolution."""
+"""The patch embedding of a vision tower as a matrix product instead of a convolution."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.vision.patch_products import cuts_patches, patch_product, use_patch_products
 
 LAYERS = [
-    (nn.Conv2d(3, 5, kernel_size=4, stride=4, bias=False), (2, 3, 12, 9)),  # a column of pixels is left over
+    (nn.Conv2d(3, 5, kernel_size=4, stride=4, bias=False), (2, 3, 12, 9)),  # one column of pixels is unused
     (nn.Conv2d(3, 5, kernel_size=(2, 3), stride=(2, 3), padding="valid"), (1, 3, 6, 6)),
     (nn.Conv3d(3, 5, kernel_size=(2, 4, 4), stride=(2, 4, 4)), (7, 3, 2, 4, 4)),
     (nn.Conv3d(3, 5, kernel_size=(1, 2, 2), stride=(1, 2, 2)), (2, 3, 4, 6, 4)),

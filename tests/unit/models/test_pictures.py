@@ -1,4 +1,4 @@
-"""Pictures between processes and in prompts."""
+"""Images in prompts and in transfers between processes."""
 
 import pickle
 

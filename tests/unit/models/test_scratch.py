@@ -1,4 +1,4 @@
-"""Small models from nothing: they load as any other model, and read numbers digit by digit."""
+"""Small untrained models load like other models and tokenise numbers digit by digit."""
 
 import json
 

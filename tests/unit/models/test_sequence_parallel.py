@@ -1,5 +1,5 @@
-"""What may share a sequence, and what these ranks exchange; how they compute together is in
-e2e/test_shared_sequences.py.
+"""Models that support sequence parallelism, and its communication; test_shared_sequences.py in e2e/ has the
+computation.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def settings(size: int, **given: object) -> DeepSpeedConfig:
     ("heads", "key_heads", "size", "repeats"), [(8, 4, 2, 1), (8, 2, 4, 2), (8, 1, 8, 8), (6, 2, 3, 3)]
 )
 def test_every_rank_gets_the_keys_of_its_query_heads(heads, key_heads, size, repeats) -> None:
-    """Rank r has the query heads r * heads / size and on; after repeating, its key heads are those of these queries."""
+    """Rank r has the query heads from r * heads / size, and after repetition the matching key heads."""
     assert key_repeats(heads, key_heads, size) == repeats
     sent = torch.arange(key_heads).repeat_interleave(repeats).view(size, -1)
     wanted = torch.arange(heads).div(heads // key_heads, rounding_mode="floor").view(size, -1)

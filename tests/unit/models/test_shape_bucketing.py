@@ -1,4 +1,4 @@
-"""Packs get few lengths on a CPU in bfloat16, and nothing that is read changes by it."""
+"""Packs have few different lengths on a CPU in bfloat16, without changing results."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def shared():
 
 
 def same_first_token():
-    """Three targets more than rows, as several responses to a prompt begin in its last token."""
+    """Return a pack with three more targets than rows: several responses start at the last prompt token."""
     mask = np.ones(1, dtype=bool)
     branches = tuple(Branch(np.array([token], dtype=np.int32), mask) for token in (3, 4, 5, 6))
     return pack_trees([Tree(np.arange(60, dtype=np.int32), branches)], share_prompts=True)
@@ -65,7 +65,7 @@ def model(request):
 
 
 def read(model, batch):
-    """Return a model's outputs for a pack, in one tensor [.., K], and the gradients of its sum of squares."""
+    """Return the outputs for a pack in one tensor [.., K], and the gradients of their sum of squares."""
     found = model(batch, with_entropy=True) if isinstance(model, PolicyModel) else (model(batch),)
     values = torch.stack(found)
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""Process reward models with the classes wrong and right, as TRL's PRMTrainer saves them."""
+"""Process reward models with the classes wrong and right, as saved by TRL's PRMTrainer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ POLICY = ModelConfig(pretrain="policy", param_dtype="fp32")
 
 
 def save(folder: Path, *, num_labels: int = 2, **entries: Any) -> str:
-    """A random model of 2 layers, written by transformers, whose head has a bias."""
+    """Save a random two-layer model with transformers, whose head has a bias."""
     torch.manual_seed(5)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = Qwen2Config(vocab_size=300, num_key_value_heads=2, initializer_range=0.2, **shape)
@@ -51,14 +51,14 @@ def folder(tmp_path_factory) -> str:
 
 
 def softmax_of(folder: str, token_ids: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """The probability of the second class of each token [T], by transformers."""
+    """Return the probability of the second class of each token [T], by transformers."""
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(torch.tensor([list(token_ids)])).logits[0].softmax(-1)[:, 1]
 
 
 class Reader:
-    """The model by this program's loading and packing, in this process."""
+    """The model with this project's loading and packing, in this process."""
 
     def __init__(self, folder: str, stage: int = 0) -> None:
         settings = DeepSpeedConfig(zero_stage=stage)  # type: ignore[arg-type]

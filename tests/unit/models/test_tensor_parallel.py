@@ -1,4 +1,4 @@
-"""Which models and settings let ranks split layers; how they compute is in e2e/test_shared_sequences.py."""
+"""Models and settings that support tensor parallelism; test_shared_sequences.py in e2e/ has the computation."""
 
 import re
 from typing import Any

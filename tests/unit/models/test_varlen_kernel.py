@@ -1,6 +1,6 @@
-"""Compiled attention on a CPU: equal to the operators it replaces, for every processor, or replaced.
+"""Compiled attention on a CPU equals the operators that it replaces on every processor, or is not used.
 
-The operators themselves are held to a loop over positions in test_attention.py.
+The operators themselves are compared with a loop over positions in test_attention.py.
 """
 
 import logging
@@ -15,7 +15,7 @@ from rlhf_cli.models.attention import kernel as varlen_kernel
 from rlhf_cli.models.attention.kernel import Operands, build
 from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 
-# No and one token; tiles, vectors and blocks of queries that are just full and just not; more keys than queries.
+# Zero and one token; exactly full and almost full tiles, vectors and query blocks; more keys than queries.
 LENGTHS = [(0, 0), (0, 5), (1, 1), (8, 8), (9, 9), (32, 32), (33, 33), (5, 70), (64, 96), (130, 333)]
 # Query heads, key heads, query size, value size.
 SHAPES = [(4, 2, 32, 32), (6, 1, 7, 5), (3, 3, 80, 48), (2, 1, 128, 130)]
@@ -24,7 +24,7 @@ CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """No library is kept from before."""
+    """Remove cached libraries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     varlen_kernel.varlen_kernel.cache_clear()
     yield tmp_path / "rlhf-cli" / "kernels"
@@ -33,7 +33,7 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def compiled():
-    """What the kernel of the user's cache computes; asked for before `fresh`."""
+    """Return results of the kernel in the user's cache, which must be requested before `fresh`."""
     return attend(*inputs(SHAPES[0]))
 
 
@@ -42,7 +42,7 @@ def bounds_of(*lengths):
 
 
 def inputs(shape, dtype=torch.float32, lengths=LENGTHS):
-    """Query, key, value and the output's gradient, and the bounds of queries and keys."""
+    """Return query, key, value and output gradient, and the bounds of queries and keys."""
     torch.manual_seed(0)
     heads, groups, size, value_size = shape
     cu_seqlens, cu_seqlens_k = bounds_of(*lengths)
@@ -52,7 +52,7 @@ def inputs(shape, dtype=torch.float32, lengths=LENGTHS):
 
 
 def attend(tensors, bounds, window=0, dtype=None):
-    """Output and the three gradients, float64; computed in `dtype` if given."""
+    """Return the output and the three gradients in float64, computed in `dtype` if given."""
     *leaves, grad = [tensor.detach().to(dtype or tensor.dtype) for tensor in tensors]
     leaves = [tensor.requires_grad_() for tensor in leaves]
     output = varlen_attention(*leaves, *bounds, leaves[0].shape[-1] ** -0.5, window)
@@ -74,7 +74,7 @@ def test_every_build_equals_the_operators_in_float64(capability, fresh, monkeypa
     for shape, dtype, window in product(SHAPES, (torch.float32, torch.bfloat16), (0, 1, 5, 40, 150, BOTH_WAYS)):
         tensors, bounds = inputs(shape, dtype)
         expected = attend(tensors, bounds, window, dtype=torch.float64)
-        # Half a unit in the last place of bfloat16 is 2^-9, on average less; inside it is float32.
+        # Half a unit in the last place of bfloat16 is 2^-9, less on average; accumulation is in float32.
         tolerance = 1e-6 if dtype == torch.float32 else 2**-9
         assert_close(attend(tensors, bounds, window), expected, tolerance)
     assert len(list(fresh.iterdir())) == 1
@@ -85,7 +85,7 @@ def test_large_scores_neither_overflow_nor_lose_the_largest():
     tensors[0] *= 100
     tensors[1] *= 100
     found = attend(tensors, bounds)
-    # Differences of scores in float32: a few units in the last place of 1e5.
+    # Float32 score differences: a few units in the last place of 1e5.
     assert_close(found, attend(tensors, bounds, dtype=torch.float64), 0.02)
     assert all(tensor.isfinite().all() for tensor in found)
 
@@ -99,7 +99,7 @@ def test_what_is_not_a_number_stays_in_its_sequence():
         assert one[:40].equal(other[:40])
         assert one[60:].equal(other[60:])
         assert one[40:60].isnan().any()
-    assert spoiled[0][45:60, :2].isnan().all()  # every query that sees the key
+    assert spoiled[0][45:60, :2].isnan().all()  # all queries that attend to the key
     assert spoiled[0][40:45].equal(clean[0][40:45])  # none before it
 
 

@@ -1,4 +1,4 @@
-"""Attention of vision towers: the kernel that each family takes, and its outputs beside SDPA's."""
+"""Attention of vision towers: the kernel of each family, and its outputs compared with SDPA."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rlhf_cli.models.vision.families.table import FAMILIES
 
 
 def features_and_gradients(folder: Path, attention: str) -> tuple[str | None, list[torch.Tensor]]:
-    """Return the kernel of the tower, its features of two pictures, and the gradients of a sum that weighs them."""
+    """Return the tower's kernel, its features of two images, and the gradients of a weighted sum."""
     model = load_causal_lm(ModelConfig(pretrain=str(folder), param_dtype="fp32", attn_implementation=attention))
     family = tiny_family(folder)
     sizes = [family.final_size(112, 84), family.final_size(60, 200)]

@@ -90,7 +90,8 @@ def test_a_run_has_a_placeholder_for_each_feature_of_the_tower(folders: dict[str
     found = features.flatten(0, -2).shape[0] if isinstance(features, torch.Tensor) else sum(map(len, features))
     runs = [family.run(*size) for size in sizes]
     assert found == sum(run.token_ids.count(family.image_token) for run in runs)
-    patches = inputs["pixel_values"].reshape(-1, 3 * PATCH * PATCH).shape[0]  # Qwen-VL has each patch twice, as a video
+    # Qwen-VL has each patch twice, as in a video.
+    patches = inputs["pixel_values"].reshape(-1, 3 * PATCH * PATCH).shape[0]
     assert patches == sum(run.patches for run in runs) * (2 if "qwen" in kind else 1)
     assert all(run.grid is None or run.grid[0] * run.grid[1] == len(run.token_ids) for run in runs)
 
@@ -118,7 +119,7 @@ def test_processing_leaves_the_pixels_of_a_qwen_picture_in_its_final_size_as_the
     pixels = random_picture(56, 84)
     processor: Any = family.processing._processor
     mean, spread = np.array(processor.image_mean), np.array(processor.image_std)
-    patch = family.tower_inputs([pixels])["pixel_values"][0].view(3, 2, 14, 14)  # colours, two moments, rows, columns
+    patch = family.tower_inputs([pixels])["pixel_values"][0].view(3, 2, 14, 14)  # colours, two frames, rows, columns
     expected = (pixels[:14, :14] / 255 - mean) / spread
     np.testing.assert_allclose(patch[:, 0].permute(1, 2, 0), expected, atol=1e-5)
 
@@ -167,7 +168,7 @@ def test_pictures_and_bounds_that_leave_no_size_are_refused(folders: dict[str, P
         max_pixels=None,
     )
     with pytest.raises(UsageError, match="an image of 6000 x 30 pixels: one side is more than 200 times"):
-        large.final_size(30, 6000)  # 200 times before it is rounded to patches
+        large.final_size(30, 6000)  # aspect ratio 200 before rounding to patches
     with pytest.raises(UsageError, match="--max_pixels: models of type idefics3"):
         family_in(folders["idefics3"], max_pixels=1000)
     with pytest.raises(UsageError, match="no image has between 20000 and 12544 pixels"):

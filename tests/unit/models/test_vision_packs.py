@@ -1,4 +1,4 @@
-"""Packs with pictures: packed equals one by one equals transformers' own model."""
+"""Packs with images agree with separate sequences and with the model of transformers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def load(folder: Path, **others: object) -> PolicyModel:
 
 
 def weighted(logprobs_K: torch.Tensor) -> torch.Tensor:
-    """Return a sum that weighs every token differently."""
+    """Return a sum with a different weight for every token."""
     return (logprobs_K * torch.linspace(-1, 2, logprobs_K.numel())).sum()
 
 
@@ -140,6 +140,6 @@ def test_the_last_inputs_of_the_tower_are_kept_within_a_bound() -> None:
         return {"pixel_values": torch.zeros(10)}
 
     recent = RecentInputs(make, most_bytes=80)
-    for name in ("a", "b", "a", "c", "a", "b"):  # 40 bytes each: two of them fit
+    for name in ("a", "b", "a", "c", "a", "b"):  # 40 bytes each: two fit
         recent[picture_of_pixels(name, random_picture(2, 2))]
     assert made == ["a", "b", "c", "b"]

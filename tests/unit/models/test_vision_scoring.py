@@ -1,4 +1,4 @@
-"""Scores of vision-language models: by our own head on transformers' body, in packs, and from saved folders."""
+"""Scores of vision-language models with our value head, in packs, and from saved folders."""
 
 from pathlib import Path
 

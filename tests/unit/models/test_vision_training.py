@@ -1,4 +1,4 @@
-"""Vision-language models after steps of the real engine: what moves, what is saved, what reads it again."""
+"""Vision-language models after steps of the real engine: trained and saved weights, and loading."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_frozen_parts_stay_and_the_others_move(
     own = {parameter: name for name, parameter in run.hf_model.named_parameters()}
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any(parameter.requires_grad for parameter in stays)
-    names = {own[parameter].split(".", 1)[1] for parameter in stays}  # files may lack the first part of a name
+    names = {own[parameter].split(".", 1)[1] for parameter in stays}  # files may omit the first part of a name
     assert not [name for name in changed if any(name.endswith(one) for one in names)]
     moved = {own[parameter].split(".", 1)[1] for parameter in moves}
     assert any(name.endswith(one) for name in changed for one in moved)
@@ -142,7 +142,7 @@ def test_a_trained_model_is_a_folder_like_the_one_it_began_with(
             == AutoImageProcessor.from_pretrained(folder).to_dict()
         )
         assert tiny_family(written).run(56, 84) == tiny_family(folder).run(56, 84)
-        if "qwen" not in kind:  # its processor needs torchvision, for videos
+        if "qwen" not in kind:  # its processor needs torchvision for videos
             assert AutoProcessor.from_pretrained(written).to_dict() == AutoProcessor.from_pretrained(folder).to_dict()
     saved, merged = weights_in(run.folder), weights_in(tmp_path / "out")
     assert all(torch.equal(saved[name], merged[name]) for name in saved)
