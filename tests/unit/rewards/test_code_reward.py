@@ -1,4 +1,4 @@
-"""The code reward: blocks of code in answers, the formats of tests, and the share of tests that answers pass."""
+"""The code reward: code blocks in answers, test formats, and the share of passed tests."""
 
 import json
 from functools import partial
@@ -16,7 +16,7 @@ from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, St
 
 LIMITS = CodeLimits(timeout=30.0, memory_mb=200, total_seconds=120.0)
 OF_HANGING = CodeLimits(timeout=2.0, memory_mb=200, total_seconds=60.0)
-HANGS = "__import__('time').sleep(60)"  # and takes no processor from the tests beside it; one below does
+HANGS = "__import__('time').sleep(60)"  # without using CPU time of parallel tests; one test below does
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_an_answer_without_code_is_invalid_and_a_prompt_without_label_has_failed
 
 
 def judged(code, label, limits=None, *, sandboxed):
-    """(status, share of tests, detail) of an answer with this code."""
+    """Return (status, share of tests, detail) of an answer with this code."""
     try:
         sandbox.require_sandbox(sandboxed=sandboxed)
     except UsageError as error:
@@ -188,7 +188,7 @@ SQUARES = {"fn_name": "square", "inputs": [[2], [3], [4], [5]], "outputs": [4, 9
         ("1 / 0", "wrong", 0.0),
         (HANGS, "wrong", 0.0),
         ("def square(x):\n    return x * x\nimport sys\nsys.exit(0)", "correct", 1.0),
-        # An answer cannot claim to be right, nor look up the right answer.
+        # An answer cannot claim to be right or look up the right answer.
         ("class Any:\n    def __eq__(self, other): return True\ndef square(x):\n    return Any()", "wrong", 0.0),
         ("print('[0, \"4\"]')\nimport os; os._exit(0)", "wrong", 0.0),
         ("def square(x):\n    return int(open('/dev/stdin').read() or 0)", "wrong", 0.0),

@@ -1,6 +1,6 @@
-"""Verdicts of `math` on scientific and exact numbers, computed from exact arithmetic.
+"""Verdicts of `math` on scientific and exact numbers, derived from exact arithmetic.
 
-Each number has its value as a fraction or as a formula of sympy; the verdict on a pair is whether the values are equal.
+Each number has its value as a fraction or a sympy formula; the verdict on a pair is whether the values are equal.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from rlhf_cli.rewards.verifiers.number_parsing import MAX_NUMBER_LENGTH, parse_n
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
-# (mantissa, exponent): constants of physics, with neighbours one digit, one power of ten or a sign away.
+# (mantissa, exponent): physical constants, with neighbours that differ by a digit, a power of ten or the sign.
 WRITTEN = [
     ("6.02", 23),
     ("6.022", 23),
@@ -35,7 +35,7 @@ WRITTEN = [
 
 
 def spellings(mantissa: str, exponent: int) -> list[str]:
-    """Return the number as it is written in LaTeX, in programs, in plain text, with units and written out."""
+    """Return the number as written in LaTeX, in programs, in plain text, with units and in words."""
     value = Fraction(mantissa) * Fraction(10) ** exponent
     found = [
         rf"{mantissa}\times 10^{{{exponent}}}",
@@ -64,7 +64,7 @@ NUMBERS = [
 
 
 def test_one_number_in_all_spellings_is_equal_to_itself_alone() -> None:
-    """Formulas come below."""
+    """Formulas are tested below."""
     assert len(NUMBERS) > 150
     assert all(parse_number(text) is not None for text, _ in NUMBERS)
     verdicts = [(a[0], b[0], a[1] == b[1]) for a, b in itertools.combinations_with_replacement(NUMBERS, 2)]
@@ -112,7 +112,7 @@ def test_formulas_are_equal_as_their_exact_values_are() -> None:
         (r"\sqrt{2}", "1.414213", True),  # truncated
         (r"\sqrt{2}", "1.41421357", False),
         (r"\sqrt{2}", "-1.41421356", False),
-        (r"\sqrt{2}", "1.4142", False),  # five digits are too few
+        (r"\sqrt{2}", "1.4142", False),  # too few digits
         (r"\pi", "3.14159", True),
         (r"\pi", "3.14", False),
         (r"\sqrt{2}\times 10^{-20}", r"1.41421356\times 10^{-20}", True),

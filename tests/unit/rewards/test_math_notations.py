@@ -1,4 +1,4 @@
-"""Verdicts of `math` on notations of the same answers, and on numbers that cannot be computed."""
+"""Verdicts of `math` on different notations of the same answers, and on numbers that cannot be computed."""
 
 import time
 

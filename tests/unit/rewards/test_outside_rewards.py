@@ -1,4 +1,4 @@
-"""Rewards outside this program: `--reward_funcs file.py:NAME`, as the page on extending shows them."""
+"""Custom rewards: `--reward_funcs file.py:NAME`, as documented on the page on extending."""
 
 from dataclasses import replace
 from pathlib import Path

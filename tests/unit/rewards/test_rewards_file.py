@@ -1,4 +1,4 @@
-"""Reward files in real worker processes: right, wrong, raising, hanging and dying ones, and their leftovers."""
+"""Reward files in real worker processes: correct, wrong, raising, hanging and crashing ones, and leftover processes."""
 
 import os
 import signal
@@ -269,7 +269,7 @@ scorer.score(asked)
 
 @pytest.mark.parametrize("body", ["import time; time.sleep(600)", "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"])
 def test_no_process_is_left_when_the_parent_is_killed(reward_file: WriteFile, tmp_path: Path, body: str) -> None:
-    """The reward hangs, once while it holds the interpreter lock, and has started a child of its own."""
+    """The reward hangs, in one case while holding the interpreter lock, and has started a child process."""
     path = reward_file(f"""
         import os, subprocess
         from pathlib import Path
@@ -286,7 +286,7 @@ def test_no_process_is_left_when_the_parent_is_killed(reward_file: WriteFile, tm
         wait_until((tmp_path / "pids").exists)
         others = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
         asked = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
-        assert asked < set(others)  # and the verifiers' worker
+        assert asked < set(others)  # and the worker of the verifiers
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
@@ -294,7 +294,7 @@ def test_no_process_is_left_when_the_parent_is_killed(reward_file: WriteFile, tm
 
 
 def test_workers_are_in_process_groups_of_their_own(reward_file: WriteFile) -> None:
-    """Ctrl-C at the terminal reaches the trainer, which decides what becomes of them."""
+    """Ctrl-C in the terminal reaches only the trainer, which decides when workers stop."""
     path = reward_file("import os\ndef reward_func(queries, prompts, labels): return [os.getpgrp() - os.getpid()]")
     assert values(config(reward_func=path), "a") == [0.0]
     assert os.getpgrp() != 0

@@ -1,4 +1,4 @@
-"""Reward files in the signatures of other tools, as their users write them, in real worker processes."""
+"""Reward files with the signatures of other tools, in real worker processes."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Rewards for form, length and choices with numbers worked out by hand, and the table that lists them."""
+"""Format, length and choice rewards, compared with manual calculations, and the table of rewards."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""The verifier `math`: the answer that is found, equal answers, and that nothing hangs."""
+"""The verifier `math`: extraction of answers, equality, and time limits."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Worker pools: each item has its own limit, and one that hangs or kills its worker takes no other item along."""
+"""Worker pools: each item has a separate limit, and an item that hangs or kills its worker affects no other item."""
 
 import os
 import textwrap
@@ -57,7 +57,7 @@ def items(kinds: dict[int, str], count: int) -> list[dict]:
 
 
 def item(kind: str, number: int, note: Path | None = None) -> dict:
-    """`note` is a file that the worker writes a character to."""
+    """Make an item; the worker appends a character to the file `note`."""
     asked = ScoreRequest(str(number), kind, "", str(note) if note else None, 1, False, "g", 0, 1)
     return dict(batch_of([asked], None, needs=[]))
 
@@ -103,7 +103,7 @@ def test_a_worker_that_died_between_calls_costs_no_item(path: str) -> None:
         assert values(pool, {}, 1) == [0.0]
         child = process_tree(os.getpid())[0]
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # all its threads have ended, it is not reaped
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # all threads have ended, but it is not reaped
         assert values(pool, {}, 2) == [0.0, 1.0]
 
 
@@ -147,7 +147,7 @@ def test_workers_go_on_while_their_owner_does_something_else(path: str, tmp_path
     note = tmp_path / "note"
     with pool_of(path, num_workers=1, limit=60.0) as pool, pool.feed() as feed:
         assert feed.add(item("", i, note) for i in range(3)) == range(3)
-        wait_until(lambda: note.exists() and len(note.read_text()) == 3)  # nothing is called on the feed meanwhile
+        wait_until(lambda: note.exists() and len(note.read_text()) == 3)  # no call to the feed in between
         assert feed.add([item("", 3, note)]) == range(3, 4)
         assert [outcome.value[0]["value"] for outcome in feed.finish()] == [0.0, 1.0, 2.0, 3.0]
 

@@ -1,4 +1,4 @@
-"""The client of reward servers against real HTTP servers of this process, which answer as a test decides."""
+"""The client of reward servers, tested with real HTTP servers in this process."""
 
 import json
 import socket
@@ -33,13 +33,13 @@ def rewards(values: list[Any], **others: Any) -> Answer:
 
 
 def lengths(body: dict) -> Answer:
-    """The right answer of these tests: how long each query is."""
+    """Return the expected scores: the length of each query."""
     return rewards([len(query) for query in body["query"]])
 
 
 @dataclass
 class Server:
-    """A test's view of a server, and its decisions about answers."""
+    """A server whose answers the test decides and whose requests it can inspect."""
 
     answer: Callable[[dict], Answer] = lengths
     health: Answer = (404, b"", {})
@@ -110,7 +110,7 @@ def asking(*servers: Server | str, retries: int = 1, timeout: float = 10.0, batc
 
 
 def requests(count: int) -> list[ScoreRequest]:
-    """The query of number n has n + 1 characters."""
+    """Return requests; query n has n + 1 characters."""
     return [request("x" * (n + 1), prompt="x" * n) for n in range(count)]
 
 
@@ -123,7 +123,7 @@ def reasons(outcomes: list[ItemOutcome]) -> set[tuple[str, str]]:
 
 
 def dead_url() -> str:
-    """Return an address at which nobody listens."""
+    """Return an address without a server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}/get_reward"
@@ -300,8 +300,8 @@ def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_a
     server.answer, server.health = silent, (503, b"", {})
     with RemoteRewards([server.url], key=None, timeout=2.0, retries=5, batch_size=4, tell=told.append) as client:
         outcomes = ask(client, requests(2))
-        assert reasons(outcomes) == {("raised", f"{server.url} returned status 503")}  # the finding of the last probe
-        assert server.num_queries == [2]  # for all its retries
+        assert reasons(outcomes) == {("raised", f"{server.url} returned status 503")}  # the status of the last probe
+        assert server.num_queries == [2]  # including all retries
         assert told == [
             f"the reward server {server.url} did not answer within 2 s: it is skipped until it passes a health check; "
             "if no server does within 2 s, rewards fail"
@@ -510,7 +510,7 @@ def test_every_kind_of_reward_keeps_to_its_response_in_whatever_order_they_are_c
         session.add([first])
         session.add(others)
         scores = finished(session)
-    # Lengths 2, 1 and 4: 0.5 - 1/3 and 0.5 - 0 for right answers, no more than 0.5 - 1 for the wrong one.
+    # Lengths 2, 1 and 4: 0.5 - 1/3 and 0.5 - 0 for right answers, at most 0.5 - 1 for the wrong one.
     assert [score.parts for score in scores] == [
         {"exact": 1.0, "length": pytest.approx(1 / 6), "reward_func": 2.0, "remote_rm": 4.0},
         {"exact": 1.0, "length": 0.5, "reward_func": 0.0, "remote_rm": 3.0},

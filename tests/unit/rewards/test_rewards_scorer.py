@@ -1,4 +1,4 @@
-"""The scorer with real worker processes: what rewards add up to, failures, retries, and settings that are refused."""
+"""The scorer with real worker processes: sums of rewards, failures, retries, and rejected settings."""
 
 import math
 import os

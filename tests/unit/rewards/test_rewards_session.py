@@ -1,4 +1,4 @@
-"""Scoring sessions: responses come one by one, and scores as soon as they can be known."""
+"""Scoring sessions: responses are added one at a time, and scores are returned as soon as they are known."""
 
 import os
 from dataclasses import replace

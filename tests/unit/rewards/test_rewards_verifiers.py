@@ -1,4 +1,4 @@
-"""Verifiers: which answers are found, which numbers are equal, and that nothing takes long."""
+"""Verifiers: extraction of answers, equality of numbers, and speed."""
 
 import json
 from pathlib import Path
@@ -204,7 +204,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.timeout(60)  # anything worse than linear takes minutes to years
+@pytest.mark.timeout(60)  # superlinear algorithms take minutes to years
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_responses_are_judged(text: str) -> None:
     for verifier in VERIFIERS.values():

@@ -1,7 +1,7 @@
-"""The sandbox of code rewards: how programs end, and programs that try to get out of it.
+"""The sandbox of code rewards: exit of programs, and programs that try to escape.
 
-The effect on this machine counts, not the result that a program saw. Attacks run twice: behind all guards, and
-with the seccomp filter taken away, so that namespaces and limits have to hold by themselves.
+The tests check effects on this machine instead of the program's own output. Attacks run twice: with all guards, and
+without the seccomp filter, so that namespaces and limits are tested separately.
 """
 
 import os
@@ -39,7 +39,7 @@ def _possible_here() -> None:
 
 @pytest.fixture(params=["all guards", "no filter"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a program that is expected to get as far as its last line, which prints `ran`, unless it is ended."""
+    """Run a program that should reach its last line, which prints `ran`, unless it is killed."""
 
     def run(program: str, stdin: str = "", limits: Limits | None = None) -> ProgramOutcome:
         limits = limits or Limits(seconds=60.0)
@@ -52,9 +52,9 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def programs_on_this_machine() -> list[int]:
-    """Return the processes that run a program of the sandbox, seen from outside.
+    """Return the processes on the machine that run a sandboxed program.
 
-    A program of another test process is not counted, but a program without an owner is.
+    Programs of other test processes do not count, but programs without an owner do.
     """
     found = []
     own = psutil.Process()
@@ -70,7 +70,7 @@ def programs_on_this_machine() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """After every test: no process, no mount, no temporary file, no descriptor."""
+    """Check after each test that no process, mount, temporary file or file descriptor is left."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -91,7 +91,7 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         ("print(int(input()) * 2)", "finished", 0, None),
         ("1 / 0", "raised", 1, None),
         ("import sys; sys.exit(3)", "raised", 3, None),
-        ("exit(0)", "finished", 0, None),  # from site, which programs of this kind use
+        ("exit(0)", "finished", 0, None),  # from `site`, which such programs often use
         ("syntax error", "raised", 1, None),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", None, signal.SIGKILL),
         ("import ctypes; ctypes.string_at(0)", "killed", None, signal.SIGSEGV),
@@ -320,7 +320,7 @@ os.kill(0, 9)
 
 
 class Watch:
-    """The largest number of the sandbox's processes and threads seen on this machine while it is open."""
+    """Records the largest number of sandbox processes and threads on this machine."""
 
     def __enter__(self) -> "Watch":
         self.most, self._end = 0, threading.Event()
@@ -411,7 +411,7 @@ print("ran", flush=True)
 
 @pytest.mark.parametrize("kill", [os.kill, os.killpg])
 def test_processes_of_the_sandbox_end_with_their_owner(kill):
-    """A worker is killed with its process group; its own end alone has to be enough."""
+    """A worker is killed with its process group, but killing only the worker must be enough."""
     owner = subprocess.Popen(
         [
             sys.executable,
@@ -490,7 +490,7 @@ except OSError:
     assert 100 < int(outcome.stdout) < 5_000, outcome.stderr
 
 
-# Numbers on x86_64 and aarch64 of what opens the kernel to attacks.
+# System call numbers on x86_64 and aarch64 that expose the kernel to attacks.
 DANGEROUS = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
@@ -577,7 +577,7 @@ for number in (0, 65534):
 
 
 def test_without_namespaces_it_is_refused_in_one_sentence():
-    """A child that is denied unshare, as a container would be."""
+    """Run a child that may not call unshare, as in a container."""
     number = {"x86_64": 272, "aarch64": 97}[platform.machine()]
     program = f"""
 import struct

@@ -1,4 +1,4 @@
-"""The sandbox's seccomp filter, by running it as the kernel would; for both machines, wherever this is."""
+"""The seccomp filter of the sandbox, interpreted as in the kernel, for both architectures on any machine."""
 
 import errno
 import re
@@ -14,7 +14,7 @@ ALLOW, NOT_THERE, NOT_PERMITTED, KILLED = "allowed", errno.ENOSYS, errno.EPERM, 
 
 
 def decision(code: bytes, arch: int, number: int, *arguments: int) -> str | int:
-    """Return the answer of a seccomp filter to a system call: a small interpreter of its BPF instructions."""
+    """Interpret the BPF instructions of a seccomp filter and return its decision on a system call."""
     values = [*arguments, *[0] * (6 - len(arguments))]
     call = struct.pack("=IIQ6Q", number, arch, 0, *values)
     instructions = list(struct.iter_unpack("=HBBI", code))
@@ -47,7 +47,7 @@ def decision(code: bytes, arch: int, number: int, *arguments: int) -> str | int:
         (56, 220, (0x10010900,), NOT_PERMITTED),  # a thread in a new user namespace
         (56, 220, (0x30900,), NOT_PERMITTED),  # in a new mount namespace
         (435, 435, (), NOT_THERE),  # clone3
-        (302, 261, (0, 7), ALLOW),  # prlimit64 of oneself
+        (302, 261, (0, 7), ALLOW),  # prlimit64 of the process itself
         (302, 261, (1, 7), NOT_PERMITTED),
         (16, 29, (0, 0x5401), ALLOW),  # ioctl TCGETS
         (16, 29, (0, 0x5412), NOT_PERMITTED),  # TIOCSTI
@@ -86,12 +86,12 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine, header):
     if not Path(header).is_file():
         pytest.skip(f"{header} is not on this machine")
     numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
-    numbers.setdefault("newfstatat", numbers.get("fstatat", ""))  # its name where two sizes of it are one call
+    numbers.setdefault("newfstatat", numbers.get("fstatat", ""))  # its name on architectures with one variant
     lines = [line.split() for line in ALLOWED.split(",")] + [call.split() for call, *_ in ALLOWED_WITH]
     listed = {line[0]: line[COLUMN[machine]] for line in lines if line[COLUMN[machine]] != "-"}
     assert listed == {name: numbers.get(name) for name in listed}
     code = seccomp_filter(machine)
-    others = [0x7FFFFFFF] * 6  # arguments that none is allowed with
+    others = [0x7FFFFFFF] * 6  # arguments that are never allowed
     through = {int(n) for n in numbers.values() if decision(code, ARCH[machine], int(n), *others) == ALLOW}
     with_arguments = {call.split()[0] for call, *_ in ALLOWED_WITH}
     assert through == {int(number) for name, number in listed.items() if name not in with_arguments}

@@ -1,4 +1,4 @@
-"""`rlhf serve-rm`: scores equal to the model's own, bounds, keys, and requests scored together, over real sockets."""
+"""`rlhf serve-rm` over real sockets: scores equal to the model's, limits, keys, and batched requests."""
 
 import asyncio
 import http.client
@@ -46,7 +46,7 @@ def reward_dir(tmp_path_factory) -> Path:
 
 
 def expected_scores(folder: Path, texts: Sequence[str]) -> list[float]:
-    """By transformers, one text at a time, read at the end of sequence."""
+    """Compute scores with transformers, one text at a time, at the end of the sequence."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     rows = [tokenizer(text.removesuffix("<|im_end|>") + "<|im_end|>").input_ids for text in texts]
@@ -87,7 +87,7 @@ def served(
     takes_images: bool = False,
     **config: Any,
 ) -> Iterator[str]:
-    """The URL of a server in a thread, stopped as a signal would at the end."""
+    """Run a server in a thread and yield its URL; stop it as a signal would."""
     settings, stop = ServeConfig(port=0, **config), threading.Event()
     with listening(settings) as listener:
         app = reward_app(score, settings, key=KEY, takes_images=takes_images)
@@ -106,7 +106,7 @@ def lengths(jobs: Sequence[Sequence[ScoreRequest]]) -> list[list[Score]]:
 
 
 def send(url: str, body: Any, *, key: str | None = KEY, path: str = "/get_reward") -> tuple[int, Any, dict[str, str]]:
-    """Status, answer and headers."""
+    """Return status, body and headers of a response."""
     connection = http.client.HTTPConnection(url.split("/")[2], timeout=30)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -134,7 +134,7 @@ def test_a_served_reward_model_gives_the_scores_of_the_model(reward_dir):
 
 
 def values_of(scores: Sequence[list[Score] | RunError]) -> list[list[float | None]]:
-    """By request, none of which was refused."""
+    """Return the values by request, none of which may be rejected."""
     return [[each.value for each in job] for job in scores if not isinstance(job, RunError)]
 
 
@@ -244,7 +244,7 @@ class FewConnections(BoundedConnection):
 
 
 def open_with(url: str, first_bytes: bytes) -> socket.socket:
-    """A connection over which a client has sent these bytes and then nothing more."""
+    """Open a connection and send only these bytes."""
     host, port = url.split("/")[2].split(":")
     client = socket.create_connection((host, int(port)), timeout=20)
     client.sendall(first_bytes)
@@ -252,7 +252,7 @@ def open_with(url: str, first_bytes: bytes) -> socket.socket:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Whether the server closes the connection without an answer; waits for that."""
+    """Wait until the server closes the connection and check that it sent no response."""
     with client:
         try:
             return client.recv(1) == b""
@@ -277,7 +277,7 @@ def test_a_full_server_closes_the_oldest_connection_without_a_head_for_a_new_one
         halves = []
         for _ in range(3):
             halves.append(open_with(url, b"POST /get_reward HTTP/1.1\r\nHost: a\r\n"))
-            time.sleep(0.2)  # so that the order in which they are accepted is known
+            time.sleep(0.2)  # so that the order of acceptance is known
         assert send(url, {"query": ["good"]})[0] == 200
         assert is_closed(halves[0])
         for half in halves[1:]:
@@ -295,7 +295,7 @@ def test_the_time_for_a_head_counts_for_each_request_of_a_connection_and_not_for
         time.sleep(2 * FewConnections.head_seconds)
         gate.open.set()
         answer = b""
-        while b"details" not in answer:  # head and body may come apart
+        while b"details" not in answer:  # head and body may arrive separately
             answer += client.recv(1000)
         assert answer.startswith(b"HTTP/1.1 200")
         client.sendall(b"POST /get_reward")
@@ -330,7 +330,7 @@ def test_what_goes_wrong_in_scoring_is_told_and_the_server_lives_on(caplog):
 
 
 class Gate:
-    """Scores lengths, but not before it is opened; remembers the texts of each call."""
+    """Scores lengths once it is opened; records the texts of each call."""
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
@@ -344,7 +344,7 @@ class Gate:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Start a call; the returned function waits for the result."""
+    """Start a call in a thread and return a function that waits for the result."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(function(*arguments)))
     thread.start()
@@ -432,7 +432,7 @@ def test_a_server_that_is_told_to_stop_ends_with_its_status_and_all_its_processe
         workers = psutil.Process(server.process.pid).children(recursive=True)
         assert workers
         if stop == signal.SIGINT:
-            os.killpg(server.process.pid, stop)  # a terminal sends it to the whole group
+            os.killpg(server.process.pid, stop)  # a terminal signals the whole process group
         else:
             server.process.send_signal(stop)
         server.process.communicate(timeout=20)

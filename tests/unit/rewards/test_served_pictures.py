@@ -1,4 +1,4 @@
-"""Pictures at reward servers: `rlhf serve-rm` with a vision-language model or a file, and servers of others."""
+"""Images at reward servers: `rlhf serve-rm` with a vision-language model or a file, and third-party servers."""
 
 import base64
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ TEXTS_ALONE = "does not support images: it scores text only"
 
 
 def as_request(tokenizer: Any, sequence: TokenSequence) -> ScoreRequest:
-    """Return the text of a sequence with one placeholder a picture, and its pictures."""
+    """Return the text of a sequence, with one placeholder per image, and its images."""
     text = tokenizer.decode(unexpanded(sequence.token_ids.tolist(), sequence.pictures), skip_special_tokens=False)
     return replace(request(text), pictures=tuple(placed.picture for placed in sequence.pictures))
 
@@ -62,7 +62,7 @@ def test_a_served_vision_language_model_scores_texts_with_the_pictures_that_clie
     ):
         outcomes = ask(client, [*requests, replace(requests[0], pictures=())])
     assert [outcome.value for outcome in outcomes[:-1]] == pytest.approx(expected.tolist(), abs=1e-4)
-    assert expected[[0, -1]].diff().abs() > 1e-3  # the same text with other pictures
+    assert expected[[0, -1]].diff().abs() > 1e-3  # the same text with other images
     assert outcomes[-1].failure is not None
     assert "the text's number of placeholders <" in outcomes[-1].failure.reason
     assert outcomes[-1].failure.reason.endswith("is 1, its number of pictures 0")

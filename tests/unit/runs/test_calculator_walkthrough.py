@@ -1,4 +1,4 @@
-"""The quickstart with a calculator: its commands are valid, and its environment fits its demonstrations."""
+"""The quickstart with a calculator: valid commands, and an environment that matches the demonstrations."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_the_calculator_of_the_run_answers_the_calls_of_the_demonstrations(walk)
 
 
 def test_the_table_and_the_report_have_each_accuracy_at_its_stage_alone(tmp_path, monkeypatch, capsys):
-    """Commands are replaced by the results that they would leave."""
+    """Commands are replaced by their results."""
     accuracies = {("eval", "sft"): 0.03, ("eval", "practice"): 0.97}
     accuracies |= {("eval_alone", "sft"): 0.02, ("eval_alone", "practice_alone"): 0.01}
 

@@ -1,4 +1,4 @@
-"""Commands of a chat: lines in, states and texts out, without a model."""
+"""Chat commands without a model: input lines, and the resulting state and output."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_attempts_places_and_seeds_have_seeds_of_their_own_and_a_seed_set_again_
     assert seed_after("/set seed 7", "/retry") == seeds[2]
     once = Session(turns=(Turn("1+1", ("2",)),))
     first = Session().seed(Ask("1+1"))
-    assert seed_after("/set seed 42", "/retry", session=once) == first  # as the first answer was sampled
+    assert seed_after("/set seed 42", "/retry", session=once) == first  # sampled like the first answer
 
 
 def test_retry_at_temperature_0_warns_that_nothing_will_change():

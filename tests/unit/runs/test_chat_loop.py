@@ -1,4 +1,4 @@
-"""The loop of a chat with a model that repeats what it hears, and files of conversations."""
+"""The chat loop with an echo model, and conversation files."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A chat with a tiny model: ids of prompts and answers, seeds, history, files, several models, scripts and Ctrl-C."""
+"""Chats with a tiny model: token ids, seeds, history, files, several models, scripts and Ctrl-C."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def chat_config(pretrain, **settings):
 
 
 def talk(pretrain, *lines, **settings):
-    """Return the screen after a chat with these lines."""
+    """Chat with these lines and return the screen."""
     screen = ScriptedScreen(*lines)
     run_chat(chat_config(pretrain, **settings), open_screen=lambda: screen)
     return screen
@@ -51,7 +51,7 @@ def texts(screen):
 
 
 def greedy(folder, ids, max_new_tokens):
-    """Return the ids that transformers' own generate adds."""
+    """Return the token ids that `generate` of transformers adds."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=max_new_tokens)
     return output[0, len(ids) :].tolist()
@@ -79,7 +79,7 @@ def test_sampled_ids_stay_in_the_prompt_though_the_tokenizer_would_write_their_t
     first = ids.of("a")
     ids.remember("a", first, [t, h, tokenizer.eos_token_id])
     assert ids.of("ath<|im_end|>th") == [*first, t, h, tokenizer.eos_token_id, th]
-    assert ids.of("athth") == [*first, t, h, th]  # as after an answer that was stopped
+    assert ids.of("athth") == [*first, t, h, th]  # as after an interrupted answer
     assert ids.of("bth") == [*tokenizer("b").input_ids, th]
 
 
@@ -157,7 +157,7 @@ def test_a_message_without_room_says_so_and_the_chat_goes_on(tiny_model_dir):
 
 
 def without_template(folder, tmp_path):
-    """Return a copy of the model whose tokenizer has no chat template."""
+    """Return a copy of the model without a chat template."""
     base = tmp_path / "base"
     shutil.copytree(folder, base)
     (base / "chat_template.jinja").unlink()
@@ -251,7 +251,7 @@ def test_a_script_gets_an_answer_a_line_and_fails_if_a_line_fails(tiny_model_dir
 
 
 class PressingScreen(ScriptedScreen):
-    """Presses Ctrl-C after some pieces of the first answer."""
+    """Presses Ctrl-C after some chunks of the first answer."""
 
     def write(self, piece):
         super().write(piece)
@@ -271,7 +271,7 @@ def test_ctrl_c_within_an_answer_keeps_its_start_in_the_history(tiny_model_dir):
     assert len(texts(screen)) == 2
 
 
-CONTROL_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]?)?")  # whole, or the start of one
+CONTROL_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]?)?")  # complete or only the beginning
 
 
 class Terminal:
@@ -286,16 +286,16 @@ class Terminal:
             "HF_HUB_OFFLINE": "1",
             "TTY": os.ttyname(self.slave),
         }
-        # The first terminal that a session's leader opens sends it the signal of Ctrl-C. A shell opens it: code of ours
-        # in the child (preexec_fn) needs a fork, which a large test process has no memory for.
+        # The first terminal that a session leader opens sends SIGINT on Ctrl-C. A shell opens it, because Python code
+        # in the child (preexec_fn) needs a fork, for which a large test process has not enough memory.
         shell = ["sh", "-c", 'exec "$@" <>"$TTY" >&0 2>&0', "sh"]
         command = [*shell, sys.executable, "-m", "rlhf_cli", "chat", *words]
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)
         self.seen = ""
-        self.read = 0  # characters of it that were waited for
+        self.read = 0  # characters already waited for
 
     def until(self, words, seconds=180.0):
-        """Wait for the words; return the text up to them since the last call."""
+        """Wait for the words and return the text up to them since the last call."""
         end = time.monotonic() + seconds
         while (place := self.seen.find(words, self.read)) < 0:
             assert time.monotonic() < end, self.seen
@@ -305,9 +305,9 @@ class Terminal:
         return self.seen[begin : self.read]
 
     def more(self):
-        """Wait for a character that a person sees and that was not waited for.
+        """Wait for a new visible character.
 
-        Control sequences do not count: readline writes one after Enter, before the chat has taken the line.
+        Control sequences are ignored: readline writes one after Enter, before the chat has read the line.
         """
         while not CONTROL_SEQUENCE.sub("", self.seen[self.read :]).strip():
             self.seen += os.read(self.master, 4096).decode(errors="replace")
@@ -333,7 +333,7 @@ def test_a_terminal_shows_the_model_streams_an_answer_stops_it_at_ctrl_c_and_end
     terminal.until("> ")
     terminal.type(f"/save {file}\r")
     terminal.until("saved 1 conversation")
-    terminal.until("> ")  # Ctrl-D ends the chat in the line editor alone
+    terminal.until("> ")  # only the line editor ends the chat on Ctrl-D
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     terminal.close()

@@ -1,4 +1,4 @@
-"""Pictures in a chat: answers of transformers' own processor and model, saved and loaded rows, refusals."""
+"""Images in a chat: answers equal to transformers' processor and model, saved and loaded rows, errors."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talk(pretrain: Path, *lines: str) -> ScriptedScreen:
-    """Return the screen after a chat with these lines."""
+    """Chat with these lines and return the screen."""
     given = {"pretrain": str(pretrain), "param_dtype": "fp32", "max_new_tokens": 8, "temperature": 0}
     screen = ScriptedScreen(*lines)
     run_chat(build_config(ChatConfig, given), open_screen=lambda: screen)
@@ -42,7 +42,7 @@ def answers(screen: ScriptedScreen) -> list[str]:
 
 
 def plain_answer(folder: Path, text: str, pictures: list[str]) -> str:
-    """Return what transformers' own model answers by its own processor."""
+    """Return the answer of the model of transformers with its own processor."""
     processor = AutoProcessor.from_pretrained(folder / "model")
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
     images = [Image.open(folder / name) for name in pictures]

@@ -1,4 +1,4 @@
-"""What a person sees and types: lines joined to a message, dimmed thoughts, and texts without control characters."""
+"""Input and output of a chat: multi-line messages, dimmed thoughts, and removed control characters."""
 
 import io
 import itertools
@@ -28,7 +28,7 @@ def screen_of(*lines, **console):
 
 
 def joined(parts):
-    """Return parts of the same kind as one part."""
+    """Merge adjacent parts of the same kind."""
     return [("".join(text for text, _ in group), kind) for kind, group in itertools.groupby(parts, key=lambda p: p[1])]
 
 

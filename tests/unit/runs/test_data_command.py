@@ -1,4 +1,4 @@
-"""`rlhf data`: it shows the items of the training command, in words, marks and counts."""
+"""`rlhf data` shows the items of a training command as text with marks and counts."""
 
 import io
 import json
@@ -47,7 +47,7 @@ PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "I do 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder with a tokenizer and weights that nothing can be loaded from."""
+    """Return a folder with a tokenizer and invalid weights."""
     folder = tmp_path_factory.mktemp("model")
     make_tokenizer(CHATML).save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
@@ -57,7 +57,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # so that names are short and every run's are the same
+    monkeypatch.chdir(tmp_path)  # short names that are the same in every run
 
     def write(rows, name="rows.jsonl") -> str:
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +76,7 @@ def preview(command: str, dataset: str, model: str, **settings):
 
 
 def page(command: str, dataset: str, model: str, *, terminal: int | None = None, **settings) -> str:
-    """Return the printed text; on a terminal of so many columns if they are given."""
+    """Return the printed text; `terminal` is the number of columns of a terminal."""
     stream = io.StringIO()
     plain = Console(file=stream)
     console = Console(file=stream, force_terminal=True, color_system="256", width=terminal) if terminal else plain
@@ -85,7 +85,7 @@ def page(command: str, dataset: str, model: str, *, terminal: int | None = None,
 
 
 def marked(text: str) -> list[str]:
-    """What stands between the marks of trained tokens, without the legend's."""
+    """Return the text between the marks of trained tokens, without that in the legend."""
     return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)[1:]
 
 
@@ -274,7 +274,7 @@ def test_solutions_are_shown_step_by_step_with_their_labels(write, model):
 
 
 def test_the_settings_are_those_of_the_commands():
-    """Each setting of theirs is one here, with the same default; none here belongs to no command."""
+    """Each setting of the training commands exists here with the same default, and no others do."""
     configs: dict[str, Any] = {
         "sft": SFTConfig,
         "rm": RMConfig,

@@ -1,4 +1,4 @@
-"""`rlhf data --environment`: one episode played by hand or by a script, in the tokens that training would have."""
+"""`rlhf data --environment` plays one episode interactively or from a script, with the tokens used in training."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def files(folder, monkeypatch) -> Path:
 
 @pytest.fixture(scope="module")
 def calculator(folder, model) -> Rehearsal:
-    """An episode with tools, whose descriptions take a second to make."""
+    """Return an episode with tools, whose descriptions take a second to render."""
     return rehearsal_of(model, str(folder / "calculator.py"), str(folder / "tasks.jsonl"))
 
 
@@ -92,7 +92,7 @@ def test_turns_of_calls_earn_the_reward_of_the_calculator(calculator):
     assert facts["calls"] == "2 valid, 0 malformed"
 
 
-# A class as TRL's `environment_factory` takes it: no base class, `**kwargs`, Returns in docstrings, errors as answers.
+# A class for TRL's `environment_factory`: no base class, `**kwargs`, Returns in docstrings, errors as answers.
 SAFE = '''
 class SafeEnv:
     def __init__(self):
@@ -242,7 +242,7 @@ def test_an_answer_without_room_is_left_out_at_max_len(files, model):
     room = len(rehearsal.prompt.prompt_ids) + 4
     played = play(rehearsal_of(model, "higher.py", "number.jsonl", max_len=room, max_new_tokens=2), "7", "3")
     assert played.example.facts["end"] == "truncated at max_len"
-    assert sum(part.num_tokens for part in played.example.parts) == room - 2  # a digit and the end of the turn
+    assert sum(part.num_tokens for part in played.example.parts) == room - 2  # a digit and the end of turn
 
 
 def test_a_failing_environment_shows_its_traceback_and_fails_the_command(files, model):

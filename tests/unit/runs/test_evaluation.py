@@ -1,4 +1,4 @@
-"""What an evaluation counts: figures from judged responses, the table, the settings of `rlhf eval`."""
+"""Metrics of an evaluation, the results table, and the settings of `rlhf eval`."""
 
 import json
 from dataclasses import replace
@@ -53,10 +53,10 @@ def test_metrics_of_quality_come_with_the_ends_of_their_intervals():
 
 def test_failed_rewards_are_counted_apart_and_never_as_zero():
     found = evaluate_answers([[RIGHT, FAILED], [FAILED, FAILED], [WRONG, RIGHT]], ks=[1, 2])
-    assert found.figures["accuracy"].value == pytest.approx(0.75)  # of two prompts: 1 and 0.5
+    assert found.figures["accuracy"].value == pytest.approx(0.75)  # two prompts: 1 and 0.5
     assert found.figures["accuracy"].num_prompts == 2
     assert found.figures["pass@1"].value == pytest.approx(0.75)
-    assert (found.figures["pass@2"].value, found.figures["pass@2"].num_prompts) == (1.0, 1)  # where two were judged
+    assert (found.figures["pass@2"].value, found.figures["pass@2"].num_prompts) == (1.0, 1)  # of one prompt
     assert (found.counts["num_failed"], found.counts["reward_failed"]) == (3.0, 0.5)
     assert (found.counts["num_prompts"], found.counts["num_responses"]) == (3.0, 6.0)
 
@@ -88,7 +88,7 @@ def test_scores_without_a_verdict_are_right_from_the_pass_score_on():
     found = evaluate_answers(samples, ks=[2], pass_score=0.6)
     assert found.figures["accuracy"].value == pytest.approx(2 / 3)
     assert found.figures["pass@2"].value == 1.0
-    assert "maj@2" not in found.figures  # nobody found answers
+    assert "maj@2" not in found.figures  # no answer was found
     assert pass_rate(samples[0], pass_score=0.6) == pytest.approx(2 / 3)
 
 
@@ -110,7 +110,7 @@ def test_several_data_sets_come_apart_and_together():
 
 
 def table(results: list[EvaluatedModel]) -> str:
-    console = Console(file=StringIO(), width=80)  # no terminal: lines are as long as they need to be
+    console = Console(file=StringIO(), width=80)  # not a terminal: lines are not wrapped
     print_table(console, evaluation_table(results))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -212,7 +212,7 @@ def run(rows: int | None, *names: str, size: int = 2) -> EvalRun:
 @pytest.mark.parametrize(
     ("rows", "begins"),
     [(None, [0, 0]), (3, [0, 0]), (5, [1, 0]), (6, [2, 0]), (9, [2, 0]), (10, [2, 1]), (12, [2, 2])],
-)  # two models, each with chunks of 4 and 2 responses
+)  # two models with chunks of 4 and 2 responses each
 def test_an_evaluation_goes_on_in_the_model_and_chunk_where_it_ended(rows, begins):
     assert run(rows, "a", "b").begins == begins
     assert run(rows, "a", "b").is_answered == (rows == 12)
@@ -275,7 +275,7 @@ def stepped(is_right: bool, *steps: float) -> Answer:
 
 
 CHOICE = [stepped(True, 0.9, 0.6), stepped(False, 0.5, 0.95), stepped(False, 0.7, 0.7)]
-"""By the minimum the values are 0.6, 0.5, 0.7; by the product 0.54, 0.475, 0.49; by the last step 0.6, 0.95, 0.7."""
+"""Minimum: 0.6, 0.5, 0.7; product: 0.54, 0.475, 0.49; last step: 0.6, 0.95, 0.7."""
 
 
 def test_a_process_reward_model_chooses_the_sample_with_the_best_steps():
@@ -283,9 +283,9 @@ def test_a_process_reward_model_chooses_the_sample_with_the_best_steps():
     chosen = {name: figure.value for name, figure in found.items() if name.startswith("prm_")}
     assert chosen == pytest.approx(
         {
-            "prm_min@2": 1 / 3,  # right against the second alone
+            "prm_min@2": 1 / 3,  # right only against the second
             "prm_min@3": 0.0,
-            "prm_prod@2": 2 / 3,  # in every pair that it is in
+            "prm_prod@2": 2 / 3,  # right in each of its pairs
             "prm_prod@3": 1.0,
             "prm_last@2": 0.0,
             "prm_last@3": 0.0,
@@ -310,7 +310,7 @@ def test_the_steps_of_kept_responses_are_read_back(tmp_path):
         row["step_scores"] = [0.5, number / 10]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (result,) = results_of(run(6, "a"), tmp_path)
-    # The second prompt has a wrong sample with 0.2, and a right one with 0.3.
+    # The second prompt has a wrong sample with 0.2 and a right one with 0.3.
     assert result.evaluation.figures["prm_min@2"].value == 1.0
 
 

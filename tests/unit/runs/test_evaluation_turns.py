@@ -1,4 +1,4 @@
-"""Which models of `rlhf eval` share engines, the reason of the others, and what the engines get."""
+"""Models of `rlhf eval` that share engines, the reasons for the others, and what engines load."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ ONE = Cluster(["a"], [2], 2.0, has_gpus=False, is_local=True)
 
 @pytest.fixture
 def place(tiny_model_dir, tmp_path):
-    """A folder with a prompt, adapters of the tiny model and of a copy of it."""
+    """Return a folder with a prompt and adapters of the tiny model and of a copy."""
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained(tmp_path / "copy")
     adapter(tmp_path / "one", tiny_model_dir)

@@ -1,4 +1,4 @@
-"""`rlhf generate` without processes: its folder, continuation, seeds, rows and scores."""
+"""`rlhf generate` without processes: output folder, resume, seeds, rows and scores."""
 
 import json
 from contextlib import nullcontext
@@ -52,7 +52,7 @@ def config(**settings) -> GenerateConfig:
 
 @pytest.mark.parametrize(
     ("rows", "whole"), [(0, 0), (5, 0), (6, 1), (11, 1), (12, 2), (13, 2), (14, 3)]
-)  # 7 prompts of 2 samples, 3 at a time: chunks of 6, 6 and 2 rows
+)  # 7 prompts with 2 samples, 3 at a time: chunks of 6, 6 and 2 rows
 def test_only_whole_chunks_count(rows, whole):
     chunks = Chunks(num_prompts=7, size=3, num_samples=2)
     assert [chunks.bounds(number) for number in range(len(chunks))] == [(0, 3), (3, 6), (6, 7)]
@@ -96,7 +96,7 @@ def test_a_generation_is_continued_after_its_last_whole_chunk(tmp_path):
     (root / "samples.jsonl").write_text('{"step": 1}\n' * 9 + "{")
     check_folder(root, AGAIN)
     assert chunks.whole(rows_done(root, AGAIN, IDENTITY) or 0) == 1
-    (root / WHOLE_MODEL).mkdir()  # engines of a killed run had loaded it
+    (root / WHOLE_MODEL).mkdir()  # the engines of a killed run had loaded it
     prepare_folder(root, "seed: 42\n", IDENTITY, keep=True)
     assert not (root / WHOLE_MODEL).exists()
     assert num_lines(root / "samples.jsonl") == 9
@@ -142,7 +142,7 @@ DATA = PromptData(
 
 
 class FakeEngines:
-    """Responds with its request's first token and seed."""
+    """Returns the first token and the seed of each request."""
 
     def __init__(self):
         self.batches = []
@@ -252,7 +252,7 @@ def test_every_response_is_a_row_that_says_where_it_comes_from():
 
 
 class FakeProcessModel:
-    """Gives each marked token its id as score."""
+    """Scores each marked token with its id."""
 
     def __init__(self):
         self.places = []
@@ -331,7 +331,7 @@ def test_scores_of_rewards_and_reward_model_are_added_with_its_weight():
     assert [tracker.rows[4][f"reward/{name}"] for name in ("reward_func", "reward_model")] == [1.0, 0.5]
     assert tracker.metrics[1]["reward"] == pytest.approx(2.0)
     first = model.seen[0]
-    assert (first[0], first[1]) == (20, 20)  # the prompt's token, then the response as it was sampled
+    assert (first[0], first[1]) == (20, 20)  # the prompt's token, then the response as sampled
 
 
 def test_a_score_that_is_no_number_is_a_failure():

@@ -1,4 +1,4 @@
-"""The models that `generate` and `eval` ask: whole ones, adapters and checkpoints, and what engines load of them."""
+"""Models of `generate` and `eval`: full models, adapters and checkpoints, and what engines load."""
 
 import importlib.util
 import json

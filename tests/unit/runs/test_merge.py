@@ -1,4 +1,4 @@
-"""`rlhf merge`: whole models out of adapters and checkpoints, with the outputs and weights of training."""
+"""`rlhf merge`: full models from adapters and checkpoints, with the outputs and weights of training."""
 
 import json
 import shutil
@@ -113,7 +113,7 @@ def test_merged_gives_the_outputs_of_the_adapter(fixture, request, tmp_path, sta
     merge(tmp_path / "run", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(base)
-    if stage < 3:  # partitioned weights give nothing outside their engine
+    if stage < 3:  # partitioned weights are empty outside their engine
         torch.testing.assert_close(outputs(merged), run.outputs(), atol=1e-4, rtol=1e-4)
     with_adapter = AutoModelForCausalLM.from_pretrained(base)
     with_adapter.load_adapter(str(run.folder))
@@ -262,7 +262,7 @@ def test_an_adapter_for_another_base_is_refused(tiny_model_dir, tiny_llama_dir, 
     run = Trained(tmp_path, tiny_model_dir, lora_rank=4)
     with pytest.raises(UsageError, match=r"was trained on a different base: .* have fingerprint"):
         merge(run.folder, tmp_path / "out", base=tiny_llama_dir)
-    (run.folder / "adapter_base.json").unlink()  # as PEFT alone writes it
+    (run.folder / "adapter_base.json").unlink()  # as written by PEFT
     weights = load_file(run.folder / "adapter_model.safetensors")
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
     save_file(weights | {name: weights[name][:-1].clone()}, run.folder / "adapter_model.safetensors")
@@ -314,7 +314,7 @@ def test_a_merge_that_fails_leaves_nothing(tiny_model_dir, tmp_path):
 
 
 class CountedTensors:
-    """Ten tensors of 4,000 bytes that are made when they are read; remembers the most that were alive at once."""
+    """Ten tensors of 4,000 bytes, created when read; records how many were alive at once."""
 
     def __init__(self) -> None:
         self._read: list[weakref.ref[torch.Tensor]] = []
@@ -370,6 +370,6 @@ def test_a_model_in_several_files_is_loaded(tiny_llama_dir, tmp_path):
     merge(run.folder, tmp_path / "whole")
     assert_same_files(tmp_path / "cut", tmp_path / "whole")
     files = list((tmp_path / "cut").glob("*.safetensors"))
-    assert said.endswith(f"reloaded, {len(files)} files of weights")  # too large to be computed with
+    assert said.endswith(f"reloaded, {len(files)} files of weights")  # too large for a forward pass
     assert max(file.stat().st_size for file in files) < 45_000  # the embedding is 38,400 bytes
     AutoModelForCausalLM.from_pretrained(tmp_path / "cut")

@@ -1,4 +1,4 @@
-"""Refusals of the offline commands before anything is loaded, and their lines about a model."""
+"""Errors of the offline commands before anything is loaded, and their output about a model."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_optimizer_settings_that_a_checkpoint_brings_back_are_kept_as_json():
     kept = supported_identity(settings(learning_rate="3e-5", max_norm="2"), "optim", besides=NOT_OF_THE_STEPS)
     assert (kept["learning_rate"], kept["adam_betas"]) == (3e-5, [0.9, 0.95])
     assert json.loads(json.dumps(kept)) == kept
-    assert "max_norm" not in kept  # it is read anew
+    assert "max_norm" not in kept  # it is read again
 
 
 def test_a_home_folder_is_found_also_where_something_is_written():

@@ -1,4 +1,4 @@
-"""Checkpoints and sample files that commit d5b8184 wrote are resumed and read."""
+"""Checkpoints and sample files written by commit d5b8184 can be resumed and read."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The online commands: settings of each, meaning of presets, and refusals before anything starts."""
+"""The online commands: their settings, presets, and errors before a run starts."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
 AHEAD = {"async_train": "true"}
 NEEDED = {"gkd": {"teacher_pretrain": "x"}}
-"""Settings that a command needs besides the ones of all."""
+"""Additional required settings by command."""
 CRITIC = {
     "critic_learning_rate",
     "critic_pretrain",
@@ -237,7 +237,7 @@ def test_settings_of_steps_that_contradict_others_are_refused(given, complaint):
 
 
 def resolve_alone(command: str, **given: Any) -> Any:
-    """Resolve a command that has a teacher and no reward but those given."""
+    """Resolve the settings of a command with a teacher and only the given rewards."""
     least = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
     cls = config_class(cli.command_function(cli.COMMANDS[command]))
     return build_config(cls, least | {"teacher_pretrain": "x"} | given)

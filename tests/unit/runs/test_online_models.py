@@ -1,4 +1,4 @@
-"""The models of an online command: which ones there are, and which do not fit together."""
+"""The models of an online command: which are loaded, and which are incompatible."""
 
 import shutil
 from pathlib import Path
@@ -217,7 +217,7 @@ def test_models_are_compiled_where_no_role_that_is_there_is_partitioned(given, f
     ("given", "fault"),
     [
         ({"actor_num_gpus_per_node": 3}, "2 does not divide the 3 ranks of the model"),
-        ({"actor_num_gpus_per_node": 2}, "2 does not divide the 1 ranks of the model"),  # the critic's
+        ({"actor_num_gpus_per_node": 2}, "2 does not divide the 1 ranks of the model"),  # of the critic
         ({"actor_num_gpus_per_node": 2, "critic_num_gpus_per_node": 2, "enable_ema": "true"}, "enable_ema averages"),
     ],
     ids=str,

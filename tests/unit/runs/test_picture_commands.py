@@ -1,4 +1,4 @@
-"""Commands that read rows with pictures: their items have them, rlhf data shows them, models of text refuse them."""
+"""Commands with images in rows: items have them, rlhf data shows them, and text models reject them."""
 
 import io
 import json
@@ -113,7 +113,7 @@ def test_packs_of_the_command_have_the_pictures_of_their_rows(command: str, num_
     made = items.collate([0, 1])
     pack = made if command in ("sft", "distill") else made.pack
     assert len(pack.pictures.pictures) == num_pictures
-    if command == "kto":  # the same question about another picture is another prompt
+    if command == "kto":  # a question about another image is a different prompt
         assert items.partners.tolist() == [1, 0]
 
 

@@ -1,4 +1,4 @@
-"""Engines and other models of a run that cannot have the policy's pictures are refused by name."""
+"""Engines and models that do not support the policy's images are rejected by name."""
 
 from importlib.util import find_spec
 

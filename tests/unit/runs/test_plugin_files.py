@@ -1,4 +1,4 @@
-"""A continued run reports changed files with others' code."""
+"""A resumed run reports changed files of user code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Going on after a process has died: how often, from which state, and failures that are not worth another attempt."""
+"""Restarts after a process has died: their number, their state, and failures that are not retried."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from rlhf_cli.trainers.offline.loop import Finished
 
 
 class Attempts:
-    """Attempts that end as the test decides, one after the other."""
+    """Attempts whose ends are given by the test."""
 
     def __init__(self, *outcomes: Exception | Finished) -> None:
         self.outcomes = list(outcomes)

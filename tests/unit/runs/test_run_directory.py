@@ -1,4 +1,4 @@
-"""Allowed contents of a run's folder, and the files that a new run removes from it."""
+"""Allowed contents of a run folder, and the files that a new run removes."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def add_model(folder: Path) -> None:
 
 
 def add_run(output: Path) -> None:
-    """A finished run, with something of the user's beside it."""
+    """Add a finished run and a file of the user."""
     prepare_run_directory(settings(output), "seed: 1\n", keep=False)
     for name in ("metrics.jsonl", "samples.jsonl", "report.html", "run.json", "notes.txt"):
         (output / name).write_text("first run\n")
@@ -60,7 +60,7 @@ def names(folder: Path) -> set[str]:
 
 def test_a_fresh_folder_gets_settings_and_a_place_for_logs(tmp_path):
     check_run_directory(settings(tmp_path / "new"))
-    assert not (tmp_path / "new").exists()  # a check touches nothing
+    assert not (tmp_path / "new").exists()  # a check changes nothing
     paths = prepare_run_directory(settings(tmp_path / "new"), "seed: 1\n", keep=False)
     assert (paths.root / "config.yaml").read_text() == "seed: 1\n"
     assert names(paths.root) == {"config.yaml", "logs"}
@@ -126,7 +126,7 @@ def test_the_best_model_so_far_is_not_thrown_away_by_load_checkpoint(tmp_path):
     add_model(tmp_path / "best")
     best = tmp_path / "best" / "best.json"
     best.write_text('{"iteration": 0}')
-    check_run_directory(settings(tmp_path, load_checkpoint=True))  # the model that training began with
+    check_run_directory(settings(tmp_path, load_checkpoint=True))  # the base model of the run
     best.write_text('{"iteration": 3}')
     with pytest.raises(UsageError, match=r"best contains a trained model, .* no checkpoint in .* --overwrite"):
         check_run_directory(settings(tmp_path, load_checkpoint=True))
@@ -169,7 +169,7 @@ def test_checkpoints_elsewhere_belong_to_the_run_too(tmp_path):
     placed = {"output": tmp_path / "run", "ckpt_path": str(elsewhere)}
     with pytest.raises(UsageError, match=r"contains an earlier run \(step_000040\)"):
         check_run_directory(settings(**placed))
-    # Left in place, step 40 would count as newer than all that the new run writes.
+    # If kept, step 40 would count as newer than everything from the new run.
     prepare_run_directory(settings(**placed, overwrite=True), "", keep=False)
     assert names(elsewhere) == {"others.txt"}
 
@@ -180,7 +180,7 @@ def test_a_model_elsewhere_is_not_replaced_unasked(tmp_path):
     with pytest.raises(UsageError, match=r"contains an earlier run \(published\)"):
         check_run_directory(settings(**placed))
     prepare_run_directory(settings(**placed, overwrite=True), "", keep=False)
-    assert names(tmp_path / "published") == {"config.json"}  # it stays until the new model takes its place
+    assert names(tmp_path / "published") == {"config.json"}  # it is kept until the new model replaces it
 
 
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"load_checkpoint": True}])
@@ -383,7 +383,7 @@ def test_a_run_that_is_not_built_costs_an_earlier_one_its_logs_alone(tmp_path):
     before[paths.logs / "driver.log"] = b"it could not be built"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     prepare_run_directory(settings(tmp_path, overwrite=True), "", keep=False)
-    assert names(paths.logs) == {"driver.log"}  # a file that is being written stays when the folder is prepared
+    assert names(paths.logs) == {"driver.log"}  # an open file is kept when the folder is prepared
 
 
 def test_what_a_run_that_was_not_built_left_is_no_earlier_run(tmp_path):

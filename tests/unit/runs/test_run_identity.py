@@ -1,4 +1,4 @@
-"""What must be equal for a checkpoint to be continued: weights, tokenizer, template, objective and data."""
+"""What must be equal to resume a checkpoint: weights, tokenizer, template, objective and data."""
 
 import json
 import shutil
@@ -74,11 +74,11 @@ SETTINGS_OF_IDENTITY = {
     "remax": OF_A_POLICY_GRADIENT,
     "gkd": "",
 }
-"""Names of settings in checkpoints; a command adds its own to those of every online command."""
+"""Names of settings in checkpoints; commands add their own to those of all online commands."""
 
 
 def change_weights(folder: Path, name: str | None = None) -> None:
-    """Change one number of one weight in the folder; names and sizes stay."""
+    """Change one number in one weight without changing names and sizes."""
     weights = load_file(folder / MODEL)
     name = name or sorted(weights)[0]
     flat = weights[name].flatten()
@@ -88,7 +88,7 @@ def change_weights(folder: Path, name: str | None = None) -> None:
 
 
 class Offline:
-    """Runs of an offline command on rows in a folder, and what their checkpoints remember."""
+    """Runs of an offline command on rows in a folder, and the identity in their checkpoints."""
 
     def __init__(self, folder: Path, command: str, model: str) -> None:
         self.command, self.data = command, folder / "rows.jsonl"
@@ -252,7 +252,7 @@ def test_another_adapter_on_the_same_base_is_refused(tmp_path, tiny_model_dir):
 
 
 class Online:
-    """Runs of an online command, and what their checkpoints remember."""
+    """Runs of an online command, and the identity in their checkpoints."""
 
     def __init__(self, folder: Path, model: str) -> None:
         names = ("policy", "critic", "reward", "teacher")
@@ -275,7 +275,7 @@ class Online:
         check_same_run(checkpoint, self._identity(given), default_settings(self._config(given)))
 
     def forget(self, *entries: str) -> None:
-        """Write the checkpoint anew as a version of this program did that did not have these entries."""
+        """Remove entries from the checkpoint, as in checkpoints of older versions."""
         identity = {name: value for name, value in self._identity({}).items() if name not in entries}
         with self._store.writing(2, {"identity": identity}, needed_bytes=0):
             pass
@@ -356,7 +356,7 @@ def test_a_large_weight_is_read_in_pieces_from_its_first_to_its_last_byte(tmp_pa
             other[changed] = -1
         save_file({"weight": other}, folder / MODEL)
         marks.add(fingerprint(folder))
-    assert len(marks) == 3  # one number between two pieces is not seen
+    assert len(marks) == 3  # a number between two samples is not noticed
     assert NUM_PIECES * PIECE_BYTES < WHOLE_BYTES
 
 

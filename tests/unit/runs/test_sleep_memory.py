@@ -1,4 +1,4 @@
-"""Host memory of sleeping roles, against sums made by hand."""
+"""Host memory of sleeping roles, compared with manual calculations."""
 
 import pytest
 from online_settings import resolve
@@ -21,8 +21,8 @@ SEVEN = 7_000_000_000
 @pytest.mark.parametrize(
     ("trained", "weight_bytes", "stage", "ranks", "expected"),
     [
-        (SEVEN, 2, 2, 1, 98),  # 2 bytes of weights, 12 of the optimizer
-        (SEVEN, 2, 2, 4, 140),  # weights on every rank, the optimizer's states once
+        (SEVEN, 2, 2, 1, 98),  # 2 bytes for weights, 12 for the optimizer
+        (SEVEN, 2, 2, 4, 140),  # weights on every rank, optimizer states partitioned
         (SEVEN, 2, 3, 4, 98),
         (SEVEN, 2, 1, 4, 0),  # DeepSpeed moves nothing at stage 1 with bf16 weights
         (SEVEN, 4, 1, 1, 112),
@@ -50,7 +50,7 @@ def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny
     assert line.startswith("0 GiB per node while roles sleep")
     assert sleep_memory_fact(config, models, layout, has_gpus=False) == {}
     assert sleep_memory_fact(resolve("ppo", pretrain=tiny_model_dir), models, layout, has_gpus=True) == {}
-    assert num_parameters(models.policy.base) == 25_248  # 9,600 of embeddings, 7,808 a layer, 32 of the last norm
+    assert num_parameters(models.policy.base) == 25_248  # 9,600 in embeddings, 7,808 per layer, 32 in the last norm
 
 
 def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
@@ -59,7 +59,7 @@ def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
     models = find_models(config, ESTIMATORS["grpo"])
     seats = (Seat("teacher", 0, 0, (0,), shared=True), Seat("teacher", 1, 0, (1,), shared=True))
     layout = Layout((Island(node=0, num_gpus=2),), seats)
-    assert bytes_by_node(config, models, layout) == {0: 2 * 2 * 25_248}  # two bytes of each parameter on both ranks
+    assert bytes_by_node(config, models, layout) == {0: 2 * 2 * 25_248}  # two bytes per parameter on both ranks
 
 
 def test_a_teacher_in_the_ranks_of_its_student_sleeps_there(tiny_model_dir):

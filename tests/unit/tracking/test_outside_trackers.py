@@ -1,4 +1,4 @@
-"""Trackers of others: the page's example gets a run's metrics, and a class without the methods is refused."""
+"""Custom trackers: the documented example receives the metrics, and a class without the methods is rejected."""
 
 import io
 import json

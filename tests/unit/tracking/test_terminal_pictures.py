@@ -1,4 +1,4 @@
-"""Pictures in a terminal: the colours of half blocks, the protocols' sequences, and consoles that get neither."""
+"""Images in a terminal: half block colours, image protocols, and unsupported consoles."""
 
 import base64
 import io

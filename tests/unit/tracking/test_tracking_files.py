@@ -1,4 +1,4 @@
-"""The files of a run in its directory, and that a resumed run leaves the same."""
+"""The files of a run, and that a resumed run writes the same."""
 
 import io
 import json
@@ -164,7 +164,7 @@ def test_memory_that_the_trainer_reports_replaces_what_the_tracker_measures(tmp_
 def test_start_up_before_the_first_phase_is_no_part_of_the_first_step(tmp_path):
     tracker = make_tracker(tmp_path)
     tracker.start({})
-    tracker._last_log -= 1000.0  # a start-up of a quarter of an hour
+    tracker._last_log -= 1000.0  # a startup of a quarter of an hour
     timer = PhaseTimer(on_change=tracker.phase)
     with timer("train"):
         pass
@@ -243,7 +243,7 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path):
 
 
 class FakeWandb:
-    """Records the calls of wandb."""
+    """Records calls to wandb."""
 
     Settings = staticmethod(lambda **given: given)
 

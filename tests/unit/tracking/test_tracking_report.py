@@ -1,4 +1,4 @@
-"""The report shows the contents of a run's files, and nothing in it can act or load."""
+"""The report shows the contents of a run's files, and they cannot run scripts or load anything."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def make_run(path: Path, *, command: str = "ppo", steps: int = 40, samples: bool
 
 
 class Elements(HTMLParser):
-    """Start tags with their attributes, the tags left open, and the text outside scripts."""
+    """Collects start tags with attributes, unclosed tags, and the text outside scripts."""
 
     VOID = frozenset({"meta", "input", "br", "img", "link"})
 
@@ -86,7 +86,7 @@ def page_of(output: Path, **options) -> str:
 
 def browsers_of(page: str) -> list[list[dict]]:
     found = re.findall(r'<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
-    assert not any("<" in text for text in found)  # nothing can end the element or begin a comment, for any parser
+    assert not any("<" in text for text in found)  # no parser can end the element or start a comment
     return [json.loads(text) for text in found]
 
 
@@ -115,7 +115,7 @@ def test_text_of_models_and_settings_cannot_act(tmp_path):
     page = page_of(make_run(tmp_path))
     elements = Elements(page)
     assert elements.open == []
-    assert sum(tag == "script" for tag, _ in elements.tags) == 2  # the rollouts and our own
+    assert sum(tag == "script" for tag, _ in elements.tags) == 2  # the rollouts and the report's own script
     assert not any(tag in ("img", "b") and attrs for tag, attrs in elements.tags)
     assert not any(name.startswith("on") for _, attrs in elements.tags for name in attrs)
     assert "<script>alert" not in page
@@ -230,7 +230,7 @@ def test_settings_are_grouped_by_the_comments_of_the_file(tmp_path):
 
 def test_line_is_drawn_where_its_values_are():
     drawing = line_chart([Series("loss", [(0, 0.0), (10, 4.0)])], unit="step", size=(162, 136))
-    # Plotted area: x from 50 to 150, y from 110 (value 0) up to 10 (value 4).
+    # Plot area: x from 50 to 150, y from 110 (value 0) to 10 (value 4).
     assert 'd="M50.0 110.0L150.0 10.0"' in drawing
     assert ">4<" in drawing
     assert ">step<" in drawing
@@ -239,7 +239,7 @@ def test_line_is_drawn_where_its_values_are():
 def test_line_over_an_axis_from_zero():
     series = [Series("seconds", [(0, 2.0), (10, 4.0)])]
     drawing = line_chart(series, unit="step", size=(162, 136), from_zero=True)
-    assert 'd="M50.0 60.0L150.0 10.0"' in drawing  # half as high as its end, and no more
+    assert 'd="M50.0 60.0L150.0 10.0"' in drawing  # half the height of the end, and no more
 
 
 def test_bars_are_as_high_as_their_seconds():

@@ -1,4 +1,4 @@
-"""The bar while rows are prepared."""
+"""The progress bar of data preparation."""
 
 import io
 
@@ -9,7 +9,7 @@ from rlhf_cli.tracking.terminal.rows_bar import MOMENT, rows_bar
 
 
 def shown(*, terminal=True, wanted=True, seconds=MOMENT + 1):
-    """Return the console's text while 1,000 of 4,000 rows are done, and its text at the end."""
+    """Return the console output at 1,000 of 4,000 rows and at the end."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100)
     times = iter([0.0, seconds, seconds])

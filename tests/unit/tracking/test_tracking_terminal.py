@@ -1,4 +1,4 @@
-"""Output on a terminal, in a pipe, and in the log file: real descriptors, real child processes."""
+"""Output on a terminal, to a pipe and in the log file, with real file descriptors and child processes."""
 
 import io
 import os
@@ -73,7 +73,7 @@ NOISY_RUN = textwrap.dedent(
 
 def run_noisy(log: Path, *extra: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", NOISY_RUN, str(log), *extra]
-    # Unbuffered Python also unbuffers C's streams, which would hide lines that come out too late.
+    # Unbuffered Python also unbuffers C streams, which would hide lines that are printed too late.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
@@ -173,7 +173,7 @@ def run_in_terminal(output: Path, *, term: str, columns: int = 80) -> str:
         while True:
             try:
                 chunk = os.read(parent, 65536)
-            except OSError:  # Linux: nobody has the other end open any more
+            except OSError:  # on Linux, no process has the other end open
                 break
             if not chunk:
                 break
@@ -185,8 +185,8 @@ def run_in_terminal(output: Path, *, term: str, columns: int = 80) -> str:
 
 def test_terminal_gets_a_live_view_of_its_own_width(tmp_path):
     shown = run_in_terminal(tmp_path, term="xterm-256color", columns=100)
-    assert "\x1b[1A" in shown  # drawn again in place
-    assert "\x1b[?25l" not in shown  # the cursor is never hidden: a kill must not lose it
+    assert "\x1b[1A" in shown  # redrawn in place
+    assert "\x1b[?25l" not in shown  # the cursor is never hidden, because a kill would lose it
     final = shown.rsplit("step 4/4", 1)[1]
     assert "100%" in final
     assert "loss" in final
@@ -228,7 +228,7 @@ def test_live_view_shows_the_logged_numbers_the_phases_and_the_time_left():
     view.close()
     assert "iteration 10/40" in text
     assert "25%" in text
-    assert "26s left" in text  # 30 steps at 1 s, of which 4 s are over
+    assert "26s left" in text  # 30 steps of 1 s, 4 s elapsed
     assert "now generate 4.0s" in text
     assert "0.7812" in text
     assert "12.3k tokens/s" in text
@@ -247,7 +247,7 @@ def test_broken_number_is_red_in_the_live_view():
 
 
 class Screen:
-    """A terminal of a given width that can be made narrower, as terminals do: long rows are wrapped."""
+    """A terminal whose width can shrink, which wraps long rows."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -256,7 +256,7 @@ class Screen:
     def feed(self, text: str) -> None:
         while text:
             if text.startswith("\x1b[1A"):
-                self.rows.pop()  # lines below the cursor are drawn again anyway
+                self.rows.pop()  # lines below the cursor are redrawn anyway
                 text = text[4:]
             elif text.startswith("\x1b[2K"):
                 self.rows[-1] = ""

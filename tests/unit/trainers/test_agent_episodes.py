@@ -1,4 +1,4 @@
-"""Episodes of agent programs: exact tokens, branches, repeated requests and limits, on chat templates of families."""
+"""Episodes of agent programs: exact tokens, branches, repeated requests and limits, with several chat templates."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ def words(answers: list[Completion | Refused]) -> str:
 
 
 class Play:
-    """Episodes of a program on engines that answer by `text`, which is played at once."""
+    """Runs episodes of a program on engines that answer with `text`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Play:
         return found
 
     def trained(self) -> list[list[int]]:
-        """Return the tokens that each sequence trains."""
+        """Return the trained tokens of each sequence."""
         sequences = sample_of(PROMPT, self.response).sequences
         return [one.token_ids[one.loss_mask].tolist() for one in sequences]
 
@@ -95,8 +95,8 @@ def runs_of(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def check_tokens(play: Play) -> int:
-    """Check that a sampled token is trained once, behind the tokens that the engine saw, with its own log-prob; return
-    the number of trained turns.
+    """Check that each sampled token is trained once, after the tokens that the engine saw and with its own log-prob;
+    return the number of trained turns.
     """
     trained = []
     for response in play.found:
@@ -132,7 +132,7 @@ def test_turns_that_go_on_are_one_sequence_with_the_tokens_that_the_engine_saw(f
 
 
 def turn_of(choice: Choice) -> dict[str, object]:
-    """Return a turn of calls as a program sends it back."""
+    """Return a turn with tool calls as a program sends it back."""
     functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in choice.calls]
     pairs = zip(choice.calls, functions, strict=True)
     calls = [{"type": "function", "id": call.id, "function": function} for call, function in pairs]
@@ -181,7 +181,7 @@ def test_results_of_calls_go_on_with_the_sequence_in_every_notation(family):
     write = FAMILIES[family].calls
     assert write is not None
     call = write([{"function": {"name": "add", "arguments": {"a": 12, "b": 34}}, "id": "abcdefghi"}])
-    thought = "</think>" if family == "DeepSeek R1" else ""  # whose generation prompt begins one
+    thought = "</think>" if family == "DeepSeek R1" else ""  # its generation prompt opens a thought
     play = Play(tool_loop, lambda prompt, number: [thought + call, "46"][number], family=family)
     assert play.response.episode is not None
     assert (play.response.episode.num_calls, len(play.response.episode.turns)) == (1, 2)

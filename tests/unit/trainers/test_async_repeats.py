@@ -1,6 +1,6 @@
-"""Sampling ahead on real engines and tiny models: runs repeat, go on from checkpoints bit for bit, and learn.
+"""Asynchronous sampling on real engines and tiny models: runs are reproducible, resume exactly, and learn.
 
-Leaves out Ray, as test_online_repeats.
+Ray is left out, as in test_online_repeats.
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_run_that_samples_ahead_repeats_and_goes_on_as_if_never_stopped(comman
     staleness = [metrics["staleness/max"] for _, metrics in whole[0]]
     assert staleness == [float(min(lag, number)) for number in range(4)]
     assert not undocumented(command, whole[0][0][1])
-    # Samples of an older policy differ from the present one by the training between them, and not at the start.
+    # Samples of an older policy differ from the current policy once it has been trained in between.
     differences = [metrics["rollout_diff_max"] for _, metrics in whole[0]]
     assert differences[0] < 1e-5 < differences[-1]
 

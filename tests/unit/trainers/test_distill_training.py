@@ -1,4 +1,4 @@
-"""Distillation under the real engine: the steps of plain PyTorch, however cut, at every stage of both models."""
+"""Distillation with the real engine equals plain PyTorch for all micro-batches and stages of both models."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def task_of(rows: Path, student: str, teacher: str, **given: str) -> Any:
 
 
 def with_rows(folder: str, to: Path, count: int) -> str:
-    """Return a copy of a model with so many rows of its embeddings."""
+    """Return a copy of the model with this many embedding rows."""
     shutil.copytree(folder, to)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.resize_token_embeddings(count, mean_resizing=False)

@@ -1,4 +1,6 @@
-"""Every metric of the offline objectives is on the page of its command; test_online_repeats has the online ones."""
+"""Every metric of the offline objectives is documented on its command's page; test_online_repeats has the online
+ones.
+"""
 
 import pytest
 from preference_training import STEPS, TASKS, run_steps

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups count, by hand, and that neither timing nor a resume changes the training data."""
+"""Dynamic sampling: which groups are kept, and that training data depends neither on timing nor on a resume."""
 
 import dataclasses
 import json
@@ -39,14 +39,14 @@ def scored(*values: float) -> list[Score]:
         ([RIGHT, WRONG], PLAIN, "useful"),
         ([RIGHT, RIGHT], PLAIN, "too_easy"),
         ([WRONG, NONE], PLAIN, "too_hard"),
-        # Wrong answers that differ in another reward are all wrong nevertheless.
+        # Wrong answers are all wrong, even if another reward differs.
         ([WRONG, dataclasses.replace(WRONG, value=-0.5)], PLAIN, "too_hard"),
         ([RIGHT, dataclasses.replace(WRONG, value=1.0)], PLAIN, "alike"),
         (scored(0.2, 0.2), PLAIN, "alike"),
         (scored(0.2, 0.3), PLAIN, "useful"),
         ([RIGHT, FAILED, RIGHT], PLAIN, "too_easy"),
         ([RIGHT, FAILED], PLAIN, "failed"),
-        (scored(0.0, 0.5), BETWEEN, "too_hard"),  # the ends of the range are outside of it
+        (scored(0.0, 0.5), BETWEEN, "too_hard"),  # the bounds of the range are excluded
         (scored(0.0, 0.6), BETWEEN, "useful"),
         (scored(0.5, 0.5), BETWEEN, "useful"),
         (scored(0.5, 1.0), BETWEEN, "too_easy"),
@@ -66,7 +66,7 @@ def group(place: int, *lengths: int, useful: bool = True) -> Group:
 
 def test_the_batch_is_full_at_the_group_that_completes_it_in_the_order_of_the_prompts():
     groups = [group(0, 2, 3), group(1, 9, 1, useful=False), group(2, 4, 1), group(3, 8, 8)]
-    assert longest_needed(groups, 2, PLAIN) == 9  # a filtered group has to be waited for too
+    assert longest_needed(groups, 2, PLAIN) == 9  # filtered groups also have to be waited for
     assert longest_needed(groups, 1, PLAIN) == 3
     assert longest_needed(groups, 4, PLAIN) is None
     assert longest_needed([groups[0], None, *groups[2:]], 2, PLAIN) is None
@@ -77,7 +77,7 @@ def test_behind_a_full_batch_short_groups_are_surplus_and_longer_or_unfinished_o
     groups = [
         group(10, 2, 5),
         group(12, 1, 1),
-        group(13, 6, 1),  # longer than 5: it may or may not have been finished
+        group(13, 6, 1),  # longer than 5: it may or may not have finished
         group(15, 5, 4),
         group(16, 1, 1, useful=False),
         None,
@@ -113,7 +113,7 @@ def test_surplus_gets_the_pictures_of_its_prompt_again_and_no_checkpoint_has_pix
 
 
 def even(request: ScoreRequest) -> Score:
-    """Right if the sum of the digits is even."""
+    """Score 1 if the sum of the digits is even."""
     return RIGHT if sum(map(int, request.response)) % 2 == 0 else WRONG
 
 
@@ -126,7 +126,7 @@ def run(*, oversample: float = 3.0, judge: Callable[[ScoreRequest], Score] = eve
 
 
 def trained(made: Run) -> list[list[list[int]]]:
-    """Tokens of every sample of every update."""
+    """Return the tokens of each sample of each update."""
     return [[sample.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
 
 
@@ -157,7 +157,7 @@ def test_what_is_trained_on_does_not_depend_on_what_arrives_first():
         made.engines.arrives = order
         made(total_iterations=6)
         runs.append(made)
-    assert runs[2].engines.limits  # by length, the batch was full before the last response
+    assert runs[2].engines.limits  # sorted by length, the batch was full before the last response
     for other in runs[1:]:
         assert trained(other) == trained(runs[0])
         assert other.tracker.logged == runs[0].tracker.logged
@@ -181,7 +181,7 @@ def test_a_resumed_run_has_the_same_surplus_and_asks_the_same(tmp_path):
     assert carrying
     for state in saved:
         again = run()
-        again.engines.version = state.iteration  # as the weights that the engines get on a resume
+        again.engines.version = state.iteration  # like the weights that engines receive on a resume
         again(state=state, total_iterations=6)
         assert trained(again) == trained(whole)[state.iteration :]
         assert again.tracker.logged == whole.tracker.logged[state.iteration :]
@@ -233,14 +233,14 @@ def test_a_run_whose_last_prompts_teach_nothing_ends_as_others_do(save_steps, sa
 
 @pytest.mark.parametrize(("prompts", "iterations"), [(6, 16), (7, 19)])
 def test_iterations_are_planned_as_if_no_prompt_were_replaced(prompts, iterations):
-    settings = run().settings  # eight episodes end to end, three prompts at a time
+    settings = run().settings  # eight episodes in sequence, three prompts at a time
     assert planned_iterations(prompts, settings) == iterations
     bounded = settings.rollout.model_copy(update={"max_iterations": 5})
     assert planned_iterations(prompts, dataclasses.replace(settings, rollout=bounded)) == 5
 
 
 def test_a_prompt_that_two_episodes_ask_in_one_round_has_two_groups():
-    made = run()  # the first round asks 12 places of 6 prompts
+    made = run()  # the first round needs 6 prompts for 12 samples
     made(total_iterations=1)
     asked = made.scorer.asked[0]
     assert max(Counter(request.prompt for request in asked).values()) > SAMPLES_EACH
@@ -257,7 +257,7 @@ def test_a_short_batch_is_trained_on_and_said():
 
 
 def failing(*, limit: float, rounds: int, fails_in: int, fails: int) -> Run:
-    """A run whose rounds ask three prompts twice, all in vain; the first rewards of its first rounds fail."""
+    """Return a run whose rounds ask three prompts twice without a kept group; the first rewards of some rounds fail."""
     made = run(judge=lambda request: RIGHT, oversample=0.0, rounds=rounds)
     reward = made.settings.reward.model_copy(update={"reward_max_failures": limit})
     made.settings = dataclasses.replace(made.settings, reward=reward)

@@ -1,4 +1,4 @@
-"""Episodes of several turns on fakes: tokens, masks, rewards and limits."""
+"""Multi-turn episodes with fakes: tokens, masks, rewards and limits."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(5)
 
 
 class ScriptedEngines:
-    """Gives each turn the next text of its episode, found by the first token of the prompt."""
+    """Answers each turn with the next text of its episode, selected by the first prompt token."""
 
     def __init__(self, scripts: dict[str, list[str]], *, long: Sequence[str] = ()) -> None:
         self.scripts, self.long = {name: list(texts) for name, texts in scripts.items()}, long
@@ -85,7 +85,7 @@ def test_an_episode_whose_environment_has_no_reward_says_so_to_the_rewards():
 
 
 def game(episode: int, turn: int, action: Action) -> Reply:
-    """Answers with the number of the turn, is worth as much, and is done after turn 2."""
+    """Answers with the turn number, which is also the reward, and is done after turn 2."""
     if turn == 0:
         return Reply()
     return Reply((str(turn),) if turn < 2 else (), float(turn), turn == 2)
@@ -160,7 +160,7 @@ def test_an_episode_at_its_limit_is_truncated_and_keeps_its_reward(given, turns)
     assert found.episode is not None
     assert len(found.episode.turns) == turns
     assert found.episode.turns[-1][1] == len(found.token_ids)
-    assert sum(found.episode.turn_rewards) == 0.5 * (turns + 2)  # of reset, of each turn, and of the last word
+    assert sum(found.episode.turn_rewards) == 0.5 * (turns + 2)  # for reset, each turn, and the final reward
 
 
 def test_a_turn_that_was_cut_ends_the_episode():
@@ -181,7 +181,7 @@ def test_an_environment_that_breaks_ends_its_own_episode_alone():
 
 
 def late_in(turn_of_failure: int) -> Callable[[int, int, Action], Reply]:
-    """Return answers with a reward of 0.5 each, the last of which does not come in time."""
+    """Return replies with reward 0.5 each; the last one times out."""
 
     def answer(episode: int, turn: int, action: Action) -> Reply:
         if turn == turn_of_failure:
@@ -211,7 +211,7 @@ def test_an_answer_out_of_time_truncates_the_episode_with_the_reward_so_far(tool
     [(True, False, "c", 0), (False, False, "hi", 1), (True, True, "c", 1), (True, False, "end", 1)],
 )
 def test_an_episode_out_of_time_without_a_known_reward_fails(tools, at_end, script, turn):
-    """In reset, in the first step, in a tool of a class with `get_reward`, and in the last word on the reward."""
+    """Timeouts in reset, in the first step, in a tool of a class with `get_reward`, and in the final reward."""
     environments = FakeEnvironments(late_in(turn), tools=tools)
     environments.description = replace(environments.description, rewards_at_end=at_end)
     (found,) = play(environments, ScriptedEngines({"a": [script]}), [request("a")])
@@ -245,7 +245,7 @@ def test_the_words_of_reset_belong_to_the_prompt():
 
 
 def test_longer_episodes_are_given_up_when_no_other_is_left_and_leave_no_turn_behind():
-    """`b` goes on beside `a` and `c`, which are too long already; its rounding must not depend on when that is seen."""
+    """`b` runs with `a` and `c`, which are already too long; its numbers must not depend on when that is noticed."""
 
     def answer(episode: int, turn: int, action: Action) -> Reply:
         is_last = (episode, turn) == (1, 2)

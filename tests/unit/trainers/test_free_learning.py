@@ -1,4 +1,4 @@
-"""An actor learns from episodes whose turns begin as soon as their environments have answered."""
+"""An actor learns from episodes whose turns start as soon as their environments have answered."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("group_of_one"), pytest.mark.slow]
 
 
 class JoinedTurns(StoppedTurns):
-    """An engine whose batch others join; they are generated when they come."""
+    """An engine whose running batch accepts requests and generates them immediately."""
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self._sampling, self._count = sampling, len(requests)

@@ -1,4 +1,4 @@
-"""Turns that begin as soon as their environments have answered, on fakes: the episodes are those of turns in step."""
+"""Turns that start as soon as their environments have answered give the same episodes as turns in lockstep."""
 
 import json
 import random
@@ -15,11 +15,11 @@ from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 
 SAMPLING = SamplingParams(5)
 LETTERS = "abcnx"
-"""Texts of turns: `c` calls the tool, `n` one that is not there, and `x` cannot be read (FakeDialogue)."""
+"""Turn texts: `c` calls the tool, `n` an unknown tool, and `x` cannot be parsed (FakeDialogue)."""
 
 
 class SeededEngines:
-    """Samples tokens that depend on prompt and seed alone; delivers one turn or none, in an order of its own."""
+    """Samples tokens that depend only on prompt and seed; returns at most one turn at a time, in arbitrary order."""
 
     def __init__(self, order: random.Random) -> None:
         self._order = order
@@ -65,7 +65,7 @@ class SeededEngines:
 
 
 class LateEnvironments(FakeEnvironments):
-    """Replies in an order of its own, or nothing yet; episodes that are `held` do not reply."""
+    """Replies in arbitrary order or not yet; `held` episodes do not reply."""
 
     def __init__(self, answer: Callable[[int, int, Action], Reply], order: random.Random, *, tools: bool) -> None:
         super().__init__(answer, tools=tools)
@@ -87,7 +87,7 @@ def requests_of(count: int) -> list[GenerationRequest]:
 
 
 def tool(episode: int, turn: int, action: Action) -> Reply:
-    """A tool whose results and rewards depend on episode and turn; every seventh episode breaks at its second turn."""
+    """A tool whose results depend on episode and turn; every seventh episode fails at its second turn."""
     if isinstance(action, Calls):
         if turn == 2 and episode % 7 == 3:
             return Reply(failure="ran out of time (1 s)")

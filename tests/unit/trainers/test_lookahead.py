@@ -1,4 +1,4 @@
-"""Sampling ahead of training, with fakes of models, engines and rewards: versions, repeats, resumes, failures, ends."""
+"""Asynchronous sampling with fake models, engines and rewards: versions, repeats, resumes, failures, ends."""
 
 import dataclasses
 import threading
@@ -27,17 +27,17 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.state import LoopState
 
-WAIT = 30.0  # seconds until a test gives up
+WAIT = 30.0  # timeout of a test in seconds
 
 
 class WatchedEngines(FakeEngines):
-    """Notes the version of the weights that each batch is sampled by; responses depend on this version too."""
+    """Records the weight version of each batch; responses depend on it."""
 
     def __init__(self, journal: list[str]) -> None:
         super().__init__(journal)
         self.versions: list[int] = []
         self.begun: Callable[[], None] = lambda: None
-        self.held: threading.Event | None = None  # no response comes before it is set
+        self.held: threading.Event | None = None  # no response is returned before it is set
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self.versions.append(self.version)
@@ -71,7 +71,7 @@ def watched(made: Run) -> WatchedEngines:
 
 
 def logged(made: Run) -> list[tuple[int, dict[str, float]]]:
-    """Return the metrics of each iteration that are equal in equal runs."""
+    """Return the reproducible metrics of each iteration."""
     return [
         (step, {name: value for name, value in metrics.items() if not name.startswith("perf/")})
         for step, metrics in made.tracker.logged
@@ -79,12 +79,12 @@ def logged(made: Run) -> list[tuple[int, dict[str, float]]]:
 
 
 def trained(made: Run) -> list[list[list[int]]]:
-    """Tokens of every sample of every update."""
+    """Return the tokens of each sample of each update."""
     return [[sample.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
 
 
 def goes_on(state: LoopState, made: Run, **given: Any) -> Finished:
-    """Train from a state, with the weights that engines get on a resume."""
+    """Train from a state, with the weights that engines receive on a resume."""
     made.engines.version = state.iteration
     return made(state=state, **given)
 
@@ -141,8 +141,8 @@ def test_batches_are_sampled_while_the_models_train():
     def trains(*given: Any, **named: Any) -> Any:
         number = len(made.actor.updates)
         if number == 0:
-            assert begun.acquire(timeout=WAIT)  # of the batch of this iteration
-        if number < 3:  # nothing is sampled beside the last iteration
+            assert begun.acquire(timeout=WAIT)  # the batch of this iteration
+        if number < 3:  # nothing is sampled during the last iteration
             assert begun.acquire(timeout=WAIT)
         return update(*given, **named)
 
@@ -213,7 +213,7 @@ def test_an_error_of_the_sampling_comes_when_the_iteration_beside_it_is_whole_an
     assert (state.iteration, state.source.iteration, state.ahead) == (2, 2, ())
     again = run(1)
     assert goes_on(state, again) == Finished(4, interrupted=False)
-    assert watched(again).versions == [2, 2]  # of batch 3 these are the oldest weights there are
+    assert watched(again).versions == [2, 2]  # batch 3 used older weights, which are gone
 
 
 @pytest.mark.parametrize(("max_failures", "message"), [(0.5, "6 of 6 rewards failed"), (1.0, "every reward failed")])
@@ -235,7 +235,7 @@ def test_an_error_beside_the_sampling_ends_it(place):
     whole, broken, error = run(1), run(1), RunError("a rank failed")
     whole(total_iterations=3, save_steps=1)
     begun = threading.Event()
-    watched(broken).begun, watched(broken).held = begun.set, threading.Event()  # its responses never come
+    watched(broken).begun, watched(broken).held = begun.set, threading.Event()  # its responses never arrive
 
     def fails(*given: Any, **named: Any) -> Any:
         assert begun.wait(WAIT)
@@ -250,7 +250,7 @@ def test_an_error_beside_the_sampling_ends_it(place):
         goes_on(whole.saved[0], broken)
     assert raised.value is error
     assert not threads()
-    assert not broken.saved  # the state before the iteration came out of a checkpoint
+    assert not broken.saved  # the state before the iteration is that of a checkpoint
 
 
 def test_an_interrupt_while_the_run_waits_for_a_batch_ends_its_sampling():
@@ -261,8 +261,8 @@ def test_an_interrupt_while_the_run_waits_for_a_batch_ends_its_sampling():
         if name == "train":
             watched(made).held = never
         if name == "generate" and watched(made).held is never:
-            assert begun.acquire(timeout=WAIT)  # of the first batch
-            assert begun.acquire(timeout=WAIT)  # of the batch whose responses never come
+            assert begun.acquire(timeout=WAIT)  # the first batch
+            assert begun.acquire(timeout=WAIT)  # the batch whose responses never arrive
             raise KeyboardInterrupt
 
     made.tracker.phase = is_interrupted  # type: ignore[method-assign]
@@ -293,7 +293,7 @@ def test_after_a_failed_reward_model_the_state_before_the_iteration_has_its_batc
 
 
 def even(request: ScoreRequest) -> Score:
-    """Right if the sum of the digits is even."""
+    """Score 1 if the sum of the digits is even."""
     return Score(1.0, "correct") if sum(map(int, request.response)) % 2 == 0 else Score(0.0, "wrong")
 
 

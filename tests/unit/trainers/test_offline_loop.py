@@ -1,4 +1,4 @@
-"""The offline loop with a fake engine: the items of each step, and the steps of everything else."""
+"""The offline loop with a fake engine: the items of each step, and when it saves, evaluates and logs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, evaluate, train
 
 NUM_ITEMS, BATCH, EPOCHS = 10, 4, 3
-STEPS = 9  # three an epoch, the last of which has two items
+STEPS = 9  # three per epoch, the last with two items
 
 
 class FakeItems:
-    """Item i has i + 1 tokens, of which one is trained; a micro-batch is the list of its items."""
+    """Item i has i + 1 tokens, one of them trained; a micro-batch is a list of items."""
 
     def __init__(self, num_items: int = NUM_ITEMS) -> None:
         self.lengths = np.arange(1, num_items + 1)
@@ -34,7 +34,7 @@ class FakeEngine:
         self.journal = journal
         self.steps: list[list[list[int]]] = []
         self.totals: list[StepTotals] = []
-        self.skipped: list[int] = []  # numbers of the steps that are
+        self.skipped: list[int] = []  # numbers of the skipped steps
 
     def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]:
         self.journal.append("train")
@@ -52,7 +52,7 @@ class FakeEngine:
 
 
 def mean_index(model: nn.Module, micro_batch: list[int], totals: StepTotals) -> Any:
-    """The mean number of the step's items."""
+    """Return the mean number of the step's items."""
     return torch.tensor(sum(micro_batch) / totals.num_sequences), {}
 
 

@@ -1,4 +1,4 @@
-"""From generations to what policy and critic learn from, with numbers worked out by hand."""
+"""From generations to the training data of policy and critic, compared with manual calculations."""
 
 from dataclasses import replace
 
@@ -101,7 +101,7 @@ def test_responses_whose_score_failed_are_left_out_in_order():
     )
     assert len(responses) == 2
     assert [sequence.token_ids.tolist() for sequence in responses.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
-    assert responses.scores_B.tolist() == [0.0, -2.0]  # a score of 0 is a score
+    assert responses.scores_B.tolist() == [0.0, -2.0]  # 0 is a valid score
     assert responses.cu.tolist() == [0, 1, 4]
     assert [logprobs.tolist() for logprobs in responses.rollout_logprobs] == [
         pytest.approx([-0.1]),
@@ -115,14 +115,14 @@ def test_responses_to_a_prompt_that_was_asked_twice_form_two_groups():
 
 
 def two_responses(*scores: float) -> Responses:
-    """Responses of two and one tokens."""
+    """Return responses of two and one tokens."""
     return responses_of([prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores], [0, 1])
 
 
 def test_samples_of_ppo_by_hand():
-    """gamma = lambda = 1: a return is the sum of rewards to come, an advantage is return less value.
+    """With gamma = lambda = 1, returns are sums of future rewards, and advantages are returns minus values.
 
-    KL (k1) is .3, .1 and -.2 nats at the tokens, weighted .5; scores 2 and 20, the latter clipped to 10 by the setting.
+    KL (k1) is .3, .1 and -.2 nats per token with coefficient .5; scores are 2 and 20, the latter clipped to 10.
     Rewards: -.15, -.05 + 2, .1 + 10. Returns: 1.8, 1.95, 10.1. Values 1, 2, 3: advantages .8, -.05, 7.1 with mean
     2.6166667 and unbiased variance 15.2558333, whitened -.4651117, -.6827328, 1.1478446.
     """
@@ -150,7 +150,7 @@ def test_samples_of_ppo_by_hand():
 
 
 def test_an_estimator_gets_its_own_settings_and_logs_its_metrics():
-    """The settings stand in for the policy's; the metrics' names begin with `advantage/`."""
+    """The settings replace the policy's, and the metrics start with `advantage/`."""
 
     def clipped(experience: Experience, settings: OptimConfig) -> Advantages:
         return Advantages(experience.rewards_N, metrics={"l2": settings.l2})
@@ -174,16 +174,16 @@ def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in()
     )
     settings = settings_of("ppo", ActorCriticPolicyConfig(gamma=0.5))
     samples, _ = learning_samples(responses, None, settings, kl_coef=0.0)
-    # The last token is worth its score and half of 8, the one before it half of that; the finished one its score.
+    # The last token has its score and half of 8, the one before half of that; the finished response has its score.
     assert samples[0].columns["returns"].tolist() == [3.0, 6.0]
     assert samples[1].columns["returns"].tolist() == [5.0]
     assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
 
 
 def test_the_rewards_of_turns_stand_at_their_last_sampled_tokens_and_observations_count_for_nothing():
-    """gamma = .5, lambda = 1: rewards of the tokens 1, 2 and 3 are 0, 1 and 4, less .5 by the clipping at 4.5.
+    """With gamma = .5 and lambda = 1, tokens 1, 2 and 3 have rewards 0, 1 and 4, minus .5 for clipping at 4.5.
 
-    With three turns of 4 the clipped sums are 4, 4.5 and 4.5: nothing is left for the last turn or taken off it.
+    For three turns with 4 each, the cumulative sums are clipped to 4, 4.5 and 4.5, so the last turn has 0.
     """
     episode = Episode(turns=((0, 2), (4, 5)), turn_rewards=(1.0, 4.0))
     played = Generation([1, 2, 9, 9, 3], [-0.1, -0.2, -0.3], "stop", 0, episode)
@@ -226,7 +226,7 @@ SCALES = (1e-6, 1e-3, 50.0, 1e6)
 
 
 def advantages_at(scale: float, algorithm: str, policy: PolicyConfig, *, kl: float = 0.0) -> np.ndarray:
-    """Advantages of two groups of three responses of one token; the scores differ within both, KL is `kl` nats."""
+    """Return advantages of two groups of three one-token responses; scores differ within both, and KL is `kl` nats."""
     values = [scale * value for value in (0.1, 0.7, 0.3, 1.0, 0.4, 0.2)]
     prompts, generations = [prompt(n // 3) for n in range(6)], [generation(n) for n in range(6)]
     groups, scores = [n // 3 for n in range(6)], [scored(value, exact=value) for value in values]
@@ -269,7 +269,7 @@ def test_rounding_of_the_divergence_is_no_advantage_where_all_scores_are_equal(a
 
 
 def test_groups_that_differ_by_rounding_are_alike_for_the_filter_the_metric_and_advantages():
-    """0.1 + 0.2 and 0.3 differ by 6e-17, 0.1 + 0.2 - 0.3 and 0 likewise."""
+    """0.1 + 0.2 and 0.3 differ by 6e-17, as do 0.1 + 0.2 - 0.3 and 0."""
     weights = {"a": 1.0, "b": 1.0, "c": 1.0}
     sums = [(0.1, 0.2, 0.0), (0.3, 0.0, 0.0), (0.1, 0.2, -0.3), (0.0, 0.0, 0.0)]
     scores = [join({n: Score(v, "scored", "") for n, v in zip("abc", parts, strict=True)}, weights) for parts in sums]
@@ -290,7 +290,7 @@ def test_clipped_scores_are_counted_and_clipping_that_leaves_no_difference_is_no
     assert clip_metrics(scores, None) == clip_metrics([FAILED], clip_range) == {}
     assert clipped_flat([50.0, 99.0, 5.0], groups, clip_range)
     assert not clipped_flat([50.0, 99.0, 5.0], [0, 0, 0], clip_range)
-    assert not clipped_flat([50.0, 50.0, 5.0], groups, clip_range)  # equal before
+    assert not clipped_flat([50.0, 50.0, 5.0], groups, clip_range)  # equal before clipping
 
 
 def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():
@@ -315,11 +315,11 @@ def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
         [0, 1, 2],
     )
     kept = responses.in_groups_of(greedy)
-    assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
+    assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # the response to the second prompt has no group to compare with
     reward = RewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5)
     settings = settings_of("remax", PolicyConfig(mask_truncated=True), reward)
     samples, metrics = learning_samples(kept, greedy, settings, kl_coef=0.0)
-    assert [sample.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut
+    assert [sample.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was truncated
     assert [sample.columns["advantages"].tolist() for sample in samples] == [[3.0 - 4.0], [9.0 - 4.0]]
     assert metrics == {"advantage_abs": 3.0}
 
@@ -418,7 +418,7 @@ def test_the_id_of_a_sample_leads_to_its_row_and_its_weights():
 
 
 def test_steps_are_dealt_in_the_order_of_the_rollout_whatever_the_numbers_of_its_groups():
-    """Under dynamic sampling surplus comes first and postponed prompts after it: groups 7, 6, 8."""
+    """With dynamic sampling, surplus comes first and postponed prompts follow: groups 7, 6, 8."""
 
     def steps_of(*groups: int) -> list[list[int]]:
         numbers = [group for group in groups for _ in range(2)]

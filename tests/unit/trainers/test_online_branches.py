@@ -1,4 +1,4 @@
-"""Episodes of several branches on their way from the rollout to the update: counted once, each token trained once."""
+"""Episodes with several branches: each episode is counted once, and each token is trained once."""
 
 import json
 from dataclasses import asdict
@@ -38,7 +38,7 @@ BRANCHED = Generation(
         ((1, 3),), (2.0,), ({"role": "user", "content": "late"},), None, [6, 6], earlier=(EARLIER,), num_repeated=1
     ),
 )
-"""Trains 1, 2 and 3 in a first branch, 4 and 5 in the second one."""
+"""Trains 1, 2 and 3 in the first branch, 4 and 5 in the second."""
 PLAIN = Generation([9], [-0.7], "stop", 0)
 
 
@@ -56,7 +56,7 @@ def responses_of(*generations: Generation, scores: tuple[float, ...]) -> Respons
 
 
 def test_the_branches_of_an_episode_share_its_advantage_and_its_group_counts_it_once():
-    """Scores 3, 1 and 2 in one group: advantages 1, -1 and 0 over the unbiased std of 1, not weighted by branches."""
+    """Scores 3, 1 and 2 in a group have advantages 1, -1 and 0, independent of the number of branches."""
     responses = responses_of(BRANCHED, PLAIN, PLAIN, scores=(3.0, 1.0, 2.0))
     samples, _ = learning_samples(responses, None, settings_of("grpo"), kl_coef=0.0)
     assert [sample.token_ids.tolist() for sample in samples] == [
@@ -84,7 +84,7 @@ def test_the_steps_of_an_update_have_all_branches_of_their_responses():
 
 
 def test_a_critic_values_branches_in_their_order_and_the_end_of_the_last_one():
-    """gamma = lambda = 1, values 0: each return is the score at the last token and 8 for the state behind it."""
+    """With gamma = lambda = 1 and values 0, a return is the score at the last token plus 8 for the state after it."""
     responses = responses_of(BRANCHED, PLAIN, scores=(2.0, 1.0))
     asked = with_last_states(responses)
     assert [sequence.num_trained for sequence in asked] == [3, 3, 1]
@@ -120,7 +120,7 @@ def test_metrics_and_rows_know_all_branches():
 
 
 def test_a_group_is_as_long_as_its_longest_branch():
-    """Programs are given up by the longest of their branches, so groups must be measured alike."""
+    """Programs are stopped by their longest branch, so groups must be measured in the same way."""
     group = [sample_of(PROMPT, BRANCHED), sample_of(PROMPT, PLAIN, index=1)]
     assert (longest(group), BRANCHED.longest, PLAIN.longest) == (4, 4, 1)
 
@@ -138,7 +138,7 @@ def test_a_program_without_a_reward_fails_its_part_alone():
 
 
 def test_the_loop_asks_all_models_about_all_branches_and_trains_each():
-    """Every response of the run has two branches; the models' columns come back to their sequences."""
+    """Each response has two branches, and the columns of all models must be assigned to the right sequence."""
 
     def branched(request: GenerationRequest) -> Generation:
         return BRANCHED

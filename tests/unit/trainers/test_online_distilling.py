@@ -1,4 +1,4 @@
-"""The loop of `rlhf gkd` with fakes: which iterations learn on own responses and which on rows, and its settings."""
+"""The loop of `rlhf gkd` with fakes: on-policy and data set iterations, and its settings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ SMALL = {"rollout_batch_size": "2", "n_samples_per_prompt": "2", "train_batch_si
 
 
 class Learner(FakeModel):
-    """A student that keeps what it learns on."""
+    """A student that records its training data."""
 
     def __init__(self, journal: list[str]) -> None:
         super().__init__("student", journal)
@@ -38,7 +38,7 @@ class Learner(FakeModel):
 
 
 class FakeRun:
-    """Iterations with fakes, whose fixed rows are `ROWS`."""
+    """Iterations with fakes and `ROWS` as the data set."""
 
     def __init__(self, lmbda: float, *, seed: int = 1, **given: Any) -> None:
         self.config: GKDConfig = resolve("gkd", teacher_pretrain="t", seed=str(seed), **SMALL | given)

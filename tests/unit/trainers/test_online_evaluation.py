@@ -1,4 +1,4 @@
-"""Evaluation in the online loop with fakes: its times, its reports, and that training does not change."""
+"""Evaluation in the online loop with fakes: schedule, results, and that training does not change."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ OTHER = [Prompt([80 + i], f"other {i}: ", str(i), "sets/other.jsonl", i) for i i
 
 
 class Tracker(FakeTracker):
-    """Writes down evaluations too."""
+    """Also records evaluations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Tracker(FakeTracker):
 
 
 class Evaluated(Run):
-    """A run that is evaluated; `lose` is whether its engines lose their weights asleep, `run` is for the run itself."""
+    """A run with evaluations; with `lose`, sleeping engines lose their weights. `run` has settings of the run."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Evaluated(Run):
 
 
 def trained_on(run: Run) -> list[Any]:
-    """Everything that shaped the weights: samples with all their columns, and the order of steps."""
+    """Return everything that affects the weights: samples with all columns, and the order of steps."""
     return [
         (
             [(s.token_ids.tolist(), {n: v.tolist() for n, v in s.columns.items()}) for s in samples],
@@ -201,7 +201,7 @@ def test_seeds_are_those_of_group_and_sample_in_training_as_in_evaluation():
 
 
 def verdicts(run: Evaluated, shares: list[list[bool]]) -> None:
-    """Makes the scorer judge: in the n-th evaluation, responses are right by the n-th list."""
+    """Make the scorer judge responses of the n-th evaluation by the n-th list."""
     left = chain.from_iterable(shares)
     plain = run.scorer.judge
 

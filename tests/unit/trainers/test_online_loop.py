@@ -1,4 +1,4 @@
-"""The online loop with fakes: the order and arguments of calls, and the repetitions of a resumed run."""
+"""The online loop with fakes: order and arguments of calls, and resumed runs."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def test_one_role_after_the_other_is_awake():
         *("actor.wake", "actor.logprobs", "actor.sleep"),
         *("critic.wake", "critic.values", "critic.sleep"),
         *("critic.wake", "critic.update", "critic.sleep"),
-        # The weights alone stay until the engines have them.
+        # The weights are not moved until the engines have received them.
         *("actor.wake", "actor.update", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
     ]
 
@@ -85,12 +85,12 @@ def test_a_reward_model_adds_its_weighted_score_of_prompt_and_response_and_is_lo
     run = Run(reward=WITH_REWARD_MODEL)
     run(total_iterations=1)
     metrics, rows = run.tracker.logged[0][1], run.tracker.rows[0][1]
-    last_tokens = [float(row["response"][-1]) for row in rows]  # the fake decoder writes one digit a token
+    last_tokens = [float(row["response"][-1]) for row in rows]  # the fake decoder writes one digit per token
     assert [row["reward/reward_model"] for row in rows] == last_tokens
     lengths = [row["length"] for row in rows]
     assert [row["reward"] for row in rows] == [n + 0.5 * last for n, last in zip(lengths, last_tokens, strict=True)]
     assert metrics["reward/reward_model"] == pytest.approx(np.mean(last_tokens))
-    samples, _ = run.critic.updates[0]  # gamma and lambda are 1, so a return is the score
+    samples, _ = run.critic.updates[0]  # with gamma = lambda = 1 a return is the score
     assert [sample.columns["returns"][-1] for sample in samples] == [row["reward"] for row in rows]
 
 
@@ -107,7 +107,7 @@ def test_phases_follow_each_other_and_do_not_overlap():
         (WITHOUT_REFERENCE, ONE_STEP, False, True),
         (WITHOUT_REFERENCE, TWO_STEPS, True, False),
         (WITHOUT_REFERENCE, BatchConfig(train_batch_size=3), True, False),
-        (WITH_REFERENCE, ONE_STEP, True, True),  # the KL divergence needs them
+        (WITH_REFERENCE, ONE_STEP, True, True),  # needed for the KL divergence
     ],
 )
 def test_old_logprobs_are_computed_only_where_they_count(policy, batch, computed, on_policy):
@@ -157,7 +157,7 @@ def test_every_prompt_is_asked_once_an_episode_and_its_samples_are_neighbours():
     prompts = [[request.prompt_ids[0] - 20 for request in requests] for requests in run.engines.requests]
     assert all(numbers[0::2] == numbers[1::2] for numbers in prompts)
     assert sorted(prompts[0] + prompts[1]) == sorted(prompts[2] + prompts[3]) == sorted([*range(NUM_PROMPTS)] * 2)
-    assert prompts[:2] != prompts[2:]  # the second episode has an order of its own
+    assert prompts[:2] != prompts[2:]  # the second epoch has a different order
 
 
 def test_failed_rewards_are_left_out_of_both_updates():
@@ -233,7 +233,7 @@ def test_too_many_skipped_steps_end_the_run_after_their_iteration_which_is_saved
     run = Run(batch=TWO_STEPS, optim=OptimConfig(max_skipped_steps=2))
     run.evaluate = lambda iteration, is_last: run.journal.append(f"evaluate {iteration}")
     getattr(run, role).found = {"skipped_in_a_row": 2.0}
-    run(total_iterations=1)  # as many as are allowed
+    run(total_iterations=1)  # as many as allowed
     getattr(run, role).found = {"skipped_in_a_row": 3.0}
     message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* iteration 2 is saved"
     with pytest.raises(RunError, match=message):
@@ -253,7 +253,7 @@ def test_nothing_is_saved_twice_or_of_roles_that_died():
 
 
 def raise_later(tracker: FakeTracker, error: RunError) -> Callable[[int], bool]:
-    """A grader that ends the run in its third iteration."""
+    """Return a grader that fails in the third iteration."""
 
     def fails(index: int) -> bool:
         if len(tracker.logged) == 2:
@@ -266,7 +266,7 @@ def raise_later(tracker: FakeTracker, error: RunError) -> Callable[[int], bool]:
 def test_the_adaptive_coefficient_follows_the_measured_divergence():
     run = Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.1, kl_target=0.5, kl_horizon=100))
     run(total_iterations=2, save_steps=1)
-    # The actor is at -1 and the reference at -1.25: 0.25 nats a token, summed over each response.
+    # The actor is at -1 and the reference at -1.25: 0.25 nats per token, summed over each response.
     lengths = [row["length"] for row in run.tracker.rows[0][1]]
     kl = 0.25 * float(np.mean(lengths))
     assert run.tracker.logged[0][1]["kl"] == pytest.approx(kl)
@@ -303,14 +303,14 @@ def test_a_divergence_in_the_loss_is_measured_there_and_steers_the_coefficient(b
     run = Run(policy=policy, batch=batch, algorithm="rloo")
     run.actor.found = {"kl": 5.0}
     run(total_iterations=1, save_steps=1)
-    # The reference is asked; the actor itself only where its anchor is needed.
+    # The reference is needed; the actor only where its anchor is.
     assert ("actor.logprobs" in run.journal) == (batch is TWO_STEPS)
     samples, _ = run.actor.updates[0]
     assert all((sample.columns["ref_logprobs"] == -1.25).all() for sample in samples)
     assert [weights.kl for weights in run.actor.weights if weights] == [0.1]
     assert run.saved[0].kl_coef == pytest.approx(0.1 * (1 + 0.2 * 6 / 100))
     assert run.tracker.logged[0][1]["kl_coef"] == 0.1
-    # Rewards are the lengths, whose difference to the other response of the prompt is all that is left.
+    # Rewards are lengths, so only the difference to the other response of the prompt remains.
     lengths = [row["length"] for row in run.tracker.rows[0][1]]
     leads = [lengths[i] - lengths[i ^ 1] for i in range(6)]
     assert [sample.columns["advantages"][0] for sample in samples] == leads
@@ -335,7 +335,7 @@ def test_greedy_responses_are_scored_with_the_others_and_not_trained_on():
     assert [request.prompt_ids for request in greedy] == [request.prompt_ids for request in sampled[::2]]
     (asked,) = run.scorer.asked
     assert [request.group_size for request in asked] == [SAMPLES_EACH] * 6 + [1] * 3
-    assert len({request.group for request in asked}) == 3 + 3  # a greedy response is compared with no other
+    assert len({request.group for request in asked}) == 3 + 3  # greedy responses are not part of a group
     samples, steps = run.actor.updates[0]
     assert [sample.token_ids[:2].tolist() for sample in samples] == [r.prompt_ids for r in sampled]
     assert sorted(index for step in steps for index in step) == [0, 1, 2, 3, 4, 5]
@@ -376,7 +376,7 @@ MASKED = ActorCriticPolicyConfig(init_kl_coef=0.0, mask_truncated=True)
 
 
 def truncated_in(run: Run, iterations: range) -> Run:
-    """All responses of these iterations are truncated, and no other."""
+    """Truncate all responses of these iterations and no others."""
     answer = run.engines._answer
 
     def truncated(request: object) -> object:
@@ -402,7 +402,7 @@ def test_an_iteration_whose_responses_are_all_truncated_is_skipped_and_counted()
     assert metrics[1]["truncated"] == 1.0
     assert "loss" not in metrics[1]
     assert [state.skipped_in_a_row for state in run.saved] == [0, 1, 2, 0]
-    # Engines that slept have lost their weights and get them back.
+    # Engines that slept have lost their weights and receive them again.
     third = run.journal.index("engines.receive_weights 2")
     assert run.journal[third - 2 : third + 2] == [
         *("actor.wake", "actor.sleep_optimizer", "engines.receive_weights 2", "actor.sleep")
@@ -452,7 +452,7 @@ def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own
     run(total_iterations=1)
     (_, actor), (_, critic) = run.actor.updates[0], run.critic.updates[0]
     assert [len(step) for step in actor] == [6, 6]
-    assert [len(step) for step in critic] == [2, 2, 1, 1] * 2  # of even size if the number divides
+    assert [len(step) for step in critic] == [2, 2, 1, 1] * 2  # equal sizes if divisible
     assert [[i for step in half for i in step] for half in (critic[:4], critic[4:])] == actor
 
 
@@ -468,7 +468,7 @@ def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weigh
     assert (len(run.critic.updates), len(run.actor.updates)) == (3, 1)
     assert [call for call in run.journal if call.startswith("engines.receive")] == [
         f"engines.receive_weights {iteration}" for iteration in (1, 2, 3)
-    ]  # the ones that slept have lost their weights
+    ]  # the engines that slept have lost their weights
     assert "loss" not in run.tracker.logged[0][1]
     assert "critic/loss" in run.tracker.logged[0][1]
 
@@ -498,7 +498,7 @@ def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
     assert any(cut)
     assert not all(cut)
     for is_cut, before, sample in zip(cut, plain.critic.updates[0][0], run.critic.updates[0][0], strict=True):
-        # The fake critic returns 0, .1, .2, .3 and, of the state after four tokens, .4; gamma and lambda are 1.
+        # The fake critic returns 0, .1, .2, .3 and .4 for the state after four tokens; gamma = lambda = 1.
         more = 0.4 if is_cut else 0.0
         assert sample.columns["returns"].tolist() == pytest.approx((before.columns["returns"] + more).tolist())
         assert sample.num_trained == len(sample.columns["old_values"])
@@ -577,7 +577,7 @@ def test_a_resumed_run_repeats_requests_steps_and_coefficients(policy):
     whole, first = Run(policy=policy, batch=TWO_STEPS), Run(policy=policy, batch=TWO_STEPS, stop_after=2)
     whole()
     first()
-    state = LoopState.of(json.loads(json.dumps(first.saved[-1].plain())))  # as it goes through a checkpoint
+    state = LoopState.of(json.loads(json.dumps(first.saved[-1].plain())))  # as in a checkpoint
     second = Run(policy=policy, batch=TWO_STEPS)
     second(state=state)
     assert first.engines.requests + second.engines.requests == whole.engines.requests
@@ -596,7 +596,7 @@ def test_a_finished_run_that_is_resumed_does_nothing():
 
 
 def test_after_a_failure_no_role_is_asked_for_anything():
-    """Ranks that wait for one that died would never answer, and the run would hang instead of ending."""
+    """Ranks that wait for a dead one would never answer, and the run would hang."""
     run = Run()
     run.critic.error = RunError("critic rank 0 died")
     with pytest.raises(RunError, match="critic rank 0 died"):

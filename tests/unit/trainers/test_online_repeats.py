@@ -1,6 +1,6 @@
-"""Every online command in this process, on real engines and tiny models: equal settings give equal runs, bit for bit.
+"""All online commands in one process on real engines and tiny models: equal settings give bitwise equal runs.
 
-Leaves out Ray: the ranks and the rollout engine are called in this process. Everything else is as in a run.
+Only Ray is left out: ranks and the rollout engine are called in this process.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ ITERATIONS = 2
 
 
 class OneRank:
-    """The only rank of a role, called like the ranks that are Ray actors."""
+    """The only rank of a role, with the interface of a group of Ray actors."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -75,7 +75,7 @@ class OneRank:
 
 
 class OneEngine:
-    """The only rollout engine, which gets the actor's weights as a push."""
+    """The only rollout engine, which receives the actor's weights directly."""
 
     def __init__(self, pretrain: str, actor: SampledRank, folder: Path) -> None:
         settings = EngineSettings(max_model_len=64, dtype="fp32", max_images_per_prompt=2)
@@ -121,7 +121,7 @@ class OneEngine:
 
 
 class Scorer(FakeScorer):
-    """A response is worth what its characters add up to, modulo 7."""
+    """Scores a response by the sum of its characters modulo 7."""
 
     def judge(self, request: ScoreRequest) -> Score:
         value = float(sum(map(ord, request.response)) % 7)
@@ -146,7 +146,7 @@ def role_settings(config: OnlineConfig, learning_rate: float) -> RoleSettings:
 def reference_of(
     settings: RoleSettings, policy: ActorRole, planner: MicroBatchPlanner
 ) -> ReferenceRole | BaseReference:
-    """Return the model that the run begins with: under an adapter the actor's own, else a copy."""
+    """Return the reference model: the base of the actor's adapter, or a copy."""
     if settings.adapter is not None:
         return BaseReference(policy)
     reference = OneRank(ReferenceRank(settings))
@@ -155,8 +155,10 @@ def reference_of(
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a run that differ from the plain ones. `play` makes other engines of the one engine, whose responses are
-    episodes. Held-out prompts are evaluated before the first and after each iteration.
+    """Parts of a run that differ from the default.
+
+    `play` wraps the engine so that responses are episodes. Held-out prompts are evaluated before the first iteration
+    and after each one.
     """
 
     play: Callable[[OneEngine], Any] = lambda engine: engine
@@ -178,9 +180,9 @@ def train(
     iterations: int = ITERATIONS,
     parts: Parts = PLAIN,
 ) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
-    """(metrics and samples of each iteration, the weights that came out).
+    """Train and return (metrics and samples of each iteration, final weights).
 
-    The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it.
+    The first iteration is saved in the folder `checkpoint`; if that exists already, the run is resumed from it.
     """
     algorithm, settings, planner = ESTIMATORS[row], role_settings(config, 1e-2), MicroBatchPlanner(1, config.batch, 0.0)
 
@@ -274,7 +276,7 @@ def pictured_config(command: str, folder: Path, **given: Any) -> OnlineConfig:
 
 
 def pictured_prompts(folder: Path) -> list[Prompt]:
-    """Return prompts with one, no, two and one pictures."""
+    """Return prompts with one, no, two and one images."""
     return [
         Prompt(one.token_ids[~one.loss_mask].tolist(), f"{i}: ", None, "data.jsonl", i, pictures=one.pictures)
         for i, one in enumerate(vision_sequences(folder, [[(56, 84)], [], [(60, 60), (112, 56)], [(30, 90)]]))
@@ -325,7 +327,7 @@ def test_adapters_of_a_vision_model_are_pushed_merged_and_move_the_parts_that_ha
 
 
 class WorthOfEpisodes(FakeScorer):
-    """An episode is worth what its environment gave."""
+    """Scores an episode with the reward of its environment."""
 
     def judge(self, request: ScoreRequest) -> Score:
         assert request.episode_reward is not None
@@ -333,8 +335,9 @@ class WorthOfEpisodes(FakeScorer):
 
 
 def parity_game(*, is_shown: bool = True) -> FakeEnvironments:
-    """Whatever the model says first, it gets a token and has to say one of the same parity. Without `is_shown` it gets
-    another token than the one that counts.
+    """Play a game in which the model must answer with a token of the same parity as the observation.
+
+    Without `is_shown`, the observation differs from the token that counts.
     """
     counted: dict[int, int] = {}
 
@@ -368,7 +371,7 @@ def episode_prompts(count: int) -> list[Prompt]:
 
 
 class StoppedTurns:
-    """The engine with turns of one token, which end by themselves."""
+    """The engine with one-token turns that end by themselves."""
 
     def __init__(self, engine: OneEngine) -> None:
         self._engine = engine
@@ -385,7 +388,7 @@ def play_parity(engine: OneEngine, *, is_shown: bool = True) -> EpisodeEngines:
 
 
 class Recorded:
-    """Plays the parity game and keeps the seeds with which environments began."""
+    """Plays the parity game and records the environment seeds."""
 
     def __init__(self) -> None:
         self._games: list[FakeEnvironments] = []
@@ -401,7 +404,7 @@ class Recorded:
 
 
 def play_episodes(command: str, folder: str, tmp_path: Path, **given: Any) -> tuple[Any, Recorded]:
-    """Return the run of a command on the parity game, and what the environments got."""
+    """Run a command on the parity game; return the run and the recorded environments."""
     recorded, config = Recorded(), episodes_config(command, folder, **given.pop("settings", {}))
     prompts = given.pop("prompts", episode_prompts(8))
     parts = Parts(recorded, WorthOfEpisodes([], fails=lambda index: False), **given)
@@ -443,7 +446,7 @@ def test_dynamic_sampling_replaces_prompts_whose_episodes_are_all_alike(tiny_mod
 
 
 class EvaluationTracker(FakeTracker):
-    """Writes down evaluations too."""
+    """Also records evaluations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +475,7 @@ def test_held_out_prompts_are_episodes_too_and_change_nothing_in_training(tiny_m
 
 
 def test_only_sampled_tokens_have_a_gradient(tiny_model_dir):
-    """The gradient of an episode is that of its turns, each behind all tokens before it, by the plain model."""
+    """The gradient of an episode equals that of its turns, each after all preceding tokens, in the plain model."""
     turns = ((0, 3), (7, 9), (12, 16))
     generation = Generation([*range(30, 46)], [0.0] * 9, "stop", 0, Episode(turns, (0.0, 0.0, 1.0)))
     policy = PolicyModel(load_causal_lm(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32")))

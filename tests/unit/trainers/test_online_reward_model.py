@@ -1,4 +1,4 @@
-"""A reward model beside a policy: whether it fits, and that its role gives the score of one whole sequence."""
+"""Reward models of online runs: compatibility with the policy, and scores of single sequences."""
 
 import json
 from pathlib import Path

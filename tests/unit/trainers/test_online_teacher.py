@@ -1,4 +1,4 @@
-"""A teacher beside a policy: whether it fits, its role's log-probs, and what an iteration learns from them."""
+"""Teachers of online runs: compatibility with the policy, log-probs, and the resulting advantages."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def test_the_role_gives_transformers_logprobs_of_each_sequence_alone_at_the_samp
 
 
 def alone(model: Any, token_ids: np.ndarray, loss_mask: np.ndarray, temperature: float) -> np.ndarray:
-    """Return the log-probs of the trained tokens of one sequence, of logits divided by the temperature."""
+    """Return the log-probs of one sequence's trained tokens, with the logits divided by the temperature."""
     ids = torch.from_numpy(token_ids.astype(np.int64))
     with torch.no_grad():
         logprobs_TV = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
@@ -115,13 +115,15 @@ def test_the_expected_gradient_is_the_gradient_of_the_reverse_kl_divergence():
     (exact_V,) = torch.autograd.grad((logprobs_V.exp() * (logprobs_V - teacher_V)).sum(), logits_V, retain_graph=True)
     own_V = logprobs_V.detach()
     advantages_V = drawn_to_teacher(torch.zeros(7), own_V - teacher_V, coef=1.0)
-    # What REINFORCE does with these advantages, over all tokens that may be sampled.
+    # As REINFORCE with these advantages, over all tokens that may be sampled.
     (expected_V,) = torch.autograd.grad(-(own_V.exp() * advantages_V * logprobs_V).sum(), logits_V)
     torch.testing.assert_close(expected_V, exact_V)
 
 
 def judged(scores: list[float], teacher: list[list[float]]) -> Responses:
-    """Responses of two and one tokens to one prompt; the trainer's log-probs are not the sampler's (-.1, -.2)."""
+    """Return responses of two and one tokens to one prompt; the trainer's log-probs differ from the sampler's (-.1,
+    -.2).
+    """
     responses = responses_of(
         [prompt(0)] * 2, [generation(1, 2), generation(3)], [scored(score) for score in scores], [0, 0]
     )
@@ -137,7 +139,7 @@ def advantages(responses: Responses, algorithm: str, policy: PolicyConfig, coef:
 
 
 def test_advantages_beside_a_reward_by_hand():
-    """Log-ratios .5, -.75 and .5, weighted .5: -.25, .375, -.25; rewards 1 and 3 have rloo's advantages -2 and 2."""
+    """Log-ratios .5, -.75, .5 with coefficient .5: -.25, .375, -.25; rewards 1 and 3 have RLOO advantages -2 and 2."""
     responses = judged([1.0, 3.0], [[-1.0, -0.25], [-2.5]])
     found, metrics = advantages(responses, "rloo", PolicyConfig(init_kl_coef=0.0), 0.5)
     assert found == [[-2.25, -1.625], [1.75]]
@@ -189,7 +191,7 @@ def test_the_policys_own_logprobs_are_computed_although_a_single_step_needs_no_a
 
 
 def run_alone() -> Run:
-    """Return a run of one iteration without a reward, in which the real scorer gives 0."""
+    """Return a one-iteration run without a reward, for which the real scorer returns 0."""
     run = Run(policy=ReinforcePolicyConfig(init_kl_coef=0.0), algorithm="reinforce++", reward=ALONE, distill_coef=0.5)
     run.scorer.judge = lambda request: Score(0.0, "scored")  # type: ignore[method-assign]
     run(total_iterations=1)
@@ -202,7 +204,7 @@ def test_exactly_the_sampled_tokens_get_the_teachers_part():
     answers = [run.engines._answer(request) for request in run.engines.requests[0]]
     assert len(samples) == len(answers)
     for sample, answer in zip(samples, answers, strict=True):
-        # The actor is at -1 and the teacher at -.75: the teacher likes every token better by .25 nats.
+        # The actor is at -1 and the teacher at -.75, so the teacher prefers every token by .25 nats.
         assert sample.columns["advantages"].tolist() == [0.125] * len(answer.token_ids)
 
 
@@ -214,7 +216,7 @@ def test_an_iteration_without_a_reward_logs_the_teacher_and_no_scores():
     assert [(row["reward"], row["verdict"], row["teacher_kl"]) for row in rows] == [(None, None, -0.25)] * 6
     assert metrics["response_length"] > 0
     assert not [name for name in metrics if "reward" in name or name == "accuracy"]
-    assert undocumented("reinforce++", metrics) == ["loss"]  # of the fake actor
+    assert undocumented("reinforce++", metrics) == ["loss"]  # from the fake actor
 
 
 def test_responses_whose_reward_failed_are_not_distilled():

@@ -1,4 +1,4 @@
-"""Pushes in the middle of batches, with fakes of models, engines and rewards: versions, bounds, resumes, ends."""
+"""Weight updates during batches, with fake models, engines and rewards: versions, limits, resumes, ends."""
 
 import threading
 from collections.abc import Callable
@@ -17,14 +17,13 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.engine_turns import EngineTurns
 
-WAIT = 30.0  # seconds until a test gives up
+WAIT = 30.0  # timeout of a test in seconds
 
 
 class EnginesInFlight(FakeEngines):
-    """Half of a response is sampled by the weights at its begin, the other half by those at its end.
+    """Samples the first half of a response with the initial weights and the second half with the latest ones.
 
-    `before_look` is called by the thread that samples before each look, with the number of the batch. The tokens depend
-    on the seed alone.
+    The sampling thread calls `before_look` with the batch number before each poll. Tokens depend only on the seed.
     """
 
     def __init__(self, journal: list[str]) -> None:
@@ -79,7 +78,7 @@ def in_flight(made: Run) -> EnginesInFlight:
 
 
 def trained(made: Run) -> list[list[list[int]]]:
-    """Tokens of every sample of every update."""
+    """Return the tokens of each sample of each update."""
     return [[sample.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
 
 
@@ -88,7 +87,7 @@ def threads() -> list[str]:
 
 
 def looks_after_push(made: Run, *, of: int, awaited: int) -> None:
-    """Let a batch begin before this version is pushed, and its responses come afterwards."""
+    """Start a batch before this version is sent, and deliver its responses afterwards."""
     engines, begun, pushed = in_flight(made), threading.Event(), threading.Event()
     receive, update = engines.receive_weights, made.actor.update
 
@@ -115,7 +114,7 @@ def looks_after_push(made: Run, *, of: int, awaited: int) -> None:
 
 def test_a_push_comes_in_the_middle_of_a_batch_whose_later_tokens_are_of_the_new_weights():
     made = run()
-    looks_after_push(made, of=3, awaited=2)  # batch 3 begins beside iteration 2
+    looks_after_push(made, of=3, awaited=2)  # batch 3 starts during iteration 2
     assert made() == Finished(4, interrupted=False)
     metrics = dict(made.tracker.logged)
     assert metrics[3]["staleness/max"] == 1.0
@@ -157,7 +156,7 @@ def test_an_evaluation_waits_for_the_batch_in_flight_and_keeps_others_from_begin
 
     def is_due(iteration: int, is_last: bool) -> bool:
         if iteration == 1:
-            assert begun.wait(WAIT)  # batch 3, which may begin when iteration 1 does
+            assert begun.wait(WAIT)  # batch 3, which may start together with iteration 1
             evaluates.set()
         return iteration == 1
 
@@ -204,13 +203,13 @@ def test_an_error_of_the_sampling_before_an_evaluation_leaves_engines_at_rest():
 
 
 def test_a_checkpoint_keeps_the_actor_from_an_engine_that_is_started_again():
-    """A batch goes on meanwhile."""
+    """A batch is running meanwhile."""
     made, looked, saving = run(2, episodes=4), threading.Event(), threading.Event()
     engines, order = in_flight(made), list[str]()
 
     def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(engines.versions) == 3 and not engines.version:
-            return []  # the batch goes on after the push
+            return []  # the batch continues after the weight update
         if len(engines.versions) == 3 and not looked.is_set():
             assert saving.wait(WAIT)
             looked.set()
@@ -232,7 +231,7 @@ def test_a_checkpoint_keeps_the_actor_from_an_engine_that_is_started_again():
 
 
 def looks_of_batch(made: Run, *, number: int) -> None:
-    """Let the update of the first iteration wait until a batch is looked at."""
+    """Block the update of the first iteration until a batch is polled."""
     engines, begun = in_flight(made), threading.Event()
     begin, update = engines.begin, made.actor.update
 
@@ -263,12 +262,12 @@ def test_replaced_prompts_and_greedy_baselines_are_sampled_within_pushes(tmp_pat
 
 
 def even(request: ScoreRequest) -> Score:
-    """Right if the sum of the digits is even."""
+    """Score 1 if the sum of the digits is even."""
     return Score(1.0, "correct") if sum(map(int, request.response)) % 2 == 0 else Score(0.0, "wrong")
 
 
 def test_an_engine_that_needs_the_actor_and_a_push_do_not_wait_for_each_other():
-    """It asks for the actor within a look, while the actor trains and then pushes."""
+    """The engine requests the actor during a poll, while the actor trains and then sends weights."""
     made, trains_now, asks = run(), threading.Event(), threading.Event()
     versions: list[int | None] = []
 

@@ -1,4 +1,4 @@
-"""Preference losses on pairs whose prompts have pictures: values of plain models, one tower pass a pair."""
+"""Preference losses on pairs with images: equal to plain models, with one vision tower pass per pair."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ TOTALS = StepTotals(num_tokens=1, num_sequences=NUM_PAIRS)
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs whose prompts have zero to two pictures: the model, its micro-batch, and log-probs of the plain model."""
+    """Pairs whose prompts have zero to two images: model, micro-batch, and log-probs of the plain model."""
 
     model: PolicyModel
     batch: MicroBatch
@@ -54,7 +54,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 class AskedModel:
-    """A model that is asked without training."""
+    """A model for inference."""
 
     def __init__(self, model: PolicyModel) -> None:
         self._model = model

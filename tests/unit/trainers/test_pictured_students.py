@@ -1,4 +1,4 @@
-"""Students and teachers that see pictures: steps as in plain PyTorch, with a teacher of another size of the type."""
+"""Students and teachers with images: steps equal plain PyTorch, with a teacher of another size."""
 
 from pathlib import Path
 

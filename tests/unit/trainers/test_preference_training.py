@@ -1,4 +1,4 @@
-"""Reward models, dpo and kto under the real engine: steps do not depend on how they are cut, packed or shared."""
+"""Reward models, dpo and kto with the real engine: steps do not depend on micro-batches, packing or prefix sharing."""
 
 import json
 import math
@@ -61,7 +61,7 @@ from rlhf_cli.trainers.offline.rm import finish_reward_metrics
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
-# Of a log-probability of a whole response, near -100 in float32, and so of a difference of two of them.
+# For log-probs of whole responses, near -100 in float32, and their differences.
 ROUNDING = 2e-5
 
 
@@ -80,7 +80,7 @@ def test_micro_batches_do_not_change_a_step(tiny_model_dir, name, stage):
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(900)  # may have to compile DeepSpeed's optimizer
+@pytest.mark.timeout(900)  # may compile DeepSpeed's optimizer
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["rm", "dpo", "kto"])
 def test_an_optimizer_in_host_memory_takes_the_same_steps(tiny_model_dir, name, stage):
@@ -101,13 +101,13 @@ def test_every_parameter_moves(tiny_model_dir, name):
     task = TASKS[name]()
     trained = run_steps(tiny_model_dir, task, 2, Layout())
     start = run_steps(tiny_model_dir, task, 2, Layout(), steps=[])
-    # A word that is in no row has an embedding without a gradient, and the head of a policy is its embedding.
+    # Words in no row have embeddings without gradient; the policy's head is tied to its embedding.
     still = [n for n, weight in trained.weights.items() if weight.equal(start.weights[n]) and NOISE not in n]
     assert still == []
 
 
 def logprob_of(model, prompt, branch):
-    """Sum of the trained tokens' log-probabilities of one sequence alone."""
+    """Return the summed log-probs of the trained tokens of one sequence."""
     tokens = np.concatenate([prompt, branch.token_ids])
     mask = np.concatenate([np.zeros(len(prompt), dtype=bool), branch.loss_mask])
     return model(pack([TokenSequence(tokens, mask)]))[0].sum()
@@ -160,14 +160,14 @@ def test_reference_columns_give_the_steps_of_a_reference_that_is_asked(tiny_mode
 
 
 class Asked:
-    """Stands for a frozen model: `forward` computes its result from the micro-batch alone."""
+    """Replaces a frozen model: `forward` computes its result from the micro-batch."""
 
     def infer(self, batches, forward):
         return [forward(None, batch) for batch in batches]
 
 
 def on_every_rank(num_ranks, call):
-    """What `call(rank, gather)` gives on each of so many ranks, which are threads here."""
+    """Return the results of `call(rank, gather)` on ranks that are threads here."""
     given: dict[int, torch.Tensor] = {}
     together = threading.Barrier(num_ranks)
 
@@ -192,7 +192,7 @@ def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
     def sums(model, batch):
         return segment_sum(batch.pack.targets_K.float(), batch.pack.cu_trained)
 
-    for num_ranks in (1, 3, 11):  # 8 pairs: of 11 ranks, some never have any
+    for num_ranks in (1, 3, 11):  # 8 pairs: with 11 ranks, some have none
         for stored in on_every_rank(
             num_ranks,
             lambda rank, gather, num_ranks=num_ranks: all_results(

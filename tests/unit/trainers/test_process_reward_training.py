@@ -1,4 +1,4 @@
-"""`rlhf prm`'s objective against a dense computation on single sequences, and the models that it refuses or writes."""
+"""`rlhf prm` compared with a dense computation on single sequences, and models that it rejects or writes."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def backbone(folder):
 
 
 def dense_loss(model, items):
-    """Return the mean of the cross-entropies, each by its formula from the state at a step's last token."""
+    """Return the mean cross-entropy, computed by its formula at the last token of each step."""
     terms = []
     for item in items:
         states = model.model(input_ids=torch.from_numpy(item.token_ids).long()[None]).last_hidden_state[0]

@@ -1,4 +1,4 @@
-"""The clock of sampling ahead."""
+"""The clock of asynchronous sampling."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_the_seconds_of_sampling_waiting_and_idle_engines_add_up_between_two_loo
         "perf/engines_idle_seconds": 1.0,
     }
     now += 2
-    with clock.sampling():  # goes on over two looks
+    with clock.sampling():  # continues over two polls
         now += 3
         found = clock.metrics()
         assert (found["perf/sampling_seconds"], found["perf/engines_idle_seconds"]) == (3.0, 2.0)

@@ -1,4 +1,4 @@
-"""A student with its teacher in one rank, on the real engine: values, gradients, packs, checkpoints, and whole runs."""
+"""A student and its teacher in one rank with the real engine: values, gradients, packs, checkpoints, and runs."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def role_of(student: StudentRank, *, max_tokens: int = 1000) -> StudentRole:
 
 
 def responses() -> list[TokenSequence]:
-    """Ten responses to three prompts."""
+    """Return ten responses to three prompts."""
     rng = np.random.default_rng(2)
     prompts = [Prompt(rng.integers(0, 40, length).tolist(), "", None, "d", length) for length in (3, 5, 2)]
     sampled = [rng.integers(0, 40, int(rng.integers(1, 6))).tolist() for _ in range(10)]
@@ -122,7 +122,7 @@ def test_steps_on_rows_are_the_steps_of_the_offline_command(tiny_model_dir, tiny
 
 
 def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iterations: int = 4) -> dict[str, Any]:
-    """Return what iterations logged, and the weights, of a run that saves after the second one; or goes on there."""
+    """Run and return the logged metrics and the weights; a run saves after iteration 2, or resumes from there."""
     student = make_student(config, learning_rate=1e-2)
     engine, tracker = OneEngine(config.model.pretrain, student, folder), FakeTracker()
     state = first_state(config.policy)

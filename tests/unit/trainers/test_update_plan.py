@@ -1,4 +1,4 @@
-"""Which samples each optimizer step of an iteration sees where groups stay together."""
+"""The samples of each optimizer step of an iteration, if groups must stay together."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_every_pass_sees_each_sample_once_in_equal_steps_of_at_most_that_size(si
     [
         (16, 16, [8, 8]),
         (9, 16, [5, 4]),  # never 8 and 1
-        (4, 16, [2, 2]),  # as many steps as the schedule counts
+        (4, 16, [2, 2]),  # the number of steps in the schedule
         (1, 16, [1]),
         (20, 20, [7, 7, 6]),
         (8, 8, [8]),
