@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: word problems, small models, child processes and their memory, tables."""
+"""Helpers of all benchmarks: word problems, small models, child processes with their memory, tables."""
 
 import argparse
 import json
@@ -38,9 +38,9 @@ MOVES = (
 
 
 def word_problem(rng: random.Random) -> dict[str, str]:
-    """Return a question about a few steps of arithmetic, its worked answer in GSM8K's form, and a mistaken answer.
+    """Return a multi-step arithmetic question, its solution in GSM8K's format, and a wrong solution.
 
-    The mistaken answer has an error in one step and follows from it to the end.
+    The wrong solution has an error in one step, which propagates to the answer.
     """
     name, other = rng.sample(NAMES, 2)
     thing, total = rng.choice(THINGS), rng.randint(20, 400)
@@ -52,7 +52,7 @@ def word_problem(rng: random.Random) -> dict[str, str]:
         changes.append(n if sign == "+" else -n)
     sentences.append(f"How many {thing} does {name} have in the end?")
     errors = [0] * len(changes)
-    # Not drawn from rng, so that the next problems do not change.
+    # Independent of rng, so that later problems do not change.
     errors[total % len(changes)] = 1 + total % 9
     return {
         "question": " ".join(sentences),
@@ -62,7 +62,7 @@ def word_problem(rng: random.Random) -> dict[str, str]:
 
 
 def worked_answer(name: str, thing: str, total: int, changes: list[int], errors: list[int]) -> str:
-    """Return the steps from `total` through all changes, each result off by its error, and the final number."""
+    """Return the steps from `total` through all changes, each result off by its error, and the answer."""
     steps = []
     for change, error in zip(changes, errors, strict=True):
         sign, after = "-" if change < 0 else "+", total + change + error
@@ -80,16 +80,16 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def write_word_problems(path: Path, *, num_rows: int = 4000) -> Path:
-    """Write word problems with the columns question and answer."""
+    """Write word problems with columns question and answer."""
     rng = random.Random(0)
     problems = (word_problem(rng) for _ in range(num_rows))
     return write_rows(path, ({name: row[name] for name in ("question", "answer")} for row in problems))
 
 
 def run_quietly(command: Sequence[object], *, log: Path, environment: Mapping[str, str] | None = None) -> float:
-    """Run a command with its output in a file and return its peak resident memory in MiB.
+    """Run a command, redirect its output to a file, and return its peak resident memory in MiB.
 
-    If the command fails, exit with the end of its output.
+    If the command fails, exit with the last lines of the output.
     """
     peak, words = 0.0, list(map(str, command))
     variables = {**os.environ, **OFFLINE, **(environment or {})}
@@ -121,7 +121,7 @@ def peak_memory(pid: int) -> float:
 
 @contextmanager
 def watched_processes(look: Callable[[list[psutil.Process]], None]) -> Iterator[None]:
-    """Call `look` with all descendants of this process, several times a second, from a thread of its own."""
+    """Call `look` with all descendants of this process several times per second, from another thread."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -139,7 +139,7 @@ def watched_processes(look: Callable[[list[psutil.Process]], None]) -> Iterator[
 
 
 def cpu_seconds(command: Sequence[object], *, output: Any, folder: Path | None = None) -> tuple[float, int]:
-    """Run a command and return its user and system time with its exit status."""
+    """Run a command and return its CPU time and exit status."""
     process = subprocess.Popen(list(map(str, command)), cwd=folder, stdout=output, stderr=output)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -147,7 +147,7 @@ def cpu_seconds(command: Sequence[object], *, output: Any, folder: Path | None =
 
 
 def make_model(folder: Path, dataset: Path, *, shape: str = SMALL_MODEL, name: str = "small_model") -> Path:
-    """Create a model with a tokenizer trained on the rows, by `rlhf scratch`; reuse one that exists."""
+    """Create a model with `rlhf scratch`, including a tokenizer trained on the rows, unless it exists."""
     model = folder / name
     if not model.exists():
         command = [*RLHF, "scratch", "--dataset", dataset, "--output", model, *shape.split()]
@@ -156,7 +156,7 @@ def make_model(folder: Path, dataset: Path, *, shape: str = SMALL_MODEL, name: s
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
-    """Return the lines of a run's metrics.jsonl that belong to training steps."""
+    """Return the training steps in a run's metrics.jsonl."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "time/step" in line]
 
@@ -168,12 +168,12 @@ def table(head: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a module's docstring as it is."""
+    """Return a parser that shows the module docstring unchanged."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def machine() -> str:
-    """Return processor, cores and versions in one line."""
+    """Return CPU model, cores and versions in one line."""
     model = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -183,7 +183,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Return the installed versions of the main packages in one line."""
+    """Return installed versions of the main packages in one line."""
     found = []
     for package in PACKAGES:
         try:

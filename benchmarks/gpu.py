@@ -1,13 +1,13 @@
-"""Speed and memory of the parts on one NVIDIA GPU.
+"""Measure speed and memory of single components on one NVIDIA GPU.
 
     python benchmarks/gpu.py [--shape 1.5b] [--parts packing logits training rollout] [--peak_tflops 989]
 
 packing    forward and backward passes over the same sequences, packed and padded
-logits     log-probs in chunks against the whole matrix of logits: time and peak memory
-training   whole DeepSpeed steps: tokens/s, share of the GPU's peak (MFU), sleep and wake of the trainer
-rollout    vLLM, if it is installed: tokens/s, sleep and wake of the engine, push of weights by ipc
+logits     log-probs with chunks and with full logits: time and peak memory
+training   DeepSpeed steps: tokens/s, model FLOPs utilisation (MFU), sleep and wake of the trainer
+rollout    vLLM, if installed: tokens/s, sleep and wake of the engine, weight update over ipc
 
-Random weights in the shape of Qwen2.5's models, without downloads. Exits with 2 if no GPU is visible. Several engines
+Uses random weights with Qwen2.5 shapes, without downloads. Exits with 2 if no GPU is visible. Several engines
 and nccl need more than one GPU and are not measured.
 """
 
@@ -48,10 +48,10 @@ PEAK_TFLOPS = (
     ("L4", 121),
     ("RTX 4090", 165),
 )
-"""Dense bfloat16 with float32 accumulation, from data sheets; the first name that matches counts."""
+"""Dense bfloat16 TFLOPS with float32 accumulation, from data sheets; the first matching name is used."""
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 1024), 64, 512
 MEMORY_SHARE = 0.5
-"""Share of the GPU's memory for the engine."""
+"""Fraction of GPU memory for the engine."""
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
     | {"num_key_value_heads": 4, "vocab_size": 151_936, "tie_word_embeddings": False},
 }
-"""Qwen2.5's models, and a tiny one to test the benchmark."""
+"""Shapes from Qwen2.5, and a tiny one to test the benchmark."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Scale:
 
     @property
     def config(self) -> Qwen2Config:
-        """Return the shape of the model."""
+        """Return the model config."""
         return Qwen2Config(**SHAPES[self.shape], max_position_embeddings=self.max_length)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result: a setting and its figures by unit."""
+    """One result line: a setting and its values by unit."""
 
     part: str
     setting: str
@@ -92,7 +92,7 @@ class Row:
 
 
 def make_sequences(scale: Scale, *, seed: int = 0) -> list[TokenSequence]:
-    """Return random sequences of log-normal length (median 256), whose last two thirds are trained."""
+    """Return random sequences with log-normal length (median 256), of which the last two thirds are trained."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(256), 0.9, scale.num_sequences), 16, scale.max_length).astype(int)
     vocabulary = SHAPES[scale.shape]["vocab_size"]
@@ -112,7 +112,7 @@ def make_model(scale: Scale, attention: str) -> Qwen2ForCausalLM:
 
 
 def make_packs(scale: Scale, sequences: Sequence[TokenSequence]) -> list[Pack]:
-    """Return all sequences as packs within the token limit."""
+    """Return all sequences in packs within the token limit."""
     (bins,) = plan_packs([len(sequence) for sequence in sequences], max_tokens=scale.max_tokens, num_ranks=1)
     return [pack([sequences[i] for i in members]).to(scale.device) for members in bins]
 
@@ -120,7 +120,7 @@ def make_packs(scale: Scale, sequences: Sequence[TokenSequence]) -> list[Pack]:
 def padded_batches(
     sequences: Sequence[TokenSequence], *, max_tokens: int, by_length: bool
 ) -> list[list[TokenSequence]]:
-    """Return batches of at most `max_tokens` with padding, in order or sorted by length."""
+    """Return padded batches with at most `max_tokens`, in order or sorted by length."""
     ordered = sorted(sequences, key=len) if by_length else list(sequences)
     batches: list[list[TokenSequence]] = []
     widest = 0
@@ -154,7 +154,7 @@ class Cost:
 
 
 def measure(run: Callable[[], object], scale: Scale) -> Cost | None:
-    """Return the shortest time of some repetitions after a warm-up, and peak memory; None if out of memory."""
+    """Return the shortest time of several repetitions after a warm-up with peak memory, or None if out of memory."""
     try:
         run()
         _synchronise(scale.device)
@@ -219,7 +219,7 @@ def _train_padded(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) 
 
 
 def logits(scale: Scale) -> Iterator[Row]:
-    """Measure log-probs of a pack's tokens, forward and backward: in chunks, and from the whole matrix of logits."""
+    """Measure log-probs for a pack, forward and backward, with chunks and with full logits."""
     config = scale.config
     shape = {"device": scale.device, "dtype": torch.bfloat16}
     hidden_KD = torch.randn(scale.max_tokens, config.hidden_size, requires_grad=True, **shape)  # type: ignore[call-overload]
@@ -240,10 +240,10 @@ def logits(scale: Scale) -> Iterator[Row]:
 
 
 def training_flops(config: Qwen2Config, lengths: Sequence[int], num_trained: int) -> float:
-    """Return the floating-point operations of forward and backward, without recomputation.
+    """Return the forward and backward FLOPs without recomputation.
 
-    Six per weight and token in the layers, six per weight of the head and trained token; causal attention
-    2 L^2 D forward and twice that backward, per layer with D dimensions of the query heads.
+    Six per weight and token in the layers, and six per head weight and trained token. Causal attention needs 2 L^2 D
+    forward and twice that backward, per layer with D query dimensions.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     head_size = hidden // config.num_attention_heads
@@ -254,7 +254,7 @@ def training_flops(config: Qwen2Config, lengths: Sequence[int], num_trained: int
 
 
 def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
-    """Measure whole optimizer steps of DeepSpeed, and offloading and reloading its states."""
+    """Measure full DeepSpeed optimizer steps, and offloading and reloading the state."""
     from rlhf_cli.algorithms.aggregation import StepTotals
     from rlhf_cli.backends.training import distributed
     from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
@@ -305,7 +305,7 @@ def _train_step(engine: Any, packs: list[Pack], objective: Any, metrics: dict[st
 
 
 def _sleep_and_wake(engine: Any, scale: Scale) -> Iterator[Row]:
-    """Measure the second of two rounds: the first one pins host memory."""
+    """Measure the second round, because the first one pins host memory."""
     if scale.device.type != "cuda":
         return
     for _ in range(2):
@@ -328,11 +328,13 @@ def _forget(device: torch.device) -> None:
 
 
 Run = Callable[[Any], Any]
-"""Returns the result of a coroutine in another thread: the trainer's side of a push blocks while engines answer."""
+"""Runs a coroutine in another thread and returns its result: the trainer blocks in a weight update while engines
+answer.
+"""
 
 
 def rollout(scale: Scale) -> Iterator[Row]:
-    """Measure generation, sleep, wake and push with one vLLM engine on the device."""
+    """Measure generation, sleep, wake and weight updates with one vLLM engine."""
     from rlhf_cli.backends.rollout.engine import EngineSettings
     from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 
@@ -371,7 +373,7 @@ def _measured(run: Run, engine: Any, model: nn.Module) -> Iterator[Row]:
         run(function(EngineHost(engine), given[0]))
 
     sender = WeightSender(connect("ipc", specs, client=EngineClient(call, num_engines=1), rank=0))
-    for version in (1, 2):  # the first round sets things up
+    for version in (1, 2):  # the first round is a warm-up
         free = torch.cuda.mem_get_info()[0]
         seconds = {"sleep s": _timed(lambda: run(engine.sleep()))}
         freed = (torch.cuda.mem_get_info()[0] - free) / GIB
@@ -405,12 +407,12 @@ def _timed(action: Any) -> float:
 
 
 def peak_tflops(name: str) -> float | None:
-    """Return the peak of the GPU of this name, None if it is not listed."""
+    """Return the peak TFLOPS for a GPU name, or None if unknown."""
     return next((float(peak) for part, peak in PEAK_TFLOPS if part in name), None)
 
 
 def rows_of(parts: Sequence[str], scale: Scale, peak: float | None) -> Iterator[Row]:
-    """Measure the chosen parts."""
+    """Measure the selected parts."""
     if "packing" in parts:
         yield from packing(scale)
     if "logits" in parts:
@@ -424,7 +426,7 @@ def rows_of(parts: Sequence[str], scale: Scale, peak: float | None) -> Iterator[
 
 
 def figures_table(rows: Iterable[Row]) -> str:
-    """Return a table of the rows."""
+    """Return a result table."""
 
     def cells(row: Row) -> tuple[str, str, str]:
         return row.part, row.setting, ", ".join(f"{_rounded(value)} {unit}" for unit, value in row.figures.items())
@@ -437,7 +439,7 @@ def _rounded(value: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command line parser."""
     found = make_parser(__doc__)
     found.add_argument("--shape", choices=SHAPES, default="1.5b")
     found.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))

@@ -1,4 +1,4 @@
-"""Ten steps on one NVIDIA GPU, with a Markdown report that can be sent to others.
+"""Run ten steps on one NVIDIA GPU and write a Markdown report.
 
     python benchmarks/gpu_check.py [--steps 1 4 9] [--folder runs/gpu_check]      (make gpu-check ARGS="--steps 1 4 9")
 
@@ -32,7 +32,7 @@ MODEL = (
     "--hidden_size 1024 --intermediate_size 4096 --num_hidden_layers 12 --num_attention_heads 16 "
     "--num_key_value_heads 4 --vocab_size 4096"
 )
-"""182M parameters in heads of 64: large enough for figures of memory, small enough for a minute a run."""
+"""182M parameters with head size 64: large enough for memory figures, small enough for one-minute runs."""
 NUM_ROWS = 1024
 INTERRUPTED = 130
 POLL_SECONDS, SECONDS_TO_END = 0.5, 60.0
@@ -48,7 +48,7 @@ RUN_METRICS |= {
     "rollout_diff_max": "nats between engine and trainer at most",
 }
 MEMORY_SHARE = 0.5
-"""Share of the GPU's memory for an engine with other models on the GPU."""
+"""Fraction of GPU memory for an engine that shares the GPU with other models."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that answer one question."""
+    """Commands that check one question."""
 
     number: int
     title: str
@@ -87,7 +87,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Files:
-    """The inputs of the commands, and the folder for their output."""
+    """Inputs for the commands, and the output folder."""
 
     model: Path
     rows: Path
@@ -186,31 +186,31 @@ def _adapters(files: Files) -> list[Command]:
 
 
 def last_line(output: str) -> str:
-    """Return the last line that is not empty."""
+    """Return the last nonempty line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1].strip("= ") if lines else ""
 
 
 def _speed(output: str) -> str:
-    """Return the speed from the summary that ends the output of a command."""
+    """Return the speed from the final summary of a command."""
     return next(line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  speed "))
 
 
 def _findings(output: str) -> str:
-    """Return the findings of `rlhf doctor --report` that are not ok, and how many there are."""
+    """Return the number of `rlhf doctor --report` findings that are not ok, with their text."""
     rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
     others = [f"{part}: {message}" for status, part, message, *_ in rows if status != "ok"]
     return "; ".join([f"{len(rows)} findings", *others])
 
 
 def _last_table(output: str) -> str:
-    """Return the rows of the table that ends the output of benchmarks/gpu.py."""
+    """Return the rows of the last table from benchmarks/gpu.py."""
     rows = output.rsplit("|---|---|---|", 1)[-1].strip().splitlines()
     return "; ".join(": ".join(cell.strip() for cell in row.strip("| ").split(" | ")) for row in rows)
 
 
 def _metrics_of(run: Path) -> Figures:
-    """Return the reader of a training run's last step, whose first one warms up."""
+    """Return a reader for the last training step in a run, where the first step is warm-up."""
 
     def figures(_: str) -> str:
         last = read_metrics(run)[-1]
@@ -221,27 +221,27 @@ def _metrics_of(run: Path) -> Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a command: `ok`, or `failed` or `skipped` with the reason."""
+    """Command result: `ok`, or `failed` or `skipped` with the reason."""
 
     step: Step
     command: Command
     result: str
     seconds: float = 0.0
     figures: str = ""
-    tail: str = ""  # of the log of a failed command
+    tail: str = ""  # end of a failed command's log
 
 
 def make_files(folder: Path, *, size: str = MODEL) -> Files:
-    """Create the model and rows of all steps, or reuse them; remove the outputs of an earlier check."""
+    """Create or reuse the model and rows for all steps; remove old outputs."""
     outputs, rows = folder / "outputs", folder / "rows.jsonl"
-    shutil.rmtree(outputs, ignore_errors=True)  # else a run would resume from an old checkpoint
+    shutil.rmtree(outputs, ignore_errors=True)  # otherwise a run would resume from an old checkpoint
     if not (folder / "model").exists():
         write_word_problems(rows, num_rows=NUM_ROWS)
     return Files(make_model(folder, rows, shape=size, name="model"), rows, outputs)
 
 
 def run_step(step: Step, folder: Path, *, gpu_memory: Callable[[], int | None]) -> Iterable[Outcome]:
-    """Yield the outcome of each of the step's commands."""
+    """Yield the outcome for each command in the step."""
     for number, command in enumerate(step.commands, 1):
         missing = [module for module in command.needs if importlib.util.find_spec(module) is None]
         if missing:
@@ -251,7 +251,7 @@ def run_step(step: Step, folder: Path, *, gpu_memory: Callable[[], int | None]) 
 
 
 def run_command(step: Step, command: Command, *, log: Path, gpu_memory: Callable[[], int | None]) -> Outcome:
-    """Run a command with its output in a log, and return its outcome."""
+    """Run a command, log its output, and return the outcome."""
     begin = time.monotonic()
     environment = os.environ | OFFLINE | {"COLUMNS": "200"}
     with log.open("w") as output:
@@ -289,7 +289,7 @@ def _figures(command: Command, text: str) -> str:
 def _watch(
     process: subprocess.Popen, command: Command, gpu_memory: Callable[[], int | None]
 ) -> tuple[bool, int | None]:
-    """Wait for a process; return whether it ended in time, and the peak memory in use on the first GPU in MiB."""
+    """Wait for a process; return whether it finished in time, with the peak memory on the first GPU in MiB."""
     deadline, peak, sent = time.monotonic() + command.seconds, None, False
     while process.poll() is None and time.monotonic() < deadline:
         used = gpu_memory()
@@ -338,7 +338,7 @@ def header() -> str:
 
 
 def report(outcomes: Iterable[Outcome]) -> str:
-    """Return the table of all commands, then the end of the log of each failed command."""
+    """Return a table with all commands, then the last log lines for each failed command."""
     found = list(outcomes)
 
     def cells(one: Outcome) -> list[str]:
@@ -351,7 +351,7 @@ def report(outcomes: Iterable[Outcome]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command line parser."""
     found = make_parser(__doc__)
     found.add_argument("--steps", nargs="+", type=int, choices=range(1, 11), default=list(range(1, 11)))
     found.add_argument("--folder", type=Path, default=Path("runs/gpu_check"), help="of the model, logs and report")
@@ -369,7 +369,7 @@ def main() -> int:
 
 
 def check(chosen: Iterable[Step], folder: Path, *, gpu_memory: Callable[[], int | None]) -> int:
-    """Run the steps, keep gpu_check.md up to date, and print it at the end; 1 if one of them failed."""
+    """Run the steps, update gpu_check.md, and print it at the end; return 1 if a step failed."""
     about, outcomes, file = header(), [], folder / "gpu_check.md"
     for step in chosen:
         print(f"{step.number}. {step.title}", flush=True)

@@ -1,16 +1,16 @@
-"""Time and memory of online runs.
+"""Measure time and memory in online runs.
 
     python benchmarks/online.py phases [--dataset X] [--iterations 6] [--rollout_backend vllm] [--param_dtype fp32]
     python benchmarks/online.py memory [--iterations 200] [--rollout_backend vllm] [--param_dtype fp32]
     python benchmarks/online.py images [--samples 1 4 16] [--images 32] [--rollout_backend vllm]
 
-phases  share of each phase in an iteration of `rlhf ppo` with the 11M-parameter model, critic and reference. Exits with
-        1 if more than 15 % is neither generation, forward passes nor training.
-memory  memory of all processes by fifths of an `rlhf ppo` run with critic, reference and engine on a tiny model. Exits
-        with 1 if a line through all but the first fifth rises by more than 20 MiB in 100 iterations.
+phases  time fraction per phase in an `rlhf ppo` iteration with the 11M-parameter model, critic and reference. Exits
+        with 1 if more than 15 % is neither generation, forward passes nor training.
+memory  total memory by fifths of an `rlhf ppo` run with critic, reference and engine on a tiny model. Exits
+        with 1 if a line through the last four fifths rises by more than 20 MiB in 100 iterations.
 images  `rlhf reinforce++` on a tiny Idefics3 and photos of 1008 x 756 pixels: peak private memory of the driver
-        and of all other processes. Exits with 1 if it grows by more than two copies of the pixels from the
-        fewest samples of a prompt to the most.
+        and in all other processes. Exits with 1 if it grows by more than two copies of the pixels from the
+        fewest samples per prompt to the most.
 """
 
 import argparse
@@ -47,19 +47,19 @@ WORK = ("generate", "forward", "train")
 OVERHEAD_LIMIT = 0.15
 WARM_UP_ITERATIONS = 2
 MEMORY_LIMIT = 20.0
-"""MiB in 100 iterations, of several GiB: less than the error of readings of shared memory."""
+"""MiB per 100 iterations, from a total of several GiB; less than the measurement error with shared memory."""
 MIB = 1 << 20
 FIFTHS = 5
 WIDTH, HEIGHT = 1008, 756
 BLOCK = 12
-"""Side in pixels of blocks of one colour, which keep a photo's file much smaller than its pixels."""
+"""Side in pixels of single-colour blocks, which compress a photo well."""
 VISION = f"--image_size {WIDTH} --patch_size 28 --scale_factor 4"
-"""81 tokens and 1,296 patches an image."""
+"""81 tokens and 1,296 patches per image."""
 ALLOWED_COPIES = 2
 
 
 def run_ppo(args: argparse.Namespace, model: Path, dataset: Path, *flags: object, batch: tuple[int, int]) -> Path:
-    """Run `rlhf ppo` with two optimizer steps in an iteration of prompts x samples; return the run directory."""
+    """Run `rlhf ppo` with two optimizer steps per iteration on prompts x samples; return the run directory."""
     output = args.folder / "ppo"
     line = [*RLHF, "ppo", "--pretrain", model, "--prompt_data", dataset, "--output", output, "--overwrite"]
     line += ["--rollout_backend", args.rollout_backend, "--rollout_batch_size", batch[0]]
@@ -70,7 +70,7 @@ def run_ppo(args: argparse.Namespace, model: Path, dataset: Path, *flags: object
 
 
 def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the share of each phase in the time of these iterations; `rest` is outside all phases."""
+    """Return the time fraction for each phase in these iterations; `rest` is outside all phases."""
     total = sum(step["time/step"] for step in steps)
     names = dict.fromkeys(name for step in steps for name in step if name.startswith("time/") and name != "time/step")
     parts = {name.removeprefix("time/"): sum(step.get(name, 0.0) for step in steps) / total for name in names}
@@ -78,12 +78,12 @@ def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def overhead(parts: Mapping[str, float]) -> float:
-    """Return the share of everything but generation, forward passes and training."""
+    """Return the time fraction outside generation, forward passes and training."""
     return sum(share for name, share in parts.items() if name not in WORK)
 
 
 def phases(args: argparse.Namespace) -> int:
-    """Measure the phases of a ppo run."""
+    """Measure the phases in a ppo run."""
     dataset = args.dataset or write_word_problems(args.folder / "rows.jsonl")
     flags = ("--max_new_tokens", 128, "--colocate_all_models")
     output = run_ppo(args, make_model(args.folder, dataset), dataset, *flags, batch=(32, 4))
@@ -98,19 +98,19 @@ def phases(args: argparse.Namespace) -> int:
 
 
 def fifths(memory: Sequence[float]) -> list[tuple[int, int, float]]:
-    """Return first iteration, last iteration and mean memory of each fifth of a run."""
+    """Return first iteration, last iteration and mean memory for each fifth of a run."""
     bounds = [len(memory) * part // FIFTHS for part in range(FIFTHS + 1)]
     return [(start + 1, stop, float(np.mean(memory[start:stop]))) for start, stop in pairwise(bounds)]
 
 
 def rise(memory: Sequence[float]) -> float:
-    """Return the growth in 100 iterations: least squares over all but the first fifth, in which caches fill."""
+    """Return the growth in 100 iterations: least squares without the first fifth, in which caches fill."""
     settled = np.asarray(memory[len(memory) // FIFTHS :])
     return 100 * float(np.polyfit(np.arange(len(settled)), settled, deg=1)[0])
 
 
 def memory(args: argparse.Namespace) -> int:
-    """Measure memory over the iterations of a ppo run."""
+    """Measure memory over iterations in a ppo run."""
     dataset = args.dataset or write_word_problems(args.folder / "rows.jsonl")
     model = make_model(args.folder, dataset, shape=TINY_MODEL, name="tiny_model")
     output = run_ppo(args, model, dataset, "--max_new_tokens", 16, "--num_episodes", 1000, batch=(4, 4))
@@ -121,7 +121,7 @@ def memory(args: argparse.Namespace) -> int:
 
 
 def write_photos(folder: Path, count: int) -> Path:
-    """Write that many photos, and a row with a question about each; return the file of rows."""
+    """Write photos with one question each; return the data file."""
     rng, rows = np.random.default_rng(0), []
     (folder / "photos").mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -134,13 +134,13 @@ def write_photos(folder: Path, count: int) -> Path:
 
 @dataclass
 class Peaks:
-    """Peak private memory in bytes of the driver, and of all other processes of its run."""
+    """Peak private memory in bytes, for the driver and for all other processes in its run."""
 
     driver: int = 0
     others: int = 0
 
     def look(self, processes: Sequence[psutil.Process]) -> None:
-        """Raise the peaks to the present memory of the children of this process, and of their descendants."""
+        """Update the peaks with the current memory of child processes and their descendants."""
         driver = others = 0
         for process in processes:
             with suppress(psutil.Error):
@@ -152,7 +152,7 @@ class Peaks:
 
 
 def images(args: argparse.Namespace) -> int:
-    """Measure memory by the samples of a prompt."""
+    """Measure memory by samples per prompt."""
     dataset = write_photos(args.folder, args.images)
     model = make_model(args.folder, dataset, shape=f"{TINY_MODEL} {VISION}", name="tiny_idefics3")
     pixels, rows, totals = args.images * WIDTH * HEIGHT * 3, [], []

@@ -1,10 +1,10 @@
-"""Time of commands until they train, until they show help, and until they report a mistake.
+"""Measure the time until commands train, show help, or report a mistake.
 
     python benchmarks/startup.py run [sft ppo grpo]
     python benchmarks/startup.py help [--runs 7]
     python benchmarks/startup.py mistakes
 
-run       wall time until each line of a run of two steps on a tiny model, and the start and CPU time of each process.
+run       wall time until each output line in a two-step run on a tiny model, and start and CPU time by process.
           Needs an idle machine.
 help      CPU time of `rlhf --help` and of each command's help, in new processes. Exits with 1 above 0.4 s.
 mistakes  CPU time from a mistake in flags, paths, columns or ports to its message. Exits with 1 above 0.6 s, or if a
@@ -37,7 +37,7 @@ EVENTS = {
     "iteration 1": "first iteration",
     "Finished": "training has finished",
 }
-"""Start of an output line -> the event that it reports."""
+"""Prefix of an output line -> event."""
 ONLINE = (
     "--prompt_data {data} --label_key label --reward_funcs exact --rollout_batch_size 8 --train_batch_size 8 "
     "--max_len 64 --max_new_tokens 16 --num_episodes 1 --max_iterations 2"
@@ -96,7 +96,7 @@ MISTAKES = (
 
 @dataclass
 class Life:
-    """A process: seconds from the start of the command to its own, and its CPU seconds."""
+    """A process: seconds from the start of the command to its start, and its CPU seconds."""
 
     name: str
     begin: float
@@ -104,7 +104,7 @@ class Life:
 
 
 def data_rows(count: int) -> list[dict[str, str]]:
-    """Return rows for all commands; labels 0 and 1 would be those of `rlhf kto`."""
+    """Return rows that work for all commands; labels 0 and 1 would select `rlhf kto`."""
     return [{"prompt": f"Say {n}", "response": str(n), "label": str(n)} for n in range(2, count + 2)]
 
 
@@ -123,7 +123,7 @@ def runs(args: argparse.Namespace) -> int:
 
 
 def measure_run(words: list[str]) -> int:
-    """Run a command once, print its events and processes, and return its exit status."""
+    """Run a command once, print events and processes, and return the exit status."""
     begin, lives = time.time(), dict[int, Life]()
     print(f"\nrlhf {words[0]}")
 
@@ -131,7 +131,7 @@ def measure_run(words: list[str]) -> int:
         for process in processes:
             with suppress(psutil.Error):
                 title, times = " ".join(process.cmdline()), process.cpu_times()
-                if title:  # a process that is ending has none
+                if title:  # an exiting process has no title
                     life = lives.setdefault(process.pid, Life("", process.create_time() - begin, 0.0))
                     life.name, life.cpu = title.split()[0].rsplit("/")[-1], times.user + times.system
 
@@ -158,7 +158,7 @@ def helps(args: argparse.Namespace) -> int:
         found = [cpu_seconds([*RLHF, *words], output=subprocess.DEVNULL) for _ in range(args.runs + 1)]
         if any(status for _, status in found):
             raise SystemExit(f"rlhf {' '.join(words)} failed")
-        seconds = statistics.median(seconds for seconds, _ in found[1:])  # the first compiles to .pyc
+        seconds = statistics.median(seconds for seconds, _ in found[1:])  # the first run compiles to .pyc
         slow += seconds > HELP_LIMIT
         rows.append((f"rlhf {' '.join(words)}", f"{seconds:.3f}{'  too slow' * (seconds > HELP_LIMIT)}"))
     print(table("command | CPU, s", rows))
@@ -183,7 +183,7 @@ def mistakes(args: argparse.Namespace) -> int:
 
 
 def write_files(folder: Path) -> None:
-    """Write the files that the commands name, so that each command has exactly one mistake."""
+    """Write the files for the commands, so that each command has exactly one mistake."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -201,7 +201,7 @@ def write_files(folder: Path) -> None:
 
 
 def last_values(words: list[str]) -> list[str]:
-    """Return the command line with only the last value of each flag, so that a mistake may follow the right value."""
+    """Keep only the last value for each flag, so that a mistake may follow the correct value."""
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:

@@ -1,9 +1,9 @@
-"""One run of a TRL trainer, in a process of its own that vs_trl.py starts with TRL on its path.
+"""One TRL training run, in a process that vs_trl.py starts with TRL on its path.
 
     python trl_run.py SPEC.json
 
-Rows arrive tokenised, or as text with images, and are trained in their order. Seconds, trained units, and loss or
-reward of each step go to the result file that the specification names.
+Rows arrive tokenised, or as text with images, and keep their order. The result file has seconds, trained units, and
+loss or reward for each step.
 """
 
 import json
@@ -42,7 +42,7 @@ from trl_task import Trail, trl_reward
 
 
 class EarlierRates(Trainer):
-    """Shifts the warm-up by one step, so that the first step has a rate above 0, as in `rlhf`."""
+    """Shifts the warm-up by one step, so that the first step has a learning rate above 0, as in `rlhf`."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
         """Shift the parent's schedule."""
@@ -53,15 +53,15 @@ class EarlierRates(Trainer):
 
 
 class TokenisedSFT(EarlierRates, SFTTrainer):
-    """Trains tokenised rows as they are."""
+    """Trains tokenised rows unchanged."""
 
 
 class TokenisedReward(EarlierRates, RewardTrainer):
-    """Trains tokenised rows as they are."""
+    """Trains tokenised rows unchanged."""
 
 
 class SampledGRPO(EarlierRates, GRPOTrainer):
-    """Samples from prompts as they are."""
+    """Uses prompts unchanged."""
 
 
 class TokenisedDPO(EarlierRates, DPOTrainer):
@@ -72,7 +72,7 @@ class TokenisedDPO(EarlierRates, DPOTrainer):
 
 
 class TokenisedKTO(EarlierRates, KTOTrainer):
-    """Skips the parent's tokenisation; adds the mismatched responses as the parent does, from the row before."""
+    """Skips the parent's tokenisation; adds mismatched responses from the previous row, like the parent."""
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, *names: Any) -> Dataset:
         def shifted(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -86,7 +86,7 @@ class TokenisedKTO(EarlierRates, KTOTrainer):
 
 @dataclass(frozen=True)
 class Kind:
-    """A trainer with its model; `curve` is the logged metric that judges a step."""
+    """A trainer and its model; `curve` is the plotted metric."""
 
     trainer: Callable[..., Any]
     config: Callable[..., Any]
@@ -102,9 +102,9 @@ VISION, PROCESSOR = AutoModelForImageTextToText.from_pretrained, AutoProcessor.f
 
 
 def vision_that_counts(path: str, **options: Any) -> Any:
-    """Load a vision-language model for which SFTTrainer divides by the tokens of the whole step.
+    """Load a vision-language model for which SFTTrainer divides by the total tokens in a step.
 
-    transformers' Qwen2.5-VL class takes no such count, so TRL would average the means of the micro-batches.
+    The Qwen2.5-VL class in transformers accepts no such count, so TRL would average micro-batch means.
     """
     model = VISION(path, **options)
     model.accepts_loss_kwargs = True
@@ -124,7 +124,7 @@ KINDS = {
 
 
 class StepClock(TrainerCallback):
-    """Records the seconds of each step."""
+    """Records the seconds for each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -142,13 +142,13 @@ class StepClock(TrainerCallback):
 
 
 def read_rows(path: str) -> Dataset:
-    """Read the rows, with the files of their images if they have any."""
+    """Read the rows, with image files if present."""
     rows = Dataset.from_json(path)
     return rows.cast_column("images", List(Image())) if "images" in rows.column_names else rows
 
 
 def trained_units(rows: Dataset) -> list[int]:
-    """Return the trained tokens or responses of each row; packed rows of SFTTrainer have lost the count."""
+    """Return trained tokens or responses by row; packed rows in SFTTrainer have lost the count."""
     if "trained" in rows.column_names:
         return list(rows["trained"])
     return [sum(label != -100 for label in labels) for labels in rows["labels"]]

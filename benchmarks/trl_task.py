@@ -1,4 +1,4 @@
-"""Reward and environment of the comparisons with TRL, in the form that each program takes.
+"""Reward and environment for the comparisons with TRL, with the interfaces of both tools.
 
 `rlhf --reward_func` and `--environment` load this file; trl_run.py imports it.
 """
@@ -8,7 +8,7 @@ STEPS = 3
 
 
 def share_of_vowels(text: str) -> float:
-    """Return the share of vowels in a text: an untrained model never solves a problem, but can learn this."""
+    """Return the fraction of vowels in a text, which an untrained model can learn, unlike solving problems."""
     return sum(character in "aeiou" for character in text.lower()) / max(1, len(text))
 
 
@@ -23,15 +23,15 @@ def trl_reward(completions: list[str], **columns: object) -> list[float]:
 
 
 def next_place(place: str) -> str:
-    """Return the place that follows on the trail."""
+    """Return the next place on the trail."""
     return PLACES[(5 * PLACES.index(place) + 3) % len(PLACES)]
 
 
 class Trail:
-    """Environment: the model looks up the next place three times, and then names the last one."""
+    """Environment in which the model looks up the next place three times and then names the last one."""
 
     def reset(self, start: str, **row: object) -> None:
-        """Begin at a place."""
+        """Start at a place."""
         self._expected, self._found = start, 0
 
     def look(self, place: str) -> str:
@@ -50,5 +50,5 @@ class Trail:
         return f"Next is the {self._expected}."
 
     def get_reward(self) -> float:
-        """Return the share of correct lookups."""
+        """Return the fraction of correct lookups."""
         return self._found / STEPS

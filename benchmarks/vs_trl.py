@@ -1,28 +1,28 @@
-"""`rlhf` and TRL on the same model, data and machine, in turns.
+"""Compare `rlhf` and TRL on the same model, data and machine.
 
     python benchmarks/vs_trl.py sft [--model FILE.gguf --learning_rate 1e-5] [--dataset rows.jsonl] [--steps 12]
     python benchmarks/vs_trl.py dpo kto rm [--dataset pairs.jsonl] [--runs 3] [--only "rlhf bf16" "TRL bf16"]
     python benchmarks/vs_trl.py vision_sft vision_dpo
     python benchmarks/vs_trl.py grpo episodes
 
-Creates a small model and data, and installs TRL, in `--folder`, which later runs reuse. Each run is a process of its
-own. Both programs start from the same weights and train the same tokens in the same order with the same batch size,
+Creates a small model and data, and installs TRL, in `--folder`, which later runs reuse. Each run is a separate
+process. Both tools start from the same weights and train the same tokens in the same order with the same batch size,
 optimizer and schedule. Prints speed without warm-up steps, the ratio to TRL's best setting, peak memory, and the
-distance of the loss curves or the curves of the reward.
+distance between loss curves or the reward curves.
 
-sft            11M-parameter Qwen2; TRL packs rows in its own way, so packed losses are not compared
-dpo, kto, rm   trained tokens are those of both responses; kto trains two responses for each pair; memory, but not
-               speed, includes a precomputed reference. TRL 1.16 ignores padding_free for dpo. The programs
+sft            11M-parameter Qwen2; TRL packs rows differently, so packed losses are not compared
+dpo, kto, rm   trained tokens include both responses; kto trains two responses for each pair; memory, but not
+               speed, includes a precomputed reference. TRL 1.16 ignores padding_free for dpo. The tools
                choose different mismatched responses for kto's baseline, so losses are compared without one
                (apo_zero_unpaired).
 vision_*       14M-parameter Qwen2.5-VL, rows with 0 to 2 images. TRL gets text, tokenises it, resizes images with
                torchvision instead of Pillow (a few pixels differ by one), and pads.
 grpo           8 responses of up to 128 tokens to each prompt, rewarded for vowels; one optimizer step, no reference.
                `rlhf` generates with vLLM, TRL with transformers, its only engine on a CPU. An untrained model
-               ends about 1 of 4,096 responses at each token, so nearly all have 128. Responses differ, as samplers
-               do; reward curves must agree. The memory of `rlhf` is the sum of its processes.
+               ends about 1 of 4,096 responses at each token, so nearly all have 128. Samplers
+               differ, so only reward curves must agree. Memory for `rlhf` is the sum over processes.
 episodes       grpo with the environment of trl_task.py, which `rlhf sft` first teaches the model to use: 4 turns of
-               about 30 tokens in both programs, with the chat template of Qwen2.5, whose tool calls TRL parses
+               about 30 tokens in both tools, with the Qwen2.5 chat template, whose tool calls TRL parses
 """
 
 import argparse
@@ -62,13 +62,13 @@ PACKED_LENGTH = 1024
 """TRL's default max_length."""
 RESPONSES = 8
 NUM_ROWS = 1000
-"""At least so many rows with images."""
+"""Minimum number of rows with images."""
 UNPAIRED = "apo_zero_unpaired"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds, trained units, and loss or reward of each step of one process, and its peak memory in MiB."""
+    """Seconds, trained units, and loss or reward for each step, with peak memory in MiB."""
 
     seconds: list[float]
     trained: list[float]
@@ -78,14 +78,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Measure:
-    """The trained unit of a comparison, the metric of its curve, and the first steps, which do not count."""
+    """The trained unit, the plotted metric, and the number of warm-up steps to ignore."""
 
     unit: str
     curve: str
     warm_up_steps: int
 
     def speed(self, result: Result) -> float:
-        """Return the units trained per second after the warm-up."""
+        """Return trained units per second after warm-up."""
         return sum(result.trained[self.warm_up_steps :]) / sum(result.seconds[self.warm_up_steps :])
 
 
@@ -96,11 +96,11 @@ EPISODES = Measure("trained episodes", "reward", warm_up_steps=1)
 
 @dataclass(frozen=True)
 class Method:
-    """A training method in both programs.
+    """A training method in both tools.
 
-    `rlhf` has the flags, `trl` the settings of each variant, beside `flags` and `settings` of all. `batch_size`
-    counts `unit`; `rows_of_unit` rows of the data train as one, each with `responses` responses. `compared` names
-    the variants whose losses are compared.
+    `rlhf` contains flags and `trl` settings by variant, in addition to the common `flags` and `settings`. `batch_size`
+    counts `unit`; `rows_of_unit` data rows train as one, with `responses` responses each. `compared` names variants
+    with comparable losses.
     """
 
     command: str
@@ -120,13 +120,13 @@ class Method:
 
     @property
     def variants(self) -> list[str]:
-        """Return the names of all variants."""
+        """Return all variant names."""
         return [*self.rlhf, *self.trl]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs of both programs; `tokenised` are the rows of `dataset` for TRL, and batches count responses."""
+    """Inputs for both tools; `tokenised` has the rows from `dataset` for TRL, and batches count responses."""
 
     method: str
     folder: Path
@@ -160,13 +160,13 @@ GRPO = {"num_generations": RESPONSES, "temperature": 1.0, "beta": 0.0, "shuffle_
 
 
 def with_flags(added: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return online variants of `rlhf` in both number types with each of the added flags."""
+    """Return online `rlhf` variants in both dtypes for each set of added flags."""
     types = {"fp32": FP32, "bf16": BF16}
     return {f"rlhf {name}{also}": [*dtype, *flags] for name, dtype in types.items() for also, flags in added.items()}
 
 
 def with_settings(added: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return online variants of TRL in both number types with each of the added settings."""
+    """Return online TRL variants in both dtypes for each set of added settings."""
     types = {"TRL fp32": TRL_FP32, "TRL bf16": TRL_BF16}
     return {f"{name}{also}": dtype | own for also, own in added.items() for name, dtype in types.items()}
 
@@ -290,7 +290,7 @@ def run_trl(
     at_once: bool = False,
     **own: Any,
 ) -> Result:
-    """Run a TRL trainer (trl_run.py); `at_once` computes a step in one micro-batch."""
+    """Run a TRL trainer (trl_run.py); `at_once` processes a step in one micro-batch."""
     micro_batch = setting.batch_size if at_once else setting.trl_micro_batch
     settings = {
         "max_steps": setting.steps,
@@ -328,7 +328,7 @@ def run_trl(
 
 
 def packed_shape(setting: Setting) -> dict[str, int]:
-    """Return the settings of packed rows, as many as hold about as many tokens as a batch of sequences."""
+    """Return settings for packed rows, with as many rows as fill a batch with a similar number of tokens."""
     with setting.tokenised.open() as lines:
         lengths = [len(json.loads(line)["input_ids"]) for line in lines]
     num_rows = max(1, round(setting.batch_size * statistics.mean(lengths) / PACKED_LENGTH))
@@ -336,21 +336,21 @@ def packed_shape(setting: Setting) -> dict[str, int]:
 
 
 def empty_cache(folder: Path) -> dict[str, str]:
-    """Return an environment in which neither program finds cached data or log-probs of an earlier run."""
+    """Return an environment without cached data or log-probs from earlier runs."""
     cache = folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     return {"XDG_CACHE_HOME": str(cache), "HF_DATASETS_CACHE": str(cache / "datasets")}
 
 
 def install_trl(folder: Path) -> None:
-    """Install TRL without its dependencies, which are installed already, in a folder of its own."""
+    """Install TRL in a separate folder without dependencies, which are installed already."""
     if not (folder / "trl" / "trl").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "trl"), TRL]
         subprocess.run(command, check=True)
 
 
 def prepare(name: str, args: argparse.Namespace) -> Setting:
-    """Create the inputs of a method in the folder."""
+    """Create the inputs for a method in the folder."""
     method, folder = METHODS[name], args.folder
     steps, batch_size = args.steps or method.steps, args.batch_size or method.batch_size
     dataset, model = inputs(name, args, num_rows=steps * batch_size // method.responses)
@@ -374,7 +374,7 @@ def prepare(name: str, args: argparse.Namespace) -> Setting:
 
 
 def inputs(name: str, args: argparse.Namespace, *, num_rows: int) -> tuple[Path, Path]:
-    """Return the data set, with `num_rows` rows or more, and the model of a method."""
+    """Return the data set, with at least `num_rows` rows, and the model for a method."""
     from rlhf_cli.models.finding import resolve_model_path
 
     folder: Path = args.folder
@@ -399,7 +399,7 @@ def inputs(name: str, args: argparse.Namespace, *, num_rows: int) -> tuple[Path,
 def in_turns(
     run: Callable[[str], Result], names: Sequence[str], *, runs: int, measure: Measure = TOKENS
 ) -> dict[str, list[Result]]:
-    """Return results by variant; variants take turns, so that other load on the machine affects all of them."""
+    """Return results by variant; variants alternate, so that other load on the machine affects all equally."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     width = max(map(len, names))
     for name in [*names] * runs:
@@ -418,7 +418,7 @@ def rounded(speed: float) -> str:
 def report(
     results: Mapping[str, list[Result]], *, compared: Mapping[str, str] | None = None, measure: Measure = TOKENS
 ) -> str:
-    """Return a table of medians over the runs with each run's ratio to TRL's best setting, and the curves."""
+    """Return a table with the median over runs, each run's ratio to TRL's best setting, and the curves."""
     speeds = {name: [measure.speed(result) for result in found] for name, found in results.items()}
     peers = [name for name in speeds if name.startswith("TRL")] or list(speeds)
     best = max(peers, key=lambda name: statistics.median(speeds[name]))
@@ -436,7 +436,7 @@ def report(
 
 
 def loss_distances(results: Mapping[str, list[Result]], compared: Mapping[str, str]) -> Iterator[str]:
-    """Yield the distance between the loss curves of each compared pair of variants."""
+    """Yield the distance between the loss curves for each compared pair of variants."""
     for name, anchor in compared.items():
         if name in results and anchor in results:
             curves = zip(results[name][0].curve, results[anchor][0].curve, strict=True)
@@ -446,14 +446,14 @@ def loss_distances(results: Mapping[str, list[Result]], compared: Mapping[str, s
 
 
 def reward_curves(results: Mapping[str, list[Result]]) -> Iterator[str]:
-    """Yield a table of the rewards of all variants by step, means over their runs."""
+    """Yield a table with rewards by step and variant, averaged over runs."""
     means = [map(statistics.mean, zip(*(run.curve for run in found), strict=True)) for found in results.values()]
     rows = enumerate(zip(*means, strict=True), start=1)
     yield table(f"step | {' | '.join(results)}", ([step, *(f"{reward:.3f}" for reward in row)] for step, row in rows))
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; every method must have steps that count and whole batches."""
+    """Parse the command line; each method needs steps after warm-up and complete batches."""
     parser = make_parser(__doc__)
     parser.add_argument("methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     parser.add_argument("--only", nargs="+", choices=ALL_VARIANTS, default=ALL_VARIANTS, metavar="SETTING")
@@ -482,7 +482,7 @@ def main() -> None:
     print(machine(), flush=True)
     for name in (name for name in METHODS if name in args.methods):
         method = METHODS[name]
-        if method.responses > 1:  # the roles of `rlhf` set their own number of threads, so TRL gets all cores too
+        if method.responses > 1:  # `rlhf` sets the number of threads per role, so TRL may use all cores too
             os.environ.pop("OMP_NUM_THREADS", None)
         setting = prepare(name, args)
         size = args.batch_size or method.batch_size

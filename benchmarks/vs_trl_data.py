@@ -1,4 +1,4 @@
-"""Data and models of vs_trl.py: the rows of each method as `rlhf` tokenises them, and small models to train."""
+"""Data and models for vs_trl.py: rows as tokenised by `rlhf`, and small models to train."""
 
 import importlib.util
 import json
@@ -30,9 +30,9 @@ NUM_DEMONSTRATIONS = 1500
 VISION_KEYS = {"input_key": "question", "chosen_key": "answer", "rejected_key": "mistaken"}
 MAX_IMAGES = 2
 SHORTEST_SIDE, LONGEST_SIDE = 56, 336
-"""Bounds of the sides of images in pixels."""
+"""Minimum and maximum image side in pixels."""
 PATCH, TOKEN_SIDE = 14, 28
-"""Sides in pixels of a patch, and of the two by two patches that are one token."""
+"""Side in pixels of a patch, and of the 2 x 2 patches per token."""
 VOCABULARY = 4096
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 TEXT = {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -48,11 +48,11 @@ TEMPLATE = (
 
 
 def refuse(reason: str) -> SystemExit:
-    """Return the exception that ends a comparison of different tokens."""
+    """Return the exception for a comparison with different tokens."""
     return SystemExit(f"{reason}: the programs would not train the same tokens")
 
 
-# Rows for TRL, in the order of the data file.
+# TRL rows, in the order of the data file.
 
 
 def sft_rows(model: Path, dataset: Path) -> Iterator[Row]:
@@ -73,14 +73,14 @@ def dpo_rows(model: Path, dataset: Path) -> Iterator[Row]:
 
 
 def rm_rows(model: Path, dataset: Path) -> Iterator[Row]:
-    """Rows for RewardTrainer: each side with the prompt before it."""
+    """Rows for RewardTrainer: both sides with their prompt."""
     for row in dpo_rows(model, dataset):
         sides = {name: row["prompt_ids"] + row[name] for name in ("chosen_ids", "rejected_ids")}
         yield {**sides, "trained": row["trained"]}
 
 
 def kto_rows(model: Path, dataset: Path) -> Iterator[Row]:
-    """Rows for KTOTrainer: two labelled responses of each pair."""
+    """Rows for KTOTrainer: two labelled responses per pair."""
     from rlhf_cli.data.preference_data import load_labelled
 
     for item in _load(load_labelled, LabelledDataConfig, model, dataset).items:
@@ -96,7 +96,7 @@ def vision_sft_rows(model: Path, dataset: Path) -> Iterator[Row]:
     data, tokenizer = _load(load_sft_sequences, DataConfig, model, dataset, images=True), _tokenizer(model)
     for sequence, paths in zip(data.sequences, image_paths(dataset), strict=True):
         trained = np.flatnonzero(sequence.loss_mask)
-        start, stop = int(trained[0]), int(trained[-1]) + 1  # the template's line break at the end is not trained
+        start, stop = int(trained[0]), int(trained[-1]) + 1  # the template's newline at the end is not trained
         if trained.size != stop - start:
             raise refuse("`rlhf` trains separate parts of a row")
         prompt = exact_text(tokenizer, sequence.token_ids[:start], sequence.pictures)
@@ -130,12 +130,12 @@ def grpo_rows(model: Path, dataset: Path, *, responses: int) -> Iterator[Row]:
 
 
 def episode_rows(model: Path, dataset: Path, *, responses: int) -> Iterator[Row]:
-    """Messages with the place to start from, for GRPOTrainer."""
+    """Messages with the starting place, for GRPOTrainer."""
     yield from (row | {"trained": responses} for row in map(json.loads, dataset.read_text().splitlines()))
 
 
 def in_step_order(path: Path, rows: Iterable[Row], *, rows_per_step: int, steps: int) -> Path:
-    """Write the rows of all steps, and of one more, in the order in which `rlhf` trains them."""
+    """Write the rows for all steps and one more, in the order in which `rlhf` trains them."""
     from rlhf_cli.data.sampling import StepBatches
 
     found = list(rows)
@@ -170,7 +170,7 @@ def _image_reader(model: Path, tokenizer: Any) -> Any:
 
 
 def response_ids(branch: Any) -> list[int]:
-    """Return the tokens of a response, all of which must be trained."""
+    """Return response tokens, all of which must be trained."""
     if not branch.loss_mask.all():
         raise refuse("`rlhf` masks tokens of a response")
     ids: list[int] = branch.token_ids.tolist()
@@ -178,7 +178,7 @@ def response_ids(branch: Any) -> list[int]:
 
 
 def exact_text(tokenizer: Any, token_ids: Sequence[int], images: Sequence[Any] = ()) -> str:
-    """Return the text that has exactly these tokens, with one placeholder for each image."""
+    """Return text that encodes to exactly these tokens, with one placeholder per image."""
     from rlhf_cli.models.vision.pictures import unexpanded
 
     short = unexpanded([int(token) for token in token_ids], tuple(images))
@@ -189,7 +189,7 @@ def exact_text(tokenizer: Any, token_ids: Sequence[int], images: Sequence[Any] =
 
 
 def image_paths(dataset: Path) -> list[list[str]]:
-    """Return the paths of the images of each row."""
+    """Return image paths by row."""
     rows = map(json.loads, dataset.read_text(encoding="utf-8").splitlines())
     return [[str(dataset.parent / name) for name in row["images"]] for row in rows]
 
@@ -198,7 +198,7 @@ def image_paths(dataset: Path) -> list[list[str]]:
 
 
 def read_pairs(dataset: Path) -> list[Row]:
-    """Return the pairs of a file of pairs, or of solutions that are marked right or wrong."""
+    """Return pairs from a preference file, or from solutions marked right or wrong."""
     rows = [json.loads(line) for line in dataset.read_text(encoding="utf-8").splitlines()]
     if "chosen" in rows[0]:
         return rows
@@ -212,7 +212,7 @@ def read_pairs(dataset: Path) -> list[Row]:
 
 
 def synthetic_pairs(num_pairs: int) -> list[Row]:
-    """Return word problems with the right answer and a mistaken one."""
+    """Return word problems with a right and a wrong solution."""
     rng = random.Random(0)
     columns = {"prompt": "question", "chosen": "answer", "rejected": "mistaken"}
     problems = [word_problem(rng) for _ in range(num_pairs)]
@@ -220,14 +220,14 @@ def synthetic_pairs(num_pairs: int) -> list[Row]:
 
 
 def sample_pairs(pairs: list[Row], num_pairs: int) -> list[Row]:
-    """Return so many random pairs: a precomputed reference is evaluated on all of a file."""
+    """Return random pairs: a precomputed reference is evaluated on the full file."""
     if len(pairs) < num_pairs:
         raise SystemExit(f"{len(pairs)} pairs are too few: the steps take {num_pairs}")
     return random.Random(0).sample(pairs, num_pairs)
 
 
 def make_reward_model(folder: Path, model: Path) -> Path:
-    """Give the model a scalar head, so that both programs begin with the same one."""
+    """Add a scalar head to the model, so that both tools start with the same weights."""
     from transformers.utils import logging
 
     from rlhf_cli.models.loading import load_value_backbone
@@ -243,14 +243,14 @@ def make_reward_model(folder: Path, model: Path) -> Path:
 
 
 def trail_prompt(rng: random.Random) -> Row:
-    """Return a question about the trail, and the place to start from."""
+    """Return a question about the trail, and the starting place."""
     start = rng.choice(PLACES)
     text = f"Start at the {start} and follow the trail for {STEPS} steps. Number {rng.randint(0, 99999)}."
     return {"prompt": [{"role": "user", "content": text}], "start": start}
 
 
 def demonstration(rng: random.Random, tools: Sequence[Row]) -> Row:
-    """Return an episode that follows the trail, as a conversation to train on."""
+    """Return an episode that follows the trail, as a training conversation."""
     prompt, trail = trail_prompt(rng), Trail()
     place, messages = prompt["start"], prompt["prompt"]
     trail.reset(place)
@@ -264,7 +264,7 @@ def demonstration(rng: random.Random, tools: Sequence[Row]) -> Row:
 
 
 def make_trail_model(folder: Path) -> Path:
-    """Train the small model to follow the trail; reuse one that exists."""
+    """Train the small model to follow the trail, unless it exists."""
     from transformers import AutoTokenizer
     from transformers.utils import get_json_schema
 
@@ -289,7 +289,7 @@ def make_trail_model(folder: Path) -> Path:
 
 
 def write_vision_problems(folder: Path, *, num_rows: int) -> Path:
-    """Write word problems with 0 to 2 images each, and their images."""
+    """Write word problems with 0 to 2 images each, and the images."""
     rng = random.Random(0)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     return write_rows(folder / "vision_problems.jsonl", [_vision_problem(folder, n, rng) for n in range(num_rows)])
@@ -304,7 +304,7 @@ def _vision_problem(folder: Path, number: int, rng: random.Random) -> Row:
 
 
 def synthetic_image(seed: int) -> Image.Image:
-    """Return an image of random size: a gradient with a few rectangles, and noise as from a camera."""
+    """Return a random-size image: a gradient with a few rectangles and camera noise."""
     rng = np.random.default_rng(seed)
     height, width = rng.integers(SHORTEST_SIDE, LONGEST_SIDE + 1, 2)
     down, across = np.linspace(0, 1, height)[:, None, None], np.linspace(0, 1, width)[None, :, None]
@@ -317,7 +317,7 @@ def synthetic_image(seed: int) -> Image.Image:
 
 
 def make_vision_model(folder: Path, dataset: Path) -> Path:
-    """Create a Qwen2.5-VL of 14M parameters with tokenizer and image processor; reuse one that exists."""
+    """Create a 14M-parameter Qwen2.5-VL with tokenizer and image processor, unless it exists."""
     from rlhf_cli.models.folders import whole_folder
 
     path = folder / "small_vision_model"

@@ -34,8 +34,8 @@ EXCESS = {
     "rlhf_cli/runs": 15,
     "rlhf_cli/tracking": 15,
     "rlhf_cli/trainers": 20,
-    "benchmarks": 75,
-    "tests": 90,
+    "benchmarks": 20,
+    "tests": 40,
     "pages": 10,
 }
 """Occurrences per 1,000 words beyond three times the field's rates (`field_words.excess`). Lower it with the prose."""
