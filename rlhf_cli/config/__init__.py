@@ -1,1 +1,1 @@
-"""Typed settings: groups of fields, each declared once. No heavy import happens here."""
+"""Typed settings: groups of fields, each declared once. Imports nothing heavy."""

@@ -1,4 +1,4 @@
-"""What every settings group and every command's settings have in common."""
+"""Base classes for settings groups and command settings."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from pydantic_core import to_jsonable_python
 from rlhf_cli.config.plugins import group_of_code, is_target
 
 OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
-"""Settings of any group that name output paths."""
+"""Settings with output paths, in any group."""
 
 
 def _object_text(value: Any) -> str:
-    """Return the JSON text of an object, which a YAML file may also write as a mapping."""
+    """Return a JSON object as text. YAML files may use a mapping."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(found)
@@ -28,7 +28,7 @@ def _object_text(value: Any) -> str:
 
 
 JsonObject = Annotated[str, BeforeValidator(_object_text)]
-"""JSON text of an object; YAML files may write a mapping."""
+"""JSON object as text; YAML files may use a mapping."""
 
 
 def _ascending(ends: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -88,7 +88,7 @@ class Excludes:
 
 
 class SettingsGroup(BaseModel):
-    """Base of every settings group: immutable, no unknown keys, docstrings are help texts."""
+    """Base of settings groups: immutable, without unknown keys. Docstrings are help texts."""
 
     needs: ClassVar[Needs | None] = None
     """Condition of all settings of the group except the one it names."""
@@ -124,23 +124,23 @@ class SettingsGroup(BaseModel):
         return self
 
     def changed(self, *names: str) -> str | None:
-        """Return the first of these settings that differs from its default."""
+        """Return the first of these settings with a non-default value."""
         fields = type(self).model_fields
         return next((name for name in names if getattr(self, name) != fields[name].default), None)
 
 
 class CommandConfig(BaseModel):
-    """The settings of one command: groups as fields, whose settings are its flags.
+    """Settings of a command. Fields are groups, and their settings are the command's flags.
 
-    A group has all settings of its subject. `unsupported` names the groups ("critic") and settings
-    ("optim.critic_learning_rate") that the command does not support. They have no flag and no line in config.yaml, and
-    keep their defaults, so code can read `config.policy` of every online command.
+    A group has all settings of its subject. `unsupported` lists groups ("critic") and settings
+    ("optim.critic_learning_rate") that the command does not support. They have no flag, are not in config.yaml, and
+    keep their defaults, so that code can read `config.policy` for any online command.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     positional: ClassVar[str | None] = None
-    """Setting that may be given without a flag, as the first argument."""
+    """Setting that may be passed as the first argument without a flag."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -150,7 +150,7 @@ class CommandConfig(BaseModel):
 
     @classmethod
     def group_class(cls, group: str) -> type[SettingsGroup]:
-        """Return the class of a group."""
+        """Return a group's class."""
         annotation = cls.model_fields[group].annotation
         assert isinstance(annotation, type)
         assert issubclass(annotation, SettingsGroup)
@@ -158,12 +158,12 @@ class CommandConfig(BaseModel):
 
     @classmethod
     def supported(cls, group: str) -> tuple[str, ...]:
-        """Return the settings of a group that the command supports, in order."""
+        """Return the supported settings of a group, in order."""
         return tuple(name for name in cls.group_class(group).model_fields if name not in cls.unsupported_in(group))
 
     @classmethod
     def unsupported_in(cls, group: str) -> frozenset[str]:
-        """Return the settings of a group that the command does not support: what a dump of the group leaves out."""
+        """Return the unsupported settings of a group, which a dump omits."""
         names = cls.group_class(group).model_fields
         return frozenset(name for name in names if not {group, f"{group}.{name}"}.isdisjoint(cls.unsupported))
 
@@ -173,9 +173,9 @@ class CommandConfig(BaseModel):
 
 
 def default_settings(config: CommandConfig) -> dict[str, object]:
-    """Return the default of each setting of a command by name, as JSON; settings that must be given have none.
+    """Return each setting's default by name, as JSON values. Required settings have none.
 
-    Of two settings of one name the one that the command supports counts.
+    If two settings share a name, the supported one counts.
     """
     groups = type(config).model_fields
     names = [(group, name) for group in groups for name in config.unsupported_in(group)]

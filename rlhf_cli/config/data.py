@@ -1,4 +1,4 @@
-"""Data sources, and how rows become conversations."""
+"""Data sources, and conversion of rows to conversations."""
 
 import json
 from typing import Annotated, Literal, Self
@@ -9,20 +9,20 @@ from rlhf_cli.config.base import Excludes, JsonObject, Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin, is_target
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"})
-"""Variables of a chat template that rendering sets by itself."""
+"""Chat template variables set during rendering."""
 
 SEQUENCE_FORMATS = ("auto", "prompt_response", "messages", "sharegpt", "text")
 PAIR_FORMATS = ("auto", "explicit_prompt", "shared_prompt")
 LABELLED_FORMATS = ("auto", "unpaired", "preference")
 STEP_FORMATS = ("auto", "stepwise", "placeholder", "prm800k", "processbench")
 PROMPT_FORMATS = ("auto", "prompt", "messages", "sharegpt")
-"""Names of the formats of each kind of data; a function of others makes rows that are read as by auto."""
+"""Format names per kind of data. Rows converted by user code are read with auto."""
 
 PARAMETERS_OF_FORMAT = ("row",)
 
 
 def known_format(data_format: str) -> str:
-    """Return the name of the format in which rows are read; rows that a function of others made are read by auto."""
+    """Return the format used to read rows: auto for rows converted by user code."""
     return "auto" if is_target(data_format) else data_format
 
 
@@ -32,16 +32,19 @@ class TemplateConfig(SettingsGroup):
     apply_chat_template: bool = True
     """Render rows with the tokenizer's chat template; in chat a model without one continues the text."""
     chat_template_kwargs: Annotated[JsonObject, Needs("apply_chat_template")] = "{}"
-    """Variables of the chat template's own, as a JSON object: '{"enable_thinking": false}' of Qwen 3. Entries of a
-    column of this name win. Who serves the model has to give the same."""
+    """Chat template variables as a JSON object, such as '{"enable_thinking": false}' for Qwen 3. A column with this
+    name overrides entries. Use the same variables when serving the model.
+    """
     input_template: Annotated[str | None, Needs("apply_chat_template", (False,))] = None
-    """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
+    """Text around a prompt without a chat template, with `{}` as placeholder: 'User: {}\\nAssistant:'."""
     system_prompt: Annotated[str | None, Needs("apply_chat_template")] = None
-    """System message put before conversations that have none."""
+    """System message for conversations without one."""
     prompt_template: Annotated[str | None, Excludes("input_template"), Excludes("chat_template_kwargs")] = None
-    """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
+    """Jinja file that renders the prompt from {{ prompt }} instead of the chat template, or r1_zero (for base
+    models).
+    """
     format_prompt: Annotated[str | None, Needs("apply_chat_template"), Excludes("prompt_template")] = None
-    """Jinja file that makes the text of the last message of {{ content }}, before the chat template, as EasyR1."""
+    """Jinja file that reformats the last message from {{ content }} before the chat template, as in EasyR1."""
 
     @model_validator(mode="after")
     def _one_way_of_rendering(self) -> Self:
@@ -59,41 +62,43 @@ OF_PROMPTS = frozenset({"template.prompt_template", "template.format_prompt"})
 
 
 class OfflineDataConfig(SettingsGroup):
-    """Which rows are read: shared by all offline commands."""
+    """Rows to load, shared by offline commands."""
 
     dataset: str
-    """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
+    """Training data: file, folder or Hub name[:config], optionally with @split. Separate several with commas."""
     dataset_probs: str | None = None
-    """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
+    """Mixture probabilities of several datasets, separated by commas: 0.3,0.7. Default: use all rows of all
+    datasets.
+    """
     dataset_split: str = "train"
-    """Split to read if the name gives none."""
+    """Split to load, if the dataset name contains none."""
     eval_dataset: str | None = None
-    """Data to evaluate on."""
+    """Evaluation data."""
     eval_split: str = "train"
-    """Split of the evaluation data to read if the name gives none."""
+    """Split of the evaluation data, if its name contains none."""
     input_key: str | None = None
-    """Column with the prompt or the messages; found by its name if not given."""
+    """Column with the prompt or messages. Default: detected by name."""
     max_len: int = Field(2048, gt=1)
-    """Longest sequence in tokens, prompt and response together."""
+    """Maximum sequence length in tokens, including prompt and response."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """Treatment of rows longer than max_len; the number of them is always reported."""
+    """How to handle rows longer than max_len. Their number is always reported."""
     invalid_rows: Literal["error", "drop"] = "error"
-    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
+    """How to handle invalid rows. The number of dropped rows is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
-    """Rows read at most."""
+    """Maximum number of rows to load."""
     data_cache: str = "auto"
-    """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
+    """Cache folder for tokenized data. auto uses ~/.cache/rlhf-cli/data for large datasets; off disables caching."""
 
 
 class DataConfig(OfflineDataConfig):
     """Data"""
 
     data_format: Annotated[str, Plugin(SEQUENCE_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """How rows are read; auto decides by the columns."""
+    """Row format. auto detects it from the columns."""
     output_key: str | None = None
-    """Column with the response; found by its name if not given."""
+    """Column with the response. Default: detected by name."""
     pretrain_mode: bool = False
-    """Train on every token, not only on the assistant's."""
+    """Train on all tokens instead of only the assistant's."""
 
     @model_validator(mode="after")
     def _output_key_is_read(self) -> "DataConfig":
@@ -109,11 +114,13 @@ class PreferenceDataConfig(OfflineDataConfig):
     """Data"""
 
     chosen_key: str | None = None
-    """Column with the better response, or the conversation with it; found by its name if not given."""
+    """Column with the chosen response or conversation. Default: detected by name."""
     rejected_key: str | None = None
-    """Column with the worse response, or the conversation with it; found by its name if not given."""
+    """Column with the rejected response or conversation. Default: detected by name."""
     data_format: Annotated[str, Plugin(PAIR_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """Where a pair's prompt is: in its own column, or what both sides begin with; auto decides by the columns."""
+    """Position of a pair's prompt: a separate column, or the common start of both sides. auto detects it from the
+    columns.
+    """
 
     @model_validator(mode="after")
     def _prompt_is_read(self) -> "PreferenceDataConfig":
@@ -126,22 +133,22 @@ class PreferenceDataConfig(OfflineDataConfig):
 
 
 KEYS_OF_LABELLED = {"unpaired": ("output_key", "label_key"), "preference": ("chosen_key", "rejected_key")}
-"""Settings that name columns of only one format of labelled data."""
+"""Column settings of only one labeled data format."""
 
 
 class LabelledDataConfig(OfflineDataConfig):
     """Data"""
 
     chosen_key: str | None = None
-    """Column with the better response, or the conversation with it; found by its name if not given."""
+    """Column with the chosen response or conversation. Default: detected by name."""
     rejected_key: str | None = None
-    """Column with the worse response, or the conversation with it; found by its name if not given."""
+    """Column with the rejected response or conversation. Default: detected by name."""
     data_format: Annotated[str, Plugin(LABELLED_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """How rows are read; auto decides by the columns. A pair counts as a desirable and an undesirable response."""
+    """Row format. auto detects it from the columns. A pair counts as one desirable and one undesirable response."""
     output_key: str | None = None
-    """Column with the response; found by its name if not given."""
+    """Column with the response. Default: detected by name."""
     label_key: str | None = None
-    """Column that marks desirable responses; found by its name if not given."""
+    """Column with the label (desirable or not). Default: detected by name."""
 
     @model_validator(mode="after")
     def _keys_are_of_one_format(self) -> "LabelledDataConfig":
@@ -162,23 +169,23 @@ class StepDataConfig(OfflineDataConfig):
     """Data"""
 
     step_separator: str = Field(r"\n", min_length=1)
-    """Text between the steps of a response; a typed \\n means a line break. A step's score is read where it ends."""
+    """Separator between the steps of a response; \n is a line break. A step's score is read at its end."""
     placeholder_token: str = Field("ки", min_length=1)
-    """Text behind each step in rows of the format placeholder; by default Math-Shepherd's. It is not trained on."""
+    """Text after each step in rows with format placeholder. The default is Math-Shepherd's. It is not trained."""
     reward_tokens: tuple[str, str] = ("+", "-")
-    """Labels of a right and of a wrong step, beside true, false and numbers from 0 to 1."""
+    """Labels for a correct and a wrong step, in addition to true, false, and numbers from 0 to 1."""
     data_format: Annotated[str, Plugin(STEP_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """How rows are read; auto decides by the columns."""
+    """Row format. auto detects it from the columns."""
     output_key: str | None = None
-    """Column with the list of steps; found by its name if not given."""
+    """Column with the list of steps. Default: detected by name."""
     label_key: str | None = None
-    """Column with the labels of the steps; found by its name if not given."""
+    """Column with the step labels. Default: detected by name."""
     train_on_last_step_only: bool = False
-    """Train on the last labelled step of each solution alone; evaluations read all of them."""
+    """Train only on the last labeled step of each solution. Evaluations use all steps."""
 
     @property
     def separator(self) -> str:
-        """The separator with its line breaks."""
+        """The separator with escaped newlines resolved."""
         return self.step_separator.replace("\\n", "\n")
 
 
@@ -186,27 +193,27 @@ class PromptConfig(SettingsGroup):
     """Prompts"""
 
     prompt_data: str
-    """Prompts: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
+    """Prompts: file, folder or Hub name[:config], optionally with @split. Separate several with commas."""
     prompt_data_probs: str | None = None
-    """Share of each of several prompt sets in the mixture, separated by commas; all rows of all if not given."""
+    """Mixture probabilities of several prompt datasets, separated by commas. Default: use all rows of all datasets."""
     prompt_split: str = "train"
-    """Split to read if the name gives none."""
+    """Split to load, if the dataset name contains none."""
     input_key: str | None = None
-    """Column with the prompt or the messages; found by its name if not given."""
+    """Column with the prompt or messages. Default: detected by name."""
     max_len: int = Field(2048, gt=1)
-    """Longest sequence in tokens, prompt and response together."""
+    """Maximum sequence length in tokens, including prompt and response."""
     data_format: Annotated[str, Plugin(PROMPT_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """How prompts are read: text in a column for it, or messages; auto decides by the columns, then row by row."""
+    """Prompt format: text or messages. auto detects it from the columns, then per row."""
     label_key: str | None = None
-    """Column with the ground truth; found by its name if not given."""
+    """Column with the ground truth. Default: detected by name."""
     pass_rate_range: tuple[float, float] | None = None
-    """Use only prompts whose column pass_rate (of `rlhf eval --write_pass_rate`) is in this range, ends included."""
+    """Use only prompts with a pass_rate (column from `rlhf eval --write_pass_rate`) in this range, inclusive."""
     invalid_rows: Literal["error", "drop"] = "error"
-    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
+    """How to handle invalid rows. The number of dropped rows is always reported."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """Treatment of prompts that leave no room for max_new_tokens; the number is always reported."""
+    """How to handle prompts without room for max_new_tokens. Their number is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
-    """Rows read at most."""
+    """Maximum number of rows to load."""
 
     @model_validator(mode="after")
     def _range_of_pass_rates_is_not_empty(self) -> "PromptConfig":

@@ -1,4 +1,4 @@
-"""Settings of episodes with an environment or an agent program."""
+"""Settings for episodes with an environment or agent program."""
 
 import shlex
 from pathlib import Path
@@ -21,12 +21,12 @@ TurnSchedule = Literal["step", "free"]
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text names a server that runs already."""
+    """Return whether the text is a URL, which refers to a running server."""
     return "://" in text.partition(" ")[0]
 
 
 def environment_kind(environment: str) -> EnvironmentKind:
-    """Return the kind of an environment, by the form of the setting."""
+    """Return the environment kind, judged by the form of the setting."""
     if environment.startswith(MCP_PREFIX):
         return "mcp"
     return "openenv" if is_url(environment) else "file"
@@ -36,38 +36,42 @@ class EpisodeConfig(SettingsGroup):
     """Environment"""
 
     environment: str | None = None
-    """Python file with an environment, or FILE.py:NAME; the URL of an OpenEnv server (ws, wss, http, https); or
-    "mcp:COMMAND", an MCP server that the command starts; or mcp:URL, an MCP server that runs. A response is an episode
-    of several turns then: public methods of the class, or the tools of the server, are the model's tools, and
-    step(text) answers a model without tools."""
+    """Python file with an environment, or FILE.py:NAME; URL of an OpenEnv server (ws, wss, http, https); "mcp:COMMAND"
+    to start an MCP server; or mcp:URL for a running MCP server. Each response becomes a multi-turn episode: the class's
+    public methods, or the server's tools, are the model's tools. Without tools, step(text) replies to the model.
+    """
     max_turns: Annotated[int, OF_EPISODES] = Field(8, gt=0)
-    """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
+    """Maximum number of model turns per episode. max_new_tokens limits a turn, max_len the full episode."""
     environment_timeout: Annotated[float, OF_EPISODES] = Field(30.0, gt=0)
-    """Seconds in which an environment or an agent program has to answer a turn; then it is killed. A late tool
-    truncates its episode, which keeps the reward so far; a late reset or program fails it."""
+    """Timeout in seconds for an environment or agent program to reply; then it is killed. A late tool truncates the
+    episode, which keeps its reward so far. A late reset or program fails the episode.
+    """
 
     agent_command: Annotated[str | None, Excludes("environment")] = None
-    """Command of an agent program, instead of an environment. A response is an episode of one process of it: its
-    requests to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns, the row is JSON on its
-    standard input, and its last line of output is JSON with its reward."""
+    """Command of an agent program, instead of an environment. Each response is an episode of one process: its requests
+    to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns. The program receives the row as
+    JSON on standard input, and prints JSON with its reward as the last line.
+    """
     environment_num_workers: Annotated[int, OF_EPISODES] = Field(32, gt=0)
-    """Environments that work at the same time, or processes of the agent program; the others wait."""
+    """Maximum number of concurrent environments or agent processes. Others wait."""
     turn_schedule: Annotated[TurnSchedule, Needs("environment")] = "step"
-    """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
-    CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
+    """step samples one turn of all episodes at once, after all environments have replied; results are reproducible on a
+    CPU. free samples each turn as soon as its environment replies: faster, but rounding depends on timing.
+    """
     turns: Annotated[str | None, OF_EPISODES] = None
-    """File with the model's turns in the episode that is played, one a line, or FILE.json with a list of texts. Without
-    it a person types them in a terminal, and elsewhere each tool is called once with made-up arguments."""
+    """File with the model's turns to play, one per line, or FILE.json with a list of strings. Without it, turns are
+    typed in a terminal; otherwise each tool is called once with sample arguments.
+    """
 
     @property
     def plays_episodes(self) -> bool:
-        """Whether a response is an episode of several turns."""
+        """Whether responses are multi-turn episodes."""
         return self.environment is not None or self.agent_command is not None
 
     def identity(self, *, max_len: int) -> dict[str, object]:
-        """Return the settings that runs which are one have in common.
+        """Return the settings that must match to resume a run.
 
-        A folder that moved holds the same file, and a server that moved to another host or port has the same path.
+        A moved folder contains the same file, and a server keeps its path when moved to another host or port.
         """
         if self.agent_command is not None:
             source = f"agent:{_command_identity(self.agent_command)}"
@@ -122,7 +126,7 @@ def _command_identity(command: str) -> str:
 
 
 def check_environment_reward(episodes: EpisodeConfig, reward: RewardConfig) -> None:
-    """Raise ValueError if the reward of an environment is named and there is none."""
+    """Raise ValueError if an environment's reward is used without an environment."""
     if not any(call.name == ENVIRONMENT for call in reward.rewards):
         return
     if not episodes.plays_episodes:

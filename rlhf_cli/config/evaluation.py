@@ -1,4 +1,4 @@
-"""Evaluation: which models, how responses count, the place of the figures; and evaluation during online training."""
+"""Settings for evaluation: models, scoring and output, and evaluation during online training."""
 
 from pathlib import Path
 
@@ -13,12 +13,13 @@ class EvaluatedModelConfig(ModelSource):
     """Model"""
 
     pretrain: str
-    """Models: local folders, run directories and checkpoints of this program, adapters, Hugging Face names; several are
-    separated by commas, and in chat all answer every message."""
+    """Models: folders, run directories, checkpoints, adapters or Hugging Face names, separated by commas. In chat, all
+    of them answer each message.
+    """
 
     @property
     def names(self) -> list[str]:
-        """The models one by one; a folder with a comma in its name is one."""
+        """Model names. An existing folder with a comma in its name is a single model."""
         if Path(self.pretrain).expanduser().exists():
             return [self.pretrain]
         return [name.strip() for name in self.pretrain.split(",") if name.strip()]
@@ -36,9 +37,9 @@ class StatisticsConfig(SettingsGroup):
     """Statistics"""
 
     k: list[int] = []
-    """pass@k and maj@k for these numbers of samples; by default for n_samples_per_prompt if it is above 1."""
+    """Sample counts for pass@k and maj@k. Default: n_samples_per_prompt if above 1."""
     pass_score: float | None = None
-    """A response counts as right from this score on; by default by the first verifier of reward_funcs."""
+    """Minimum score of a correct response. Default: the first verifier in reward_funcs decides."""
 
     @model_validator(mode="after")
     def _numbers_of_samples(self) -> "StatisticsConfig":
@@ -55,23 +56,23 @@ class EvaluationConfig(SettingsGroup):
     needs = Needs("eval_dataset")
 
     eval_dataset: str | None = None
-    """Prompts to evaluate on, read like prompt_data; several data sets also count apart."""
+    """Evaluation prompts, read like prompt_data. With several datasets, metrics are also reported per dataset."""
     eval_split: str = "train"
-    """Split of the evaluation data to read if the name gives none."""
+    """Split of the evaluation data, if its name contains none."""
     eval_max_samples: int = Field(100_000_000, gt=0)
-    """Rows of eval_dataset read at most."""
+    """Maximum number of rows to load from eval_dataset."""
     eval_steps: int = Field(-1, ge=-1)
-    """Iterations between evaluations, the first one before any update; -1 only there and at the end."""
+    """Evaluate every N iterations, and once before training; -1 only before and after training."""
     eval_n_samples_per_prompt: int = Field(1, gt=0)
-    """Responses to each prompt in an evaluation; of n, accuracy is avg@n, and there are pass@n and maj@n."""
+    """Responses per prompt in evaluations. With n, accuracy is avg@n, and pass@n and maj@n are reported."""
     eval_temperature: Temperature = Field(0.0, ge=0, le=HIGHEST_TEMPERATURE)
-    """Sampling temperature of evaluations; 0 takes the likeliest token."""
+    """Sampling temperature in evaluations; 0 is greedy."""
     best_metric_key: str | None = None
-    """Metric whose largest value keeps the model in <output>/best: eval/accuracy, eval/reward, eval/pass@n."""
+    """Metric to maximize for the best model in <output>/best: eval/accuracy, eval/reward or eval/pass@n."""
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics that may decide which model is best."""
+        """Metrics that can select the best model."""
         samples = self.eval_n_samples_per_prompt
         return ["eval/accuracy", "eval/reward", *([f"eval/pass@{samples}"] if samples > 1 else [])]
 

@@ -12,19 +12,19 @@ class AnswersOutputConfig(SettingsGroup):
     """Folder for samples.jsonl (every response), settings and logs, with eval.json (the figures) of eval, or
     selected.jsonl and metrics of generate."""
     load_checkpoint: Annotated[bool, Needs("output")] = False
-    """Continue behind the responses that are there; starts fresh if there is nothing to continue."""
+    """Resume after the existing responses; starts from scratch if there are none."""
     overwrite: Annotated[bool, Needs("output"), Excludes("load_checkpoint")] = False
-    """Replace the folder's contents from an earlier time."""
+    """Replace existing content of the folder."""
     write_pass_rate: str | None = None
-    """JSON lines with the rows of the prompts and their pass_rate, for --pass_rate_range; of a single model."""
+    """Write the prompt rows with their pass_rate as JSON lines, for --pass_rate_range. Requires a single model."""
     select: Literal["none", "best", "best_worst", "all"] = "none"
-    """Rows of selected.jsonl: the best response to a prompt or all of them (sft), or the best with the worst (dpo)."""
+    """Rows for selected.jsonl: the best response per prompt, or all (sft), or the best with the worst (dpo)."""
     min_score: Annotated[float | None, Needs("select")] = None
-    """Responses below this score are not selected; in a pair it is the chosen one that has to reach it."""
+    """Minimum score of selected responses; in a pair, of the chosen one."""
 
 
 class GenerateOutputConfig(AnswersOutputConfig):
     """Output"""
 
     output: str
-    """Folder for samples.jsonl (every response), selected.jsonl, settings, metrics and logs."""
+    """Folder for samples.jsonl (all responses), selected.jsonl, settings, metrics and logs."""

@@ -1,6 +1,6 @@
-"""What `rlhf data` shows: the data settings of all commands that it can stand in for.
+"""Settings of `rlhf data`: the data settings of all commands.
 
-That none of theirs is missing here, and that defaults are the same, is tested.
+Tests verify that none is missing, and that defaults are equal.
 """
 
 from typing import Annotated, Literal
@@ -25,24 +25,24 @@ class ShowConfig(SettingsGroup):
     """Show"""
 
     for_: Literal[*TRAINING] = Field(alias="for")  # type: ignore[valid-type]
-    """Command whose reading of the data is shown; below, ppo stands for all that sample from prompts."""
+    """Training command for which data are read; in this help, ppo stands for all commands that sample from prompts."""
     num_rows: int = Field(3, ge=0)
-    """Examples shown, spread over the data."""
+    """Number of examples to show, spread over the data."""
     seed: int = Field(42, ge=0, lt=2**32)
-    """Seed of the order in which mixed data sets are read, as of the command."""
+    """Random seed for the order of mixed datasets, as in the command."""
     train_max_tokens_per_gpu: int = Field(16_192, gt=0)
-    """Tokens in one packed micro-batch at most, as of the command."""
+    """Maximum tokens per packed micro-batch, as in the command."""
     sequence_parallel_size: int = Field(1, gt=0)
-    """Ranks that share each sequence, as of the command: a micro-batch holds as many times the tokens."""
+    """Ranks that share each sequence, as in the command. Multiplies the tokens per micro-batch."""
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether the command samples from prompts that it reads."""
+        """Whether the command samples responses to prompts."""
         return self.for_ in ONLINE_TRAINING
 
     @property
     def room(self) -> int:
-        """Tokens of a micro-batch, and so of a sequence, at most."""
+        """Maximum tokens in a micro-batch, and thus in a sequence."""
         return self.train_max_tokens_per_gpu * self.sequence_parallel_size
 
 
@@ -55,30 +55,31 @@ class ShownDataConfig(OfflineDataConfig):
     """Data"""
 
     chosen_key: str | None = None
-    """Column with the better response, or the conversation with it; found by its name if not given."""
+    """Column with the chosen response or conversation. Default: detected by name."""
     rejected_key: str | None = None
-    """Column with the worse response, or the conversation with it; found by its name if not given."""
+    """Column with the rejected response or conversation. Default: detected by name."""
     step_separator: str = Field(r"\n", min_length=1)
-    """Text between the steps of a response; a typed \\n means a line break. A step's score is read where it ends."""
+    """Separator between the steps of a response; \n is a line break. A step's score is read at its end."""
     placeholder_token: str = Field("ки", min_length=1)
-    """Text behind each step in rows of the format placeholder; by default Math-Shepherd's. It is not trained on."""
+    """Text after each step in rows with format placeholder. The default is Math-Shepherd's. It is not trained."""
     reward_tokens: tuple[str, str] = ("+", "-")
-    """Labels of a right and of a wrong step, beside true, false and numbers from 0 to 1."""
+    """Labels for a correct and a wrong step, in addition to true, false, and numbers from 0 to 1."""
     data_format: Annotated[str, Plugin(ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """How rows are read; auto decides by the columns. prompt_response to text are of sft and distill, explicit_prompt
-    and shared_prompt of rm and dpo, unpaired and preference of kto, stepwise to processbench of prm, prompt, messages
-    and sharegpt of ppo."""
+    """Row format. auto detects it from the columns. prompt_response to text are for sft and distill, explicit_prompt
+    and shared_prompt for rm and dpo, unpaired and preference for kto, stepwise to processbench for prm, and prompt,
+    messages and sharegpt for ppo.
+    """
     output_key: str | None = None
-    """Column with the response (sft, distill, kto) or the list of steps (prm); found by its name if not given."""
+    """Column with the response (sft, distill, kto) or list of steps (prm). Default: detected by name."""
     label_key: str | None = None
-    """Column that marks desirable responses (kto), with the labels of steps (prm), or the ground truth (ppo)."""
+    """Column with the label (kto), step labels (prm), or ground truth (ppo)."""
     pretrain_mode: bool = False
-    """Train on every token, not only on the assistant's (sft, distill)."""
+    """Train on all tokens instead of only the assistant's (sft, distill)."""
     train_on_last_step_only: bool = False
-    """Train on the last labelled step of each solution alone (prm)."""
+    """Train only on the last labeled step of each solution (prm)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """Treatment of prompts that leave no room for max_new_tokens (ppo)."""
+    """How to handle prompts without room for max_new_tokens (ppo)."""
     pass_rate_range: tuple[float, float] | None = None
-    """Use only prompts whose column pass_rate is in this range, both ends included (ppo)."""
+    """Use only prompts with a pass_rate in this range, inclusive (ppo)."""
     max_new_tokens: int = Field(1024, gt=0)
-    """Tokens generated per response at most (ppo)."""
+    """Maximum number of generated tokens per response (ppo)."""

@@ -1,4 +1,4 @@
-"""Which model is loaded, and how it is run in training."""
+"""Model selection, and training options of models."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,23 +10,25 @@ from rlhf_cli.environment import fast_dtype
 ParamDtype = Annotated[
     Literal["auto", "bf16", "fp32"], AfterValidator(lambda dtype: fast_dtype()[0] if dtype == "auto" else dtype)
 ]
-"""A type of weights. A checked setting never is `auto`: the type is chosen when the settings are read, and kept in
-config.yaml and in the identity of a run."""
+"""Weight dtype. A validated setting is never `auto`: it is resolved when settings are read, and stored in config.yaml
+and the run's identity.
+"""
 
 
 class ModelSource(SettingsGroup):
     """Model"""
 
     pretrain: str
-    """Model to start from: a local folder, a GGUF file, a run directory of this program, or a Hugging Face name. For
+    """Model to start from: a local folder, a GGUF file, a run directory, or a Hugging Face name. For
     generate also a checkpoint or an adapter."""
     tokenizer_chat_template: str | None = None
-    """Chat template to use instead of the tokenizer's: a Jinja file or the template itself."""
+    """Chat template that replaces the tokenizer's: a Jinja file, or the template text."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code included with the model."""
     param_dtype: ParamDtype = Field("auto", validate_default=True)
-    """Type of the weights in forward and backward; auto is bf16 where its products are fast (GPUs, AMX, AVX512-BF16),
-    else fp32. The type of optimizer states is up to the optimizer."""
+    """Weight dtype in forward and backward passes. auto is bf16 where it is fast (GPUs, AMX, AVX512-BF16), else fp32.
+    The optimizer determines the dtype of its states.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -41,44 +43,51 @@ class ModelConfig(ModelSource):
     attn_implementation: Literal[
         "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen", "sdpa", "eager"
     ] = "auto"
-    """Attention kernel for packed sequences; auto takes the fastest that is installed and fits the device."""
+    """Attention kernel for packed sequences. auto selects the fastest one installed and supported by the device."""
     gradient_checkpointing: bool | None = None
-    """Recompute layers in the backward pass: less memory, about a third more compute. By default on a GPU whose memory
-    does not hold the activations of a micro-batch, which a line at the start shows."""
+    """Recompute layers in the backward pass: saves memory for about a third more compute. Default: if activations do
+    not fit in GPU memory, as reported at startup.
+    """
     activation_offload: Annotated[bool, Needs("gradient_checkpointing"), Excludes("compile_model")] = False
-    """Keep the inputs of layers, which --gradient_checkpointing saves, in host memory until the backward pass."""
+    """Offload the layer inputs saved by --gradient_checkpointing to host memory until the backward pass."""
     compile_model: bool = False
-    """Compile the decoder with torch.compile: faster steps after a minute or two of compiling; not with ZeRO-3."""
+    """Compile the decoder with torch.compile: faster steps after one to two minutes of compilation. Not supported with
+    ZeRO-3.
+    """
     use_liger_kernel: bool | None = None
-    """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`). By default if they
-    are installed, know the type of the model, and --compile_model does not fuse the same operations."""
+    """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`). Default: if
+    installed and supported for the model type, and --compile_model does not already fuse these operations.
+    """
 
     freeze_vision_tower: bool = False
-    """Leave the vision tower of a vision-language model as it is, and train the projector and the language part."""
+    """Freeze the vision encoder of a vision-language model, and train the projector and language model."""
     freeze_projector: bool = False
-    """Leave the projector between vision tower and language part (the merger of Qwen-VL) as it is."""
+    """Freeze the projector between vision encoder and language model (the merger in Qwen-VL)."""
     keep_dropout: bool = False
-    """Train with the dropout of the model's config.json (attention_dropout, resid_pdrop, ...), which is off by default.
-    --lora_dropout is another setting."""
+    """Train with the dropout in the model's config.json (attention_dropout, resid_pdrop, ...), which is disabled by
+    default. Independent of --lora_dropout.
+    """
 
 
 class ReferenceConfig(SettingsGroup):
     """Reference"""
 
     ref_pretrain: str | None = None
-    """Model that the trained one is compared with; by default the start model (under an adapter: its base)."""
+    """Reference model. Default: the initial model (with an adapter: its base model)."""
     precompute_ref_log_probs: Annotated[bool, Excludes("ref_sync_steps")] = False
-    """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
+    """Compute reference log-probs for all data before training, and cache them for later runs."""
     ref_offload: bool = False
-    """Keep the reference's weights in host memory while it is not used."""
+    """Offload idle reference weights to host memory."""
     ref_sync_steps: int = Field(0, ge=0)
-    """Steps (online: iterations) after which the reference moves towards the trained model (TR-DPO); 0: it stays."""
+    """Update the reference toward the trained model every N steps (online: iterations), as in TR-DPO; 0 keeps it
+    fixed.
+    """
     ref_mixup_alpha: Annotated[float, Needs("ref_sync_steps")] = Field(1.0, gt=0, le=1)
-    """Share of the trained model's weights in the reference after each such move."""
+    """Weight of the trained model in each reference update."""
 
     @property
     def moves(self) -> bool:
-        """Whether the reference follows the policy."""
+        """Whether the reference is updated during training."""
         return self.ref_sync_steps > 0
 
 
@@ -86,32 +95,37 @@ class CriticModelConfig(SettingsGroup):
     """Critic"""
 
     critic_pretrain: str | None = None
-    """Model that the critic starts from, by default the actor's: a language model, or a reward model, whose head it
-    keeps; same token ids."""
+    """Initial critic model. Default: the actor's. May be a language model, or a reward model, which keeps its head. It
+    must use the same token IDs.
+    """
 
 
 class LoraConfig(SettingsGroup):
     """Adapter (LoRA)"""
 
     lora_rank: int = Field(0, ge=0)
-    """Train an adapter of this rank and leave the model itself as it is; 0 trains the model."""
+    """LoRA rank; the base model stays frozen. 0 trains the full model."""
     lora_alpha: int = Field(16, gt=0)
-    """Strength of the adapter: its product of matrices is scaled by lora_alpha / lora_rank."""
+    """LoRA scaling: the adapter's output is multiplied by lora_alpha / lora_rank."""
     use_rslora: bool = False
-    """Scale it by lora_alpha / sqrt(lora_rank) instead, so that large ranks learn as fast as small ones (rsLoRA)."""
+    """Scale by lora_alpha / sqrt(lora_rank) instead, so that learning speed does not drop at high ranks (rsLoRA)."""
     use_dora: bool = False
-    """Train the length of each row of a weight apart from its direction (DoRA): often better at low ranks, slower."""
+    """Train the magnitude of weight rows separately from their direction (DoRA): often better at low ranks, but
+    slower.
+    """
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of a layer's inputs that the adapter does not see in a training step."""
+    """LoRA dropout."""
     target_modules: list[str] = ["all-linear"]
-    """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
+    """Linear layers with an adapter, such as q_proj,v_proj. all-linear selects all except the LM head."""
     exclude_modules: list[str] = []
-    """Names of layers that get none although target_modules names them: o_proj, or layers.0.mlp.up_proj."""
+    """Layers without an adapter even if target_modules selects them, such as o_proj or layers.0.mlp.up_proj."""
     lora_vision_tower: bool = False
-    """Put adapters on the vision tower and the projector of a vision-language model too, not on its language part
-    alone."""
+    """Also add adapters to the vision encoder and projector of a vision-language model, not only to the language
+    model.
+    """
     load_in_4bit: bool = False
-    """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""
+    """Load the base model in 4 bits (NF4). Requires an NVIDIA GPU and the extra `quant`; not supported with ZeRO-3."""
     lora_push: Literal["merged", "adapter"] = "merged"
-    """What engines get after each iteration: the whole merged weights, or the adapter alone, which vLLM adds to the
-    model while it generates (not with use_dora): pushes are small, generation is a little slower."""
+    """Weights pushed to the engines after each iteration: the merged model, or only the adapter, which vLLM applies
+    during generation (not with use_dora). Adapter pushes are small, but generation is slightly slower.
+    """

@@ -1,4 +1,4 @@
-"""Settings of pictures in rows."""
+"""Settings for images in rows."""
 
 from pydantic import Field, model_validator
 
@@ -9,15 +9,15 @@ class PicturesConfig(SettingsGroup):
     """Pictures"""
 
     image_key: str | None = None
-    """Column with the pictures of a row; images or image if not given."""
+    """Column with the images. Default: images or image."""
     image_dir: str | None = None
-    """Folder in which paths of pictures begin; the folder of the data file if not given."""
+    """Base folder for image paths. Default: the folder of the data file."""
     min_pixels: int | None = Field(None, gt=0)
-    """Smaller pictures are enlarged to this height times width; the model's own bound if not given."""
+    """Upscale smaller images to this number of pixels (height times width). Default: the model's limit."""
     max_pixels: int | None = Field(None, gt=0)
-    """Larger pictures are shrunk to this height times width; the model's own bound if not given."""
+    """Downscale larger images to this number of pixels (height times width). Default: the model's limit."""
     max_images_per_prompt: int = Field(8, ge=0)
-    """Pictures that a row has at most."""
+    """Maximum number of images per row."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "PicturesConfig":

@@ -1,7 +1,7 @@
-"""Settings that take a name of a table, or code of others as `file.py:NAME` or `module:NAME`.
+"""Settings with a built-in name or user code, given as `file.py:NAME` or `module:NAME`.
 
-`Plugin` marks such a setting: `policy_loss: Annotated[str, Plugin(...)]`. Validation makes the path of a file absolute,
-so that ranks and actors in other folders find it. `require_plugins` loads the code when a command begins.
+Annotate such a setting with `Plugin`: `policy_loss: Annotated[str, Plugin(...)]`. Validation makes file paths absolute,
+so that ranks and actors in other folders find the code. `require_plugins` loads it when a command starts.
 """
 
 import hashlib
@@ -25,12 +25,13 @@ FORMS = "file.py:NAME or module:NAME"
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """The names of a table, and the form that code of others must have.
+    """Built-in names of a setting, and the interface that user code must have.
 
-    `parameters`: names of the arguments of a function, in order; `records`: types of objects that may be given instead;
-    `methods`: names that a class must have; `is_called`: a name may have numbers behind it, `cosine(max_len=2048)`,
-    which the setting's group checks together with the name; `may_have_settings`: a record may bring a settings group as
-    its `settings`, whose fields become flags of the command that names the code.
+    - `parameters`: argument names of a function, in order.
+    - `records`: object types that are accepted instead of a function.
+    - `methods`: methods that a class must have.
+    - `is_called`: whether names accept numbers, such as `cosine(max_len=2048)`. The setting's group checks them.
+    - `may_have_settings`: whether a record may have a settings group, `settings`, with additional flags.
     """
 
     names: tuple[str, ...]
@@ -41,11 +42,11 @@ class Plugin:
     may_have_settings: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the annotated type with the check of the name after it."""
+        """Return the annotated type's schema, followed by the name check."""
         return core_schema.no_info_after_validator_function(self.checked, handler(source))
 
     def checked(self, value: Any) -> Any:
-        """Return a setting with absolute paths, item by item if it is a list. Raise ValueError for another name."""
+        """Return the setting with absolute paths, also per list item. Raises ValueError for unknown names."""
         if isinstance(value, list):
             return [self.checked(item) for item in value]
         if value is None or value in self.names:
@@ -60,7 +61,7 @@ class Plugin:
         raise ValueError(f"must be {names}code as {FORMS}")
 
     def fault_of(self, found: Any) -> str | None:
-        """Return why an object that was loaded cannot be used, None if it can."""
+        """Return why a loaded object is unusable, or None."""
         if type(found).__name__ in self.records:
             return None
         if not callable(found):
@@ -78,7 +79,7 @@ class Plugin:
 
 
 class Target(NamedTuple):
-    """Code of others that a setting names."""
+    """User code named by a setting."""
 
     setting: str
     plugin: Plugin
@@ -91,24 +92,24 @@ def called_name(text: str) -> str:
 
 
 def is_target(text: str) -> bool:
-    """Return whether a text names code, as `file.py:NAME` or `module:NAME`."""
+    """Return whether the text refers to code, as `file.py:NAME` or `module:NAME`."""
     place, _, name = text.rpartition(":")
     return name.isidentifier() and (is_file(text) or all(part.isidentifier() for part in place.split(".")))
 
 
 def is_file(text: str) -> bool:
-    """Return whether the code is in a file that is named by its path."""
+    """Return whether the code is in a file."""
     return text.rpartition(":")[0].endswith(".py")
 
 
 def absolute(text: str) -> str:
-    """Return a target with the whole path of its file; a module stays as it is."""
+    """Make a target's file path absolute. Modules are unchanged."""
     place, _, name = text.rpartition(":")
     return f"{Path(place).expanduser().resolve()}:{name}" if is_file(text) else text
 
 
 def targets_of(config: BaseModel) -> Iterator[Target]:
-    """Yield all code of others that the settings of a command name."""
+    """Yield all user code in a command's settings."""
     for _, settings in config:
         for name, field in type(settings).model_fields.items():
             value = getattr(settings, name)
@@ -119,13 +120,13 @@ def targets_of(config: BaseModel) -> Iterator[Target]:
 
 
 def require_plugins(config: BaseModel) -> None:
-    """Load the code of others that the settings name. Raise UsageError for what cannot be loaded or used."""
+    """Load the user code in the settings. Raises UsageError if it is not loadable or usable."""
     for target in targets_of(config):
         loaded(target)
 
 
 def loaded(target: Target) -> Any:
-    """Return the object that a setting names. Raise UsageError if it cannot be loaded or used."""
+    """Load a target. Raises UsageError if it is not loadable or usable."""
     setting, plugin, text = target
     try:
         found = load_target(text)
@@ -137,13 +138,13 @@ def loaded(target: Target) -> Any:
 
 
 def group_of_code(setting: str) -> str:
-    """Return the name of the group with the settings that the code named by `setting` brings."""
+    """Return the name of the settings group declared by user code in `setting`."""
     return f"{setting}_settings"
 
 
 @cache
 def load_target(text: str) -> Any:
-    """Return the object that `file.py:NAME` or `module:NAME` names. Raise UsageError if there is none."""
+    """Load the object `file.py:NAME` or `module:NAME`. Raises UsageError if it does not exist."""
     place, _, name = text.rpartition(":")
     if is_file(text) and not Path(place).is_file():
         raise UsageError(f"there is no file {place}")
@@ -151,7 +152,7 @@ def load_target(text: str) -> Any:
         module = _module_of_file(Path(place)) if is_file(text) else importlib.import_module(place)
     except SyntaxError as error:
         raise UsageError(f"line {error.lineno} of {error.filename} is not valid Python: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # a script that ends itself must not end this program with its status
+    except (Exception, SystemExit) as error:  # a script that calls sys.exit must not end this process
         raise UsageError(f"the import of {place} raises {type(error).__name__}: {one_line(error)}") from error
     if not hasattr(module, name):
         own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
@@ -161,7 +162,7 @@ def load_target(text: str) -> Any:
 
 @cache
 def _module_of_file(path: Path) -> Any:
-    """Return the file as a module, which may import its neighbours; several names of one file share the module."""
+    """Load a file as a module that may import modules in its folder. All names in a file share the module."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -179,7 +180,7 @@ def _module_of_file(path: Path) -> Any:
 
 
 def contents_of_plugins(config: BaseModel) -> dict[str, str]:
-    """Return a hash of the files of others' code, by the setting that names them."""
+    """Hash the files of user code, keyed by setting."""
     found: dict[str, list[str]] = {}
     for target in targets_of(config):
         found.setdefault(target.setting, []).append(contents_of(target.text))
@@ -187,14 +188,14 @@ def contents_of_plugins(config: BaseModel) -> dict[str, str]:
 
 
 def contents_of(text: str) -> str:
-    """Return a hash of the file with the code that a target names, "" if there is no such file."""
+    """Hash the file of user code, "" if it does not exist."""
     place = text.rpartition(":")[0]
     path = place if is_file(text) else getattr(importlib.import_module(place), "__file__", None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path and Path(path).is_file() else ""
 
 
 def without_folder(value: Any) -> Any:
-    """Return a setting with the bare names of files, because a folder that moved holds the same code."""
+    """Reduce file paths in a setting to file names, because a moved folder contains the same code."""
     if isinstance(value, list):
         return [without_folder(item) for item in value]
     if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The objective of online training: what all estimators have; algorithms/estimators/ adds what some have besides."""
+"""Objective of online training, shared by all estimators. algorithms/estimators/ adds estimator-specific settings."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from rlhf_cli.config.plugins import Plugin
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossRow:
-    """A policy loss: its function as `module:name`, and which of the settings that only some losses read it reads."""
+    """A policy loss: its function as `module:name`, and its loss-specific settings."""
 
     function: str
     reads: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ READ_BY = {
     setting: tuple(name for name, row in POLICY_LOSSES.items() if setting in row.reads)
     for setting in dict.fromkeys(setting for row in POLICY_LOSSES.values() for setting in row.reads)
 }
-"""Losses that read a setting; it has to be left at its default under other losses of the table."""
+"""Losses that use a setting. With other built-in losses it must keep its default."""
 
 
 class PolicyConfig(SettingsGroup):
@@ -46,66 +46,71 @@ class PolicyConfig(SettingsGroup):
     policy_loss: Annotated[str, Plugin(tuple(POLICY_LOSSES), ("logprobs_K", "anchor_K", "columns", "settings"))] = (
         "clip"
     )
-    """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio; or a
-    function of your own."""
+    """Policy loss: clip (PPO), gspo (sequence ratios; changes the defaults of eps_clip_low_high and loss_agg), cispo,
+    sapo, reinforce (no ratio), or your own function.
+    """
     advantage_estimator: Annotated[
         str | None, Plugin((), ("experience", "settings"), records=("Estimator",), may_have_settings=True)
     ] = None
-    """Function of your own that computes advantages, or a row of the table of estimators; by default the command's."""
+    """Your own advantage function or `Estimator`. Default: the command's estimator."""
     loss_agg: LossAgg = "token_mean"
-    """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
+    """Loss aggregation: mean over tokens, mean over responses, or sum divided by responses x max_new_tokens (Dr.
+    GRPO).
+    """
     eps_clip: Annotated[float, Needs("policy_loss", READ_BY["eps_clip"])] = Field(0.2, gt=0)
-    """PPO's clip of the probability ratio to [1 - eps, 1 + eps]."""
+    """Clip the probability ratio to [1 - eps, 1 + eps] (PPO)."""
     eps_clip_low_high: Annotated[tuple[float, float] | None, Needs("policy_loss", READ_BY["eps_clip_low_high"])] = None
-    """Different clip below and above 1; replaces eps_clip."""
+    """Separate clip ranges below and above 1. Overrides eps_clip."""
     dual_clip: Annotated[float | None, Needs("policy_loss", READ_BY["dual_clip"])] = Field(None, gt=1)
-    """Bound on the loss of negative advantages, in ratios; off by default."""
+    """Dual-clip limit on the ratio for negative advantages. Disabled by default."""
     cispo_eps_high: Annotated[float, Needs("policy_loss", READ_BY["cispo_eps_high"])] = Field(5.0, gt=1)
-    """Largest ratio that weighs a token under cispo."""
+    """Maximum ratio that weights a token in cispo."""
     sapo_tau: Annotated[tuple[float, float], Needs("policy_loss", READ_BY["sapo_tau"])] = (1.0, 1.05)
-    """Steepness of sapo's gate for positive and for negative advantages."""
+    """Temperatures of sapo's gate for positive and negative advantages."""
     init_kl_coef: float = Field(0.01, ge=0)
-    """Weight of the KL divergence from the reference; 0 loads no reference model."""
+    """KL penalty coefficient; 0 loads no reference model."""
     use_kl_loss: bool = False
-    """Add the KL divergence to the loss instead of taking it off the reward; with kl_estimator k2 or k3."""
+    """Add the KL penalty to the loss instead of the reward. Use with kl_estimator k2 or k3."""
     kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL divergence per token (Schulman)."""
+    """Estimator for the per-token KL divergence (Schulman)."""
     kl_target: float | None = Field(None, gt=0)
-    """KL per response in nats that an adaptive coefficient steers to; fixed coefficient by default."""
+    """Target KL per response in nats for an adaptive coefficient. Default: fixed coefficient."""
     kl_horizon: Annotated[int, Needs("kl_target")] = Field(10_000, gt=0)
-    """Samples over which the adaptive coefficient reacts."""
+    """Number of samples over which the adaptive coefficient adjusts."""
     entropy_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus; its start value under entropy_target."""
+    """Entropy bonus coefficient; with entropy_target, its initial value."""
     entropy_target: float | None = Field(None, gt=0)
-    """Entropy in nats below which the bonus grows after each step, and above which it shrinks and does not count."""
+    """Target entropy in nats. Below it, the bonus grows after each step; above it, the bonus shrinks and is not
+    applied.
+    """
     entropy_delta: Annotated[float, Needs("entropy_target")] = Field(1e-4, gt=0)
-    """Change of the entropy bonus's weight per step under entropy_target."""
+    """Change of the entropy coefficient per step with entropy_target."""
     entropy_max: Annotated[float, Needs("entropy_target")] = Field(5e-3, gt=0)
-    """Largest weight of the entropy bonus under entropy_target."""
+    """Maximum entropy coefficient with entropy_target."""
     mask_truncated: bool = False
-    """Do not train on responses that were cut at max_new_tokens; their scores still count in their group."""
+    """Exclude responses truncated at max_new_tokens from training. Their scores still count in their group."""
     rollout_correction: RolloutCorrection = "token_clip"
-    """What corrects for engine and trainer disagreeing on probabilities."""
+    """Importance-sampling correction for the mismatch between rollout-engine and trainer probabilities."""
     rollout_correction_range: Annotated[
         tuple[float, float], Needs("rollout_correction", ("token_mask", "seq_mask"))
     ] = (0.5, 5.0)
-    """Ratios of trainer to engine that are kept: of tokens by token_mask, of sequences (geometric mean) by seq_mask."""
+    """Accepted trainer-to-engine ratios: per token with token_mask, per sequence (geometric mean) with seq_mask."""
     rollout_correction_cap: Annotated[float, Needs("rollout_correction", ("token_clip",))] = Field(2.0, gt=0)
-    """Largest ratio under token_clip."""
+    """Maximum ratio with token_clip."""
 
     @property
     def eps_clip_low(self) -> float:
-        """How far below 1 the ratio is clipped."""
+        """Lower clip range of the ratio."""
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[0]
 
     @property
     def eps_clip_high(self) -> float:
-        """How far above 1 the ratio is clipped."""
+        """Upper clip range of the ratio."""
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[1]
 
     @property
     def has_kl_loss(self) -> bool:
-        """Whether the loss has a term of the KL divergence."""
+        """Whether the loss has a KL term."""
         return self.use_kl_loss and self.init_kl_coef > 0
 
     @model_validator(mode="after")

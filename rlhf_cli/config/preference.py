@@ -1,4 +1,4 @@
-"""Losses on preferences, and the reference that they compare with."""
+"""Preference losses, and their reference model."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,9 +15,9 @@ UnpairedLossName = Literal["kto", "apo_zero_unpaired"]
 
 @dataclass(frozen=True, slots=True)
 class PairLossRow:
-    """A loss on pairs: its function as `module:name`, the settings that it reads, and which values it needs besides.
+    """A pairwise loss: its function as `module:name`, its settings, and other requirements.
 
-    `step_constant`: the field of `PairLogprobs` (algorithms/preference.py) that must be there.
+    `step_constant`: the field of `PairLogprobs` (algorithms/preference.py) that it requires.
     """
 
     function: str
@@ -49,7 +49,7 @@ PAIR_LOSSES: dict[str, PairLossRow] = {
     "simpo": _own("simpo_loss", "beta", "simpo_gamma", needs_reference=False),
     "orpo": _own("orpo_loss", "orpo_lambda", needs_reference=False),
 }
-"""The losses on pairs by name."""
+"""Pairwise losses by name."""
 
 LOSS_DEFAULTS: dict[str, dict[str, float]] = {
     "simpo": {"beta": 2.0, "simpo_gamma": 1.0},  # arXiv 2405.14734, of Llama 3 8B
@@ -59,18 +59,18 @@ LOSS_DEFAULTS: dict[str, dict[str, float]] = {
     "bco_pair": {"beta": 0.01},  # arXiv 2404.04656
     "discopop": {"beta": 0.05},  # arXiv 2406.08414
 }
-"""Settings from the papers of losses that differ from DPO's settings: defaults if one such loss alone is named."""
+"""Settings from the papers of losses with other values than DPO: defaults if the loss is used alone."""
 
 
 class RewardLossConfig(SettingsGroup):
     """Loss"""
 
     loss: RewardLossName = "sigmoid"
-    """Loss on the difference of the two rewards; logexp is the same function under OpenRLHF's other name."""
+    """Loss on the reward difference. logexp is OpenRLHF's name for sigmoid."""
     margin_loss: Annotated[bool, Needs("loss", ("sigmoid",))] = False
-    """Ask of the chosen response to lead by the row's `margin`."""
+    """Subtract the row's `margin` from the reward difference."""
     center_rewards_coefficient: float = Field(0.0, ge=0)
-    """Weight of the squared sum of both rewards, which holds their mean near zero."""
+    """Weight of the squared reward sum, which keeps the mean reward near zero."""
 
 
 class PairLossConfig(SettingsGroup):
@@ -79,22 +79,23 @@ class PairLossConfig(SettingsGroup):
     loss: Annotated[list[str], Plugin(tuple(PAIR_LOSSES), ("pairs", "settings"), records=("PreferenceLoss",))] = [
         "sigmoid"
     ]
-    """Losses on pairs, several added up; sigmoid is DPO, and cDPO with label_smoothing."""
+    """Pairwise losses; several are added. sigmoid is DPO, with label_smoothing cDPO."""
     loss_weights: list[float] = []
-    """Weight of each of several losses; 1 by default."""
+    """Weights of the losses. Default: 1."""
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull towards the reference: log-ratios are scaled by it. One loss alone has by default what its
-    paper takes: simpo 2, sigmoid_norm 5, sppo_hard 0.001, nca_pair and bco_pair 0.01, discopop 0.05."""
+    """Scale of the log-ratios; larger values keep the policy closer to the reference. Defaults of losses used alone:
+    simpo 2, sigmoid_norm 5, sppo_hard 0.001, nca_pair and bco_pair 0.01, discopop 0.05.
+    """
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs whose sides are taken to be swapped (sigmoid, robust, exo_pair, aot, sigmoid_norm)."""
+    """Assumed fraction of pairs with swapped labels (sigmoid, robust, exo_pair, aot, sigmoid_norm)."""
     simpo_gamma: float = 0.5
-    """Reward by which simpo wants the chosen response to lead; 1 where simpo is the only loss."""
+    """Target reward margin in simpo. Default: 1 if simpo is the only loss."""
     discopop_tau: float = Field(0.05, gt=0, le=1)
-    """Temperature of discopop's blend."""
+    """Temperature of the discopop mixture."""
     orpo_lambda: float = 0.1
-    """Weight of orpo's odds ratio beside its likelihood."""
+    """Weight of orpo's odds ratio relative to its likelihood."""
     nll_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the chosen response's mean negative log-likelihood per token."""
+    """Weight of the mean negative log-likelihood per token of chosen responses."""
 
     @model_validator(mode="after")
     def _known_losses(self) -> "PairLossConfig":
@@ -111,10 +112,10 @@ class UnpairedLossConfig(SettingsGroup):
     """Loss"""
 
     loss: UnpairedLossName = "kto"
-    """Loss on single responses; apo_zero_unpaired is kto without a baseline."""
+    """Loss on single responses. apo_zero_unpaired is kto without a KL baseline."""
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull towards the reference: log-ratios are scaled by it."""
+    """Scale of the log-ratios; larger values keep the policy closer to the reference."""
     desirable_loss_weight: float = Field(1.0, ge=0)
-    """Weight of desirable responses; see the recommended range that is printed for unbalanced data."""
+    """Weight of desirable responses. A recommended range is printed for unbalanced data."""
     undesirable_loss_weight: float = Field(1.0, ge=0)
     """Weight of undesirable responses."""

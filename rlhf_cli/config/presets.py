@@ -1,7 +1,7 @@
-"""The effect of one given setting on the defaults of others; whatever is given itself always wins.
+"""Defaults that depend on other settings. Explicitly given settings always take precedence.
 
-Each function takes the given settings, by flag or file, as text or typed, and returns defaults by name. A resolved
-`config.yaml` holds the outcome.
+Functions receive the given settings from flags and files, as text or typed values, and return defaults by name. A
+resolved `config.yaml` contains the result.
 """
 
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ DAPO_BUFFER_SHARE = 0.2
 
 
 def defaults_of_loss(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with the given `policy_loss`."""
+    """Return the defaults for the given `policy_loss`."""
     defaults = dict(GSPO) if given.get("policy_loss") == "gspo" else {}
     return _without_rivals(defaults, given)
 
 
 def defaults_of_pair_loss(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with the given `loss` on pairs, if it is a single one."""
+    """Return the defaults for the given pairwise `loss`, if it is a single one."""
     loss = given.get("loss")
     name = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     return dict(LOSS_DEFAULTS.get(str(name), {}))
 
 
 def defaults_of_preset(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with the given `preset`, and with a `policy_loss` given beside it."""
+    """Return the defaults for the given `preset`, combined with a given `policy_loss`."""
     defaults = dict(PRESETS.get(str(given.get("preset")), {}))
     if given.get("preset") == "dapo":
         defaults["overlong_buffer_len"] = _share_of_response(given)
@@ -51,16 +51,14 @@ def defaults_of_preset(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with the given `baseline`: with a group's mean the divergence belongs into the
-    loss.
-    """
+    """Return the defaults for the given `baseline`: with a group mean, KL belongs in the loss."""
     if given.get("baseline") != "group" or not _is_true(given.get("use_kl_loss", True)):
         return {}
     return {"use_kl_loss": True, "kl_estimator": "k2"}
 
 
 def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with a given environment or agent program: its own reward, if its kind has one."""
+    """Return the defaults for an environment or agent program: its reward, if that kind has one."""
     environment = given.get("environment")
     has_reward = environment is not None and environment_kind(str(environment)) != "mcp"
     has_reward = has_reward or given.get("agent_command") is not None
@@ -68,8 +66,8 @@ def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def defaults_of_adapter(given: Mapping[str, object], optim: OptimConfig) -> dict[str, object]:
-    """Return the learning rates that go with a new adapter, which learns best at about ten times the rates of a whole
-    model; those are the ones in `optim`.
+    """Return learning rates for a new adapter: ten times the full fine-tuning rates in `optim`, which works best in
+    practice.
     """
     if str(given.get("lora_rank", 0)).strip() == "0":
         return {}
@@ -78,12 +76,12 @@ def defaults_of_adapter(given: Mapping[str, object], optim: OptimConfig) -> dict
 
 
 def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with a given teacher, which takes the place of the reference."""
+    """Return the defaults for a given teacher, which replaces the reference."""
     return {} if given.get("teacher_pretrain") is None else _without_rivals({"init_kl_coef": 0.0}, given)
 
 
 def defaults_of_roles(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with a given teacher and a given environment."""
+    """Return the defaults for a given teacher and environment."""
     return defaults_of_teacher(given) | defaults_of_environment(given)
 
 
@@ -96,7 +94,7 @@ def _share_of_response(given: Mapping[str, object]) -> int:
 
 
 def _without_rivals(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that neither overrule nor contradict a given setting."""
+    """Return the defaults that neither override nor contradict a given setting."""
     rivals = {"eps_clip_low_high": "eps_clip", "overlong_buffer_len": "stop_properly_penalty_coef"}
     kept = {name: value for name, value in defaults.items() if rivals.get(name) not in given}
     if _is_true(given.get("use_kl_loss", False)):  # who asks for the divergence does not mean a coefficient of 0

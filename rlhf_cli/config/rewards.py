@@ -1,6 +1,6 @@
-"""The table of built-in rewards: the name of each, its function, its inputs and its parameters.
+"""Table of built-in rewards: name, function, inputs and parameters.
 
-The functions themselves are in `rlhf_cli/rewards/` and loaded where they run, so that this module costs nothing.
+The functions are in `rlhf_cli/rewards/` and imported where they run, so that importing this module is cheap.
 """
 
 import re
@@ -17,22 +17,22 @@ Value = int | float
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A number that a reward function takes: an integer where its default, or `kind`, is one."""
+    """A numeric reward parameter, an integer or float depending on `kind`."""
 
     default: Value | None
-    """None if it has to be given."""
+    """None if it is required."""
     least: Value | None = None
     kind: type[int] | type[float] = float
 
     @property
     def expected(self) -> str:
-        """The allowed values, in words."""
+        """Description of allowed values."""
         return ("an integer" if self.kind is int else "a number") + (
             f" >= {self.least}" if self.least is not None else ""
         )
 
     def read(self, text: str) -> Value:
-        """Return the value a text stands for. Raise ValueError if it is not allowed."""
+        """Parse a value. Raises ValueError if it is not allowed."""
         value = self.kind(text)
         if not abs(value) < float("inf") or (self.least is not None and value < self.least):
             raise ValueError(text)
@@ -43,13 +43,13 @@ class Parameter:
 class RewardRow:
     """One reward.
 
-    `function` is `module:name`, or the function itself in a row outside this program; parameters are given to it by
-    keyword. By `kind` it is called with
+    `function` is `module:name`, or the function itself in a user-defined row; parameters are passed by keyword.
+    Signatures by `kind`:
 
     - verifier: `(response, label) -> Verdict`, in a worker process
-    - text: `(response) -> float`, in a worker process, with the `<think>` that a prompt may end in put before it
+    - text: `(response) -> float`, in a worker process; a `<think>` at the end of the prompt is prepended
     - answer: `(response, label) -> float`, in a worker process
-    - length: `(request, correct) -> float`, `correct` is the first verifier's verdict, None without a verifier
+    - length: `(request, correct) -> float`; `correct` is the first verifier's verdict, None without a verifier
     - group: `(requests, corrects) -> list of floats` for all responses to a prompt
     - episode: `(request) -> Score`, in the driver
     """
@@ -59,20 +59,20 @@ class RewardRow:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
-    """Settings of the run that it is given by keyword as well."""
+    """Run settings that are also passed by keyword."""
     by_row: bool = False
-    """Whether it is another verifier for each row."""
+    """Whether the verifier depends on the row."""
     structured_labels: tuple[Literal["dict", "list"], ...] = ()
-    """Which labels that are no text it reads, as JSON."""
+    """Non-text labels that it accepts, as JSON."""
 
     @property
     def runs_code(self) -> bool:
-        """Whether it runs a model's code."""
+        """Whether it runs code written by the model."""
         return "code_unsandboxed" in self.settings and not self.by_row
 
     @property
     def in_worker(self) -> bool:
-        """Whether it reads a model's text, which happens in a process that can be killed."""
+        """Whether it reads model text, which requires a process that can be killed."""
         return self.kind in ("verifier", "text", "answer")
 
 
@@ -81,7 +81,7 @@ def _verifier(function: str, *structured: Literal["dict", "list"]) -> RewardRow:
 
 
 ENVIRONMENT = "environment"
-"""The reward of an episode's environment."""
+"""Reward of an episode's environment."""
 
 REWARDS: dict[str, RewardRow] = {
     "gsm8k": _verifier("builtin:gsm8k", "list"),
@@ -142,9 +142,9 @@ REWARD_PLUGIN = Plugin(tuple(REWARDS), ("response", "label"), records=("RewardRo
 
 
 class RewardCall(NamedTuple):
-    """A reward with a value for each of its parameters.
+    """A reward with its parameter values.
 
-    `name` is the name in metrics; `target` names the code of a reward outside this program, "" for a built-in one.
+    `name` is used in metrics; `target` refers to user code, "" for built-in rewards.
     """
 
     name: str
@@ -153,15 +153,15 @@ class RewardCall(NamedTuple):
 
     @property
     def row(self) -> RewardRow:
-        """Return the row of the reward's table, or the row outside this program."""
+        """Row in the reward table, or user-defined row."""
         return row_of(self.target or self.name)
 
 
 def row_of(name: str) -> RewardRow:
-    """Return the row of a built-in reward, or of the code that `file.py:NAME` or `module:NAME` names.
+    """Return the row of a built-in reward, or of user code at `file.py:NAME` or `module:NAME`.
 
     Raises:
-        UsageError: the code cannot be loaded or used.
+        UsageError: the code is not loadable or usable.
     """
     if not is_target(name):
         return REWARDS[name]
@@ -172,13 +172,13 @@ def row_of(name: str) -> RewardRow:
 
 
 NAMES_ELSEWHERE = {"accuracy": "math", "accuracy_reward": "math"}
-"""Rewards of other tools that have another name here: Open R1's and TRL's comparison by math-verify."""
+"""Reward names in other tools: math-verify comparison in Open R1 and TRL."""
 
 _CALL = re.compile(r"(?P<name>\w+|[^()]+:\w+)\s*(?:\((?P<given>[^()]*)\))?")
 
 
 def read_call(text: str) -> RewardCall:
-    """Return the reward that `cosine(max_len=2048)` names, with all parameters. Raise ValueError with the fault."""
+    """Parse a reward such as `cosine(max_len=2048)`, with default parameters. Raises ValueError with the reason."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not NAME or NAME(PARAMETER=NUMBER, ...); in a YAML file it needs quotes")
@@ -193,7 +193,7 @@ def read_call(text: str) -> RewardCall:
 
 
 def _row(name: str) -> RewardRow:
-    """Return the row of a name or of code outside this program. Raise ValueError if there is none."""
+    """Return the row of a name or user code. Raises ValueError if it is unknown."""
     if is_target(name):
         try:
             return row_of(name)
@@ -206,9 +206,7 @@ def _row(name: str) -> RewardRow:
 
 
 def read_calls(texts: Iterable[str]) -> list[RewardCall]:
-    """Return the rewards that are added up. Raise ValueError if one is named twice or lacks the verdict that it
-    needs.
-    """
+    """Parse rewards to be added. Raises ValueError for duplicates, or if a reward requires a missing verifier."""
     calls = [read_call(text) for text in texts]
     names = [call.name for call in calls]
     if len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""Rollout engines, sampling, and the choice of prompts while sampling."""
+"""Rollout engines, sampling, and dynamic prompt selection."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -28,7 +28,7 @@ ENGINE_METHODS = (
     "weight_checksum",
     "shutdown",
 )
-"""The methods of `RolloutEngine` (backends/rollout/engine.py)."""
+"""Methods of `RolloutEngine` (backends/rollout/engine.py)."""
 
 
 class EngineConfig(SettingsGroup):
@@ -42,29 +42,31 @@ class EngineConfig(SettingsGroup):
             methods=ENGINE_METHODS,
         ),
     ] = "auto"
-    """Engine that generates; auto takes vLLM if it is installed."""
+    """Rollout engine. auto uses vLLM if installed."""
     vllm_tensor_parallel_size: int = Field(1, gt=0)
-    """GPUs that share one engine."""
+    """Tensor parallel size of each engine."""
     vllm_gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of a GPU's memory an engine may take (weights and KV cache). By default 0.9 on GPUs of its own, 0.6 on GPUs
-    that it shares with models."""
+    """Fraction of GPU memory for an engine (weights and KV cache). Default: 0.9 on dedicated GPUs, 0.6 on shared
+    GPUs.
+    """
     enable_prefix_caching: bool = True
-    """vLLM computes a prompt once for its samples, in whole blocks of the KV cache (128 tokens on a CPU)."""
+    """Compute a shared prompt once for all its samples, in full KV cache blocks (128 tokens on a CPU). vLLM only."""
     enforce_eager: bool | None = None
-    """No CUDA graphs and no compilation in vLLM: starts faster, generates slower. By default on a CPU alone, where
-    --no_enforce_eager starts up to a minute later and generates in 0.7 of the time."""
+    """Disable CUDA graphs and compilation in vLLM: faster startup, slower generation. Default: only on a CPU, where
+    --no_enforce_eager adds up to a minute to startup and reduces generation time to 0.7.
+    """
     vllm_args: JsonObject = "{}"
-    """Further engine arguments of vLLM, as a JSON object or a YAML mapping: {"max_num_seqs": 1024}."""
+    """Additional vLLM engine arguments as a JSON object or YAML mapping, such as {"max_num_seqs": 1024}."""
     vllm_num_engines: int | None = Field(None, gt=0)
-    """Rollout engines. By default as many as fit on the GPUs that models leave, or share with them; without GPUs 1."""
+    """Number of rollout engines. Default: as many as fit on free or shared GPUs; 1 without GPUs."""
     vllm_enable_sleep: bool | None = None
-    """Engines free their GPU memory while models train. By default where all models share GPUs."""
+    """Free engine GPU memory during training. Default: if all models share GPUs."""
     vllm_sync_backend: Literal["auto", SyncBackend] = "auto"
-    """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
+    """Weight transfer to engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        """The further engine arguments of vLLM."""
+        """Additional vLLM engine arguments."""
         return dict(json.loads(self.vllm_args))
 
     @field_validator("vllm_args")
@@ -83,27 +85,30 @@ class SamplingConfig(SettingsGroup):
     """Sampling"""
 
     max_new_tokens: int = Field(1024, gt=0)
-    """Tokens generated per response at most."""
+    """Maximum number of generated tokens per response."""
     stop: list[str] = []
-    """Texts that end a response, of which they stay a part: </answer>,User: for example. Blanks around them are cut off
-    here, and commas separate them; a list in YAML takes any text."""
+    """Strings that end a response and are kept in it, such as </answer>,User:. Comma-separated values are stripped; use
+    a YAML list for arbitrary strings.
+    """
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability."""
+    """Top-p sampling: sample from the smallest set of tokens with this total probability."""
     top_k: int = Field(0, ge=-1)
-    """Sample from this many of the likeliest tokens, and others as likely as the last of them; 0 or -1 from all."""
+    """Top-k sampling (ties included); 0 or -1 disables it."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from tokens with at least this share of the probability of the likeliest one; 0 from all."""
+    """Min-p sampling: keep tokens with at least this fraction of the highest probability; 0 disables it."""
     temperature: Temperature = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
-    """Sampling temperature; 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
+    """Repetition penalty for prompt and response tokens. Above 1, positive logits are divided and negative logits
+    multiplied by it.
+    """
     rollout_batch_size: int = Field(1024, gt=0)
-    """Prompts per iteration; in generate and eval the prompts answered, scored and written together, which bound the
+    """Prompts per iteration; in generate and eval the prompts answered, scored and written together, which limit the
     memory and the work lost by a kill."""
     n_samples_per_prompt: int = Field(1, gt=0)
-    """Responses sampled for each prompt."""
+    """Responses sampled per prompt."""
     seed: int = Field(42, ge=0, lt=2**32)
-    """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
+    """Random seed for sampling, and for the order of mixed prompt datasets."""
 
     @field_validator("top_k")
     @classmethod
@@ -134,28 +139,30 @@ class RolloutConfig(SamplingConfig):
     """Rollout"""
 
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
-    """Sampling temperature; all log-probs are of logits divided by it."""
+    """Sampling temperature. All log-probs are computed from logits divided by it."""
     num_episodes: int = Field(1, gt=0)
-    """Passes over the prompts."""
+    """Epochs over the prompts."""
     max_iterations: int | None = Field(None, gt=0)
-    """Stop after this many iterations."""
+    """Stop after this number of iterations."""
 
 
 class AsyncConfig(SettingsGroup):
     """Asynchronous training"""
 
     async_train: bool = False
-    """Sample the responses of later iterations while the models train; engines need GPUs of their own."""
+    """Sample responses for later iterations during training. Requires dedicated GPUs for engines."""
     max_staleness: Annotated[int, Needs("async_train")] = Field(1, ge=0)
-    """Iterations that sampling is ahead of training: iteration k learns on responses of the policy after iteration
-    k - 1 - max_staleness. 0 samples before each iteration, as without --async_train."""
+    """Number of iterations that sampling is ahead of training: iteration k trains on responses from the policy after
+    iteration k - 1 - max_staleness. 0 samples before each iteration, as without --async_train.
+    """
     partial_rollout: Annotated[bool, Needs("async_train")] = False
-    """Push weights in the middle of responses, which go on with the new weights, instead of waiting for their end. Such
-    a run cannot be repeated bit for bit."""
+    """Push weights during responses, which continue with the new weights, instead of waiting for them to finish. Such
+    runs are not bit-reproducible.
+    """
 
     @property
     def lag(self) -> int:
-        """Iterations that sampling is ahead of training."""
+        """Number of iterations that sampling is ahead of training."""
         return self.max_staleness if self.async_train else 0
 
     @model_validator(mode="after")
@@ -171,10 +178,12 @@ class DynamicSamplingConfig(SettingsGroup):
     needs = Needs("dynamic_filtering")
 
     dynamic_filtering: bool = False
-    """Replace prompts whose responses teach nothing (all right, all wrong, all alike) by further ones (DAPO)."""
+    """Replace prompts without a learning signal (all responses correct, all wrong, or all scored equally), as in
+    DAPO.
+    """
     dynamic_filtering_reward_range: Range = None
-    """Replace prompts whose mean score is not between these two instead."""
+    """Instead, replace prompts with a mean score outside this range."""
     dynamic_oversample: float = Field(0.5, ge=0)
-    """Extra prompts to sample, as a share of the missing prompts; surplus is dropped or kept."""
+    """Oversampling: extra prompts as a fraction of the missing prompts. Surplus is kept or dropped."""
     dynamic_max_rounds: int = Field(8, gt=0)
-    """Rounds of prompts per iteration; after them it trains on the groups there are."""
+    """Maximum rounds of prompts per iteration; then it trains on the groups found so far."""

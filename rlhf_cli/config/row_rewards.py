@@ -1,4 +1,4 @@
-"""Which verifier judges the rows of a data source, for the reward `by_row`."""
+"""Verifiers by data source, for the reward `by_row`."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 from rlhf_cli.config.rewards import REWARDS, read_call, row_of
 
 BY_ROW = "by_row"
-"""The reward that is each row's own verifier."""
+"""Reward that selects a verifier per row."""
 
 DATA_SOURCE = "data_source"
-"""The column in which verl's rows name their source."""
+"""Source column in verl rows."""
 
 SOURCES = {
     "openai/gsm8k": "gsm8k",
@@ -28,14 +28,13 @@ SOURCES = {
     "train-code-*": "code",
     "livecodebench*": "code",
 }
-"""Names of sources in the data of verl, DAPO, PRIME and Skywork-OR1, with the verifier of each."""
+"""Sources in verl, DAPO, PRIME and Skywork-OR1 data, with their verifiers."""
 
 
 def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
-    """Return the verifier of a source, as one writes it for reward_funcs; None if nothing names one.
+    """Return a source's verifier in reward_funcs notation; None if it has none.
 
-    `own` mappings come before the built-in ones, and whole names before patterns. A source may also be the name of a
-    verifier itself.
+    `own` entries precede built-in ones, and exact names precede patterns. A source may also be a verifier name.
     """
     if source in REWARDS and source not in own:
         return source if is_verifier(source) else None
@@ -47,12 +46,12 @@ def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
 
 
 def is_verifier(name: str) -> bool:
-    """Return whether a reward can judge a row."""
+    """Return whether a reward can verify rows."""
     return row_of(name).kind == "verifier" and name != BY_ROW
 
 
 def fault_of_sources(own: Mapping[str, object]) -> str | None:
-    """Return the fault of a mapping from sources to verifiers, None if there is none."""
+    """Return the error in a source-to-verifier mapping, or None."""
     for source, text in own.items():
         try:
             call = read_call(str(text))

@@ -1,4 +1,4 @@
-"""Rewards: built-in ones, reward files, reward models and reward servers, and how their scores are shaped.
+"""Rewards: built-in functions, reward files, reward models and reward servers, and score shaping.
 
 The table of built-in rewards is in rewards.py.
 """
@@ -14,126 +14,141 @@ from rlhf_cli.config.rewards import ENVIRONMENT, REWARD_PLUGIN, RewardCall, read
 from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
-"""Environment variable in which reward servers and their clients look for the key."""
+"""Environment variable with the API key of reward servers."""
 
 CODE_SHARE = 0.7
-"""Share of reward_timeout that all tests of a response may take, so that its worker can still report their results."""
+"""Fraction of reward_timeout available for a response's tests, so that the worker can still report results."""
 
 
 STEP_AGGREGATIONS = ("min", "prod", "last", "mean")
-"""Names of the ways from the probabilities of steps to a value of the response."""
+"""Aggregations from step probabilities to a response value."""
 
 
 class RewardConfig(SettingsGroup):
     """Reward"""
 
-    # A score is made of reward functions and a reward file, in worker processes, ...
+    # A score combines reward functions and a reward file, which run in worker processes, ...
     reward_funcs: Annotated[list[str], REWARD_PLUGIN] = []
-    """Rewards, added up. Parameters stand in parentheses: cosine(max_len=2048). Code of yours gets a response and its
-    label; by_row is the verifier that each row names."""
+    """Built-in rewards to add, optionally with parameters: cosine(max_len=2048). Your own code receives a response and
+    its label. by_row selects a verifier per row.
+    """
     reward_weights: list[float] = []
-    """Weight of each of reward_funcs; 1 by default."""
+    """Weights of reward_funcs. Default: 1."""
     reward_func: str | None = None
-    """Python file with reward_func(queries, prompts, labels) -> list of floats, or FILE.py:NAME, plain or async, or a
-    class; TRL's, verl's and EasyR1's signatures work too. Called about one prompt at a time, by several processes."""
+    """Python file with reward_func(queries, prompts, labels) -> list of floats, or FILE.py:NAME. May be a function,
+    async function or class; the signatures of TRL, verl and EasyR1 are supported. Called once per prompt, in several
+    processes.
+    """
     reward_func_args: Annotated[JsonObject, Needs("reward_func")] = "{}"
-    """Parameters of the reward file's function, as a JSON object or a YAML mapping."""
+    """Arguments for the reward file's function, as a JSON object or YAML mapping."""
     reward_func_weight: Annotated[float, Needs("reward_func")] = 1.0
-    """Weight of reward_func's value."""
+    """Weight of the reward file's value."""
     reward_timeout: float = Field(30.0, gt=0)
-    """Seconds a call of a reward may take before it is killed and counts as failed."""
+    """Timeout in seconds per reward call. A call that exceeds it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
-    """Further attempts for a reward that failed; one that took too long gets none."""
+    """Retries after a failed reward. Timeouts are not retried."""
     reward_num_workers: int | None = Field(None, gt=0)
-    """Processes that run reward_funcs, and as many that run reward_func, each of which loads the file; by default one
-    for each CPU, but four at most."""
+    """Number of processes for reward_funcs, and also for reward_func, each of which loads the file. Default: one per
+    CPU, at most four.
+    """
     reward_max_failures: float = Field(0.1, ge=0, le=1)
-    """Maximum share of an iteration's rewards that may fail before the run stops; in serve-rm of a request's, which
-    then gets status 500."""
+    """Maximum share of an iteration's rewards that may fail before the run stops. In serve-rm, of a request's rewards,
+    which then returns status 500.
+    """
     code_unsandboxed: Annotated[bool, Needs("reward_funcs", ("code",), when="may_run_code")] = False
-    """DANGEROUS: the reward code runs the model's programs as this user, without the sandbox (docs/sandbox.md)."""
+    """DANGEROUS: run the model's programs as this user without the sandbox (docs/sandbox.md), for the code reward."""
     reward_key: Annotated[str | None, Needs("reward_funcs", ("by_row",), when="is_by_row")] = None
-    """Column that names each row's source or verifier for by_row; by default data_source."""
+    """Column with each row's source or verifier, for by_row. Default: data_source."""
     reward_by_source: Annotated[JsonObject, Needs("reward_funcs", ("by_row",), when="is_by_row")] = "{}"
-    """Verifiers of sources for by_row, before the built-in ones of verl's data: {"my_*": "math", "mbpp": "code"}."""
-    # ... of a reward model, reward servers and a process reward model.
+    """Verifiers by source for by_row, in addition to the built-in ones for verl data: {"my_*": "math", "mbpp":
+    "code"}.
+    """
+    # ... a reward model, reward servers and a process reward model.
     reward_pretrain: str | None = None
-    """Reward model, added to other rewards: a folder, a run of `rlhf rm` or a Hugging Face name. Its token ids are the
-    policy's; in serve-rm it reads text with its own tokenizer, and each text as if the response had ended."""
+    """Reward model, added to other rewards: a folder, a run of `rlhf rm`, or a Hugging Face name. It must use the
+    policy's token IDs. In serve-rm it tokenizes text itself, and treats each response as finished.
+    """
     reward_model_weight: Annotated[float, Needs("reward_pretrain")] = 1.0
     """Weight of the reward model's score."""
     normalize_reward: bool = False
-    """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
+    """Standardize reward-model scores with the mean and std stored by `rlhf rm`."""
     remote_rm_url: list[str] = []
-    """Reward servers, added to other rewards and asked in turns: http://HOST:PORT/get_reward of `rlhf serve-rm`.
-    They get texts, and pictures if they report to take some, but no tokens: a reward model there reads a response that
-    was cut as if it had ended."""
+    """Reward servers, added to other rewards and used in turn: http://HOST:PORT/get_reward of `rlhf serve-rm`. They
+    receive text, and images if supported, but no tokens: a remote reward model treats truncated responses as finished.
+    """
     remote_rm_weight: Annotated[float, Needs("remote_rm_url")] = 1.0
     """Weight of the reward servers' score."""
     remote_rm_timeout: Annotated[float, Needs("remote_rm_url")] = Field(20.0, gt=0)
-    """Seconds in which a reward server has to answer; later it is named, left out until it answers a probe, and another
-    one asked."""
+    """Timeout per request in seconds. A server that misses it is reported and skipped until it passes a health check;
+    the request goes to another server.
+    """
     remote_rm_batch_size: Annotated[int, Needs("remote_rm_url")] = Field(16, gt=0)
-    """Responses in one request to a reward server at most; which come together depends on when they are finished."""
+    """Maximum responses per request to a reward server. Their grouping depends on when they finish."""
     remote_rm_api_key_env: Annotated[str, Needs("remote_rm_url")] = REMOTE_RM_KEY
-    """Environment variable with the key of the reward servers; the key itself is never written anywhere."""
+    """Environment variable with the reward servers' API key. The key itself is never written."""
     prm_pretrain: Annotated[str | None, Excludes("reward_pretrain")] = None
-    """Process reward model, which scores the steps of responses: a folder or a run of `rlhf prm`; same token ids. In
-    eval it chooses among samples; in training it adds rewards of steps to the reward of a response."""
+    """Process reward model, which scores steps of responses: a folder or a run of `rlhf prm`. It must use the same
+    token IDs. In eval it selects among samples; in training it adds step rewards.
+    """
     prm_weight: Annotated[float, Needs("prm_pretrain")] = Field(1.0, gt=0)
-    """Weight of the steps' rewards beside the reward of the whole response."""
+    """Weight of step rewards relative to the response reward."""
     prm_aggregation: Annotated[list[str], Needs("prm_pretrain")] = ["min", "prod", "last"]
-    """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
-    count how often the sample with the highest value of k is right."""
-    # Scores are shaped before advantages are computed.
+    """Aggregations from step probabilities to a response value: min, prod, last, mean. prm_min@k etc. measure how often
+    the highest-valued of k samples is correct.
+    """
+    # Score shaping, applied before advantages are computed.
     reward_clip_range: Range = None
-    """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers; by default none."""
+    """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers. Disabled by
+    default.
+    """
     overlong_buffer_len: int | None = Field(None, gt=0)
-    """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
+    """Number of tokens before max_new_tokens over which the score decreases linearly, by overlong_penalty_factor at the
+    end.
+    """
     overlong_penalty_factor: Annotated[float, Needs("overlong_buffer_len")] = Field(1.0, gt=0)
-    """Score that a response of max_new_tokens loses under overlong_buffer_len."""
+    """Penalty for a response of max_new_tokens with overlong_buffer_len."""
     stop_properly_penalty_coef: Annotated[float | None, Excludes("overlong_buffer_len")] = Field(None, le=1)
-    """Score of a response that was cut: this share of its score, or this score if it is negative."""
+    """Score of truncated responses: this fraction of their score, or this value if it is negative."""
 
     @property
     def rewards(self) -> list[RewardCall]:
-        """The built-in rewards with their parameters."""
+        """Built-in rewards with parameters."""
         return read_calls(self.reward_funcs)
 
     @property
     def is_by_row(self) -> bool:
-        """Whether rows name their verifiers."""
+        """Whether rows select their verifiers."""
         return any(call.row.by_row for call in self.rewards)
 
     @property
     def may_run_code(self) -> bool:
-        """Whether programs in responses may be run: by the reward code, or by a verifier that a row names."""
+        """Whether the code reward, or a verifier selected by a row, may run programs from responses."""
         return self.is_by_row or any(call.row.runs_code for call in self.rewards)
 
     @property
     def own_sources(self) -> dict[str, str]:
-        """The verifier of each source that the settings name."""
+        """Verifier per source from the settings."""
         return dict(json.loads(self.reward_by_source))
 
     @property
     def has_verifier(self) -> bool:
-        """Whether responses are found right or wrong, and not only scored."""
+        """Whether responses are verified as correct or wrong, not only scored."""
         return any(call.row.kind == "verifier" for call in self.rewards)
 
     @property
     def asks_environment(self) -> bool:
-        """Whether the reward of an episode's environment is one of the rewards."""
+        """Whether the environment's reward is used."""
         return any(call.name == ENVIRONMENT for call in self.rewards)
 
     @property
     def is_given(self) -> bool:
-        """Whether there is any reward of whole responses."""
+        """Whether any response reward is set."""
         ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
         return any(way not in (None, []) for way in ways)
 
     @property
     def has_weight(self) -> bool:
-        """Whether a reward counts: one of weight 0 is only measured."""
+        """Whether any reward has a non-zero weight. Rewards with weight 0 are only logged."""
         others = (
             (self.reward_func, self.reward_func_weight),
             (self.reward_pretrain, self.reward_model_weight),
@@ -143,9 +158,9 @@ class RewardConfig(SettingsGroup):
         return any(weights) or any(weight for way, weight in others if way not in (None, []))
 
     def require_model_to_normalize(self) -> None:
-        """Raise ValueError if normalize_reward has no reward model.
+        """Raise ValueError if normalize_reward is set without a reward model.
 
-        Online commands only print a notice: OpenRLHF's scripts with a reward file have --normalize_reward too.
+        Online commands only print a notice: OpenRLHF scripts with a reward file also set --normalize_reward.
         """
         if self.normalize_reward and self.reward_pretrain is None:
             raise ValueError("normalize_reward needs --reward_pretrain")
@@ -208,11 +223,11 @@ SHAPING = frozenset(
         "reward.stop_properly_penalty_coef",
     }
 )
-"""Settings that some commands do not support."""
+"""Settings unsupported by some commands."""
 
 
 def _url_problem(url: str) -> str:
-    """Return the fault of a reward server's address, "" if there is none."""
+    """Return the error in a reward server URL, or ""."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

@@ -1,4 +1,4 @@
-"""The shape of a small model made from nothing."""
+"""Architecture of a small model trained from scratch."""
 
 from pydantic import Field, model_validator
 
@@ -9,21 +9,21 @@ class ArchitectureConfig(SettingsGroup):
     """Architecture (Qwen2, or the decoder of Idefics3)"""
 
     hidden_size: int = Field(256, gt=0)
-    """Width of the residual stream."""
+    """Hidden size."""
     intermediate_size: int = Field(1024, gt=0)
-    """Width of the MLP."""
+    """MLP width."""
     num_hidden_layers: int = Field(8, gt=0)
-    """Layers."""
+    """Number of layers."""
     num_attention_heads: int = Field(8, gt=0)
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = Field(2, gt=0)
-    """Key and value heads."""
+    """Number of key and value heads."""
     max_position_embeddings: int = Field(2048, gt=0)
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     initializer_range: float = Field(0.02, gt=0)
-    """Spread of the random weights; narrow models learn sooner with about one over the root of the width."""
+    """Standard deviation of the initial weights. Narrow models learn faster with about 1 / sqrt(hidden_size)."""
     tie_word_embeddings: bool = True
-    """Use the input embedding as output matrix too."""
+    """Use the input embedding as output matrix."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "ArchitectureConfig":
@@ -46,21 +46,21 @@ class VisionTowerConfig(SettingsGroup):
     needs = Needs("image_size")
 
     image_size: int = Field(0, ge=0)
-    """Longest side of pictures in pixels: the model is an Idefics3 with a Llama decoder then; 0 for a text model."""
+    """Maximum image side in pixels. Creates an Idefics3 with Llama decoder; 0 creates a text model."""
     patch_size: int = Field(14, gt=0)
-    """Side of the squares in pixels that pictures are cut into."""
+    """Patch size in pixels."""
     scale_factor: int = Field(2, gt=0)
-    """Neighbouring patches in each direction that become one token."""
+    """Adjacent patches per direction merged into one token."""
     vision_hidden_size: int = Field(96, gt=0)
-    """Width of the tower's residual stream; its MLPs are twice as wide."""
+    """Hidden size of the vision encoder. Its MLPs are twice as wide."""
     vision_num_hidden_layers: int = Field(2, gt=0)
-    """Layers of the tower."""
+    """Number of vision encoder layers."""
     vision_num_attention_heads: int = Field(3, gt=0)
-    """Heads of the tower."""
+    """Number of vision encoder heads."""
 
     @property
     def num_image_tokens(self) -> int:
-        """Tokens of a picture."""
+        """Number of tokens per image."""
         return (self.image_size // self.patch_size // self.scale_factor) ** 2
 
     @model_validator(mode="after")
@@ -82,12 +82,12 @@ class ScratchConfigGroup(SettingsGroup):
     """New model"""
 
     dataset: str
-    """Text the tokenizer is trained on: file, folder or Hub name; all text in its rows is used."""
+    """Text for training the tokenizer: file, folder or Hub name. All text in its rows is used."""
     dataset_split: str = "train"
-    """Split to read if the name gives none."""
+    """Split to load, if the dataset name contains none."""
     vocab_size: int = Field(4096, ge=300)
-    """Tokens of the vocabulary at most; a small data set may not yield as many."""
+    """Maximum vocabulary size. A small dataset may give fewer tokens."""
     output: str
-    """Folder of the new model; must not exist."""
+    """Folder for the new model; must not exist."""
     seed: int = Field(42, ge=0, lt=2**32)
-    """Seed of the random weights."""
+    """Random seed of the initial weights."""

@@ -1,4 +1,4 @@
-"""What `rlhf serve-rm` serves, where, and within which bounds."""
+"""Settings for `rlhf serve-rm`: model, address and limits."""
 
 from pydantic import Field, model_validator
 
@@ -11,13 +11,13 @@ class ServedModelConfig(SettingsGroup):
     """Model"""
 
     param_dtype: ParamDtype = Field("auto", validate_default=True)
-    """Type of the reward model's weights; auto is bf16 where its products are fast, else fp32."""
+    """Weight dtype of the reward model. auto is bf16 where it is fast, else fp32."""
     max_len: int = Field(8192, gt=1)
-    """Tokens of a text that the reward model reads at most; the reward of a longer one fails."""
+    """Maximum length of a text for the reward model in tokens. Longer texts fail."""
     max_tokens_per_gpu: int = Field(16_384, gt=1)
-    """Tokens in one packed forward pass at most: the bound on memory."""
+    """Maximum tokens per packed forward pass, which limits memory use."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code included with the model."""
 
     @model_validator(mode="after")
     def _a_text_fits(self) -> "ServedModelConfig":
@@ -33,21 +33,21 @@ class ServeConfig(SettingsGroup):
     """Server"""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any but this machine's own (127.0.0.1, ::1) needs a key in api_key_env."""
+    """Address to listen on. Addresses other than loopback (127.0.0.1, ::1) require a key in api_key_env."""
     port: int = Field(5000, ge=0, le=65_535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 selects a free port."""
     api_key_env: str = REMOTE_RM_KEY
-    """Environment variable with the key that clients have to show; if it is not set, a key is made and printed."""
+    """Environment variable with the API key for clients. If unset, a key is generated and printed."""
     max_queue: int = Field(4096, gt=0)
-    """Texts that may wait; a request that finds no room gets status 503 and may be sent again."""
+    """Maximum number of queued texts. Requests that do not fit get status 503 and may be retried."""
     max_texts: int = Field(256, gt=0)
-    """Texts in a request at most (413)."""
+    """Maximum texts per request (status 413)."""
     max_chars: int = Field(400_000, gt=0)
-    """Characters of a text at most (422)."""
+    """Maximum characters per text (status 422)."""
     max_images: int = Field(8, ge=0)
-    """Pictures of a text at most (422)."""
+    """Maximum images per text (status 422)."""
     max_body_mb: float = Field(16.0, gt=0)
-    """Size of a request in MB at most (413)."""
+    """Maximum request size in MB (status 413)."""
 
     @model_validator(mode="after")
     def _a_request_fits(self) -> "ServeConfig":

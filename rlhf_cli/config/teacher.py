@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation in an online run."""
+"""Teacher for on-policy distillation in online runs."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from rlhf_cli.errors import listed
 
 
 def learning_alone() -> str:
-    """Return the sentence that names the commands whose advantages need no reward, for messages of the others."""
+    """Return a sentence about commands that can train without a reward, for error messages of others."""
     rows = {name: ESTIMATORS[COMMANDS[name].estimator] for name in POLICY_GRADIENT}
     names = [name for name, row in rows.items() if not row.critic and not row.greedy]
     return f"rlhf {listed(names)} learn from a teacher alone"
@@ -21,12 +21,14 @@ class TeacherConfig(SettingsGroup):
     """Teacher"""
 
     teacher_pretrain: str | None = None
-    """Model that judges each token of the policy's own responses, alone or beside rewards: a folder, a run directory or
-    a Hugging Face name; same token ids. With a teacher init_kl_coef is 0 by default, so there is no reference."""
+    """Teacher that scores each token of sampled responses, with or without rewards: a folder, a run directory, or a
+    Hugging Face name. It must use the same token IDs. With a teacher, init_kl_coef defaults to 0, so no reference is
+    loaded.
+    """
     distill_coef: Annotated[float, Needs("teacher_pretrain")] = Field(1.0, gt=0)
-    """Weight of the teacher: a token's advantage gets distill_coef times (teacher's log-prob less the policy's)."""
+    """Teacher weight: distill_coef * (teacher log-prob - policy log-prob) is added to each token's advantage."""
 
     @property
     def weight(self) -> float | None:
-        """The weight of the teacher; None if there is no teacher."""
+        """Teacher weight; None without a teacher."""
         return None if self.teacher_pretrain is None else self.distill_coef

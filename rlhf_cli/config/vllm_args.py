@@ -1,6 +1,6 @@
-"""Engine arguments of vLLM that this program sets itself, with the settings to use instead.
+"""vLLM engine arguments that `rlhf` sets, with the settings to use instead.
 
-Leaves out the arguments that vLLM has: its own parser knows them (backends/rollout/vllm_arguments.py).
+Arguments unknown to vLLM are detected by its parser (backends/rollout/vllm_arguments.py).
 """
 
 from collections.abc import Iterable
@@ -49,24 +49,24 @@ DECIDED: dict[str, str] = {
         _PLACES,
     ),
 }  # fmt: skip
-"""Arguments that cannot be given, each with the reason or the setting to use instead."""
+"""Reserved arguments, with the reason or the setting to use instead."""
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
-"""vLLM refuses requests above the one, and raises lower temperatures to the other, away from the trainer's."""
+"""vLLM rejects temperatures above the maximum, and raises those below the minimum, which would differ from training."""
 
 
 def _require_sampled(temperature: float) -> float:
-    """Return a temperature. Raise ValueError if engines would alter it."""
+    """Return the temperature. Raises ValueError if engines would change it."""
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"{temperature:g} is too low to sample at: give 0, or at least {LOWEST_TEMPERATURE:g}")
     return temperature
 
 
 Temperature = Annotated[float, AfterValidator(_require_sampled)]
-"""A temperature that may be 0, for the likeliest token."""
+"""Temperature, or 0 for greedy sampling."""
 
 
 def fault_of_vllm_args(names: Iterable[str]) -> str | None:
-    """Return why these engine arguments cannot be given, None if they can as far as this program is concerned."""
+    """Return why these engine arguments are not allowed, or None if `rlhf` does not set them."""
     return next((f"this program sets {name}: {DECIDED[name]}" for name in names if name in DECIDED), None)

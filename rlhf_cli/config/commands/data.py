@@ -1,4 +1,4 @@
-"""The settings of `rlhf data`."""
+"""Settings of `rlhf data`."""
 
 from pydantic import model_validator
 

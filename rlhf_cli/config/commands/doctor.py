@@ -9,14 +9,14 @@ class DoctorGroup(SettingsGroup):
     """Doctor"""
 
     smoke_tests: bool = True
-    """Let each part do its work once: attention kernel, DeepSpeed step, rollout engine, weight push, Ray.
+    """Run each component once: attention kernel, DeepSpeed step, rollout engine, weight push, Ray.
 
-    All checks together end within 10 minutes.
+    All checks together are limited to 10 minutes.
     """
     as_json: bool = Field(False, alias="json")
-    """Print the findings as one JSON object."""
+    """Print the findings as a JSON object."""
     report: bool = False
-    """Print a block of Markdown for a bug report, without home paths, names and keys."""
+    """Print Markdown for a bug report, without home paths, names and keys."""
 
 
 class DoctorConfig(CommandConfig):

@@ -25,5 +25,5 @@ class DPOConfig(OfflineConfig):
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that depend on the given settings."""
+        """Return defaults that depend on the given settings."""
         return super().implied(given) | defaults_of_pair_loss(given)

@@ -20,7 +20,7 @@ class EvalConfig(InferenceConfig):
 
     @property
     def ks(self) -> list[int]:
-        """The numbers of samples of pass@k and maj@k."""
+        """Sample counts for pass@k and maj@k."""
         samples = self.sampling.n_samples_per_prompt
         return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
 

@@ -23,7 +23,7 @@ RANKS_OF_OTHERS = frozenset(
         "deepspeed.teacher_sequence_parallel_size",
     }
 )
-"""Settings of a reference, which is not loaded, and of a teacher in its own ranks."""
+"""Settings of a reference, which is not loaded, and of a teacher in separate ranks."""
 
 
 class GKDConfig(OnlineConfig):

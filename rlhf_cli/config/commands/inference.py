@@ -45,7 +45,7 @@ class InferenceConfig(CommandConfig):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether answers without scores are of no use."""
+        """Whether responses without scores are useless."""
         return self.makes_figures or self.out.select in ("best", "best_worst") or self.out.min_score is not None
 
     @classmethod

@@ -11,18 +11,19 @@ class MergeGroup(SettingsGroup):
     """Merge"""
 
     model: str
-    """Adapter folder, run directory that ends with one, or checkpoint (runs/x/checkpoints/step_000020)."""
+    """Adapter folder, run directory that contains one, or checkpoint (runs/x/checkpoints/step_000020)."""
     output: str
-    """Folder of the whole model; must not exist."""
+    """Folder for the merged model; must not exist."""
     base: str | None = None
-    """Present place of the model under the adapter, or of the model with a checkpoint's frozen parts, if it differs
-    from training: a folder or Hub name."""
+    """Base model of the adapter, or model with a checkpoint's frozen parts, if its location has changed since training:
+    a folder or Hub name.
+    """
     param_dtype: Literal["bf16", "fp32"] | None = None
-    """Type of the weights written; by default the one they have."""
+    """Weight dtype of the output. Default: unchanged."""
     max_shard_size: float = Field(4.0, gt=0)
-    """Largest file of weights in GB, and about the memory that is needed."""
+    """Maximum size of a weight file in GB, which is also about the required memory."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Run Python code included with the model."""
 
 
 class MergeConfig(CommandConfig):

@@ -1,4 +1,4 @@
-"""The settings that all offline commands share; each command replaces groups by its own and adds its loss."""
+"""Settings shared by offline commands. Each command replaces groups and adds its loss."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,5 +54,5 @@ class OfflineConfig(CommandConfig):
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that depend on the given settings."""
+        """Return defaults that depend on the given settings."""
         return defaults_of_adapter(given, cls.model_fields["optim"].default)

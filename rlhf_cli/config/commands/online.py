@@ -1,4 +1,4 @@
-"""The settings of the commands that train on the policy's own samples."""
+"""Settings of commands that train on sampled responses."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -37,7 +37,7 @@ NEVER_ONLINE = frozenset(
         "episodes.turns",
     }
 )
-"""Settings that no online command supports."""
+"""Settings unsupported by all online commands."""
 
 OF_A_CRITIC = frozenset(
     {
@@ -52,16 +52,16 @@ OF_A_CRITIC = frozenset(
         "deepspeed.critic_sequence_parallel_size",
     }
 )
-"""Settings that only a command with a critic supports."""
+"""Settings supported only by commands with a critic."""
 
 
 class OnlineConfig(CommandConfig):
-    """Settings of a command that trains on the policy's own samples. Each command lists what it does not support."""
+    """Settings of a command that trains on sampled responses. Each command lists unsupported settings."""
 
     roles: ClassVar[Mapping[str, Role]] = ROLES
-    """The roles that the command may have."""
+    """Possible roles of the command."""
     compares_rewards: ClassVar[str] = ""
-    """Why the command cannot learn from a teacher without a reward; empty if it can."""
+    """Why the command cannot train with only a teacher; empty if it can."""
 
     model: ModelConfig
     adapter: LoraConfig = LoraConfig()
@@ -93,22 +93,22 @@ class OnlineConfig(CommandConfig):
         return rates | defaults_of_loss(given) | defaults_of_roles(given)
 
     def host_of(self, role: str) -> str:
-        """Return the role whose ranks load the model of a role: the role itself unless it is hosted."""
+        """Return the role with the ranks that load this role's model: the role itself unless hosted."""
         return self.roles[role].host or role
 
     @property
     def hosted_roles(self) -> tuple[str, ...]:
-        """Roles without ranks of their own."""
+        """Roles without separate ranks."""
         return tuple(name for name, role in self.roles.items() if role.host)
 
     @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
-        """The settings of dynamic sampling; None if it is off."""
+        """Dynamic sampling settings; None if disabled."""
         return self.dynamic if self.dynamic.dynamic_filtering else None
 
     @property
     def distils_alone(self) -> bool:
-        """Whether the policy learns from a teacher and from no reward."""
+        """Whether the policy trains with a teacher and no reward."""
         return self.teacher.teacher_pretrain is not None and not self.reward.has_weight
 
     @model_validator(mode="after")

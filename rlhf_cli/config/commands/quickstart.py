@@ -12,18 +12,21 @@ class QuickstartGroup(SettingsGroup):
     """Quickstart"""
 
     output: str = "quickstart"
-    """Folder for the data, the models and the runs."""
+    """Folder for data, models and runs."""
     images: bool = False
-    """Teach a tiny vision-language model to answer questions about pictures, instead of a language model to add."""
+    """Train a tiny vision-language model to answer questions about images, instead of a language model to add
+    numbers.
+    """
     environment: Annotated[Literal["calculator"] | None, Excludes("images")] = None
-    """Teach the language model to call a tool for sums of larger numbers, and compare it with practice without one."""
+    """Train the language model to call a tool for sums of larger numbers, and compare it with training without
+    tools.
+    """
     algorithm: Literal[*POLICY_GRADIENT] | None = None  # type: ignore[valid-type]
-    """Command to practise with; its own settings stay as they are by default. Without it ppo, with --images or
-    --environment grpo."""
+    """Training command to use, with its default settings. Default: ppo; with --images or --environment grpo."""
     seed: int = 42
-    """Seed of data, model and training."""
+    """Random seed of data, model and training."""
     overwrite: bool = False
-    """Replace what an earlier quickstart left in the folder."""
+    """Replace an earlier quickstart in the folder."""
 
     @field_validator("output")
     @classmethod

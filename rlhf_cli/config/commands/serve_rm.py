@@ -10,7 +10,7 @@ from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig
 
 UNSERVABLE = ("length", "group", "episode")
-"""Kinds of rewards that go by the number of tokens of a response, which requests do not carry."""
+"""Rewards that depend on the token count of responses, which requests do not contain."""
 
 
 class ServeRMConfig(CommandConfig):
