@@ -52,6 +52,7 @@ class DistillObjective:
 
     def __call__(self, model: nn.Module, batch: DistillBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
         """Return this micro-batch's contribution to the mean loss over the step's trained tokens, in nats."""
+        # The student's own log-probs cost an additional pass over its logits, so request them only for the mixed loss.
         mixes = self.kd_coef < 1.0
         found = model(batch.pack, batch.teacher_kD, teacher=batch.teacher, settings=self.settings, with_logprobs=mixes)
         loss = divergence = token_mean(found[DIVERGENCE], totals)

@@ -54,6 +54,7 @@ class DPOObjective:
         loss = sequence_mean(mixed_loss(self.names, self.weights, pairs, self.settings), totals)
         nll = -sequence_mean(pairs.chosen_logprobs / pairs.chosen_lengths, totals)
         metrics = preference_metrics(pairs, beta=self.settings.beta, num_pairs=totals.num_sequences)
+        # Skip the term instead of multiplying by 0: a log-prob of -inf times 0 would be NaN.
         if self.nll_loss_coef:
             loss = loss + self.nll_loss_coef * nll
         return loss, {"loss": loss.detach(), "chosen_nll": nll.detach(), **metrics}
@@ -102,6 +103,7 @@ class PairPreparation:
 
     def __call__(self, engine: InferringEngine, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return this rank's micro-batches with the missing columns."""
+        # The step constants below need the reference log-probs.
         if self.reference is not None:
             found = self.reference(engine, batches)
             batches = [
@@ -115,9 +117,11 @@ class PairPreparation:
         whole_P4, start = self.gather(torch.cat(own))
         whole = _pairs_of_table(whole_P4)
         partners = aot_partners(whole)
+        # The mean is over all pairs in the step, so that it does not depend on how pairs are split into micro-batches.
         delta = torch.stack(implicit_rewards(whole, beta=self.objective.settings.beta)).mean()
         prepared = []
         for batch, table in zip(batches, own, strict=True):
+            # The gathered rows are in rank order, so this rank's pairs are consecutive.
             stop = start + len(table)
             batch = batch.with_column(PARTNER, partners[start:stop])
             prepared.append(batch.with_column(DELTA, delta.expand(len(table))))
@@ -127,6 +131,7 @@ class PairPreparation:
 
 def _table(logprobs_B: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return [P, 4]: chosen and rejected log-probs for the model, then for the reference."""
+    # Columns may be on another device than model outputs.
     return torch.cat([logprobs_B.unflatten(0, (-1, 2)), batch.columns[REF].to(logprobs_B.device)], dim=1)
 
 

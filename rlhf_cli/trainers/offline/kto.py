@@ -17,6 +17,7 @@ from rlhf_cli.trainers.offline.dpo import Infer, InferringEngine
 from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs
 
 REF, MISMATCHED_REF = "ref_logprobs", "mismatched_ref_logprobs"
+# Datasets repeat prompts a few times at most, so a few candidates suffice; trying all would be quadratic.
 TRIED_PARTNERS = 32
 """Maximum number of items tried to find a different prompt; after that, the last one is used."""
 
@@ -65,6 +66,7 @@ class LabelledItems:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens per item, with the longer of the matched and mismatched responses."""
+        # A micro-batch must fit both packs, which run one after the other with the same prompts.
         responses = self.data.response_lengths
         return self.data.prompt_lengths + np.maximum(responses, responses[self.partners])
 
@@ -85,6 +87,7 @@ class LabelledItems:
         pairs = zip(items, others, strict=True)
         chosen = np.array(indices, dtype=np.int64)
         return LabelledBatch(
+            # Prompts are not shared: the two packs have one response per prompt each.
             pack=pack_trees([_tree(item, item.response) for item in items], share_prompts=False),
             mismatched=pack_trees([_tree(item, other.response) for item, other in pairs], share_prompts=False),
             desirable_P=torch.tensor([item.desirable for item in items], dtype=torch.bool),
@@ -100,6 +103,7 @@ def _tree(item: LabelledItem, response: Branch) -> Tree:
 def partners_of(data: LabelledData) -> np.ndarray:
     """Return for each item the index of the item with its mismatched response, int64 [N]."""
     num_items = len(data.items)
+    # Compare hashes, because prompts are compared many times. A collision only causes a less suitable partner.
     prompts = [hash(_contents(item)) for item in data.items]
     partners = np.zeros(num_items, dtype=np.int64)
     for number in range(num_items):
@@ -178,9 +182,11 @@ class KTOPreparation:
     def _baseline(self, engine: InferringEngine, batches: list[LabelledBatch]) -> float:
         """Return z0 over all ranks."""
         found = engine.infer(batches, mismatched_logprobs)
+        # `infer` returns CPU tensors, whereas collated columns may have been moved to the device.
         references = [batch.columns[MISMATCHED_REF].cpu() for batch in batches]
         ratios_P = torch.cat([own - ref for own, ref in zip(found, references, strict=True)])
         whole_P1, _ = self.gather(ratios_P[:, None])
+        # Sum in float64, because the order of rows depends on the number of ranks.
         return float(kl_baseline(whole_P1.double().mean()))
 
 

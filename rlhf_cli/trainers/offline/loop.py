@@ -94,6 +94,7 @@ class Share:
     def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
         """Return this rank's packed micro-batches, and the totals over all ranks."""
         packs = [data.collate(members) for members in self.deal(data, indices)]
+        # Count trained tokens over all ranks, since the loss of each micro-batch is divided by the total.
         num_tokens = int(data.num_trained[indices].sum())
         return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
 
@@ -154,21 +155,25 @@ def train(
         len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
     )
     evaluated: dict[str, float] = {}
+    # The last evaluation of a finished run is not checkpointed, so repeat it.
     if schedule.start_step == schedule.total_steps and eval_data is not None:
         evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
     for step in range(schedule.start_step + 1, schedule.total_steps + 1):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with timer("data"):
             micro_batches, totals = share.micro_batches(data, batches[step - 1])
+        # Run this on all ranks, even those without items: `prepare` may contain collectives.
         if hooks.prepare is not None:
             with timer("forward"):
                 micro_batches = hooks.prepare(engine, micro_batches)
         with timer("train"):
             metrics = hooks.finish_metrics(engine.train_step(micro_batches, bind(objective, totals)))
+            # A moving reference follows the weights after each step, and a checkpoint must include the result.
             if hooks.after_step is not None:
                 hooks.after_step(engine, step)
         counts = {"num_tokens": float(totals.num_tokens), "num_sequences": float(totals.num_sequences)}
         hooks.tracker.log(step, metrics | counts, timer.take())
+        # Save first: the optimizer state is valid, and a restart should not repeat the steps since the last checkpoint.
         if reason := too_many_skipped(metrics, schedule.max_skipped_steps):
             hooks.save_checkpoint(step)
             raise RunError(f"{reason}; step {step} is saved, resume with --load_checkpoint")
@@ -177,6 +182,7 @@ def train(
             hooks.tracker.evaluation(step, evaluated)
             if schedule.stop_eval_loss is not None and evaluated["loss"] <= schedule.stop_eval_loss:
                 return Finished(step, interrupted=False, evaluated=evaluated)
+        # Agreement on the stop signal is a collective, so ask in every step on all ranks.
         stop = hooks.should_stop() and step < schedule.total_steps
         if stop or (is_due(step, schedule.save_steps, schedule.total_steps) and schedule.save_steps > 0):
             hooks.save_checkpoint(step)
@@ -196,6 +202,7 @@ def evaluate(
     prepare = hooks.prepare or (lambda engine, micro_batches: micro_batches)
     num_items, size = len(data.lengths), share.batch.train_batch_size
     totals = StepTotals(num_tokens=int(data.num_trained.sum()), num_sequences=num_items)
+    # Chunks have the size of a training step, which is known to fit in memory after preparation.
     chunks = (np.arange(start, min(start + size, num_items)) for start in range(0, num_items, size))
     micro_batches = (pack for chunk in chunks for pack in prepare(engine, share.micro_batches(data, chunk)[0]))
     metrics = hooks.finish_metrics(engine.evaluate(micro_batches, bind(objective, totals)))
@@ -212,6 +219,7 @@ def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, objec
 
 def too_many_skipped(metrics: Mapping[str, float], limit: int) -> str | None:
     """Return an error message if a role skipped more than `limit` consecutive optimizer steps, else None."""
+    # Both names are checked because online roles report separate counts.
     most = max(metrics.get(f"{role}skipped_in_a_row", 0.0) for role in ("", "critic/"))
     if most <= limit:
         return None

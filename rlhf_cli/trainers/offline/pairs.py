@@ -37,6 +37,7 @@ class PairItems:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens per pair in a pack."""
+        # Without sharing, each response has a separate copy of the prompt.
         prompts = self.data.prompt_lengths * (1 if self.share_prompts else 2)
         return prompts + self.data.chosen_lengths + self.data.rejected_lengths
 
@@ -52,6 +53,7 @@ class PairItems:
 
     def collate(self, indices: collections.abc.Sequence[int]) -> MicroBatch:
         """Pack the pairs into one micro-batch: chosen, rejected, chosen, rejected, and so on."""
+        # The objectives rely on this order: they take every second sequence as chosen.
         trees = [tree_of(self.data.pairs[index]) for index in indices]
         packed = pack_trees(trees, share_prompts=self.share_prompts, read_ends=self.read_ends)
         chosen = np.array(indices, dtype=np.int64)

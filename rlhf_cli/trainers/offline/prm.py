@@ -46,6 +46,7 @@ def sequence_of(item: StepItem) -> TokenSequence:
     """Return a solution with the last tokens of labeled steps as targets."""
     is_labelled = ~np.isnan(item.labels)
     mask = np.zeros(item.token_ids.size, dtype=bool)
+    # `ends` are exclusive, so the step's last token is one before.
     mask[item.ends[is_labelled] - 1] = True
     return TokenSequence(item.token_ids, mask, item.pictures, {LABELS: item.labels[is_labelled]})
 

@@ -33,11 +33,14 @@ def all_results(
     """Return the results of `forward` for all items on all ranks: float32 [N], or [N, n] for n numbers per item."""
     num_items, size = len(items.lengths), share.batch.train_batch_size
     found: list[torch.Tensor] = []
+    # Use training-sized batches, as in the loop, to limit memory.
     for start in range(0, num_items, size):
         dealt = share.deal(items, np.arange(start, min(start + size, num_items)))
         results = model.infer([items.collate(members) for members in dealt], forward)
         found += [_numbered(members, result) for members, result in zip(dealt, results, strict=True)]
     rows_R2, _ = gather(torch.cat(found))
+    # Ranks process items in packing order, so restore the item order. A stable sort keeps the order of several numbers
+    # per item.
     order_R = rows_R2[:, 0].argsort(stable=True)
     results_ND = rows_R2[order_R, 1].float().numpy().reshape(num_items, -1)
     return results_ND.squeeze(1) if results_ND.shape[1] == 1 else results_ND
@@ -71,5 +74,6 @@ def _parts(*branches: Branch) -> list[np.ndarray]:
 def _digest(parts: Iterable[np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
+        # Include the size, so that moving a token between neighboring arrays changes the digest.
         digest.update(f"{part.size} ".encode() + part.tobytes())
     return digest.hexdigest()

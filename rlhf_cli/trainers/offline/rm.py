@@ -35,6 +35,8 @@ class RewardObjective:
             center_rewards_coefficient=self.center_rewards_coefficient,
         )
         loss = sequence_mean(loss_P, totals)
+        # Metrics are averaged over micro-batches, and means and mean squares can be averaged, unlike standard
+        # deviations.
         both_P = torch.stack([chosen_P, rejected_P]).detach().mean(0)
         squares_P = torch.stack([chosen_P, rejected_P]).detach().square().mean(0)
         moments = {"reward": sequence_mean(both_P, totals), SQUARE: sequence_mean(squares_P, totals)}
@@ -48,4 +50,5 @@ class RewardObjective:
 def finish_reward_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Replace the mean square of rewards by their standard deviation."""
     rest = {name: value for name, value in metrics.items() if name != SQUARE}
+    # Rounding may make the difference slightly negative if all rewards are equal.
     return rest | {"reward_std": math.sqrt(max(0.0, metrics[SQUARE] - metrics["reward"] ** 2))}

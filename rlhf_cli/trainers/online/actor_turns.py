@@ -33,11 +33,13 @@ class ActorTurns:
 
     def take(self) -> None:
         """Acquire the actor."""
+        # Acquire first: `_is_taken` must be True only while this thread holds the lock, since `end` may release it.
         self._lock.acquire()
         self._is_taken = True
 
     def give(self, version: int) -> None:
         """Release the actor, and set the version of its weights."""
+        # Set the version before releasing: a waiting `borrowed` reads it immediately.
         self._version = version
         self._leave()
 

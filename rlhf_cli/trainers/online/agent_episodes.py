@@ -24,6 +24,7 @@ from rlhf_cli.trainers.online.episodes import Dialogue, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import TurnEngines
 from rlhf_cli.trainers.online.multi_turn import CHARACTERS_PER_TOKEN, WAIT_SECONDS, MultiTurnEngines
 
+# A short delay lets requests of fast programs share a batch, whose start is expensive, without delaying slow ones much.
 _GRACE_SECONDS = 0.1  # time that a turn waits for programs that are still computing
 MOST_REPEATED = 32  # limit per request, above the automatic retries of any client
 _REPEATED = (
@@ -101,6 +102,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a program for each request, with the request's row."""
+        # Programs of a previous batch, such as after a failed round, must not send requests into this one.
         self._drop_all()
         self._sampling, self._begun_with = sampling, None
         self._name_episodes(len(requests))
@@ -111,12 +113,14 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
 
     def _advance(self, timeout: float | None) -> None:
         """Wait briefly for turns from engines and requests from programs. Starts the next turns when due."""
+        # Poll engines first: with a running batch, waiting for program events would delay finished turns.
         if self._engines.is_generating:
             for place, sampled in self._engines.collect(WAIT_SECONDS):
                 self._take_turn(self._begun[place], sampled)
             self._take_events(0.0)
         else:
             self._take_events(self._patience(timeout))
+        # While engines generate, new turns can join at once; idle engines wait for more turns.
         if self._wanted and (self._engines.is_generating or self._patience(None) == 0.0):
             self._begin_turns()
 
@@ -124,6 +128,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         """Return how long to wait for events before the next turns start, at most `timeout` seconds."""
         if not self._wanted:
             return timeout
+        # All running programs wait for a turn, so no other request can arrive.
         if all(self._waiting[number] for number in self._running):
             return 0.0
         left = max(0.0, self._wanted[0].since + _GRACE_SECONDS - time.monotonic())
@@ -131,6 +136,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
 
     def _begin_turns(self) -> None:
         """Send turns with equal sampling parameters to the engines. Others wait for the end of the batch."""
+        # The oldest turn selects the parameters, so that no turn waits indefinitely.
         sampling = self._sampling_of(self._wanted[0].order)
         joins = sampling == self._begun_with
         if self._engines.is_generating and not joins:
@@ -146,11 +152,13 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             self._engines.add(requests)
             # Later batches go to the engine that has the prefix cache of the episode (`continues`).
             return
+        # The first batch has no prefixes in the cache, so it can be balanced freely over engines.
         continues = self._begun_with is not None
         self._begun, self._begun_with = chosen, sampling
         self._engines.begin(requests, replace(sampling, continues=continues))
 
     def _sampling_of(self, order: _Order) -> SamplingParams:
+        # Remove duplicates, so that requests with equal stop strings can share a batch.
         stop = tuple(dict.fromkeys((*self._sampling.stop, *order.asked.stop)))
         return replace(self._sampling, stop=stop, end_ids=order.dialogue.end_ids)
 
@@ -171,9 +179,12 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
     def _take_request(self, number: int, ticket: int, asked: ChatRequest) -> None:
         """Record the requested turns, unless the request is a retry or is refused."""
         episode = self._episodes[number]
+        # OpenAI clients retry after a timeout. A retry must receive the recorded turn; sampling it again would add an
+        # untrained branch.
         if asked.identity in episode.answers and not asked.is_first_try:
             episode.num_repeated += 1
             episode.repeats[asked.identity] += 1
+            # A program that repeats a request forever would never end otherwise.
             if episode.repeats[asked.identity] > MOST_REPEATED:
                 self._finish(number, ProgramEnd(failure=_REPEATED))
                 return
@@ -199,15 +210,18 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             dialogue, parent, prompt_ids = self._prompt(episode, asked)
         except (TemplateFault, UsageError) as fault:
             raise Refused(str(fault)) from None
+        # Chat templates are third-party code, and Jinja lets any Python error in them through. It must not end the run.
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise Refused(f"failed to render the messages: {type(error).__name__}: {error}") from None
         room = limits.max_len - len(prompt_ids)
         if room <= 0:
             episode.reach_limit()
             raise _too_long(limits.max_len, f"{len(prompt_ids)} tokens")
+        # An accepted request shows that the program has recovered from an earlier limit.
         episode.is_at_limit, episode.answers[asked.identity] = False, None
         order = _Order(number, asked, dialogue, parent, prompt_ids, [ticket])
         self._orders.append(order)
+        # Clamp instead of refusing: programs often request a fixed number of tokens.
         longest = room if asked.max_tokens is None else min(room, asked.max_tokens)
         for place in range(asked.n):
             request = replace(
@@ -248,6 +262,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         order.sampled[wanted.place] = sampled
         if len(order.sampled) < order.asked.n:
             return
+        # All choices are complete before the program is answered, since OpenAI's format returns them together.
         self._orders.remove(order)
         episode = self._episodes[order.number]
         choices = tuple(self._choice(episode, order, order.sampled[place]) for place in range(order.asked.n))
@@ -255,17 +270,20 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         episode.answers[order.asked.identity] = completion
         for ticket in order.tickets:
             self._answer(order.number, ticket, completion)
+        # Check after each turn, because `cut` may have set a limit during the batch.
         self._give_up_long()
 
     def _choice(self, episode: AgentProgress, order: _Order, sampled: Generation) -> Choice:
         """Record a turn and return it in the form for the program: without the stop text."""
         turn = order.dialogue.read(sampled.token_ids, behind=order.prompt_ids)
+        # Sampled tokens include the stop text, but OpenAI's format excludes it.
         ends = [place for text in order.asked.stop if (place := turn.content.find(text)) >= 0]
         turn = replace(turn, content=turn.content[: min(ends)]) if ends else turn
         is_cut = sampled.finish_reason == "length"
         own = order.asked.max_tokens
         limit = min(self._limits.max_len - len(order.prompt_ids), self._sampling.max_new_tokens)
         is_own_cut = is_cut and own is not None and own < limit  # limit of the program, not of the episode
+        # Only a cut by the episode's limits marks the response as truncated for rewards and the loss.
         recorded = replace(sampled, finish_reason="stop") if is_own_cut else sampled
         message = episode.add(order.asked, order.parent, order.prompt_ids, recorded, turn)
         tokens = zip(map(order.dialogue.token_text, sampled.token_ids), sampled.logprobs, strict=True)
@@ -283,6 +301,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
 
     def _finish(self, number: int, end: ProgramEnd) -> None:
         episode = self._episodes[number]
+        # Drop first: it stops the program, whose late events then find no episode.
         self._drop(number)
         self._finished.append((number, episode.generation(end)))
 

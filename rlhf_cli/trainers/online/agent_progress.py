@@ -71,7 +71,9 @@ class AgentProgress:
         found = None
         for number, turn in enumerate(self._turns):
             length = len(turn.messages)
+            # Prefer the latest of equally long matches: the program probably continues its last choice.
             is_longest = found is None or length >= len(self._turns[found].messages)
+            # Another list of tools renders to another prompt, so tokens cannot continue.
             is_behind = length < len(known) and turn.tools == asked.tools
             if is_longest and is_behind and tuple(map(_compared, turn.messages)) == known[:length]:
                 found = number
@@ -94,6 +96,7 @@ class AgentProgress:
         self, asked: ChatRequest, parent: int | None, prompt_ids: list[int], sampled: Generation, turn: ParsedTurn
     ) -> Message:
         """Add a sampled turn. Returns its message with call IDs."""
+        # Number calls per episode, not per turn, because results refer to calls of earlier turns.
         calls = tuple(replace(call, id=call_id(self.num_calls + place)) for place, call in enumerate(turn.calls))
         self.num_calls += len(calls)
         self.num_malformed += len(turn.faults)
@@ -107,8 +110,10 @@ class AgentProgress:
         if not self._turns:
             reason = end.failure or "ended without a turn of the model"
             return Generation([], [], "stop", 0, Episode((), (), (), _FAILED + reason, trace=end.trace, num_repeated=0))
+        # The last leaf is the response, and the others are earlier branches.
         *others, last = self._leaves()
         trained: set[int] = set()
+        # Visit the response first, so that shared turns are trained in it and not in an earlier branch.
         response = self._branch(last, trained)
         branches = [self._branch(leaf, trained) for leaf in others]
         sampled = [turn.sampled for branch in (*branches, response) for turn in branch.own]
@@ -118,10 +123,12 @@ class AgentProgress:
         # A parallel program may have had another request accepted before it failed because of the refusal.
         is_cut = self.is_at_limit or (self.was_at_limit and end.failure is not None)
         failure = None if end.failure is None or is_cut else _FAILED + end.failure
+        # A program that ends at a limit without a reward counts as truncated with reward 0, not as failed.
         reward = 0.0 if end.reward is None and is_cut else end.reward
         finish_reason: Literal["stop", "length"] = "length" if is_cut else final.finish_reason
         facts = Episode(
             response.branch.turns,
+            # The program's reward is for the whole episode, so assign it to the last turn.
             () if reward is None else (*[0.0] * (len(response.branch.turns) - 1), reward),
             response.branch.messages,
             failure,

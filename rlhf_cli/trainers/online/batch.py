@@ -31,6 +31,7 @@ def with_last_states(responses: Responses) -> list[TokenSequence]:
     The token does not matter, because the state before it cannot see it.
     """
     sequences = list(responses.sequences)
+    # Only the last branch of an episode has the final state.
     lasts = responses.sequence_bounds[1:] - 1
     for place in lasts[responses.truncated_B.numpy()].tolist():
         s = sequences[place]
@@ -56,20 +57,25 @@ def learning_samples(
     averaged over responses, which the adaptive controller targets. It is a metric here if it is part of the reward.
     """
     policy, cu = settings.policy, responses.cu
+    # With a KL loss the divergence is part of the objective instead of the reward.
     kl_N = None if policy.has_kl_loss else _kl(responses, policy)
     rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
+    # NaN marks tokens that do not end a step.
     if settings.estimator.steps == "tokens" and responses.step_rewards is not None:
         rewards_N = rewards_N + settings.step_weight * _flat(responses.step_rewards).nan_to_num(0.0)
+    # Token-level estimators use the time of rewards, so assign turn rewards to the turns.
     if settings.estimator.steps == "tokens" and any(one.episode is not None for one in responses.responses):
         rewards_N = rewards_N + _moved_to_turns(responses, settings.reward)
     experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
     found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
     advantages_N, trained_B = found.per_token_N, experience.trained_B
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
+    # Add the teacher's term after normalization, whose scale depends on rewards only.
     if settings.distill_coef is not None:
         log_ratio_N = _log_ratio_to_teacher(responses)
         advantages_N = drawn_to_teacher(advantages_N, log_ratio_N, coef=settings.distill_coef)
         metrics |= _teacher_metrics(responses, log_ratio_N)
+    # Keep the advantages for samples.jsonl.
     responses.advantages = _split(advantages_N, cu)
     columns = _columns(responses, policy, responses.advantages, returns_N=found.returns_N)
     samples = [
@@ -77,6 +83,7 @@ def learning_samples(
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
         for sample in _samples_of(responses, i, {name: values[i] for name, values in columns.items()})
     ]
+    # Masked responses have advantages but are not trained on, so exclude them from the mean.
     metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
@@ -113,6 +120,7 @@ def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
 
     Cumulative rewards are clipped like the total score; otherwise the last token would compensate for the clipped part.
     """
+    # float64, because the moved rewards of a response must cancel.
     moved_N = torch.zeros(int(responses.cu[-1]), dtype=torch.float64)
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
     for end, generation in zip(responses.cu[1:].tolist(), responses.responses, strict=True):
@@ -122,6 +130,7 @@ def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
             so_far = weight * torch.tensor(generation.episode.turn_rewards, dtype=torch.float64).cumsum(0)
             rewards = clip_scores(so_far, reward.reward_clip_range).diff(prepend=so_far.new_zeros(1))
             moved_N[torch.from_numpy(ends)] += rewards
+            # The total score already contains the turn rewards at the last token, so remove them there.
             moved_N[int(ends[-1])] -= rewards.sum()
     return moved_N
 

@@ -48,11 +48,13 @@ class Mixture:
 
     def is_own(self, iteration: int) -> bool:
         """Return whether the student samples this iteration's responses, counted from 0."""
+        # A separate stream per iteration, so that a resumed run makes the same choices.
         draw = np.random.default_rng([self.seed & SEED_MASK, iteration, _DRAW]).random()
         return bool(draw < self.lmbda)
 
     def fixed_batch(self, iteration: int) -> list[TokenSequence]:
         """Return this iteration's fixed sequences. The order restarts when all were used."""
+        # Random access by iteration: `epochs` only needs to be large enough.
         order = StepBatches(len(self.fixed), batch_size=self.batch_size, epochs=iteration + 1, seed=self.seed)
         return [self.fixed[int(index)] for index in order[iteration]]
 
@@ -109,6 +111,7 @@ class Distilling:
         sequences = batch.sampled.sequences if isinstance(batch, ScoredBatch) else batch
         plan = plan_updates(len(sequences), settings.batch, iteration=iteration)
         with timer("train"):
+            # The actor sleeps while engines sample on shared GPUs.
             self.roles.actor.wake()
             metrics = mean_of_steps(self.roles.actor.learn(sequences, plan.actor))
         metrics |= push_weights(self.roles, iteration, timer)
@@ -116,6 +119,7 @@ class Distilling:
         metrics |= {OWN_RESPONSES: float(own is not None), "num_tokens": float(sum(map(len, sequences)))}
         self.tracker.log(iteration, metrics, timer.take())
         if own is None:  # skip the iteration's prompts
+            # The source counts iterations to select prompts and seeds, so advance it without sampling.
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
         self.tracker.samples(iteration, iteration_rows(own.sampled.samples, own.trainable, settings))
         return replace(state, iteration=iteration, source=own.state.source), metrics

@@ -26,6 +26,7 @@ class DynamicBatch:
         self.config = config
         self._batch_size = batch_size
         self._num_places = num_places
+        # With a large dynamic_oversample the surplus may exceed a batch.
         self._groups = list(state.surplus[:batch_size])
         self._num_carried = len(self._groups)
         self._surplus = list(state.surplus[batch_size:])
@@ -42,6 +43,7 @@ class DynamicBatch:
     @property
     def filtered(self) -> list[Group]:
         """Groups without a learning signal."""
+        # Carried groups were judged in an earlier iteration and do not count here.
         return [group for group in self._judged if usefulness(scores_of(group), self.config) != "useful"]
 
     @property
@@ -54,6 +56,7 @@ class DynamicBatch:
         """Number of prompts in the next round: one per missing group plus oversampling, limited by the remaining
         prompts.
         """
+        # Oversample, because some groups will be filtered; a full extra round costs more than unused responses.
         wanted = math.ceil(self.missing * (1 + self.config.dynamic_oversample))
         return min(wanted, len(self._postponed) + self._num_places - self._num_taken)
 
@@ -62,6 +65,7 @@ class DynamicBatch:
         if not self.missing or self._num_rounds == self.config.dynamic_max_rounds:
             return []
         num_places = self._round_size
+        # Postponed prompts come first, so that the order of the run is kept and none is lost.
         places, self._postponed = self._postponed[:num_places], self._postponed[num_places:]
         first, self._num_taken = self._num_taken, self._num_taken + num_places - len(places)
         return [*places, *range(first, self._num_taken)]
@@ -72,6 +76,7 @@ class DynamicBatch:
         self._groups += split.accepted
         self._surplus += split.surplus
         self._judged += split.judged
+        # Prepend: these prompts precede later ones in the run's order.
         self._postponed = [*split.postponed, *self._postponed]
         self._num_rounds += 1
         self._num_asked += len(places)
@@ -124,11 +129,13 @@ def sample_until_full(
         groups = (work.group(slot) for slot in range(len(places)))
         return longest_needed(groups, batch.missing, batch.config)
 
+    # Wake once for all rounds; between rounds engines keep their cache.
     with timer("generate"):
         sampler.engines.wake_cache()
     while places := batch.next_round():
         work = sample_and_score({place: prompt_at(place) for place in places}, sampler, timer, enough=enough)
         batch.add(places, work.groups())
+        # Check after each round, so that a broken reward does not consume all rounds.
         batch.stop_if_too_many_failed(max_failures, num_samples=sampler.num_samples)
     with timer("generate"):
         sampler.engines.sleep()

@@ -41,6 +41,7 @@ class EngineTurns:
     def _announce(self, waits: bool) -> None:
         with self._change:
             self._push_waits = waits
+            # Wake all waiting threads: the one that may continue is not known here.
             self._change.notify_all()
 
     @contextmanager

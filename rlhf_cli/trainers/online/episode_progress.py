@@ -81,12 +81,14 @@ class EpisodeProgress:
 
     def add_turn(self, sampled: Generation, turn: ParsedTurn) -> ParsedTurn:
         """Add a sampled turn. Returns it with call IDs, which identify the results."""
+        # Call IDs continue over turns, since some templates match results to calls by ID.
         first = self.num_results
         calls = tuple(replace(call, id=call_id(first + place)) for place, call in enumerate(turn.calls))
         start = len(self.token_ids)
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
         self.turns.append((start, len(self.token_ids)))
+        # Add the reward of `reset` to the first turn, because only sampled tokens have rewards.
         self.turn_rewards.append(0.0 if start else self.opening_reward)
         self.runs += sampled.runs
         self.last_turn = replace(turn, calls=calls)
@@ -125,6 +127,7 @@ class EpisodeProgress:
 
 def turn_seed(seed: int, number: int) -> int:
     """Return the seed of a turn, counted from 0, derived from the first turn's seed."""
+    # crc32 instead of `hash`, which differs between processes for strings.
     return seed if number == 0 else zlib.crc32(f"{seed} {number}".encode()) & 0x7FFFFFFF
 
 

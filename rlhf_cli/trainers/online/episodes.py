@@ -84,6 +84,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start an episode for each request. Its environment receives the request's row."""
+        # Episodes of a previous batch must not receive replies from this one's environments.
         self._drop_all()
         self._sampling = replace(sampling, end_ids=self._dialogue.end_ids)
         self._ready, self._asked = [], []
@@ -97,6 +98,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         """Start turns, then wait briefly for engines and environments."""
         self._begin_turns()
         if self._engines.is_generating:
+            # With waiting environments, poll engines only briefly, because a reply may come first.
             for place, sampled in self._engines.collect(WAIT_SECONDS if self._waiting else timeout):
                 self._take_turn(self._asked[place], sampled)
             self._take_replies(0.0)
@@ -108,6 +110,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         """Request the next turns for episodes with a reply. With `in_step`, wait until all episodes have one."""
         if self._in_step and (len(self._ready) < len(self._episodes) or self._engines.is_generating):
             return
+        # Sort by number: with `in_step`, the batch order must not depend on which environment replied first.
         ready, self._ready = sorted(number for number in self._ready if number in self._episodes), []
         if not ready:
             return
@@ -115,6 +118,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         if self._in_step or not self._asked:
             self._asked = ready
             self._engines.begin(requests, self._sampling)
+            # From now on, send each episode to the engine with its prefix in the cache.
             self._sampling = replace(self._sampling, continues=True)
         else:
             self._asked += ready
@@ -125,15 +129,18 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         if episode is None:
             return  # it was dropped
         turn = episode.add_turn(sampled, self._dialogue.read(sampled.token_ids, behind=episode.all_ids))
+        # The new turn may exceed a limit set by `cut`, so its environment is not needed.
         self._give_up_long()
         if number not in self._episodes:
             return
+        # A truncated turn is incomplete text, which must not reach the environment as an action.
         if sampled.finish_reason == "length":
             self._end(number, "length")
         elif not self._environments.description.tools:
             self._send(number, Text(turn.content))
         elif turn.calls:
             self._send(number, Calls(turn.calls))
+        # No call could be parsed: the model sees the faults as results and may correct them.
         elif turn.faults:
             self._observe(number, ())
         else:
@@ -148,11 +155,13 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
     def _take_reply(self, number: int, reply: Reply) -> None:
         episode = self._episodes[number]
         self._waiting.remove(number)
+        # A timed-out reply ends an episode like a length limit if its rewards are known.
         if reply.is_late and self._has_reward_so_far(episode):
             episode.finish_reason, episode.cut = "length", reply.failure or ""
             self._finish(number)
         elif reply.failure is not None:
             self._fail(number, reply.failure, reply.trace)
+        # The reply to `Finish` carries the final reward even if the environment did not report the end.
         elif episode.is_finished or (reply.is_done and episode.turns):
             if reply.is_truncated:
                 episode.finish_reason, episode.cut = "length", "ended it at a limit"
@@ -186,6 +195,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
             except TemplateFault as fault:
                 self._fail(number, f"added to the prompt, and {fault}")
                 return
+        # A response without a turn has no sampled token to train on.
         if reply.is_done or episode.num_tokens >= self._limits.max_len:
             self._fail(number, "ended before the first turn" if reply.is_done else "left no room for a turn")
         else:
@@ -203,6 +213,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
         except TemplateFault as fault:
             self._fail(number, f"answered, and {fault}")
             return
+        # A prompt of exactly `max_len` tokens leaves no room for a turn.
         if episode.num_tokens + len(tokens) >= self._limits.max_len:
             self._end(number, "length")
             return

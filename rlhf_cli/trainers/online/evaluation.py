@@ -27,6 +27,7 @@ from rlhf_cli.trainers.online.samples import samples_of
 EVALUATION = 0x6576616C  # "eval": separates evaluation seeds from training seeds
 
 
+# Every evaluation adds rows to the run folder, and there may be many prompts.
 MAX_KEPT_ROWS = 256
 MAX_KEPT_CHARACTERS = 4_000_000
 """Maximum number of rows saved per evaluation, and their total prompt and response characters."""
@@ -120,9 +121,12 @@ class Evaluator:
             metrics = self._metrics(answers)
             best = self._better(metrics, iteration)
             if best is not None:
+                # Save before the weights change: the best model is the one that was evaluated.
                 self._save_best(best)
+            # Engines discard weights when sleeping on shared GPUs, and the next iteration samples immediately.
             if task.engines_lose_weights and not is_last:
                 return_weights(self._roles, iteration)
+        # Set the state before logging: a run that stops while logging must not evaluate again.
         self.state = EvaluationState(iteration, best or self.state.best)
         self._tracker.evaluation(iteration, metrics, timer.take())
         self._tracker.evaluation_samples(iteration, kept_rows(rows))
@@ -135,10 +139,12 @@ class Evaluator:
 
     def _metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Compute metrics over all prompts, and per source if there are several."""
+        # Samples of a prompt are adjacent.
         num_samples = self.task.config.eval_n_samples_per_prompt
         groups = [answers[i : i + num_samples] for i in range(0, len(answers), num_samples)]
         sources = by_source(zip(source_names(self.task.prompts), groups, strict=True))
         ks = [num_samples] if num_samples > 1 else []
+        # The first entry has all sources together.
         everything, *apart = sources.values()
         metrics = evaluate_answers(everything, ks=ks).metrics
         for name, prompts in zip(short_names(list(sources)[1:]), apart, strict=True):
@@ -172,10 +178,12 @@ class Evaluator:
         key = self.task.config.best_metric_key
         if key is None:
             return None
+        # The metric's flag may have the prefix used in logs.
         value = metrics.get(key.removeprefix("eval/"))
         if value is None:
             raise RunError(f"iteration {iteration}: evaluation metric {key} not found; available: {', '.join(metrics)}")
         so_far = self.state.best
+        # Ties keep the earlier model, which has been trained less.
         return Best(iteration, value) if so_far is None or value > so_far.value else None
 
 
@@ -201,6 +209,7 @@ def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
     characters = 0
     for row in rows[:MAX_KEPT_ROWS]:
         characters += len(row["prompt"]) + len(row["response"])
+        # Always keep the first row, however long it is.
         if kept and characters > MAX_KEPT_CHARACTERS:
             break
         kept.append(row)

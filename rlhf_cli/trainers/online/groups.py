@@ -28,6 +28,7 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
     only some responses. A reward may report a separate score for filtering. Failed scores are ignored; fewer than two
     scores count as failed.
     """
+    # A failed reward says nothing about the prompt.
     known = [score for score in scores if score.value is not None]
     values = [score.value if score.filter is None else score.filter for score in known if score.value is not None]
     if len(values) < 2:
@@ -36,6 +37,7 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
         low, high = config.dynamic_filtering_reward_range
         mean = sum(values) / len(values)
         return "too_hard" if mean <= low else "too_easy" if mean >= high else "useful"
+    # Rewards without verdicts are compared by value below.
     judged = [score.status for score in known if score.status in ("correct", "wrong", "invalid")]
     if judged and judged.count("correct") in (0, len(judged)):
         return "too_easy" if "correct" in judged else "too_hard"
@@ -54,6 +56,7 @@ def longest_needed(groups: Iterable[Group | None], missing: int, config: Dynamic
         if group is None:
             return None
         needed = max(needed, longest(group))
+        # `True` counts as 1.
         missing -= usefulness(scores_of(group), config) == "useful"
         if missing == 0:
             return needed
@@ -88,6 +91,7 @@ def sort_round(
     postponed: list[int] = []
     judged: list[Group] = []
     for place, group in zip(places, groups, strict=True):
+        # Check before adding: the group that completes the batch is accepted.
         is_full = len(accepted) == missing
         if group is None or (is_full and needed is not None and longest(group) > needed):
             postponed.append(place)

@@ -150,6 +150,7 @@ def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, floa
     """
     runs = [run for generation in responses.responses for run in generation.runs]
     versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    # `iteration - 1` pushes precede this update, and the first weights have version 0.
     staleness_N = iteration - 1 - np.repeat(versions, counts)
     metrics = {"staleness/mean": float(staleness_N.mean()), "staleness/max": float(staleness_N.max())}
     mixed = [bool(generation.version_runs) for generation in responses.responses]

@@ -71,12 +71,14 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
 
         Waits for at least one, at most `timeout` seconds.
         """
+        # Use a deadline, because `_advance` may return early several times.
         end = None if timeout is None else time.monotonic() + timeout
         while self._episodes and not self._finished:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 break
             self._advance(left)
+        # Swap before returning, so that an episode is returned only once.
         finished, self._finished = self._finished, []
         return finished
 
@@ -102,6 +104,7 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
         return self._engines.receive_weights(version)
 
     def _drop_all(self) -> None:
+        # Copy the keys: `_drop` removes entries.
         for number in [*self._episodes]:
             self._drop(number)
         self._drain()
@@ -109,6 +112,7 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
     def _drain(self) -> None:
         """Discard turns that engines still sample for dropped episodes."""
         if self._engines.is_generating:
+            # `cut(0)` makes engines drop all responses; the loop below collects those that finish first.
             self._engines.cut(0)
         while self._engines.is_generating:
             self._engines.collect()
@@ -118,9 +122,11 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
         if most is None:
             return
         too_long = [number for number, episode in self._episodes.items() if episode.longest > most]
+        # Removing an episode from a running batch would change the rounding of the others.
         if self._in_step and len(too_long) < len(self._episodes):
             return
         for number in too_long:
             self._drop(number)
+        # No episode needs the running turns any more.
         if not self._episodes:
             self._drain()

@@ -28,6 +28,7 @@ def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
     """
     rollout = settings.rollout
     if settings.dynamic is not None:
+        # Rounded up: the last batch may be incomplete.
         iterations = -(-num_prompts * rollout.num_episodes // rollout.rollout_batch_size)
     else:
         iterations = len(_batches(num_prompts, settings, batch_size=rollout.rollout_batch_size))
@@ -96,6 +97,7 @@ class RolloutSource:
         )
         left = batch.left(state)
         self._report_shortage(rollout, left)
+        # A skipped iteration is reported, but without remaining prompts the run simply ends.
         if not rollout.groups and self.is_used_up(left):
             return None, replace(left, iteration=state.iteration + 1, postponed=(), surplus=())
         return rollout, self._after(left, rollout)
@@ -108,6 +110,7 @@ class RolloutSource:
 
     def _after(self, state: SourceState, rollout: Rollout) -> SourceState:
         """Return the state after a batch, with response lengths for scheduling later prompts."""
+        # Lengths per prompt only help if prompts are sampled again; they would grow the checkpoint otherwise.
         is_asked_again = self.settings.rollout.num_episodes > 1
         return replace(
             state,
