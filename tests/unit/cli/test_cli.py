@@ -272,7 +272,7 @@ def test_completion_with_help_texts_works_in_other_shells(shell):
     done = rlhf(**environment)
     assert done.stderr == ""
     assert "--reward_funcs" in done.stdout
-    assert "Rewards, added up" in done.stdout
+    assert "Built-in rewards to add" in done.stdout
 
 
 def test_completion_knows_a_command_with_plus_signs(monkeypatch, capsys):
