@@ -22,7 +22,7 @@ from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.choosing import labelled_formats, pair_formats
 from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
-from rlhf_cli.data.packing.prefix_packing import Branch
+from rlhf_cli.data.packing.prefix_packing import Continuation
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
 from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
@@ -78,13 +78,13 @@ LABELLED_SCHEMA = pa.schema(
 class Pair:
     """A prompt, int32 [P] with P > 0, with two continuations; `chosen` is better, by `margin` if known.
 
-    The prompt is the common prefix up to the first trained token. Unless truncated at max_len, a branch ends with its
-    last end-of-turn token. `pictures` are in the prompt.
+    The prompt is the common prefix up to the first trained token. Unless truncated at max_len, a continuation ends with
+    its last end-of-turn token. `pictures` are in the prompt.
     """
 
     prompt_ids: np.ndarray
-    chosen: Branch
-    rejected: Branch
+    chosen: Continuation
+    rejected: Continuation
     margin: float | None
     pictures: tuple[PlacedPicture, ...] = ()
 
@@ -97,33 +97,33 @@ class LabelledItem:
     """
 
     prompt_ids: np.ndarray
-    response: Branch
+    response: Continuation
     desirable: bool
     pictures: tuple[PlacedPicture, ...] = ()
 
 
 def _pair_at(table: StoredTable, row: int) -> Pair:
-    chosen, rejected = _stored_branch(table, "chosen", row), _stored_branch(table, "rejected", row)
+    chosen, rejected = _stored_continuation(table, "chosen", row), _stored_continuation(table, "rejected", row)
     prompt_ids, margin = table.numbers("prompt_ids", row), table.value("margin", row)
     return Pair(prompt_ids, chosen, rejected, margin, pictures_at(table, row))
 
 
 def _response_at(table: StoredTable, row: int) -> LabelledItem:
-    response = _stored_branch(table, "response", row)
+    response = _stored_continuation(table, "response", row)
     prompt_ids, desirable = table.numbers("prompt_ids", row), table.value("desirable", row)
     return LabelledItem(prompt_ids, response, desirable, pictures_at(table, row))
 
 
-def _stored_branch(table: StoredTable, name: str, row: int) -> Branch:
+def _stored_continuation(table: StoredTable, name: str, row: int) -> Continuation:
     token_ids = table.numbers(f"{name}_ids", row)
-    return Branch(token_ids, mask_of(table.numbers(f"{name}_spans", row), token_ids.size))
+    return Continuation(token_ids, mask_of(table.numbers(f"{name}_spans", row), token_ids.size))
 
 
 @dataclass(frozen=True)
 class PairData:
     """Tokenized pairs, in row order.
 
-    Lengths are int32 [N]: prompt tokens, tokens of each branch without prompt, and trained tokens of both branches.
+    Lengths are int32 [N]: prompt tokens, tokens of each continuation without prompt, and trained tokens of both.
     `patches` as in `SequenceData`. `where` returns the file and line of a pair's row; `fingerprint` hashes all data.
     """
 
@@ -278,7 +278,7 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     report.count_turns(chosen, rejected)
     _count(report, "with a margin", encoded.read.margin is not None)
     item = {"prompt_ids": chosen.ids[:num_prompt], "prompt_length": num_prompt, "num_trained": num_trained}
-    item |= _branch("chosen", chosen, num_prompt) | _branch("rejected", rejected, num_prompt)
+    item |= _continuation("chosen", chosen, num_prompt) | _continuation("rejected", rejected, num_prompt)
     item |= stored_pictures(chosen.pictures)
     return [item | {"margin": encoded.read.margin}]
 
@@ -300,7 +300,7 @@ def _responses(
         report.count_turns(response)
         _count(report, "desirable", labelled.desirable)
         item = {"prompt_ids": response.ids[:num_prompt], "prompt_length": num_prompt}
-        item |= _branch("response", response, num_prompt) | stored_pictures(response.pictures)
+        item |= _continuation("response", response, num_prompt) | stored_pictures(response.pictures)
         items.append(item | {"num_trained": response.num_trained, "desirable": labelled.desirable})
     return items
 
@@ -334,7 +334,7 @@ def _fault_of_pictures(chosen: Tokens, rejected: Tokens, num_prompt: int) -> str
     )
 
 
-def _branch(name: str, tokens: Tokens, num_prompt: int) -> dict[str, object]:
+def _continuation(name: str, tokens: Tokens, num_prompt: int) -> dict[str, object]:
     spans = [(start - num_prompt, stop - num_prompt) for start, stop in tokens.spans]
     ids = tokens.ids[num_prompt:]
     return {f"{name}_ids": ids, f"{name}_spans": flat(spans), f"{name}_length": len(ids)}

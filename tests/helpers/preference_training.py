@@ -16,7 +16,7 @@ from rlhf_cli.backends.training.distributed import gather_rows
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
-from rlhf_cli.data.packing.prefix_packing import Branch
+from rlhf_cli.data.packing.prefix_packing import Continuation
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData
 from rlhf_cli.data.step_data import StepData, StepItem
 from rlhf_cli.models.loading import load_value_backbone
@@ -31,18 +31,23 @@ STEPS = [[0, 1, 2, 3, 4], [5, 6], [7]]
 NUM_ITEMS = 8
 
 
-def make_branch(rng: np.random.Generator, most: int = 7) -> Branch:
+def make_continuation(rng: np.random.Generator, most: int = 7) -> Continuation:
     """Return one to seven tokens below 40; the last one is trained, others with probability 0.5."""
     length = int(rng.integers(1, most + 1))
     mask = rng.random(length) < 0.5
     mask[-1] = True
-    return Branch(rng.integers(0, 40, length).astype(np.int32), mask)
+    return Continuation(rng.integers(0, 40, length).astype(np.int32), mask)
 
 
 def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> PairData:
     rng = np.random.default_rng(seed)
     pairs = [
-        Pair(rng.integers(0, 40, rng.integers(1, 9)).astype(np.int32), make_branch(rng), make_branch(rng), index / 4)
+        Pair(
+            rng.integers(0, 40, rng.integers(1, 9)).astype(np.int32),
+            make_continuation(rng),
+            make_continuation(rng),
+            index / 4,
+        )
         for index in range(count)
     ]
 
@@ -65,10 +70,10 @@ def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LabelledData:
     rng = np.random.default_rng(seed)
     items = []
     for _ in range(count):
-        branch = make_branch(rng)
-        branch.loss_mask[0] = True
+        continuation = make_continuation(rng)
+        continuation.loss_mask[0] = True
         prompt = rng.integers(0, 40, rng.integers(1, 9)).astype(np.int32)
-        items.append(LabelledItem(prompt, branch, bool(rng.random() < 0.5)))
+        items.append(LabelledItem(prompt, continuation, bool(rng.random() < 0.5)))
 
     def counts(of: Callable[[LabelledItem], int]) -> np.ndarray:
         return np.array([of(item) for item in items], dtype=np.int32)

@@ -27,7 +27,7 @@ from rlhf_cli.backends.training.distributed import gather_rows
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.sequence_parallel.shards import Mode, SequenceRanks
 from rlhf_cli.trainers.offline import dpo
@@ -59,7 +59,7 @@ def sequence(*token_ids: int) -> TokenSequence:
 
 def packs() -> dict[str, Pack]:
     responses = [np.array(ids, np.int32) for ids in ([7, 8], [9, 10, 11], [12])]
-    tree = Tree(np.array([1, 2, 3], np.int32), tuple(Branch(ids, np.ones(len(ids), bool)) for ids in responses))
+    tree = Tree(np.array([1, 2, 3], np.int32), tuple(Continuation(ids, np.ones(len(ids), bool)) for ids in responses))
     return {
         "several": pack(make_sequences(5)),
         "one long": pack(make_sequences(1, seed=3)),

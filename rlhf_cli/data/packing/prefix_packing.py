@@ -17,8 +17,8 @@ from rlhf_cli.models.vision.pictures import PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """A continuation: `token_ids` int32 [R], and `loss_mask` bool [R], True for training targets. Positions of
+class Continuation:
+    """A response to a prompt: `token_ids` int32 [R], and `loss_mask` bool [R], True for training targets. Positions of
     `pictures` are relative to its first token.
     """
 
@@ -35,29 +35,29 @@ class Tree:
     """A prompt, int32 [P] with at least one token, with continuations of at least one token each."""
 
     prompt_ids: np.ndarray
-    branches: tuple[Branch, ...]
+    continuations: tuple[Continuation, ...]
     pictures: tuple[PlacedPicture, ...] = ()
 
     def run(self) -> TokenRun:
         """Return the prompt as a run."""
         return TokenRun(self.prompt_ids, pictures=self.pictures)
 
-    def run_with(self, branch: Branch) -> TokenRun:
+    def run_with(self, continuation: Continuation) -> TokenRun:
         """Return the prompt with one continuation as a run."""
-        later = tuple(placed.moved(self.prompt_ids.size) for placed in branch.pictures)
-        return TokenRun(np.concatenate([self.prompt_ids, branch.token_ids]), pictures=self.pictures + later)
+        later = tuple(placed.moved(self.prompt_ids.size) for placed in continuation.pictures)
+        return TokenRun(np.concatenate([self.prompt_ids, continuation.token_ids]), pictures=self.pictures + later)
 
-    def run_behind(self, branch: Branch, prompt_run: int) -> TokenRun:
+    def run_behind(self, continuation: Continuation, prompt_run: int) -> TokenRun:
         """Return a continuation as a run, in a pack with the prompt as run number `prompt_run`."""
         shift = rope_shift(self.pictures)
-        return TokenRun(branch.token_ids, self.prompt_ids.size, prompt_run, branch.pictures, shift)
+        return TokenRun(continuation.token_ids, self.prompt_ids.size, prompt_run, continuation.pictures, shift)
 
 
 def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = False) -> Pack:
-    """Pack all branches of the trees. Each branch counts as a sequence.
+    """Pack all continuations of the trees. Each continuation counts as a sequence.
 
-    With `share_prompts`, each prompt is included once. The pack reads hidden states that predict the branches' targets,
-    or with `read_ends` the hidden state at each branch's last token. Without trees, returns the idle pack.
+    With `share_prompts`, each prompt is included once. The pack reads hidden states that predict the targets, or with
+    `read_ends` the hidden state at each continuation's last token. Without trees, returns the idle pack.
     """
     if not trees:
         return pack([])
@@ -71,17 +71,17 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
         if share_prompts:
             runs.append(tree.run())
             start += num_prompt
-        for branch in tree.branches:
+        for continuation in tree.continuations:
             if share_prompts:
-                runs.append(tree.run_behind(branch, prompt_run))
+                runs.append(tree.run_behind(continuation, prompt_run))
             else:
-                runs.append(tree.run_with(branch))
+                runs.append(tree.run_with(continuation))
                 own_prompt, prompt_end = num_prompt, start + num_prompt - 1
-            read = np.array([len(branch) - 1]) if read_ends else np.flatnonzero(branch.loss_mask)
+            read = np.array([len(continuation) - 1]) if read_ends else np.flatnonzero(continuation.loss_mask)
             before = read if read_ends else read - 1
             rows.append(np.where(before < 0, prompt_end, start + own_prompt + before))
-            targets.append(branch.token_ids[read])
-            start += own_prompt + len(branch)
+            targets.append(continuation.token_ids[read])
+            start += own_prompt + len(continuation)
     return _pack(runs, rows, targets, shared=share_prompts)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_packs, room_of
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 
 PromptKey = tuple[bytes | str, ...]
 """Bytes of a prompt's tokens, and its image digests."""
@@ -78,12 +78,12 @@ def _key(sequence: TokenSequence, size: int) -> PromptKey:
 def _tree_of(group: list[TokenSequence]) -> Tree:
     size = _prompt_size(group[0])
     pictures = tuple(placed for placed in group[0].pictures if placed.start < size)
-    return Tree(group[0].token_ids[:size], tuple(_branch_of(sequence, size) for sequence in group), pictures)
+    return Tree(group[0].token_ids[:size], tuple(_continuation_of(sequence, size) for sequence in group), pictures)
 
 
-def _branch_of(sequence: TokenSequence, size: int) -> Branch:
+def _continuation_of(sequence: TokenSequence, size: int) -> Continuation:
     later = tuple(placed.moved(-size) for placed in sequence.pictures if placed.start >= size)
-    return Branch(sequence.token_ids[size:], sequence.loss_mask[size:], later)
+    return Continuation(sequence.token_ids[size:], sequence.loss_mask[size:], later)
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class _Sizes:
         parts: list[list[int]] = []
         room = 0
         for index in members:
-            branch = self.lengths[index] - prompt
-            if not parts or branch > room:
+            continuation = self.lengths[index] - prompt
+            if not parts or continuation > room:
                 parts.append([])
                 room = limit - prompt
             parts[-1].append(index)
-            room -= branch
+            room -= continuation
         return parts
 
     def filled(self, groups: list[list[int]], bounds: Bounds, *, num_ranks: int) -> list[list[list[int]]]:

@@ -10,7 +10,7 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, sequence_mean
 from rlhf_cli.algorithms.kto import UNPAIRED_LOSSES, UnpairedSettings, kl_baseline, kto_metrics
 from rlhf_cli.data.packing.packs import Pack
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem
 from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.trainers.offline.dpo import Infer, InferringEngine
@@ -95,7 +95,7 @@ class LabelledItems:
         )
 
 
-def _tree(item: LabelledItem, response: Branch) -> Tree:
+def _tree(item: LabelledItem, response: Continuation) -> Tree:
     """Return an item's prompt with a response."""
     return Tree(item.prompt_ids, (response,), item.pictures)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rlhf_cli.data.packing.prefix_packing import Branch
+from rlhf_cli.data.packing.prefix_packing import Continuation
 from rlhf_cli.trainers.offline.kto import LabelledItems
 from rlhf_cli.trainers.offline.loop import ItemData, Share
 from rlhf_cli.trainers.offline.pairs import Gather, PairItems
@@ -67,8 +67,8 @@ def digest_of_responses(items: LabelledItems) -> str:
     return _digest(part for item in items.data.items for part in (item.prompt_ids, *_parts(item.response)))
 
 
-def _parts(*branches: Branch) -> list[np.ndarray]:
-    return [part for branch in branches for part in (branch.token_ids, branch.loss_mask)]
+def _parts(*continuations: Continuation) -> list[np.ndarray]:
+    return [part for continuation in continuations for part in (continuation.token_ids, continuation.loss_mask)]
 
 
 def _digest(parts: Iterable[np.ndarray]) -> str:

@@ -25,7 +25,7 @@ from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import Steps, UpdatePlan
 
 
-def with_last_states(responses: Responses) -> list[TokenSequence]:
+def with_bootstrap_targets(responses: Responses) -> list[TokenSequence]:
     """Append one target to truncated sequences, so that the critic also values the final state.
 
     The token does not matter, because the state before it cannot see it.
@@ -42,7 +42,7 @@ def with_last_states(responses: Responses) -> list[TokenSequence]:
 
 
 def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -> tuple[list[np.ndarray], list[float]]:
-    """Return (values per response token, bootstrap values) from values computed for `with_last_states`."""
+    """Return (values per response token, bootstrap values) from values computed for `with_bootstrap_targets`."""
     cuts = truncated_B.tolist()
     own = [values[:-1] if cut else values for values, cut in zip(values, cuts, strict=True)]
     return own, [float(values[-1]) if cut else 0.0 for values, cut in zip(values, cuts, strict=True)]

@@ -20,10 +20,10 @@ from rlhf_cli.trainers.online.loop import (
     OnlineHooks,
     ScoredBatch,
     batch_metrics,
+    collect_batch,
     mean_of_steps,
     push_weights,
     run_iterations,
-    scored_batch,
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
@@ -100,7 +100,7 @@ class Distilling:
     def collect(self, state: LoopState, timer: PhaseTimer) -> Batch | None:
         """Return the next iteration's data."""
         if self.mixture.is_own(state.iteration):
-            return scored_batch(self.roles, self.settings, self.lookahead, state, timer)
+            return collect_batch(self.roles, self.settings, self.lookahead, state, timer)
         self.roles.engines.sleep()  # free their memory: this iteration samples nothing
         return self.mixture.fixed_batch(state.iteration)
 

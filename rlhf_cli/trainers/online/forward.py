@@ -1,6 +1,6 @@
 """Forward passes of all models on an iteration's responses, before the update."""
 
-from rlhf_cli.trainers.online.batch import split_last_values, with_last_states
+from rlhf_cli.trainers.online.batch import split_last_values, with_bootstrap_targets
 from rlhf_cli.trainers.online.interfaces import Actor, Roles, awake
 from rlhf_cli.trainers.online.samples import Responses
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -20,7 +20,7 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, responses: Re
             responses.old_logprobs = responses.by_response(roles.actor.logprobs(responses.sequences))
     if roles.critic is not None:
         with awake(roles.critic):
-            asked = with_last_states(responses) if settings.bootstraps else responses.sequences
+            asked = with_bootstrap_targets(responses) if settings.bootstraps else responses.sequences
             values = responses.by_response(roles.critic.values(asked))
         if settings.bootstraps:
             values, responses.bootstrap = split_last_values(values, responses.truncated_B)

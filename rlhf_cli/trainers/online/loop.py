@@ -234,7 +234,7 @@ class ScoredBatch:
         return not self.trainable.trained_B(policy).any()
 
 
-def scored_batch(
+def collect_batch(
     roles: Roles[Sampled], settings: OnlineSettings, lookahead: Lookahead, state: LoopState, timer: PhaseTimer
 ) -> ScoredBatch | None:
     """Return sampled and scored responses; None if no data remains."""
@@ -279,7 +279,7 @@ class PolicyGradient:
 
     def collect(self, state: LoopState, timer: PhaseTimer) -> ScoredBatch | None:
         """Return sampled and scored responses; None if the last prompts left nothing to train on."""
-        return scored_batch(self.roles, self.settings, self.lookahead, state, timer)
+        return collect_batch(self.roles, self.settings, self.lookahead, state, timer)
 
     def learn(self, batch: ScoredBatch, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
         """Return (state, metrics) after the rest of an iteration, from log-probs to the weight push.

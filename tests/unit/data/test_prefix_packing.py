@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
+from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.attention.varlen_cpu import varlen_attention
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 
@@ -18,30 +19,30 @@ SHAPE = {
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
     "num_labels": 1,
-    "attn_implementation": "varlen",
+    "attn_implementation": VARLEN,
 }
 WINDOWED = SHAPE | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 
-def branch(tokens, trained):
+def continuation(tokens, trained):
     mask = np.zeros(len(tokens), dtype=bool)
     mask[trained] = True
-    return Branch(np.array(tokens, dtype=np.int32), mask)
+    return Continuation(np.array(tokens, dtype=np.int32), mask)
 
 
-def tree(prompt, *branches):
-    return Tree(np.array(prompt, dtype=np.int32), branches)
+def tree(prompt, *continuations):
+    return Tree(np.array(prompt, dtype=np.int32), continuations)
 
 
-TWO = [tree([1, 2], branch([3, 4], [0, 1]), branch([5], [0])), tree([6], branch([7, 8, 9], [1]))]
+TWO = [tree([1, 2], continuation([3, 4], [0, 1]), continuation([5], [0])), tree([6], continuation([7, 8, 9], [1]))]
 
 
 def random_trees(shapes):
     rng = np.random.default_rng(0)
     trees = []
     for prompt, *lengths in shapes:
-        branches = [branch(rng.integers(0, 40, n), np.flatnonzero(rng.random(n) < 0.7)) for n in lengths]
-        trees.append(tree(rng.integers(0, 40, prompt), *branches))
+        continuations = [continuation(rng.integers(0, 40, n), np.flatnonzero(rng.random(n) < 0.7)) for n in lengths]
+        trees.append(tree(rng.integers(0, 40, prompt), *continuations))
     return trees
 
 
@@ -71,7 +72,7 @@ def test_a_repeated_prompt_stands_before_each_continuation():
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_ends_are_the_last_tokens_of_the_branches(share):
+def test_ends_are_the_last_tokens_of_the_continuations(share):
     packed = pack_trees(TWO, share_prompts=share, read_ends=True)
     assert packed.input_ids_T[packed.rows_K].tolist() == [4, 5, 9] == packed.targets_K.tolist()
     assert packed.cu_trained.tolist() == [0, 1, 2, 3]

@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, pack
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.policy import PolicyModel
@@ -69,11 +69,13 @@ def test_only_the_last_layer_is_spared_tokens(model):
     assert rows == [20, 5]
 
 
-def test_a_state_that_several_branches_start_from_is_read_once():
+def test_a_state_that_several_continuations_start_from_is_read_once():
     policy = PolicyModel(dense())
     rows = rows_of_layers(policy.model)
-    branches = tuple(Branch(np.array([start, 3, 4], dtype=np.int32), np.ones(3, dtype=bool)) for start in (1, 2))
-    batch = pack_trees([Tree(np.arange(6, dtype=np.int32), branches)], share_prompts=True)
+    continuations = tuple(
+        Continuation(np.array([start, 3, 4], dtype=np.int32), np.ones(3, dtype=bool)) for start in (1, 2)
+    )
+    batch = pack_trees([Tree(np.arange(6, dtype=np.int32), continuations)], share_prompts=True)
     assert batch.rows_K.tolist() == [5, 6, 7, 5, 9, 10]
     assert batch.read_R.tolist() == [5, 6, 7, 9, 10]
     policy.model.set_attn_implementation(VARLEN)

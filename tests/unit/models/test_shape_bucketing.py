@@ -9,7 +9,7 @@ from test_last_mlp import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, pack
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.models import policy, shape_bucketing
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.policy import PolicyModel, ValueModel
@@ -23,15 +23,17 @@ def sequences(*lengths: int) -> list[TokenSequence]:
 
 def shared():
     rng = np.random.default_rng(1)
-    branches = tuple(Branch(rng.integers(0, 60, n).astype(np.int32), np.ones(n, dtype=bool)) for n in (9, 30, 41))
-    return pack_trees([Tree(rng.integers(0, 60, 20).astype(np.int32), branches)], share_prompts=True)
+    continuations = tuple(
+        Continuation(rng.integers(0, 60, n).astype(np.int32), np.ones(n, dtype=bool)) for n in (9, 30, 41)
+    )
+    return pack_trees([Tree(rng.integers(0, 60, 20).astype(np.int32), continuations)], share_prompts=True)
 
 
 def same_first_token():
     """Return a pack with three more targets than rows: several responses start at the last prompt token."""
     mask = np.ones(1, dtype=bool)
-    branches = tuple(Branch(np.array([token], dtype=np.int32), mask) for token in (3, 4, 5, 6))
-    return pack_trees([Tree(np.arange(60, dtype=np.int32), branches)], share_prompts=True)
+    continuations = tuple(Continuation(np.array([token], dtype=np.int32), mask) for token in (3, 4, 5, 6))
+    return pack_trees([Tree(np.arange(60, dtype=np.int32), continuations)], share_prompts=True)
 
 
 PACKS = {

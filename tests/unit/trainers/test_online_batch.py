@@ -22,7 +22,7 @@ from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.parts import join
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
+from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_bootstrap_targets
 from rlhf_cli.trainers.online.groups import usefulness
 from rlhf_cli.trainers.online.metrics import (
     clip_metrics,
@@ -166,7 +166,7 @@ def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in()
     responses = responses_of(
         [prompt(0), prompt(1)], [generation(1, 2, cut=True), generation(3)], [scored(2.0), scored(5.0)], [0, 1]
     )
-    asked = with_last_states(responses)
+    asked = with_bootstrap_targets(responses)
     assert [sequence.token_ids.tolist() for sequence in asked] == [[7, 8, 1, 2, 2], [7, 8, 3]]
     assert [sequence.num_trained for sequence in asked] == [3, 1]
     responses.values, responses.bootstrap = split_last_values(

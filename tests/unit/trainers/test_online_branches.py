@@ -18,7 +18,12 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationRequest
 from rlhf_cli.rewards.parts import NO_REWARD, episode_part
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples, split_last_values, with_last_states
+from rlhf_cli.trainers.online.batch import (
+    learning_samples,
+    plan_over_samples,
+    split_last_values,
+    with_bootstrap_targets,
+)
 from rlhf_cli.trainers.online.groups import longest
 from rlhf_cli.trainers.online.metrics import episode_metrics
 from rlhf_cli.trainers.online.rollout import score_request
@@ -86,7 +91,7 @@ def test_the_steps_of_an_update_have_all_branches_of_their_responses():
 def test_a_critic_values_branches_in_their_order_and_the_end_of_the_last_one():
     """With gamma = lambda = 1 and values 0, a return is the score at the last token plus 8 for the state after it."""
     responses = responses_of(BRANCHED, PLAIN, scores=(2.0, 1.0))
-    asked = with_last_states(responses)
+    asked = with_bootstrap_targets(responses)
     assert [sequence.num_trained for sequence in asked] == [3, 3, 1]
     values = [np.zeros(3, np.float32), np.array([0, 0, 8], np.float32), np.zeros(1, np.float32)]
     joined = responses.by_response(values)

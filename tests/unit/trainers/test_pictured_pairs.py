@@ -14,7 +14,7 @@ from rlhf_cli.algorithms.preference import PreferenceSettings, mixed_loss
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import PAIR_LOSSES
 from rlhf_cli.data.packing.packs import MicroBatch, TokenSequence
-from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.trainers.offline.dpo import REF, DPOObjective, PairPreparation, batch_logprobs, pair_logprobs
@@ -39,7 +39,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     for sequence in vision_sequences(folder):
         prompt = sequence.token_ids[~sequence.loss_mask]
         answers = [rng.integers(0, 200, int(rng.integers(2, 6))).astype(np.int32) for _ in range(2)]
-        chosen, rejected = (Branch(answer, np.ones(answer.size, dtype=bool)) for answer in answers)
+        chosen, rejected = (Continuation(answer, np.ones(answer.size, dtype=bool)) for answer in answers)
         trees.append(Tree(prompt, (chosen, rejected), sequence.pictures))
         for answer in answers:
             ids = np.concatenate([prompt, answer])

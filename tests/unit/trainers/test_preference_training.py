@@ -106,10 +106,10 @@ def test_every_parameter_moves(tiny_model_dir, name):
     assert still == []
 
 
-def logprob_of(model, prompt, branch):
+def logprob_of(model, prompt, continuation):
     """Return the summed log-probs of the trained tokens of one sequence."""
-    tokens = np.concatenate([prompt, branch.token_ids])
-    mask = np.concatenate([np.zeros(len(prompt), dtype=bool), branch.loss_mask])
+    tokens = np.concatenate([prompt, continuation.token_ids])
+    mask = np.concatenate([np.zeros(len(prompt), dtype=bool), continuation.loss_mask])
     return model(pack([TokenSequence(tokens, mask)]))[0].sum()
 
 
@@ -121,8 +121,8 @@ def test_dpo_loss_is_that_of_the_paper_by_hand(tiny_model_dir):
     for number in STEPS[0]:
         pair = pairs.pairs[number]
         ratios = [
-            logprob_of(policy, pair.prompt_ids, branch) - logprob_of(reference, pair.prompt_ids, branch)
-            for branch in (pair.chosen, pair.rejected)
+            logprob_of(policy, pair.prompt_ids, continuation) - logprob_of(reference, pair.prompt_ids, continuation)
+            for continuation in (pair.chosen, pair.rejected)
         ]
         losses.append(-logsigmoid(0.1 * (ratios[0] - ratios[1])).item())
     metrics = run_steps(tiny_model_dir, dpo_task("sigmoid"), 2, Layout(), steps=STEPS[:1]).metrics[0]
@@ -263,8 +263,8 @@ def test_kto_baseline_is_the_mean_over_the_step_and_not_below_zero(tiny_model_di
     reference = make_reference(tiny_model_dir, 0, seed=5)._module
     ratios = []
     for number in STEPS[0]:
-        prompt, branch = data.items[number].prompt_ids, data.items[partners[number]].response
-        ratios.append((logprob_of(policy, prompt, branch) - logprob_of(reference, prompt, branch)).item())
+        prompt, continuation = data.items[number].prompt_ids, data.items[partners[number]].response
+        ratios.append((logprob_of(policy, prompt, continuation) - logprob_of(reference, prompt, continuation)).item())
     for layout in (Layout(), Layout(max_sequences=1)):
         metrics = run_steps(tiny_model_dir, kto_task(), 2, layout, steps=STEPS[:1]).metrics[0]
         assert metrics["kl_baseline"] == pytest.approx(max(0.0, np.mean(ratios)), rel=1e-4, abs=ROUNDING)
@@ -303,10 +303,10 @@ def test_a_reward_model_scores_as_transformers_does(tiny_model_dir, tmp_path):
     scores = ValueModel(model)(pack_trees(trees, share_prompts=True, read_ends=True))
     expected = [
         plain(
-            torch.from_numpy(np.concatenate([tree.prompt_ids, branch.token_ids]).astype(np.int64))[None]
+            torch.from_numpy(np.concatenate([tree.prompt_ids, continuation.token_ids]).astype(np.int64))[None]
         ).logits.item()
         for tree in trees
-        for branch in tree.branches
+        for continuation in tree.continuations
     ]
     torch.testing.assert_close(scores.detach(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
