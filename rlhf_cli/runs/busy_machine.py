@@ -14,6 +14,7 @@ def load_notice(load: float | None = None, cores: int | None = None) -> list[str
     """
     # With fewer free cores than threads, OpenMP threads that busy-wait for each other make steps many times slower.
     load = os.getloadavg()[0] if load is None else load
+    # Containers and `taskset` limit the cores of this process, which `os.cpu_count` ignores.
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if load < cores:
         return []

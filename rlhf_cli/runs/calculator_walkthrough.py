@@ -39,6 +39,7 @@ class CalculatorWalkthrough(Walkthrough):
 
     def write_data(self) -> None:
         write_long_sums(self.root / "data", tool_schemas(described(calculator.Environment)), seed=self.seed)
+        # A copy, so that users can edit the environment without touching the package.
         (self.root / ENVIRONMENT_FILE).write_text(Path(calculator.__file__).read_text(encoding="utf-8"))
 
     def scratch(self) -> list[str]:

@@ -95,6 +95,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     found = _found_model(config)
     reader = picture_reader(config.pictures, config.model, found, tokenizer)
     if config.show.reads_prompts:
+        # Online commands read prompts, for which trained tokens and packing do not apply.
         return [_prompts(config, settings, tokenizer, reader, found)]
     named = {"Training data": (settings.dataset, settings.dataset_split)}
     if settings.eval_dataset is not None:
@@ -183,6 +184,7 @@ def _prompts(
     config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None, found: FoundModel
 ) -> Preview:
     decode, longest, seed = decoder(tokenizer), config.data.max_new_tokens, config.show.seed
+    # One episode is played at a time, so do not start more processes.
     one_worker = config.episodes.model_copy(update={"environment_num_workers": 1})
     plan = find_environment(one_worker, settings, config.template, found, tokenizer)
     environment = None if plan is None else plan.description
@@ -233,6 +235,7 @@ def _prompts(
 
 def _rehearsal(config: DataCommandConfig, plan: EnvironmentPlan, data: PromptData, decode: Decode) -> Rehearsal:
     """Prepare an episode with the first prompt. Raises UsageError if the row or the script is invalid."""
+    # Check here, because the preview would otherwise fail in the middle of its output.
     plan.check_rows(data)
     first = data.prompts[0]
     script = None if config.episodes.turns is None else read_turns(config.episodes.turns)
@@ -247,6 +250,7 @@ def _room(show: ShowConfig) -> str:
 
 def decoder(tokenizer: Any) -> Decode:
     """Return a decoder from token IDs to exact text, including special tokens."""
+    # Cleaning up spaces would hide how the text is tokenized.
     return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -34,6 +34,7 @@ def settings_of(command: str, given: ShownDataConfig, template: TemplateConfig) 
     """Return the data settings for `command`. Raises UsageError for settings that it does not have."""
     fields = type(given).model_fields
     names = PROMPT_NAMES if command in ONLINE_TRAINING else {}
+    # Pass only changed settings, so that defaults of the command apply.
     values = {name: value for name, value in given if value != fields[name].default}
     cls = DATA_CONFIGS[command]
     if command in ONLINE_TRAINING:
@@ -44,6 +45,7 @@ def settings_of(command: str, given: ShownDataConfig, template: TemplateConfig) 
         foreign += [name for name in ("prompt_template", "format_prompt") if template.changed(name)]
     if foreign:
         raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")
+    # Validate with the class of the command, for the same limits and messages.
     command_cls = create_model("Data", __base__=CommandConfig, data=(cls, ...))
     config = build_config(command_cls, {names.get(name, name): value for name, value in values.items()})
     return config.data  # type: ignore[attr-defined, no-any-return]

@@ -53,8 +53,10 @@ class Page:
     def line(self, text: Text | str = "", *, indent: int = 0, hanging: int = 0) -> None:
         """Print wrapped text. Lines are indented by `indent`, and after the first also by `hanging`."""
         text = Text(text) if isinstance(text, str) else text
+        # A narrow terminal must not reduce the width to zero or less.
         width = max(20, self._width - indent - hanging)
         for number, line in enumerate(text.wrap(self._console, width, overflow="fold", tab_size=8)):
+            # Trailing spaces would wrap to an empty line in a terminal of exactly this width.
             line.rstrip()
             shift = " " * (indent + (hanging if number else 0)) if line.plain else ""
             self._console.print(Text(shift).append_text(line), soft_wrap=True, highlight=False)
@@ -98,6 +100,7 @@ class Page:
         name = Text().append(part.name, "bold").append(f": {part.num_tokens:,} tokens{trained}", FAINT)
         self.line(name, indent=2)
         text = self._pieces(part.pieces)
+        # The newline that ends a part would print an empty line.
         if text.plain.endswith("\n"):
             text.right_crop(1)
         self.line(text, indent=4)
@@ -112,6 +115,7 @@ class Page:
         """Draw the images below the text, if the terminal supports it."""
         if not draws_pictures(self._console):
             return
+        # A part may contain the same image several times; draw it once.
         pictures = {piece.text: piece.picture for piece in part.pieces if piece.picture is not None}
         for name, picture in pictures.items():
             if len(pictures) > 1:
@@ -180,6 +184,7 @@ def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
     names = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high, _ in bins]
     name_width = max(map(len, names))
     count_width = max(len(f"{count:,}") for _, _, count in bins)
+    # Four columns separate name, count and bar.
     bar_width = min(MAX_BAR, width - name_width - count_width - 4)
     within = [entry for entry in bins if entry.high <= preview.limit]
     for name, entry in zip(names, bins, strict=True):

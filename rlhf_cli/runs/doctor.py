@@ -26,10 +26,12 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.version import __version__
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
+# Only these prefixes: other variables may contain private data.
 REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|TRANSFORMERS|PYTORCH|GLOO)_")
 """Environment variables that affect runs."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+# Importing vllm on a slow disk takes tens of seconds.
 _IMPORT_SECONDS = 60.0
 TOTAL_SECONDS = 600.0
 """Limit for all checks. The smoke tests share the time that remains after the other checks."""
@@ -67,6 +69,7 @@ def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
 
 def _import_error(module: str, *, seconds: float = _IMPORT_SECONDS) -> str | None:
     """Import a module in a new process. Returns the last line of the error, or None on success."""
+    # A separate process: an import may abort the interpreter, or initialize CUDA in this one.
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -82,6 +85,7 @@ def _shown(findings: Iterable[Finding], console: Console) -> list[Finding]:
     for finding in findings:
         mark, colour = MARKS[finding.status]
         line = Text(f"{mark:>7}  ", style=colour).append(f"{finding.part}: ", style="bold default")
+        # Print each finding at once, because smoke tests take minutes.
         console.print(line.append(finding.message, style="default"), soft_wrap=True)
         if finding.cure:
             console.print(f"{'':9}fix: {finding.cure}", markup=False, soft_wrap=True)
@@ -115,6 +119,7 @@ def redacted(text: str) -> str:
     text = _CREDENTIALS.sub("(hidden)@", text).replace(str(Path.home()), "~")
     for name, stand_in in ((_user_name(), "(user)"), (socket.gethostname(), "(host)")):
         if name:
+            # Whole words only: a short user name may be part of other words.
             text = re.sub(rf"\b{re.escape(name)}\b", stand_in, text)
     return text
 

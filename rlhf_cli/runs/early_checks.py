@@ -52,6 +52,7 @@ def check_early(config: CommandConfig) -> None:
         return
     groups = [group for _, group in config]
     for group in groups:
+        # Outputs first: an existing run is the most frequent mistake, and the cheapest to check.
         _check_output(group)
     if any(isinstance(group, COMPUTING) for group in groups):
         check_usable_gpus()
@@ -89,6 +90,7 @@ def _check_output(group: object) -> None:
             from rlhf_cli.runs.server_address import listening, server_key
 
             server_key(group)
+            # Bind and release the port; the run binds it again after loading the model.
             with listening(group):
                 pass
 
@@ -103,6 +105,7 @@ def _check_models(group: Any) -> None:
         for place in getattr(group, "names", [getattr(group, name)]):
             try:
                 path = Path(place).expanduser()
+                # Leave adapters, GGUF files and checkpoints to the run, because checking them needs heavy imports.
                 if adapter_folder(place) is None and find_gguf(path) is None and not _is_in_checkpoint(path):
                     resolve_model_path(place)
             except UsageError as error:
@@ -129,6 +132,7 @@ def _require_python(setting: str, source: str) -> None:
     if not path.is_file():
         raise UsageError(f"--{setting} {source}: there is no such file")
     try:
+        # Compile only: importing the file would run user code twice.
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
@@ -182,6 +186,7 @@ def _check_ray_address(address: str | None) -> None:
     if parts is None or parts.hostname is None or parts.port is None:
         return
     try:
+        # A connection is enough: Ray's own client waits much longer for an unreachable address.
         socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_SECONDS).close()
     except OSError as error:
         reason = error.strerror or str(error)

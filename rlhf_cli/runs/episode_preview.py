@@ -54,9 +54,11 @@ class WrittenEngines:
         text = self._author(request.prompt_ids, self._num_read)
         self.is_out = text is None
         written = [] if text is None else self._dialogue.written(text)
+        # Truncate like an engine, so that the preview shows the effect of max_new_tokens.
         kept = written[: request.limit(sampling)]
         self._num_read = len(request.prompt_ids) + len(kept)
         is_whole = text is not None and kept == written
+        # An untruncated turn ends with its end token, which `written` appends.
         return Generation(kept, [0.0] * len(kept), "stop" if is_whole else "length", 0)
 
     @property
@@ -197,6 +199,7 @@ class Rehearsal:
 
     def _limit(self, generation: Generation, episode: Episode) -> str:
         """Return the setting that truncated an episode."""
+        # A turn without its end token was truncated, by one of two limits.
         start, end = episode.turns[-1]
         if generation.token_ids[end - 1] not in self.plan.dialogue.end_ids:
             return "max_new_tokens" if end - start == self.max_new_tokens else "max_len"

@@ -74,6 +74,7 @@ def _typed(rehearsal: Rehearsal, page: Page, read_line: LineReader) -> Author:
             _print_hints(rehearsal, page)
         page.line()
         try:
+            # An empty line is not a turn: a model always samples at least one token.
             while not (text := joined_lines(read_line)).strip():
                 pass
         except EOFError:

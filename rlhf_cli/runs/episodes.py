@@ -77,6 +77,7 @@ class EnvironmentPlan:
     def played_by(self, engines: TurnEngines) -> Iterator[EpisodeEngines]:
         """Start the environments, and yield engines with complete episodes as responses."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
+        # Start new environments per run: those used to read the description have ended.
         with _environments(self.settings) as environments:
             in_step = self.settings.turn_schedule == "step"
             yield EpisodeEngines(engines, environments, self.dialogue, limits, in_step=in_step)
@@ -174,6 +175,7 @@ def _check_template(template: TemplateConfig, other: str) -> None:
 
 def _end_ids(found: FoundModel, template: ChatTemplate) -> Sequence[int]:
     """Return the tokens that end a turn: the model's EOS tokens and the chat template's."""
+    # Sort the set, because the order must not depend on hashing.
     return sorted({*eos_token_ids(description_of(found.path)), *template.end_ids})
 
 

@@ -27,10 +27,13 @@ def states_of(
     model: ModelConfig, deepspeed: DeepSpeedConfig, optim: OptimConfig, *, adapted: bool, in_4bit: bool, num_ranks: int
 ) -> States:
     """Compute the bytes per parameter that these settings keep on GPUs."""
+    # bitsandbytes stores two 4-bit weights per byte; 1 leaves room for scales and layers that stay in 16 bits.
     weight = 1 if in_4bit else VALUE_BYTES[model.param_dtype]
     sums = 2 if optim.optim == "adamw_bf16" else SUM_BYTES
+    # With an adapter, gradients and states are negligible.
     rest = 0 if adapted else sums if deepspeed.adam_offload else OPTIMIZER_BYTES[optim.optim] + sums
     partitioned = deepspeed.zero_stage == 3 or deepspeed.tensor_parallel_size > 1
+    # Offloaded weights are on the GPU only for one layer at a time.
     if deepspeed.param_offload:
         weight = 0
     return States(weight, rest, num_ranks if deepspeed.zero_stage else 1, partitioned)

@@ -25,6 +25,7 @@ def run_merge(settings: MergeGroup) -> str:
 def _write_merged(settings: MergeGroup, output: Path) -> str:
     parts = _parts(settings)
     config = configuration(parts, trust_remote_code=settings.trust_remote_code)
+    # Shards in units of 10^9 bytes, as in transformers.
     max_bytes = int(settings.max_shard_size * 1e9)
     with whole_folder(output) as written:
         num_files = write_whole(
@@ -67,12 +68,14 @@ def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: b
     """
     import torch
 
+    # A larger model may not fit in memory, so only its structure is checked.
     small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= max_bytes
     model = read_back(folder, config, device_map=None if small else "meta", trust_remote_code=trust_remote_code)
     described = f"{model.num_parameters() / 1e6:.1f}M parameters in {str(model.dtype).removeprefix('torch.')}, reloaded"
     if not small:
         return described
     with torch.no_grad():
+        # The body without a head is called in the same way for all model classes.
         outputs = model.base_model(input_ids=torch.tensor([TOKENS])).last_hidden_state
     if not torch.isfinite(outputs).all():
         raise RunError("the merged model's output is not finite")

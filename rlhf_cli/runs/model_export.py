@@ -40,6 +40,7 @@ from rlhf_cli.models.weight_files import (
 
 GENERATION = "generation_config.json"
 SHARD_BYTES = 4_000_000_000
+# Other settings, such as dropout, apply only in training.
 SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 """Adapter settings that change the merged weights for the same factors."""
 
@@ -59,11 +60,13 @@ class Parts:
 
     def file(self, names: tuple[str, ...]) -> Path | None:
         """Return the folder that contains any of these files: the model's folder, or the base model."""
+        # An adapter's own file takes precedence over that of its base model.
         folders = [self.description, *([self.base] if self.base else [])]
         return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 
     def fingerprint(self) -> str:
         """Return a hash of the weights: of adapter and base model, or of the checkpoint's content."""
+        # The manifest contains checksums of all files, so hashing it is enough.
         own = self.engine.parent / MANIFEST if self.engine else _adapter_file(self.description)
         digest = hashlib.sha256(f"{self.engine.name if self.engine else ''} ".encode() + own.read_bytes())
         if self.base is not None:
@@ -104,6 +107,7 @@ def _engine_folder(path: Path, flag: str) -> Path | None:
     if not engines or not (checkpoint / MANIFEST).is_file():
         return None
     verify(checkpoint)
+    # A checkpoint of an online run contains several models; the path may name one of them.
     chosen = [engine for engine in engines if path in (checkpoint, engine)]
     if len(chosen) != 1:
         raise UsageError(f"{flag} {path} contains multiple models: pass {' or '.join(map(str, engines))}")
@@ -187,6 +191,7 @@ def read_back(folder: Path, config: object, *, device_map: str | None, trust_rem
         dtype="auto",
         device_map=device_map,
         trust_remote_code=trust_remote_code,
+        # transformers only warns about missing weights, which it initializes randomly.
         output_loading_info=True,
     )
     wrong = {str(key) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[kind]}
@@ -237,6 +242,7 @@ def _checkpoint_weights(engine: Path, origin: Path | None, config: Any, *, trust
     weights: TensorSource = EngineWeights(engine, config.dtype, tied=tied)
     if origin is not None:
         frozen = {name for name, _ in model.named_parameters()} - set(weights.names()) - tied
+        # Files may use older names than the modules, such as for vision towers.
         others = in_memory_names(open_weights(origin), model)
         weights = JoinedTensors(weights, ConvertedTensors(others, sorted(frozen), config.dtype))
     return CheckpointTensors(weights, model)
@@ -246,6 +252,7 @@ def _without_weights(config: Any, *, trust_remote_code: bool) -> Any:
     """Create the model on the meta device, for names and shapes."""
     import torch
 
+    # The meta device allocates nothing, so this works for models of any size.
     with torch.device("meta"):
         return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
@@ -265,6 +272,7 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
         shutil.copyfile(source / GENERATION, folder / GENERATION)
     if source := parts.file(PROCESSOR_FILES):
         copy_processor_files(source, folder)
+    # Remote code of the base model must be next to its configuration.
     for code in parts.base.glob("*.py") if parts.base else ():
         shutil.copyfile(code, folder / code.name)
 

@@ -63,7 +63,9 @@ def check_role_pictures(
         max_pixels=pictures.max_pixels,
         trust_remote_code=trust_remote_code,
     )
+    # Use the role's own defaults: it is compared with what the policy produces.
     other = find_processing(role.path, role.architecture, trust_remote_code=trust_remote_code)
+    # Compare sizes after the policy's resizing, since the role receives resized images.
     if any(_taken(own, *size) != _taken(other, *size) for size in (own.final_size(*given) for given in EXTREMES)):
         raise UsageError(f"{what} splits images differently than the policy: the image processor or patch size differs")
 

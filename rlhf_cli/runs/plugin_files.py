@@ -44,6 +44,7 @@ def plugin_notice(checkpoint: Checkpoint | None, contents: Mapping[str, str]) ->
     if checkpoint is None:
         return []
     written = checkpoint.state.get(PLUGIN_FILES, {})
+    # Settings added since the checkpoint have no earlier hash.
     changed = [name for name, digest in contents.items() if written.get(name, digest) != digest]
     return [
         f"the --{name} file has changed since the checkpoint of step {checkpoint.step}: the run continues with the new "

@@ -46,6 +46,7 @@ def run_quickstart(settings: QuickstartGroup) -> None:
 def _run_stages(settings: QuickstartGroup) -> None:
     walk = walkthrough(settings)
     console = Console(highlight=False)
+    # Before writing data: a refused folder must stay unchanged.
     _make_room(walk.root, overwrite=settings.overwrite)
     walk.write_data()
     console.print(walk.introduction, soft_wrap=True)
@@ -79,6 +80,7 @@ def _make_room(root: Path, *, overwrite: bool) -> None:
 def _run(console: Console, title: str, words: list[str]) -> None:
     console.print(f"\n[bold cyan]{title}[/]")
     console.print(f"$ rlhf {shlex.join(words)}", style="dim", soft_wrap=True, markup=False)
+    # A new process per command, as in a terminal, so that memory and GPUs are released.
     command = subprocess.Popen([sys.executable, "-m", "rlhf_cli", *words])
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -93,6 +95,7 @@ def _run(console: Console, title: str, words: list[str]) -> None:
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+    # 130 is the status after Ctrl-C.
     if status == 130:
         raise KeyboardInterrupt
     if status:

@@ -9,6 +9,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 
+# Two prompts show whether a reward depends on the prompt.
 TRIED_PROMPTS = 2
 MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</think><answer>no</answer>")
 """Sample responses for each trial prompt."""

@@ -35,6 +35,7 @@ def run_server(config: ServeRMConfig) -> None:
         app = reward_app(score, config.server, key=key, takes_images=score.takes_images)
         server = StoppableServer(app, stop)
         _announce(listener, config.server, key if is_made else None)
+        # Pass the bound socket, so that no other process can take the port meanwhile.
         asyncio.run(server.serve(sockets=[listener]))
     sys.exit(INTERRUPTED)
 
@@ -89,6 +90,7 @@ def _score(
     if model is None:
         return scores
     results = model.scores([request.query for request in requests], [request.pictures for request in requests])
+    # NaN marks a failed text, and its reason replaces the score below.
     values = [float("nan") if isinstance(value, str) else value for value in results]
     joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
     return [
@@ -115,4 +117,5 @@ def _announce(listener: socket.socket, config: ServeConfig, made_key: str | None
     print(f"Serving rewards: --remote_rm_url http://{shown}:{port}{REWARD_PATH} (Ctrl-C ends it)")
     if made_key is not None:
         print(f"Clients require the server's key: export {config.api_key_env}={made_key}")
+    # Clients may wait for this line in a pipe.
     sys.stdout.flush()

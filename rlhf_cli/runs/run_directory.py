@@ -87,10 +87,12 @@ def check_run_directory(settings: CheckpointConfig) -> None:
     for path in (paths.root, paths.checkpoints, paths.model):
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output: {path} is a file, not a folder")
+    # Saving replaces the folder, so it must not contain anything else.
     if _is_used(paths.model) and not any((paths.model / name).is_file() for name in OF_A_MODEL):
         raise UsageError(
             f"the model cannot be saved in {paths.model}, which contains other files: choose another --save_path"
         )
+    # A traceback of a failed start is not a run.
     left = [path for path in _leftovers(paths) if path not in _errors(paths)]
     existing = [*left, *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
     models = [*([paths.model] if _is_used(paths.model) else []), *([paths.best] if _is_trained(paths.best) else [])]
@@ -206,6 +208,7 @@ def _leftovers(paths: RunDirectory) -> list[Path]:
         *_errors(paths),
         *own_model,
     ]
+    # `lexists` also finds broken links.
     return [path for path in named if os.path.lexists(path)]
 
 
@@ -232,6 +235,7 @@ def own_logs(folder: Path) -> list[Path]:
 def remove(paths: Iterable[Path]) -> None:
     """Remove files, folders and symbolic links, but not link targets."""
     for path in paths:
+        # Never follow links: their targets may belong to the user.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

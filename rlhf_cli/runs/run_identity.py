@@ -36,6 +36,7 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
     """
     weights = configuration = None
     if model is not None:
+        # An adapter run starts from the adapter's weights, if there are any.
         weights = plan.start_fingerprint() if plan else model.fingerprint()
         configuration = configuration_fingerprint(model.path)
     return {f"weights of the {role}": weights, f"configuration of the {role}": configuration}
@@ -43,6 +44,7 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
 
 def adapter_identity(plan: AdapterPlan | None, *, suffix: str = "") -> dict[str, object]:
     """Return the adapter settings by name with `suffix`; None values without an adapter."""
+    # Include names without a value, so that adding an adapter on resume is an error.
     settings = dict.fromkeys(OF_AN_ADAPTER) | (plan.identity() if plan else {})
     return {f"{name}{suffix}": value for name, value in settings.items()}
 

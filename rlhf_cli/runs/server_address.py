@@ -25,12 +25,14 @@ def server_key(config: ServeConfig) -> tuple[str, bool]:
             f"--host {config.host} is reachable from other machines: set a key in the environment variable "
             f"{config.api_key_env} (or choose another variable with --api_key_env)"
         )
+    # 24 bytes are beyond guessing, and fit in a header.
     return secrets.token_urlsafe(24), True
 
 
 @contextmanager
 def listening(config: ServeConfig) -> Iterator[socket.socket]:
     """Bind the address and yield the socket. Raises UsageError if the address is in use."""
+    # create_server defaults to IPv4.
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family)

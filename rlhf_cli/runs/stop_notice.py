@@ -14,4 +14,5 @@ def stop_announced(stop: StopSignal, say: Callable[[str], None], what: str) -> I
     try:
         yield
     finally:
+        # Restore the outer notice, such as that of the start of a run.
         stop.on_request = before

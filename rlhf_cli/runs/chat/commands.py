@@ -95,6 +95,7 @@ def reply_to(session: Session, line: str) -> Reply:
 
 def _ask(session: Session, text: str) -> Ask:
     """Return the message, with attached images before the text."""
+    # The template marks images with this character, so text that contains it would shift them.
     if session.attached and MARK in text:
         raise UsageError("the message contains U+FFFC, which is reserved for images")
     return Ask(MARK * len(session.attached) + text, pictures=session.attached)
@@ -118,6 +119,7 @@ def _save(session: Session, words: str) -> Reply:
 
 
 def _load(session: Session, words: str) -> Reply:
+    # The row number is optional, and a file name may contain spaces, so split from the right.
     file, _, number = words.rpartition(" ")
     if file and number.isdigit() and int(number) > 0:
         return Reply(session, action=Load(_path(file, "/load FILE"), int(number)))
@@ -143,6 +145,7 @@ def _retry(session: Session, words: str) -> Reply:
 def _undo(session: Session, words: str) -> Reply:
     if not session.turns:
         raise UsageError("there is no message to undo")
+    # Restart the attempts: a message at this position is sampled like the first one.
     left = replace(session, turns=session.turns[:-1], attempt=0)
     return Reply(left, f"removed {_quoted(session.turns[-1].message)} and the answer")
 
@@ -176,6 +179,7 @@ def _set(session: Session, words: str) -> Reply:
     name, _, value = words.replace("=", " ", 1).partition(" ")
     if name in settings and not value.strip():
         return Reply(session, f"{name} {_shown(settings[name])}")
+    # Validate through the config class, so that limits and messages are those of the command line.
     sampling = build_config(_Settable, {**settings, name: value.strip()}, spelled="{}").sampling
     attempt = -1 if name == "seed" else session.attempt  # restart the attempt count for the new seed
     return Reply(replace(session, sampling=sampling, attempt=attempt), f"{name} {_shown(getattr(sampling, name))}")

@@ -28,6 +28,7 @@ def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {"pretrain": name, **_row(session.messages(number))}
         for number, name in enumerate(models)
+        # A model that answered some messages with nothing has no complete conversation.
         if all(turn.answers[number].strip() for turn in session.turns)
     ]
 
@@ -74,6 +75,7 @@ def read_conversation(path: Path, row: int, *, takes_pictures: bool) -> Conversa
         raise UsageError(f"{path} has {len(rows):,} rows, not {row:,}")
     found = choose_format(rows.sources[0], Columns(None), data_format="auto").read(rows[row - 1])
     if not isinstance(found, Conversation):
+        # `rlhf chat` continues conversations, and plain text has no turns to continue.
         raise UsageError(f"{path} contains plain text, not conversations")
     if not takes_pictures:
         refuse_pictures(rows[row - 1], [found])

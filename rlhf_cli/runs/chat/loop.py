@@ -29,6 +29,7 @@ class Chat:
 
     def run(self) -> int:
         """Process input lines until the end. Returns the number of failed lines."""
+        # A script must end on Ctrl-C, so keep Python's handler there.
         with self._ctrl_c.handled() if self._screen.is_interactive else nullcontext():
             return self._act_on_lines()
 
@@ -50,6 +51,7 @@ class Chat:
                 with self._ctrl_c.raised():
                     line = self._screen.read()
             except KeyboardInterrupt:
+                # A pipe has no user who could press Ctrl-C again.
                 if not self._screen.is_interactive:
                     raise
                 if self._was_stopped:
@@ -82,6 +84,7 @@ class Chat:
 
     def _ask(self, ask: Ask) -> None:
         """Let each model answer. The message and answers become a turn."""
+        # Build all prompts before the first answer, so that an error leaves no half-answered message.
         prompts = [
             speaker.prompt(self.session.conversation(number, ask), self.session.sampling)
             for number, speaker in enumerate(self._speakers)
@@ -104,6 +107,7 @@ class Chat:
         answer = speaker.answer(
             prompt, sampling, seed=self.session.seed(ask), write=self._screen.write, should_stop=self._ctrl_c
         )
+        # Reset after each answer: Ctrl-C stops one answer, not those of the other models.
         self._was_stopped |= self._ctrl_c.take()
         notes = {
             "stop": "",
@@ -115,6 +119,7 @@ class Chat:
 
     def _save(self, path: Path) -> None:
         rows = rows_of(self.session, [speaker.name for speaker in self._speakers])
+        # Resolve links, so that two names of one file count as the same.
         write_conversation(path, rows, may_replace=path.resolve() in self._written)
         self._written.add(path.resolve())
         missing = len(self._speakers) - len(rows)

@@ -36,11 +36,13 @@ class PromptIds:
         self._known = [known for known in self._known if text.startswith(known.text)]
         if not self._known:
             return self._tokeniser.prompts([text], plain=self._plain)[0]
+        # The longest known prefix keeps the most sampled IDs.
         start = max(self._known, key=lambda known: len(known.text))
         return start.ids + self._tokeniser.prompts([text[len(start.text) :]], plain=False)[0]
 
     def remember(self, prompt: str, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
         """Store a prompt with its response, with and without the last response token, which may be the end token."""
+        # A template may write its own end token, or the same text as the sampled one.
         for ids in (response_ids, response_ids[:-1]):
             text = text_of(self._tokenizer, ids, skip_special_tokens=False)
             self._known.append(KnownStart(prompt + text, [*prompt_ids, *ids]))

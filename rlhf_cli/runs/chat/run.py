@@ -23,6 +23,7 @@ def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_scr
         UsageError: a model is not found or does not support the settings.
         RunError: lines in a script failed.
     """
+    # Check all models before loading the first, because loading takes minutes.
     speakers = found_speakers(config)
     screen = open_screen()
     if note := dtype_note(config.model, on_gpu=torch.cuda.is_available()).get("Note"):
@@ -32,6 +33,7 @@ def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_scr
         screen.tell(f"{HINT}\n")
     chat = Chat(Session(config.sampling, system=config.template.system_prompt), speakers, screen)
     failed = chat.run()
+    # In a terminal the user has seen the errors and may have corrected them.
     if failed and not screen.is_interactive:
         raise RunError(f"{failed} lines failed; the errors are printed above")
 

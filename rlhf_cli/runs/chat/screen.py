@@ -48,6 +48,7 @@ def open_screen() -> Screen:
     """Return a terminal screen, or plain text if standard input is not a terminal."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 must not end the chat
+    # Messages of the script must not mix with the answers on standard output.
     if not sys.stdin.isatty():
         return PipeScreen(sys.stdin, LastingStream(1), LastingStream(2))
     edit_lines()
@@ -62,9 +63,11 @@ def edit_lines() -> None:
         fitting = [f"/{name} " for name in COMMANDS if f"/{name}".startswith(text)] if text.startswith("/") else []
         return fitting[state] if state < len(fitting) else None
 
+    # `/` is one of readline's default delimiters, which would split commands.
     readline.set_completer_delims(" \t\n")
     readline.set_completer(completed)
     readline.parse_and_bind("tab: complete")
+    # Pasted text may contain newlines, which must not send the message early.
     readline.parse_and_bind("set enable-bracketed-paste on")
 
 
@@ -108,6 +111,7 @@ class TerminalScreen:
 
     def _parts(self, parts: Iterable[tuple[str, bool]]) -> None:
         for text, is_thought in parts:
+            # Escape before printing: model output may contain terminal control sequences.
             self._print(text.translate(VISIBLE), "dim" if is_thought else "")
 
     def _print(self, text: str, style: str) -> None:

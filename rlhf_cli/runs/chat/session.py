@@ -75,6 +75,7 @@ class Session:
     def answered(self, ask: Ask, answers: Sequence[str]) -> "Session":
         """Return the session with all models' answers added."""
         turn = Turn(ask.message, tuple(answers), ask.pictures)
+        # Keep images attached after the original message for the next one.
         attached = self.attached if ask.again else ()
         return replace(self, turns=(*self.before(ask).turns, turn), attempt=ask.attempt, attached=attached)
 
@@ -98,6 +99,7 @@ class Session:
             raise UsageError("the row contains tools, which chat does not support")
         if system is not None and system.pictures:
             raise UsageError("the row has an image in its system message, which chat does not support")
+        # A conversation of another tool may store reasoning in a separate field, but turns here are text.
         messages = [message.with_reasoning_in_text() for message in rest]
         turns = tuple(
             Turn(user.content, (answer.content,) * num_models, _shown(user.pictures))

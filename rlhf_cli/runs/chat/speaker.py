@@ -95,6 +95,7 @@ class ConversationText:
         """Raises UsageError for template variables without a template."""
         self._kwargs = json.loads(config.chat_template_kwargs)
         self._input_template = config.input_template
+        # Base models have no template, and continue the text instead.
         self.is_plain = not config.apply_chat_template or tokenizer.chat_template is None
         if self.is_plain and self._kwargs:
             raise UsageError("--chat_template_kwargs requires a chat template, but the tokenizer has none")
@@ -156,6 +157,7 @@ class ModelSpeaker:
         return self._family is not None and not self.text.is_plain
 
     def _require_room_for_a_message(self, system_prompt: str | None, max_new_tokens: int) -> None:
+        # The shortest message shows whether any answer fits.
         trial = Conversation((Message("user", "a"),)).with_system_prompt(system_prompt)
         left = self._room_beside(len(self._ids.of(self.text.of(trial))))
         if left is not None and max_new_tokens > left:
@@ -170,6 +172,7 @@ class ModelSpeaker:
 
     def load(self, tell: Callable[[str], None]) -> None:
         """Load the weights. Adapters and checkpoints are first merged in a temporary folder."""
+        # The folder may be removed after loading: the weights are in memory then.
         source = self._model.source
         with TemporaryDirectory(prefix="rlhf-") as folder, self._model.whole(Path(folder) / "model", tell=tell) as path:
             self._engine = StreamingModel(
@@ -189,6 +192,7 @@ class ModelSpeaker:
     def prompt(self, conversation: Conversation, sampling: SamplingConfig) -> ChatPrompt:
         """Build the prompt of a conversation. Raises UsageError if it cannot be rendered or is too long."""
         text = self.text.of(conversation)
+        # The template has opened the reasoning, so the answer's text begins inside it.
         opens_thought = not self.text.is_plain and text.rstrip().endswith(THOUGHT_START)
         ids, pictures = self._with_pictures(self._ids.of(text), conversation)
         prompt = ChatPrompt(text, ids, opens_thought, pictures)
@@ -231,4 +235,5 @@ class ModelSpeaker:
         # Image tokens are expanded per prompt, so remember the unexpanded IDs, which match the text.
         self._ids.remember(prompt.text, unexpanded(prompt.ids, prompt.pictures), response.token_ids)
         text = text_of(self._model.tokenizer, response.token_ids, skip_special_tokens=True)
+        # The history must contain the opening tag, which is part of the prompt and not of the response.
         return ChatAnswer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)

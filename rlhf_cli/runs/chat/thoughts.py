@@ -17,6 +17,7 @@ class ThoughtMarks:
         """Return the text parts known so far, each with whether it is reasoning."""
         text, parts = self._held + piece, []
         while (place := text.find(self._tag)) >= 0:
+            # The closing tag is part of the reasoning, the opening tag starts it.
             if self._is_open:
                 place += len(THOUGHT_END)
             parts.append((text[:place], self._is_open))

@@ -31,6 +31,7 @@ class Asking:
 
     def answer(self, turn: Turn) -> bool:
         """Answer the rest of the turn. Returns whether to continue with the next turn."""
+        # A resumed evaluation skips completed models.
         numbers = [number for number in turn.numbers if number in self.left]
         if turn.base is not None and numbers:
             return self._answer_on_base(turn, turn.base, numbers)
@@ -75,6 +76,7 @@ class Asking:
         return is_answered and self._goes_on(number)
 
     def _announce(self, number: int, placement: str) -> None:
+        # The tracker prints its header once, for the first model that still has prompts.
         if number != self.left[0]:
             return
         asked = self.examinees[number]
@@ -90,4 +92,5 @@ class Asking:
         return logs / f"model_{number + 1}" if len(self.examinees) > 1 else logs
 
     def _goes_on(self, number: int) -> bool:
+        # After the last model a stop request no longer matters.
         return number == self.left[-1] or not self.hooks.should_stop()

@@ -70,6 +70,7 @@ class EvalRun:
         """First unanswered chunk per model."""
         left, begins = self.rows or 0, []
         for asked in self.examinees:
+            # Rows are written model by model, so whole chunks of the first models come first.
             begins.append(asked.chunks.whole(left))
             left = max(0, left - asked.chunks.num_prompts * asked.chunks.num_samples)
         return begins
@@ -83,6 +84,7 @@ def run_evaluation(config: EvalConfig) -> None:
     """Answer the remaining prompts, then show and write the metrics. Exits with 130 after Ctrl-C."""
     with ExitStack() as stack:
         root = stack.enter_context(answers_folder(config.out.output))
+        # Lock before checking: two evaluations of one folder must not mix their rows.
         stack.enter_context(output_lock(root))
         check_folder(root, config.out)
         run = _check(config, root)
@@ -120,6 +122,7 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     examinees: list[ModelUnderTest] = []
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})
+        # Chunks are numbered over all models, so that metrics.jsonl has increasing steps.
         first_step = 1 + sum(len(asked.chunks) for asked in examinees)
         asked = examinee(
             config.model_copy(update={"model": model}),
@@ -132,6 +135,7 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     identity["prm_pretrain"] = config.reward.prm_pretrain
     if examinees[0].process_model is not None:
         identity["fingerprint of the process reward model"] = examinees[0].process_model.found.fingerprint()
+    # Prefix facts with the model's name, because their values differ between models.
     for asked in examinees:
         facts = model_identity(asked)
         identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in facts.items()}
@@ -158,6 +162,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
         return True
     left = [number for number, asked in enumerate(run.examinees) if run.begins[number] < len(asked.chunks)]
     with ray_cluster() as cluster:
+        # Other nodes cannot read a temporary folder on this machine.
         if not is_kept and len(cluster.node_gpus) > 1 and any(asked.model.parts for asked in run.examinees):
             raise UsageError(
                 "adapters and checkpoints are merged for the engines: set --output to a folder on all nodes"
@@ -182,6 +187,7 @@ class _Answered:
 
 def _answered(root: Path) -> Iterator[_Answered]:
     """Yield prompts with their samples, model by model."""
+    # The rows of a prompt are adjacent, so the file is never loaded as a whole.
     for (pretrain, index), rows in groupby(
         read_samples(root / SAMPLES), key=lambda row: (row["pretrain"], row["group"])
     ):

@@ -51,6 +51,7 @@ def run_generation(config: GenerateConfig) -> None:
     """Answer the remaining prompts, then write the selected rows. Exits with 130 after Ctrl-C."""
     root = Path(config.out.output)
     with ExitStack() as stack:
+        # Lock before checking: two runs with one folder must not mix their rows.
         stack.enter_context(output_lock(root))
         check_folder(root, config.out)
         run = _check(config, root)
@@ -85,6 +86,7 @@ def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     rows = rows_done(root, config.out, identity)
     run = _GenerateRun(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:
+        # Without remaining prompts no reward runs, so its processes need not start.
         check_rewards(config.reward, asked.data.prompts, is_episode=config.episodes.plays_episodes)
     return run
 
@@ -119,6 +121,7 @@ def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
     if config.out.select == "none":
         return {}
     counts: Counter[str] = Counter()
+    # Read from the file instead of memory: there may be millions of rows, also from earlier runs.
     write_rows(root / SELECTED, select_samples(read_samples(root / SAMPLES), config.out, counts))
     if not counts["rows"]:
         raise RunError(f"no rows selected ({summary(counts)}); all responses are in {root / SAMPLES}")

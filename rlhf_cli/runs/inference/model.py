@@ -41,6 +41,7 @@ class InferenceModel:
             yield self.found.path
             return
         tell(f"Merging {self.source.pretrain} for the engines into {folder}, which is removed afterwards")
+        # Fails if the folder exists, which `prepare_folder` has removed.
         folder.mkdir(parents=True)
         try:
             trust = self.source.trust_remote_code

@@ -38,6 +38,7 @@ class Chunks:
 
     def whole(self, num_rows: int) -> int:
         """Return the number of chunks with all rows among the first `num_rows`."""
+        # The last chunk may be smaller, so compare with the total first.
         if num_rows >= self.num_prompts * self.num_samples:
             return len(self)
         return num_rows // (self.size * self.num_samples)
@@ -49,6 +50,7 @@ def answers_folder(output: str | None) -> Iterator[Path]:
     if output is not None:
         yield Path(output)
         return
+    # Keep the folder only after unexpected errors, not after Ctrl-C.
     root, is_needed = Path(tempfile.mkdtemp(prefix="rlhf-")), False
     try:
         yield root
@@ -98,6 +100,7 @@ def num_lines(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as file:
+        # A killed run may leave half a line, which has no newline yet.
         return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
 
 
@@ -111,6 +114,7 @@ def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object],
     if not keep:
         remove([*(root / name for name in LEFTOVERS), *own_logs(root / LOGS)])
     (root / LOGS).mkdir(parents=True, exist_ok=True)
+    # Write and rename: a partial identity would make the folder unusable.
     temporary = root / f"{IDENTITY}.tmp"
     temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, root / IDENTITY)

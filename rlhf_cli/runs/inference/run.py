@@ -95,6 +95,7 @@ def examinee(
     sampling, backend = config.sampling, rollout_backend(config.engine)
     model = find_inference_model(config.model)
     check_engine_pictures(model.architecture, backend=backend)
+    # transformers has no maximum length, unlike vLLM, which refuses a longer one at startup.
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     if config.episodes.plays_episodes:
@@ -145,6 +146,7 @@ def _reward_model(config: InferenceConfig, model: InferenceModel) -> RewardModel
 
 
 def _check_pictures(config: InferenceConfig, model: InferenceModel, judge: RewardModelPlan, what: str) -> None:
+    # The judge reads the same image tokens, so it must split images like the model.
     trusted = config.model.trust_remote_code
     check_role_pictures(model.found, judge.found, what, pictures=config.pictures, trust_remote_code=trusted)
 
@@ -214,6 +216,7 @@ def answer_prompts(
 
     `root` is the run's folder, which temporarily holds a merged model.
     """
+    # An absolute path is valid in the working directory of any engine.
     weights = examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message)
     with (
         started_scorer(examinee, hooks) as scorer,
@@ -276,13 +279,16 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
     Metrics are written before rows, so that a chunk with all rows is complete.
     """
     chunks = examinee.chunks
+    # Chunks are answered in order, so that complete chunks form a prefix of the file.
     for number in range(begin, len(chunks)):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         first, end = chunks.bounds(number)
         samples, steps = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
+        # Steps start at the model's first one, so that metrics of several models do not overlap.
         step = examinee.first_step + number
         hooks.tracker.log(step, _metrics(samples, is_scored=answering.is_scored), timer.take())
         hooks.tracker.samples(step, _rows(samples, steps, examinee, is_scored=answering.is_scored))
+        # After the last chunk the run is complete, even if a stop was requested.
         if hooks.should_stop() and number + 1 < len(chunks):
             return False
     return True
@@ -316,6 +322,7 @@ def _rows(
     """Return rows for samples.jsonl. Prompts are those of the dataset, so that the file is a dataset itself."""
     rows = []
     for number, sample in enumerate(samples):
+        # All samples of a prompt share its cells, and they are adjacent.
         if sample.index == 0:
             prompt = prompt_cells(examinee.data.conversation_of(sample.prompt))
         row = {**examinee.cells, **sample_row(sample, has_reward=is_scored), **prompt}

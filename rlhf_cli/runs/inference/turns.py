@@ -57,6 +57,7 @@ def in_turns(examinees: Sequence[ModelUnderTest], *, cluster: Cluster) -> list[T
 
     Depends on all models, including completed ones, so that a resumed run groups them the same way.
     """
+    # Group only neighbors, because responses are written in the order of the models.
     turns: list[Turn] = []
     numbered = [(number, asked, _shared_base(asked, cluster=cluster)) for number, asked in enumerate(examinees)]
     for base, found in groupby(numbered, key=lambda entry: entry[2]):

@@ -39,6 +39,7 @@ def started_models(
     """
     with ExitStack() as stack:
         reservation = Reservation(_layout(config, cluster, has_reward_model=reward_model is not None), cluster)
+        # Register first, so that the reservation is released even if starting fails.
         stack.callback(reservation.release)
         announce("; ".join(describe(reservation.layout, unit=cluster.unit)))
         settings = engine_settings(
@@ -55,6 +56,7 @@ def started_models(
         started = stack.enter_context(Started(Processes(cluster, reservation, log_dir), plans, engines))
         if reward_model is not None:
             started.roles[REWARD].statistics = reward_model.statistics
+        # Wait here, so that errors of the engines appear before the first chunk.
         started.engines.wait_until_built()
         yield started
 
@@ -62,10 +64,12 @@ def started_models(
 def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
     engine, places = config.engine, config.placement
     size, ranks = engine.vllm_tensor_parallel_size, places.num_ranks(REWARD) if has_reward_model else 0
+    # Share GPUs only if the model does not fit beside the engines.
     is_full = cluster.has_gpus and sum(cluster.node_gpus) < ranks + size
     together = has_reward_model and (is_full if places.colocate_all_models is None else places.colocate_all_models)
     num_engines = engine.vllm_num_engines
     if num_engines is None and cluster.has_gpus and not together:
+        # The reward model is placed on the first node, so fewer GPUs remain there.
         left = [cluster.node_gpus[0] - ranks, *cluster.node_gpus[1:]]
         num_engines = sum(count // size for count in left) or 1
     placement = places.model_copy(update={"colocate_all_models": together})
@@ -76,6 +80,7 @@ def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool
 
 def _reward_plan(config: InferenceConfig, model: RewardModelPlan) -> RolePlan:
     settings = RoleSettings(model=model.source, deepspeed=DeepSpeedConfig(), seed=config.sampling.seed)
+    # A sequence must fit in one micro-batch, with the separator that a process reward model reads.
     longest = config.prompts.max_len + len(model.last_separator)
     batch = BatchConfig(train_max_tokens_per_gpu=max(BatchConfig().max_tokens, longest))
     return RolePlan(ROLES[REWARD], settings, batch, model.quadratic_cost)

@@ -44,6 +44,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:
+        # Built later on all ranks: loading the teacher needs the process group.
         frozen = FrozenTeacher(source, deepspeed)
         return ReferenceHooks(prepare=TeacherPreparation(frozen.hidden_states, frozen.head))
 
@@ -66,6 +67,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
 
 def teacher_source(config: DistillConfig, model: ModelPlan) -> ModelConfig:
     """Return the teacher's model settings: the student's dtype and attention kernel."""
+    # The teacher's template is not used, since it reads tokens of the student's template.
     changes = {"pretrain": config.distillation.teacher_pretrain, "tokenizer_chat_template": None}
     return model.base.model_copy(update=changes | {"compile_model": False, "gradient_checkpointing": False})
 
@@ -74,6 +76,7 @@ def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
     """Return the teacher's DeepSpeed settings, with its ZeRO stage and offloading."""
     own = config.distillation.teacher_zero_stage
     stage = config.deepspeed.zero_stage if own is None else own
+    # ZeRO-3 offloading moves partitions, which only exist at that stage.
     offload = config.distillation.teacher_offload or (config.deepspeed.param_offload and stage == 3)
     return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 

@@ -58,6 +58,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
 
 def make_objective(loss: PairLossConfig) -> DPOObjective:
     """Return the objective for these settings. Raises UsageError for a setting that no selected loss uses."""
+    # A setting without effect is probably a mistake, such as beta for a loss that has none.
     read = {name for row in preference_losses(loss.loss) for name in row.settings}
     names = ("beta", "label_smoothing", "simpo_gamma", "discopop_tau", "orpo_lambda")
     given: dict[str, Any] = {name: getattr(loss, name) for name in names}

@@ -46,6 +46,7 @@ def resident_reference(
     reference: ReferenceConfig, model: ModelPlan, *, is_needed: bool = True
 ) -> PretrainedConfig | None:
     """Return the configuration of a reference that stays on the GPUs during training, else None."""
+    # With an adapter the reference is the trained model itself, which is counted already.
     if not is_needed or reference.ref_offload or _is_base(reference, model):
         return None
     return model.architecture if reference.ref_pretrain is None else find_model(_source(reference, model)).architecture
@@ -83,6 +84,7 @@ def pair_reference(
     if not objective.needs_reference:
         return items, _pair_hooks(objective, None, gather)
     if settings.precompute_ref_log_probs:
+        # The model is needed only here, so it is freed before training starts.
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, {dpo.REF: dpo.batch_logprobs})
         return precomputed.added_to(items, digest_of_pairs), _pair_hooks(objective, None, gather)
     if _is_base(settings, model):
@@ -161,6 +163,7 @@ class _Precomputed:
         return Items(self._completed(items.data, digest), evaluated)
 
     def _completed(self, part: Any, digest: Callable[[object], str]) -> object:
+        # The key contains the items and the columns, so that a change of either computes them again.
         key = " ".join([digest(part), *self._forwards])
         return replace(part, columns=part.columns | kept_columns(self._source, key, lambda: self._columns(part)))
 

@@ -61,6 +61,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
 
 def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
     """Summarize the class balance, with suggested weights if unbalanced. Raises UsageError if a class is missing."""
+    # Fail early: with one class only, the loss pushes all responses in one direction.
     num_desirable = int(data.desirable.sum())
     num_undesirable = len(data.desirable) - num_desirable
     try:

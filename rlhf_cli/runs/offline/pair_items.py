@@ -41,6 +41,7 @@ def load_pair_items(
     Raises:
         UsageError: a required margin is missing.
     """
+    # Not all attention kernels support two branches after one prompt.
     share = config.batch.share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
 

@@ -18,6 +18,7 @@ def rm_task(config: RMConfig) -> OfflineTask:
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     items, summary = load_pair_items(config, model, read_ends=True, with_margin=loss.margin_loss, reader=reader)
+    # transformers needs padding to score a batch.
     if padding_token(model.tokenizer, model.architecture) is None:
         summary += "; no padding token available, so transformers scores one sequence at a time"
     return OfflineTask(

@@ -64,8 +64,10 @@ STOP = "a step is done and saved"
 
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     """Train from the latest checkpoint or from the start. Saves the model and the report."""
+    # Before the lock: these errors need no output folder.
     check_items(config, task.items)
     rank, _ = distributed_env.rank_and_world_size()
+    # Only rank 0 holds the lock, since file locks exclude other processes of the same run too.
     with held_output(config.checkpoint) if rank == 0 else nullcontext():
         finished = _train(config, task)
     if finished.interrupted:
@@ -79,6 +81,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
     resume = store.latest() if config.checkpoint.load_checkpoint else None
     continues = resume is not None
     is_rank = distributed_env.is_under_launcher()
+    # Launchers forward the signal to ranks that have received it already.
     stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
     if is_rank:
         stop_with_launcher()
@@ -86,6 +89,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         quiet_process(begin_log(paths, rank, keep=continues)) as terminal,
         stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP) if rank == 0 else nullcontext(),
     ):
+        # The collective below needs the group, and a check that fails on rank 0 must end all ranks.
         distributed.join_process_group()
         try:
             identity, notices = distributed.by_first_rank(
@@ -96,8 +100,10 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             distributed.leave_process_group()
             raise
         config, task, memory = _fitted(config, task, num_ranks=num_ranks)
+        # Seed before building: new adapters and heads draw their weights.
         seed_everything(config.batch.seed)
         share = _share(config, task)
+        # Before the model: a reference for precomputed log-probs is freed again.
         items, reference = task.begin(task.items, share)
         hf_model, engine = _build(config, task)
         if resume is not None:
@@ -105,6 +111,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         if rank == 0:  # only now: a failed start must not remove an earlier run
             settings = to_yaml(given)
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
+        # The collector was paused during imports and loading, when it only costs time.
         resume_collector()
         files = contents_of_plugins(config)
         notices += [*task.notices, *plugin_notice(resume, files), *_busy(num_ranks)]
@@ -113,6 +120,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         )
         with run.tracker(terminal.console, resume, notices) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
+            # An interrupted run has saved a checkpoint; its model is not final.
             if not finished.interrupted:
                 for name, value in task.describe(finished.evaluated).items():
                     setattr(hf_model.config, name, value)
@@ -155,12 +163,14 @@ def _fitted(
         num_ranks=num_ranks,
     )
     parts = [part for part in (task.items.data, task.items.eval_data) if part is not None]
+    # The longest item of both datasets must fit, since evaluation uses the same limit.
     longest = max(int(part.lengths.max()) for part in parts)
     base, batch, fit = fitted(
         task.model.base,
         config.batch,
         task.model.architecture,
         states=states,
+        # A resident reference or teacher takes its memory from training.
         room=room - weights_of(task.resident, config.model),
         needed_tokens=-(-longest // config.deepspeed.sequence_parallel_size),
     )
@@ -172,6 +182,7 @@ def _fitted(
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:
     """Return this rank's share of each step. Ranks that process packs together have the same share."""
     (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.ranks_per_pack
+    # Quadratic attention costs depend on the model, and balance the work of ranks.
     cost = quadratic_cost(task.model.architecture)
     shared = config.deepspeed.sequence_parallel_size
     return Share(rank // size, num_ranks // size, config.batch, cost, ranks_per_sequence=shared)
@@ -237,6 +248,7 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
         task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
     )
     if task.items.data.data.report.end_of_turn is not None:
+        # A base model ends texts with another token than turns, so record the trained one for generation.
         end_at(hf_model, Renderer(config.template, task.model.tokenizer).end_ids)
     engine = DeepSpeedEngine(
         task.wrap(hf_model, sequence_ranks(config.deepspeed, hf_model.config)),
@@ -325,6 +337,7 @@ class _OfflineRun:
 
     def save_checkpoint(self, step: int, tracker_state: dict[str, object]) -> None:
         """Save a checkpoint. Call it on each rank; rank 0 creates and publishes the folder."""
+        # Leave the block on errors too, so that the partial folder is removed.
         with ExitStack() as stack:
             failures: list[RunError] = []
 
@@ -337,6 +350,7 @@ class _OfflineRun:
                     failures.append(error)
                     return None
 
+            # All ranks need the folder, and must stop together if rank 0 cannot create it.
             aside = distributed.by_first_rank(begin)
             if aside is None:
                 raise failures[0] if failures else SystemExit(1)  # rank 0 reports the reason
@@ -350,6 +364,7 @@ class _OfflineRun:
             if self.reference.save is not None:
                 self.reference.save(folder)
         except (OSError, RuntimeError) as error:
+            # Ranks other than 0 have no store, so they report a short error; the launcher stops all.
             rank, _ = distributed_env.rank_and_world_size()
             if rank == 0:
                 raise  # the store reports it and removes the partial checkpoint

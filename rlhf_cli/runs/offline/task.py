@@ -78,6 +78,7 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
     """Find an offline command's model. Raises UsageError like `trained_model`, or if it cannot be loaded on this
     machine.
     """
+    # Cheap checks of settings first, before the model's files are read.
     check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype, optimizer=config.optim.optim)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
@@ -114,6 +115,7 @@ def load_items(data: OfflineDataConfig, model: ModelPlan, load: Callable[..., Lo
         def checked(dataset: str, split: str) -> LoadedItemsT:
             items = load(dataset=dataset, split=split, progress=progress)
             report = items.data.report
+            # A token beyond the embedding fails on a GPU with an unreadable assertion.
             check_token_ids(report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
             check_row_positions(model.architecture, report.longest(data), dataset=dataset)
             return items

@@ -129,6 +129,7 @@ class OnlineRun:
 
 def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> OnlineRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
+    # Check settings before models, and models before data, in the order of their cost.
     _check_settings(config, estimator)
     backend = rollout_backend(config.engine)
     check_sync_backend(config.engine.vllm_sync_backend, engine=backend)
@@ -147,6 +148,7 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
     episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)
     data, eval_data, student = _load_data(config, model, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
+    # The critic may have a smaller embedding than the policy.
     for trained in (model, models.critic or model):
         for read in all_data:
             check_token_ids(read.report, model.tokenizer, trained.architecture, pretrain=trained.base.pretrain)
@@ -161,6 +163,7 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
         **online_identity(config, models, data, command=command, estimator=estimator, iterations=iterations),
         **(student.identity if student else {}),
     }
+    # Check the state before comparing identities, since an older format has other entries.
     if resume is not None:
         check_state(resume)
         check_same_run(resume, identity, default_settings(config))
@@ -226,6 +229,7 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
         in_4bit=plan is not None and plan.in_4bit,
         num_ranks=placement.num_ranks("actor"),
     )
+    # On shared GPUs without sleep, the states of actor and critic take memory together.
     num_trained, room = (2 if models.critic else 1), float(memory)
     # Engines that sleep leave the GPU to training; others keep their share of the memory.
     if placement.colocate_all_models:
@@ -243,6 +247,7 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
         policy.architecture,
         states=states,
         room=room,
+        # The smallest group holds the largest part of a sequence.
         needed_tokens=-(-(config.prompts.max_len + ENDS) // min(config.deepspeed.sequence_sizes)),
     )
     run = replace(run, config=config.model_copy(update={"batch": batch}))

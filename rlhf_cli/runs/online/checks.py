@@ -42,6 +42,7 @@ def _check_steps(rollout: RolloutConfig, batch: BatchConfig) -> None:
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     if samples % batch.train_batch_size == 0:
         return
+    # Suggest neighbors, because users usually want a similar size.
     fitting = [size for size in range(1, samples + 1) if samples % size == 0]
     below = max((size for size in fitting if size < batch.train_batch_size), default=fitting[0])
     above = min((size for size in fitting if size > batch.train_batch_size), default=samples)
@@ -167,5 +168,6 @@ def lag_notice(config: OnlineConfig) -> list[str]:
 def most_episodes(config: OnlineConfig, *, num_prompts: int) -> int:
     """Return the maximum number of concurrent episodes."""
     rollout, dynamic = config.rollout, config.dynamic_sampling
+    # Oversampled prompts of a round are generated at the same time.
     share = 0.0 if dynamic is None else dynamic.dynamic_oversample
     return min(math.ceil(rollout.rollout_batch_size * (1 + share)), num_prompts) * rollout.n_samples_per_prompt

@@ -57,6 +57,7 @@ def evaluation_task(
     With images or episodes, engines receive at most one rollout batch of prompts at a time, which bounds memory.
     """
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
+    # Each episode holds an environment process, and images stay in engine memory.
     is_large = bool(data and data.has_pictures) or config.episodes.plays_episodes
     end_ids = data.end_ids if data else ()
     greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop), end_ids=end_ids)
@@ -68,6 +69,7 @@ def evaluation_task(
         sampling=replace(greedy, greedy=False, temperature=temperature) if temperature else greedy,
         seed=config.batch.seed,
         total_iterations=total_iterations,
+        # Engines without sleep keep the weights until the next push.
         engines_lose_weights=bool(config.engine.vllm_enable_sleep),
         prompts_at_once=rollout.rollout_batch_size if is_large else None,
     )
@@ -85,6 +87,7 @@ def make_evaluator(
     """Return the run's evaluator, resumed from the checkpoint `resume` if given."""
 
     def save_best(best: Best) -> None:
+        # Replace the folder as a whole, so that a kill leaves the old or the new best model.
         with whole_folder(paths.best) as folder:
             started.actor.save_model(folder)
             record = {"metric": task.config.best_metric_key, **asdict(best)}

@@ -71,6 +71,7 @@ def load_ahead(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Rollout
 
 def _write(path: Path, rows: Iterable[object]) -> None:
     # Level 1: the files are written in every checkpoint, and higher levels cost more time than they save space.
+    # JSON writes floats with all digits, so log-probs are restored exactly.
     with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 

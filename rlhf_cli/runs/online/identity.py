@@ -54,6 +54,7 @@ def online_identity(
     Includes the objective's settings, but not the number of epochs per iteration.
     """
     return {
+        # The command is recorded separately, because several commands share an estimator.
         "command": command,
         "algorithm": estimator.name,
         "param_dtype": config.model.param_dtype,
@@ -92,6 +93,7 @@ def _roles(models: OnlineModels) -> dict[str, object]:
         suffix = "" if name == "actor" else f" of the {ROLES[name].title}"
         facts |= model_identity(ROLES[name].title, trained.found, trained.plan)
         facts |= adapter_identity(trained.plan, suffix=suffix)
+    # Record absent models as None, so that adding one on resume is an error.
     for name in FROZEN:
         if title := ROLES[name].title:
             model = models.loaded.get(name)
@@ -103,6 +105,7 @@ def _rewards(config: OnlineConfig) -> dict[str, object]:
     reward = config.reward
     return {
         **supported_identity(config, "reward", besides=HOW_REWARDS_RUN),
+        # Only the name: the file may move between machines, and changed contents are reported as a notice.
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
         "reward servers": bool(reward.remote_rm_url),
     }

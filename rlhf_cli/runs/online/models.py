@@ -95,6 +95,7 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     models: dict[str, ModelPlan | RewardModelPlan] = {"actor": policy}
     if estimator.critic:
         models["critic"] = _critic(config, policy)
+    # An adapter can be disabled instead of loading a second copy.
     if config.policy.init_kl_coef > 0 and policy.plan is None:
         models["ref"] = policy
     if (reward := _reward_model(config, policy)) is not None:
@@ -103,6 +104,7 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     if (pretrain := teacher_of(config)) is not None:
         teacher = find_teacher(pretrain, policy.base, policy.architecture, policy.tokenizer)
         (hosted if "teacher" in config.hosted_roles else models)["teacher"] = teacher
+    # Check the adapters' bases too, since --overwrite would remove them as well.
     bases = {model.base.pretrain for model in models.values() if isinstance(model, ModelPlan)}
     sources = {model.source.pretrain for model in (*models.values(), *hosted.values())}
     check_not_replaced(config.checkpoint, *sorted(bases | sources))
@@ -171,6 +173,7 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     for role in (role for role in FROZEN if role not in (*roles, *config.hosted_roles)):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", ROLES[role].switch)
         stages = (f"{role}_zero_stage", f"{role}_sequence_parallel_size")
+        # The first changed setting is enough for a notice.
         given = placement.changed(*filter(None, sizes)) or deepspeed.changed(*stages)
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
             notices.append(f"--{given} is ignored: {ROLES[role].absent}")
@@ -286,6 +289,7 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if a role does not support its ZeRO stage, secondary partition or offloading."""
     deepspeed = config.deepspeed
+    # An option without any effect is an error, because offloading is set to save memory.
     if deepspeed.ref_offload and not set(roles) & set(FROZEN):
         reasons = "; ".join(ROLES[role].absent for role in FROZEN)
         raise UsageError(f"ref_offload: no model of this run is frozen; {reasons}")

@@ -23,6 +23,7 @@ class Restarts:
         try:
             yield
         except ProcessDied as death:
+            # A stop request wins: the user does not expect a new start.
             if self.count == self.max_restarts or self.should_stop():
                 raise
             self.count += 1

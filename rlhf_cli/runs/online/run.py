@@ -57,9 +57,11 @@ def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
     Args:
         estimator: name in the table of estimators.
     """
+    # Hold the lock over all attempts, so that no other run takes the folder between them.
     with held_output(config.checkpoint):
         row, code = ESTIMATORS[estimator], config.policy.advantage_estimator
         row = row if code is None else estimator_from_code(code, row)
+        # One signal handler for all attempts: a stop request must survive a restart.
         first, stop = check_run(config, command, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
 
@@ -72,6 +74,7 @@ def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
         finished = None
         while finished is None:
             with restarts.caught():
+                # Check again before a restart, because it resumes from the latest checkpoint.
                 finished = _attempt(continued_run(first) if restarts.count else first, stop)
     if finished.interrupted:
         sys.exit(INTERRUPTED)
@@ -100,6 +103,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
             )
         )
         resume_collector()
+        # Only now: a failed start must not remove an earlier run.
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         tracker = stack.enter_context(_tracker(run, terminal.console))
         tracker.start(_facts(run, where))
@@ -108,11 +112,13 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         with stop_announced(stop, tracker.message, STOP):
             train, evaluator = _prepared(run, roles, scorer, tracker, stop)
             finished = train()
+        # An interrupted run has saved a checkpoint; its model is not final.
         if not finished.interrupted:
             roles.actor.save_model(run.paths.model)
             if config.optim.enable_ema:
                 roles.actor.save_average(run.paths.ema)
         conclude(tracker, run.paths, finished, best_facts(evaluator, run.paths))
+    # Outside the block: the report reads files that the tracker closes at its end.
     write_report(run.paths.root)
     return finished
 
@@ -137,6 +143,7 @@ def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     config = run.config
     layout = plan_layout(config.placement, config.engine, roles=tuple(run.models.by_role), node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)
+    # The stack releases the reservation before it leaves the cluster.
     stack.callback(reservation.release)
     return run, Processes(cluster, reservation, run.paths.logs)
 
@@ -192,6 +199,7 @@ def _prepared(
     """Load the state of the run. Returns the function that trains from it, and the evaluator."""
     state = first_state(run.config.policy)
     if run.resume is not None:
+        # Prompts are not checkpointed, so groups find them by their position.
         state = load_state(run.resume, lambda place: prompt_at(place, run.data.prompts, run.settings))
         started.load(run.resume.path, iteration=state.iteration)
 

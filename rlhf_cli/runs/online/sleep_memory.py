@@ -34,6 +34,7 @@ class SleepingRole:
     @property
     def moves_trained(self) -> bool:
         """Whether DeepSpeed offloads trained weights and states: not at ZeRO-0, and not in `BF16_Optimizer`."""
+        # DeepSpeed's BF16_Optimizer, used at stage 1 with bf16 weights, cannot offload its state.
         is_apart = self.weight_bytes == 4 or self.optimizer == "adamw_bf16"
         return self.zero_stage >= 2 or (self.zero_stage == 1 and is_apart)
 
@@ -58,6 +59,7 @@ def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
     needed = max(by_node.values())
     line = f"{needed / GIB:.0f} GiB per node while roles sleep, up to twice that if pinned buffers are rounded up"
     has = f"{available / GIB:.0f} GiB"
+    # Warn instead of failing, because the estimate is rough.
     return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS NOT ENOUGH" if needed > available else "")}
 
 
@@ -66,6 +68,7 @@ def bytes_by_node(config: OnlineConfig, models: OnlineModels, layout: Layout) ->
     found: Counter[int] = Counter()
     for name, role in _roles(config, models, layout).items():
         for seat in layout.of(config.host_of(name)):
+            # Each rank moves its part to the memory of its own node.
             found[layout.islands[seat.island].node] += role.host_bytes // role.num_ranks
     return found
 

@@ -53,6 +53,7 @@ class OnlineRoles(Started):
     ) -> None:
         self._config = config
         self._models = models
+        # Create the lock before the engines, because a restarted engine asks for the actor.
         self._turns = ActorTurns()
         super().__init__(
             processes,
@@ -116,6 +117,7 @@ class OnlineRoles(Started):
 
     def load(self, directory: Path, *, iteration: int) -> None:
         """Load state written by `save`, and push the weights to the engines, which sleep while models load."""
+        # Free the engines' memory first, because loading states needs room on shared GPUs.
         self.engines.sleep()
         for role, trained in self._trained.items():
             trained.load(directory / role)
@@ -140,6 +142,7 @@ class OnlineRoles(Started):
         self.engines.wait_until_built()
         self.engines.connect(self.actor)
         plan, pushes_adapter = self._models.policy.plan, self._config.adapter.lora_push == "adapter"
+        # The engines have loaded the model from disk, so an equal policy needs no push.
         if plan is not None and (plan.weights is not None or plan.in_4bit or pushes_adapter):
             self.engines.sleep()
             self._push(0)

@@ -37,6 +37,7 @@ def load_student_data(
     distillation, rollout = config.distillation, config.rollout
     size = min(rollout.rollout_batch_size, num_prompts) * rollout.n_samples_per_prompt
     identity = supported_identity(config, "distillation", besides=PLACE)
+    # Without fixed responses, rows need not be readable.
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
     from rlhf_cli.runs.offline.sft import load_sequence_items  # imports DeepSpeed, which other drivers do not need
@@ -57,6 +58,7 @@ def rows_config(config: GKDConfig) -> DataConfig:
     common = {"input_key": prompts.input_key, "max_len": prompts.max_len}
     own = {name: getattr(rows, name) for name in type(rows).model_fields} | {"invalid_rows": prompts.invalid_rows}
     if rows.dataset is None:
+        # A dataset of prompts and responses serves both purposes.
         data_format = "prompt_response" if prompts.data_format == "prompt" else prompts.data_format
         own |= {
             "dataset": prompts.prompt_data,
