@@ -17,9 +17,11 @@ def write_problems(folder: Path, *, seed: int) -> None:
 
     Splits are disjoint. `answer` is the sum; `demonstration` rounds most larger sums down to tens.
     """
+    # A separate generator, so that data depend only on this seed.
     rng = random.Random(seed)
     numbers = range(LOWEST, HIGHEST + 1)
     problems = [_problem(a, b, rng) for a in numbers for b in numbers]
+    # Shuffle once and cut, so that no problem is in two splits.
     rng.shuffle(problems)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "held_out.jsonl", problems[:NUM_HELD_OUT])

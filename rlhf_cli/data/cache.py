@@ -40,7 +40,9 @@ AUTO_ROWS = 5_000
 UNUSED_SECONDS = 30 * 24 * 3600
 WRITING_SECONDS = 2 * 24 * 3600
 """Maximum age of a temporary file before it counts as abandoned."""
+# Disk full, quota exceeded, or above the file size limit.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Matches only files written here, since users may set a folder with other files.
 KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
 VISION_CODE = Path(vision.__file__).parent
 """Modules that determine image tokens."""
@@ -75,10 +77,12 @@ def kept_path(
         UsageError: the configured folder is not writable.
     """
     folder = cache_folder(config.data_cache, len(rows))
+    # Rows from user code or streams have no checksum, so changes would not be noticed.
     if folder is None or any(table.checksum is None for source in rows.sources for table in source.tables):
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # mkdir succeeds on an existing read-only folder.
         if not os.access(folder, os.W_OK):
             raise PermissionError(None, "Permission denied")
     except OSError as error:
@@ -97,10 +101,12 @@ def _key(
     reader: PictureReader | None,
 ) -> str:
     given = config.model_dump(mode="json") | template.model_dump(mode="json")
+    # Settings that only select rows are left out: the selected rows are hashed below.
     settings = {name: value for name, value in given.items() if name not in NOT_KEYED}
     contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
     code = {source.format_code for source in rows.sources if source.format_code is not None}
     contents.append([contents_of(text) for text in sorted(code)])
+    # Arrow and the tokenizer libraries may change their output between versions.
     versions = [
         FORMAT,
         pa.__version__,
@@ -111,6 +117,7 @@ def _key(
     tokens = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template]
     pictures = [] if reader is None else [reader.identity(rows), _code_checksum(VISION_CODE)]
     facts = json.dumps([*forms, settings, contents, versions, *tokens, *pictures], sort_keys=True)
+    # The order of rows is too long for JSON, so hash it as bytes.
     digest = hashlib.blake2b(facts.encode(), digest_size=16)
     for order in (rows.source_N, rows.index_N):
         digest.update(order.tobytes())
@@ -120,6 +127,7 @@ def _key(
 def _code_checksum(folder: Path) -> str:
     """Return a checksum of all modules in a folder."""
     digest = hashlib.blake2b()
+    # Sorted, because the order of rglob depends on the file system.
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -136,8 +144,10 @@ class Kept:
 def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
     """Read the cached table at `path`, None if it is missing or damaged."""
     try:
+        # Memory-map, so that processes with the same data share the pages.
         with pa.memory_map(str(path)) as mapped:
             kept = _parsed(mapped.read_buffer(), schema)
+    # Any error of parsing means a damaged file, which is replaced.
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
     with suppress(OSError):
@@ -150,11 +160,13 @@ def _parsed(content: pa.Buffer, schema: pa.Schema) -> Kept:
     start = end - LENGTH_BYTES
     if start < 0:
         raise ValueError("cut off")
+    # Hash first: Arrow may crash on damaged buffers.
     if hashlib.blake2b(memoryview(content)[:end], digest_size=DIGEST_BYTES).digest() != content[end:].to_pybytes():
         raise ValueError("altered")
     length = int.from_bytes(content[start:end].to_pybytes(), "little")
     counts = json.loads(content[start - length : start].to_pybytes())
     table = pa.ipc.open_stream(content[: start - length]).read_all()
+    # The key should exclude this, but a wrong schema must never be used.
     if table.schema != schema:
         raise ValueError("another schema")
     return Kept(StoredTable(table), counts)
@@ -165,7 +177,9 @@ class KeptTableWriter(TableWriter):
 
     def __init__(self, schema: pa.Schema, path: Path) -> None:
         self._path = path
+        # A random name, because several processes may write the same entry.
         self._writing = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        # "x" fails if the file exists instead of overwriting it.
         super().__init__(schema, self._writing.open("x+b"))
 
     def __enter__(self) -> Self:
@@ -174,6 +188,7 @@ class KeptTableWriter(TableWriter):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Closing writes buffers, which fails on a full disk; the original error is more useful.
         with suppress(OSError):
             self.file.close()
         self._writing.unlink(missing_ok=True)
@@ -187,6 +202,7 @@ class KeptTableWriter(TableWriter):
         """Publish everything written under the cache path, and return it as a table."""
         self.close()
         encoded = json.dumps(counts).encode()
+        # The length comes last, so that the JSON can be found from the end of the file.
         self.file.write(encoded + len(encoded).to_bytes(LENGTH_BYTES, "little"))
         self.file.seek(0)
         digest = hashlib.file_digest(self.file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()

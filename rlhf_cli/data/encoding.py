@@ -65,6 +65,7 @@ class Encoder:
     def __init__(
         self, template: TemplateConfig, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None
     ) -> None:
+        # Fail before any row is read.
         require_offsets(tokenizer)
         self.reader = reader
         self._renderer = Renderer(template, tokenizer)
@@ -112,6 +113,7 @@ class Encoder:
             found = [self._renderer.example(example, row_kwargs) for example in examples]
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
+        # Check rendered text, since templates may add characters.
         for rendered in (part for pieces in found for part in pieces.texts):
             refuse_half_characters(row, rendered.text)
         return found
@@ -128,6 +130,7 @@ class Encoder:
             UsageError: the texts differ, or the tokenizer loses text. This is caused by the template or tokenizer, not
             by the row, so the row is not dropped.
         """
+        # Tokenize all examples in one call: the tokenizer uses threads within it.
         examples = [pieces for draft in drafts for pieces in draft.texts]
         if self._saved is not None:
             self._saved.compare(piece.text for pieces in examples for piece in pieces.texts)
@@ -140,6 +143,7 @@ class Encoder:
             except RowFault as fault:
                 found.append(fault)
                 continue
+            # Decrease only for rows without errors, so that the intended number is checked.
             num_checked -= 1
             found.append(tokens)
         return found
@@ -152,6 +156,7 @@ class Encoder:
         tokens = [part for part in parts if isinstance(part, Tokens)]
         if is_checked:
             self._check(draft, tokens)
+        # After the check, which compares the text including excluded ranges.
         tokens = [part.without_left_out() for part in tokens]
         if self.reader is None:
             return tokens

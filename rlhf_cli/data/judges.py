@@ -22,6 +22,7 @@ class Judges:
         """Return the judges for these settings."""
         if reward is None:
             return cls((), DATA_SOURCE, None, keeps_rows=False)
+        # Only verifiers compare with the label; other rewards read the response alone.
         verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
         names = tuple(call.target or call.name for call in verifiers)
         own = reward.own_sources if reward.is_by_row else None

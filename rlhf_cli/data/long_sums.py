@@ -34,6 +34,7 @@ def write_long_sums(folder: Path, tools: Sequence[Tool], *, seed: int) -> None:
 
 
 def _different_problems(number: int, rng: random.Random) -> list[dict[str, str]]:
+    # A dict keeps the order and removes duplicates.
     found: dict[str, str] = {}
     while len(found) < number:
         terms = [rng.randint(LOWEST, HIGHEST) for _ in range(NUM_TERMS)]

@@ -178,6 +178,7 @@ def load_pairs(
         UsageError: a row is invalid (the message contains file and line), or no pair remains.
     """
     rows = rows_of(config, dataset, split, seed)
+    # Detect formats before rendering, so that a wrong column fails at once.
     formats = pair_formats(config, rows.sources)
     forms = [formats[source.name].columns for source in rows.sources]
     report = DataReport("pairs", read_sources(rows, forms), rows=len(rows))
@@ -258,14 +259,17 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     whole = [_answer(tokens, encoded.read.prompt) for tokens in encoded.tokens]
     if whole[0].ids == whole[1].ids:
         raise encoded.row.error("chosen and rejected are equal tokens")
+    # Both sides are truncated alike, or the row is dropped as a whole.
     kept = fitting(encoded.row, whole, config, report)
     if kept is None:
         return []
     chosen, rejected = (_ended(tokens) for tokens in kept)
+    # Sides may differ only after the limit.
     if chosen.ids == rejected.ids:
         reason = f"chosen and rejected are equal within the first {config.max_len:,} tokens"
         report.note("dropped_equal", f"{encoded.row.where}: {reason}")
         return []
+    # Compute after truncation, because the common prefix may be cut too.
     num_prompt = _num_shared(chosen, rejected)
     if num_prompt == 0:
         raise encoded.row.error("the prompt is empty")
@@ -294,6 +298,7 @@ def _responses(
             continue
         count_cut(encoded.row, whole, kept, report)
         response = _ended(kept[0])
+        # The prompt ends where training starts.
         num_prompt = response.spans[0][0]
         report.tokens += len(response.ids)
         report.trained_tokens += response.num_trained
@@ -307,6 +312,7 @@ def _responses(
 
 def _answer(tokens: Tokens, prompt: tuple[Message, ...]) -> Tokens:
     """Keep only spans after the prompt's messages, and truncate after the last one."""
+    # Earlier assistant turns are part of the prompt.
     num_before = sum(message.role == "assistant" for message in prompt)
     return _ended(replace(tokens, spans=tokens.spans[num_before:]))
 
@@ -318,6 +324,7 @@ def _ended(tokens: Tokens) -> Tokens:
 
 def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
     """Return the length of the common untrained prefix."""
+    # The first trained tokens must stay in the branches, even if they are equal.
     limit = min(chosen.spans[0][0], rejected.spans[0][0])
     pairs = enumerate(zip(chosen.ids[:limit], rejected.ids[:limit], strict=True))
     return next((place for place, (a, b) in pairs if a != b), limit)

@@ -109,6 +109,7 @@ class DataReport:
     def count_turns(self, *sides: Tokens) -> None:
         """Count special turns of an item. Its sides share all turns except one."""
         self.marked_rows += any(bool(side.left_out) for side in sides)
+        # Sides of a pair share turns, so take the maximum instead of the sum.
         self.merged_starts += any(side.merged for side in sides)
         self.unthought_turns += max(side.num_unthought for side in sides)
         self.inlined_thoughts += max(side.num_inlined for side in sides)
@@ -162,6 +163,7 @@ def older_objects_uncollected() -> Iterator[None]:
     Allocating many token lists triggers collections that traverse a million objects of imported packages: 12 to 17% of
     the total time.
     """
+    # freeze moves existing objects to a generation that is not collected.
     gc.freeze()
     try:
         yield
@@ -193,8 +195,10 @@ class Preparation(Generic[T]):
         """Return all items and update the report. Items are loaded from, or saved to, the cache file `kept_at`."""
         if kept_at is None:
             return self._fill(TableWriter(self.schema), rows, report).finish()
+        # Another process may be writing the same entry: wait, then read it.
         with one_at_a_time(kept_at):
             kept = read_kept(kept_at, self.schema)
+            # Images may have been replaced since the table was made.
             if kept is not None and files_are_unchanged(kept.table):
                 report.take(kept.counts)
                 return kept.table
@@ -227,9 +231,11 @@ class Preparation(Generic[T]):
         with ThreadPoolExecutor(BATCHES_AT_ONCE) as executor:
             for batch in batches(rows, BATCH_ROWS if self.encoder.reader is None else PICTURE_BATCH_ROWS):
                 drafts = self.encoder.measured([self._draft(row) for row in batch])
+                # Check at least one row per batch, since formats may change within a dataset.
                 num_checked = max(1, CHECKED_ROWS - num_rows)
                 num_rows += len(batch)
                 waiting.append(executor.submit(self._with_tokens, num_rows, drafts, num_checked=num_checked))
+                # Limit the queue, because rendered batches take memory.
                 if len(waiting) > BATCHES_AT_ONCE:
                     yield waiting.popleft().result()
             while waiting:
@@ -258,6 +264,7 @@ class Preparation(Generic[T]):
             if isinstance(tokens, RowFault):
                 raise tokens
             for part in tokens:
+                # Note tokens before truncation: the check protects the embedding for any max_len.
                 note_largest(report, part.ids, draft.row)
             note_controls(report, draft.controls, draft.row)
             for key in _unread_keys(draft):
@@ -283,6 +290,7 @@ def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: D
     Counts dropped rows. The caller counts truncated rows, because it may drop the row for other reasons.
     """
     longest = max(len(part.ids) for part in tokens)
+    # Count lengths before dropping, for the histogram.
     report.lengths[longest] = report.lengths.get(longest, 0) + 1
     overlong = longest > config.max_len
     if overlong and config.overlong == "error":
@@ -309,6 +317,7 @@ def count_cut(row: Row, whole: list[Tokens], kept: list[Tokens], report: DataRep
 
 def contents_digest(table: StoredTable) -> str:
     """Hash a table's items in order, independent of their source."""
+    # Paths and times of images are left out, since they differ between machines.
     return table.digest(name for name in table.names if name not in ORIGIN and name != FILES)
 
 

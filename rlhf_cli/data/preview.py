@@ -89,6 +89,7 @@ def part_of(
     Preceding tokens affect decoding: some tokenizers drop a space at the start of a text. `pictures` are in the text's
     tokens.
     """
+    # Decode with the preceding tokens, which decide spaces and split characters.
     ids, first = [*behind, *token_ids], len(behind)
     kinds = [(bool(trained), 0) for trained in is_trained]
     for number, placed in enumerate(pictures, start=1):
@@ -97,6 +98,7 @@ def part_of(
     for (trained, number), places in groupby(range(len(token_ids)), key=lambda place: kinds[place]):
         listed = list(places)
         runs.append((first + listed[0], first + listed[-1] + 1, trained, number))
+    # Show the first and last stretches, and one piece for all between.
     pieces: list[Piece] = []
     hidden = [] if is_whole else runs[HEAD_RUNS:-TAIL_RUNS]
     for run in runs:
@@ -133,6 +135,7 @@ def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode
 
 
 def _text(ids: list[int], start: int, stop: int, decode: Decode) -> str:
+    # Decode both prefixes and subtract, instead of decoding the stretch alone.
     before, whole = decode(ids[:start]) if start else "", decode(ids[:stop])
     return whole[num_shared(before, whole) :]
 
@@ -151,11 +154,13 @@ def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
     ordered = sorted(lengths)
     shortest, longest = ordered[0], ordered[-1]
     common = quantile(lengths, COMMON_SHARE)
+    # Outliers would squeeze most lengths into the first bin.
     top = longest if longest <= 2 * common else common
     width = _round_width((top - shortest + 1) / NUM_BINS)
     starts = {*range(shortest // width * width, top + 1, width), longest + 1}
     if top < longest:
         starts.add(max(starts - {longest + 1}) + width)
+    # Lengths above the limit must be in other bins than those below.
     if shortest <= limit < longest:
         starts.add(limit + 1)
     edges = sorted(start for start in starts if start <= longest + 1)

@@ -129,6 +129,7 @@ def load_prompts(
     Raises:
         UsageError: a row is invalid (the message contains file and line), or no prompt remains.
     """
+    # Check before reading rows, which may take minutes.
     room = _room(config, max_new_tokens)
     rows = load_rows(
         config.prompt_data,
@@ -140,6 +141,7 @@ def load_prompts(
     )
     judges = Judges.of(reward)
     if environment is not None:
+        # Environments receive the row's columns in `reset`.
         judges = replace(judges, keeps_rows=True)
     words = words_of(config, template, rows, judges, environment)
     check_image_key(rows, reader)
@@ -154,6 +156,7 @@ def load_prompts(
         items = [_item(prompt, tokens) for prompt, tokens in kept]
         writer.append_columns({name: [item[name] for item in items] for name in writer.schema.names})
         for prompt, tokens in kept:
+            # Rewards read these too, so a change must not be resumed.
             judged_by = [one for one in (prompt.data_source, prompt.row) if one is not None]
             digests = [standing.picture.digest.hex() for standing in tokens.pictures]
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by, *digests]).encode())
@@ -201,6 +204,7 @@ def _steps(
     if template.prompt_template is not None:
         mark = None if reader is None else reader.family.mark
         own = load_prompt_template(template.prompt_template, system_prompt=template.system_prompt, picture_mark=mark)
+    # A custom prompt template writes the text itself, so the tokenizer adds BOS.
     plain = own is not None or not template.apply_chat_template
     renderer = own or Renderer(template, tokenizer)
     return _Steps(
@@ -227,6 +231,7 @@ class _Origins:
 
     def conversation_of(self, prompt: Prompt) -> Conversation:
         row = self.row_of(prompt)
+        # A system prompt from the settings is part of the messages, but not of the row.
         return self.words.asked(row, self.words.read(row)).with_system_prompt(self.words.system_prompt)
 
     def where(self, prompt: Prompt) -> str:
@@ -322,6 +327,7 @@ class _Steps:
             return None
         form = self.words.formats[row.source.name]
         messages = form.read_prompt(row).messages
+        # Reward files expect the text marker of datasets instead of the internal one.
         listed = [{"role": message.role, "content": TEXT_MARK.join(message.pieces)} for message in messages]
         prompt = listed if dialogue_of(row.get(form.prompt_column)) else messages[-1].content
         columns = row if self.reader is None else self.reader.without_pictures(row)
@@ -338,6 +344,7 @@ def _kept_prompts(
     """Return a batch's valid prompts that fit, and update the report."""
     sound = _Sound(report, drops=config.invalid_rows == "drop")
     wanted = sound.kept(_tried(lambda row: (row, _is_wanted(row, config.pass_rate_range)), row) for row in whole)
+    # Filter by pass rate first, which saves rendering.
     batch = [row for row, is_wanted in wanted if is_wanted]
     report.dropped_by_pass_rate += len(wanted) - len(batch)
     tried = [_tried(steps.draft, row) for row in batch]

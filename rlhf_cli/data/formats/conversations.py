@@ -66,9 +66,11 @@ class Message:
 
     def with_reasoning_in_text(self) -> "Message":
         """Move the reasoning into the content, in <think> tags."""
+        # The format of Qwen 3 and DeepSeek R1, for templates without a field for reasoning.
         if not self.reasoning:
             return self
         thought = f"<think>\n{self.reasoning.strip()}\n</think>\n\n"
+        # Shift the ranges, which are relative to the content.
         left_out = tuple((start + len(thought), stop + len(thought)) for start, stop in self.left_out)
         return replace(self, content=thought + self.content, reasoning="", left_out=left_out)
 
@@ -170,6 +172,7 @@ def unmarked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
     """Return the number of common leading messages."""
+    # Lists may have different lengths: one may be a prefix of the other.
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 

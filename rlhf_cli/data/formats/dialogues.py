@@ -17,6 +17,7 @@ def row_of_dialogue(messages: list[dict[str, object]]) -> dict[str, object]:
     """Convert a message list to a row: a prompt with ground truth, or a conversation."""
     last = messages[-1]
     if GROUND_TRUTH not in last:
+        # ShareGPT messages have "from" instead of "role".
         return {"messages" if "role" in messages[0] else "conversations": messages}
     truth = last[GROUND_TRUTH]
     value = truth["value"] if isinstance(truth, dict) and "value" in truth else truth

@@ -52,6 +52,7 @@ def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
     Raises:
         RowFault: a marker has an unsupported value.
     """
+    # A null cell is no marker: tables fill missing columns with nulls.
     found = [_is_trained(row, where, key, entry[key]) for key in MARKS if entry.get(key) is not None]
     return all(found) if found else None
 
@@ -63,6 +64,7 @@ def _is_trained(row: Row, where: str, key: str, value: object) -> bool:
             f"{where} has {key} {value!r:.40}, which some tools exclude and others train: rename it to "
             "loss_mask (1 trains) or masked (1 excludes)"
         )
+    # Weights between 0 and 1 would need a weighted loss, so reject instead of rounding.
     if number not in (0, 1):
         raise row.error(
             f"{where} has {key} {value!r:.40}, but loss weights are not supported: use 1 or 0, true or false; drop "
@@ -96,6 +98,7 @@ def marks_of_message(
     where = f"message {number}"
     found = is_trained(row, where, entry)
     detail = records(entry.get(DETAIL))
+    # Reject instead of ignoring: the user expects loss on this message.
     if role != "assistant":
         if found or _asks_for_loss(detail):
             key = DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
@@ -104,6 +107,7 @@ def marks_of_message(
     is_out = _by_detail(row, where, detail, length) if detail else [False] * length
     parts = entry.get(text_key)
     if isinstance(parts, list):
+        # A character is excluded if any marker excludes it.
         is_out = [old or new for old, new in zip(is_out, _by_part(row, where, parts), strict=True)]
     if all(is_out) and is_out and not has_more:
         return False, ()
@@ -137,6 +141,7 @@ def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
                 f"{where} has {DETAIL} from character {begin:g} to {end:g}, but its text has the characters 0 to "
                 f"{length - 1}"
             )
+        # The end offset is inclusive.
         first, behind = int(begin), int(end) + 1
         is_out[first:behind] = [not kept] * (behind - first)
     return is_out
@@ -144,6 +149,7 @@ def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
 
 def runs_of(truths: Sequence[bool]) -> tuple[Span, ...]:
     """Return the ranges of consecutive True values."""
+    # Pad with False, so that each run has two edges.
     bounded = [False, *truths, False]
     edges = [place for place, (before, after) in enumerate(pairwise(bounded)) if before != after]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
@@ -157,11 +163,13 @@ def unread_marks(row: Row, number: int, entry: Mapping[str, Any], known: Collect
     """
     unknown = {key: value for key, value in entry.items() if key not in MARKS and key not in known and key != DETAIL}
     for key, value in unknown.items():
+        # Names alone are not enough: a column may be called "training_date".
         if SUSPICIOUS.search(key.lower()) and _is_like_a_mark(value):
             raise row.error(
                 f"message {number} has {key!r} {value!r:.40}, which looks like a mark that leaves text out of the loss "
                 f"and is not known: use {', '.join(MARKS)} or {DETAIL}, or rename or drop the key"
             )
+    # Report other keys with such values, without rejecting the row.
     return tuple(key for key, value in unknown.items() if isinstance(value, bool | int | float) and value in (0, 1))
 
 
@@ -182,10 +190,12 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     for key, value in _marks_of_row(row, used).items():
         if isinstance(value, list):
+            # Several columns must all enable loss.
             shown = _by_message(row, key, value, messages)
             kept = [old and new for old, new in zip(kept, shown, strict=True)]
         elif not _is_trained(row, "the row", key, value):
             kept = [False] * len(messages)
+    # Applied last, because it overrides the other markers.
     history = _number(row.get(MASK_HISTORY)) if MASK_HISTORY not in used else None
     if history:
         kept = [is_kept and place == answers[-1] for place, is_kept in enumerate(kept)]
@@ -211,6 +221,7 @@ def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message
     every = list(range(len(messages)))
     spoken = [place for place in every if messages[place].role != "system"]
     answers = [place for place in every if messages[place].role == "assistant"]
+    # The longest list first: with one assistant message, several forms may have equal length.
     places = next((listed for listed in (every, spoken, answers) if len(listed) == len(value)), None)
     if places is None:
         raise row.error(
@@ -233,6 +244,7 @@ def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
     found = {}
     for key in MARKS:
         value = row.get(key) if key in row and key not in used else None
+        # Lists in CSV files are text.
         if isinstance(value, str) and value.strip().startswith("["):
             value = parsed(value)
         if isinstance(value, str) and SEVERAL.fullmatch(value.strip()):

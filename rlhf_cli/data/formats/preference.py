@@ -90,6 +90,7 @@ def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: 
         UsageError: no format matches the columns, which the message lists.
     """
     present = Present(source, source.columns())
+    # Explicit settings win over detection.
     if data_format == "preference" or (data_format == "auto" and _has_pairs(present, wanted)):
         pairs = _pairs(present, wanted, "auto")
         return LabelledFormat("preference", pairs.columns, lambda row: _both(pairs.read(row)))
@@ -115,6 +116,7 @@ def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairForma
         side = "chosen" if chosen is None else "rejected"
         raise present.error(f"no column for the {side} response ({side}): set --{side}_key")
     apart = PROMPT_APART.get(data_format)
+    # With `auto`, the first row decides whether prompts are separate.
     alone = _are_whole(present, wanted, (chosen, rejected)) if apart is None else not apart
     prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
     if prompt is None and apart:
@@ -124,6 +126,7 @@ def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairForma
     def read(row: Row) -> Preference:
         for column in (chosen, rejected) if apart is not None else ():
             refuse(row, _fault_of_side(row, column, data_format))
+        # Columns with the texts are not markers, even if they are named like one.
         refuse(row, fault_of_row_marks(row, (chosen, rejected, prompt or chosen)))
         sides = [_conversation(row, column, read_prompt) for column in (chosen, rejected)]
         return _preference(row, sides[0], sides[1], (chosen, rejected))
@@ -140,9 +143,11 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
             "or use pairs in columns chosen and rejected"
         )
     response = present.named(wanted.output_key, "output_key")
+    # A column selected as label or prompt is not the response.
     left = tuple(name for name in RESPONSE_COLUMNS if name not in (label, wanted.input_key))
     response = response or present.only(left, "the response", "output_key")
     if response is None:
+        # Without a response column, the last message of a conversation is the response.
         response = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
         prompt = None
     else:
@@ -183,6 +188,7 @@ def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Tu
                 f"no prompt: a single response requires a prompt column ({', '.join(PROMPT_COLUMNS)}) or --input_key"
             )
         text = row.get(column)
+        # hh-style transcripts contain the whole prompt in one text.
         prompt = with_system(prompt_of_transcript(text), row) if is_transcript(text) else plain(row)
         refuse(row, fault_of_prompt(prompt))
         return prompt
@@ -210,6 +216,7 @@ def _is_whole(value: object) -> bool:
         return True
     dialogue = dialogue_of(value)
     role = str(dialogue[0].get("role", dialogue[0].get("from", "assistant"))) if dialogue else "assistant"
+    # Without roles, a list of messages starts with the response.
     return ROLES.get(role.lower()) != "assistant"
 
 
@@ -242,6 +249,7 @@ def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, st
         refuse(row, f"{column}: {fault}" if fault else None)
     if chosen == rejected:
         raise row.error(f"{columns[0]} and {columns[1]} are equal")
+    # Keep at least one message per side: one conversation may be the start of the other.
     common = min(num_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if all(message.role == "system" for message in chosen[:common]):
         raise row.error(f"{columns[0]} and {columns[1]} have no common prompt: they start with different questions")
@@ -256,6 +264,7 @@ def _margin(row: Row) -> float | None:
     if value is None or value == "":  # a CSV file has no null
         return None
     try:
+        # bool is a subclass of int, but true is not a margin.
         margin = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         margin = math.nan

@@ -30,6 +30,7 @@ STEP_LABEL_COLUMNS = ("labels", "label")
 MARKED_COLUMNS = ("input", "text", "prompt")
 """Columns for text with a placeholder after each step."""
 MARKED_LABEL_COLUMNS = ("label", "labels", "value")
+# Math-Shepherd has no other separation of question and solution.
 FIRST_STEP = re.compile(r"\bStep 1\b")
 """Start of the first step in text that includes the question."""
 RATINGS = {1: 1.0, 0: 1.0, -1: 0.0}
@@ -70,11 +71,13 @@ def choose_step_format(source: Source, wanted: StepColumns, *, data_format: str)
 
 def _detected(present: Present, wanted: StepColumns) -> str:
     first = present.source.row(0)
+    # Parse JSON text, which CSV and Parquet files contain.
     label = parsed(first.get(wanted.label_key or "label"))
     if isinstance(label, dict) and "steps" in label:
         return "prm800k"
     steps = wanted.output_key or present.first(STEP_COLUMNS)
     if steps is not None and isinstance(parsed(first.get(steps)), list):
+        # Detect by the label's type: ProcessBench has an index, TRL a list.
         return "processbench" if _is_place(label) else "stepwise"
     marked = wanted.input_key or present.first(MARKED_COLUMNS)
     if marked is not None and wanted.placeholder_token in str(first.get(marked)):
@@ -120,6 +123,7 @@ def _processbench(present: Present, wanted: StepColumns) -> StepFormat:
             )
         known = texts if place < 0 else texts[:place]
         labels: list[float | None] = [1.0 for _ in known]
+        # The first wrong step is labeled 0, and the steps after it are unknown.
         labels += [] if place < 0 else [0.0] + [None] * (len(texts) - place - 1)
         return [_solution(row, read_prompt(row), texts, labels)]
 
@@ -185,6 +189,7 @@ def _rated_paths(row: Row, steps: list[Any]) -> list[Path]:
         rated = _completions(row, number, step)
         before: Path = [(text, None) for text, _ in solution]
         chosen = _chosen(row, number, step, rated)
+        # Unrated alternatives teach nothing.
         others += [[*before, other] for place, other in enumerate(rated) if place != chosen and other[1] is not None]
         human = _human_text(step) if chosen is None else None
         if human is not None:
@@ -245,12 +250,14 @@ def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
     def read(row: Row) -> list[Solution]:
         pieces = text_of(row, text).split(wanted.placeholder_token)
         if len(pieces) == 1:
+            # Without a placeholder the whole text would be one step.
             raise row.error(f"column {text!r} has no {wanted.placeholder_token!r} (--placeholder_token)")
         if pieces[-1].strip():
             raise row.error(f"column {text!r} has text after its last {wanted.placeholder_token!r}")
         prompt, first = _parted(row, pieces[0])
         given = parsed(row.get(label))
         listed = given if isinstance(given, list) else _tokens_between(row, label, pieces, wanted)
+        # Placeholders are surrounded by spaces, which are not part of steps.
         steps = [step.strip() for step in (first, *pieces[1:-1])]
         messages = with_system((Message("user", prompt),), row)
         return [_solution(row, messages, steps, _labels(row, listed, wanted.reward_tokens))]
@@ -261,6 +268,7 @@ def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
 def _parted(row: Row, text: str) -> tuple[str, str]:
     """Split the text before the first placeholder into question and first step."""
     start = FIRST_STEP.search(text)
+    # Without "Step 1", the question ends at its last question mark.
     place = start.start() if start else text.rfind("?") + 1
     question, step = text[:place].strip(), text[place:].strip()
     if not question or not step:
@@ -274,6 +282,7 @@ def _parted(row: Row, text: str) -> tuple[str, str]:
 def _tokens_between(row: Row, column: str, pieces: Sequence[str], wanted: StepColumns) -> list[str]:
     """Return the reward tokens between the pieces of the text's labeled copy."""
     rest, found = text_of(row, column), []
+    # Compare the copies piece by piece, because steps may contain + or -.
     for number, piece in enumerate(pieces[:-1], start=1):
         token = next((token for token in wanted.reward_tokens if rest.startswith(piece + token)), None)
         if token is None:
@@ -299,6 +308,7 @@ def _labels(row: Row, given: Sequence[object], reward_tokens: tuple[str, str]) -
     labels: list[float | None] = []
     for number, label in enumerate(given, start=1):
         value = values.get(label.strip()) if isinstance(label, str) else None
+        # Reward tokens first, because they may look like numbers.
         value = _number(label) if value is None else value
         if value is None and label is not None:
             raise row.error(
@@ -320,6 +330,7 @@ def _number(label: object) -> float | None:
 
 
 def _solution(row: Row, prompt: tuple[Message, ...], steps: Sequence[str], labels: Sequence[float | None]) -> Solution:
+    # Steps have labels of their own, and row markers cannot be combined with them.
     refuse(row, fault_of_row_marks(row))
     if len(steps) != len(labels):
         raise row.error(f"{len(steps)} steps have {len(labels)} labels")

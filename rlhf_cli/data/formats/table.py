@@ -102,6 +102,7 @@ def choose_prompt_format(
         refuse(row, _fault_of_prompt_cell(row, prompt, data_format))
         text = row.get(prompt)
         messages = with_system(without_answer(text), row) if is_transcript(text) else read(row)
+        # Check the order first, since markers refer to messages.
         refuse(row, fault_of_prompt(messages) or fault_of_row_marks(row, (prompt, *labels)))
         return Conversation(unmarked(messages), tools_of(row))
 
@@ -109,6 +110,7 @@ def choose_prompt_format(
         return _label_text(row, labels, required=named is not None, verifiers=verifiers)
 
     label = present.first(labels)
+    # The first row decides only the description; each row is read by its own content.
     shown = f"{prompt} without its last answer" if _is_answered(source.row(0).get(prompt)) else prompt
     columns = shown if label is None else f"{shown}, label {label}"
     return PromptFormat(columns, read_prompt, read_label, prompt)
@@ -121,6 +123,7 @@ def _is_answered(value: object) -> bool:
 
 def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
     lists = () if data_format == "prompt" else MESSAGE_COLUMNS
+    # With an explicit message format, do not look for prompt columns.
     asked = present.first(lists) if data_format in MESSAGE_KEYS else None
     found = present.named(wanted.input_key, "input_key") or asked
     found = found or present.only(PROMPT_COLUMNS, "the prompt", "input_key") or present.first(lists)
@@ -142,6 +145,7 @@ def _detected(present: Present, wanted: Columns) -> str:
     """Detect the format from the columns."""
     listed = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
     dialogue = dialogue_of(present.source.row(0).get(listed)) if listed else None
+    # A response column set by the user means separate prompts.
     if wanted.output_key is None and (dialogue or listed in MESSAGE_COLUMNS):
         return format_of(dialogue) if dialogue else "messages"
     if wanted.input_key or wanted.output_key or (present.first(PROMPT_COLUMNS) and present.first(RESPONSE_COLUMNS)):
@@ -159,6 +163,7 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
     prompt = present.named(wanted.input_key, "input_key")
     prompt = prompt or present.only(PROMPT_COLUMNS, "the prompt", "input_key")
     response = present.named(wanted.output_key, "output_key")
+    # A column may serve only one purpose.
     left = tuple(name for name in RESPONSE_COLUMNS if name != prompt)
     response = response or present.only(left, "the response", "output_key")
     if prompt is None:
@@ -231,6 +236,7 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers
     """Return the row's first label column as text: single-element lists are unwrapped, other values are JSON."""
     column = next((name for name in columns if name in row), columns[0])
     value = row.get(column)
+    # Some datasets store a single answer as a list.
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None and required:
@@ -239,6 +245,7 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers
         return None
     if isinstance(value, dict | list):
         refuse(row, _fault_of_structure(column, value, verifiers(row)))
+    # `default=str` keeps dates and other types of Parquet.
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, float) and not math.isfinite(value):
         raise row.error(f"column {column!r} is {value}, which is not a ground truth")
@@ -252,6 +259,7 @@ def _fault_of_structure(column: str, value: dict[str, object] | list[object], ve
     inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
     if inside is not None:
         return f"column {column!r} is an object that contains the label: set --label_key {column}.{inside}"
+    # Compare by type name, as in the table of rewards.
     blind = next((name for name in verifiers if type(value).__name__ not in row_of(name).structured_labels), None)
     if blind is None:
         return None

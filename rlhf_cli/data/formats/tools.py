@@ -16,6 +16,7 @@ TOOLS_COLUMN = "tools"
 
 def tool_calls_of(row: Row, number: int, role: Role, value: object) -> tuple[ToolCall, ...]:
     """Parse `tool_calls` of message `number`. Raises UsageError with row and reason."""
+    # Arrow fills missing calls with nulls or empty lists.
     value = records(value)
     if not value:
         return ()
@@ -53,6 +54,7 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
             '{"type": "function", "function": {"name": ..., "arguments": ...}}'
         )
     arguments = parsed(function.get("arguments"))
+    # Some models write no arguments for functions without parameters.
     if arguments is None or arguments == "":
         arguments = {}
     if not isinstance(arguments, dict):
@@ -65,6 +67,7 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
         raise row.error(
             f"message {number} calls {function['name']} with arguments that are not valid JSON: {error}"
         ) from None
+    # Numeric ids become text, since templates concatenate them.
     call_id = call.get("id")
     return ToolCall(function["name"], arguments, str(call_id) if call_id else None)
 

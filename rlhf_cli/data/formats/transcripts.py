@@ -16,6 +16,7 @@ def is_transcript(value: object) -> TypeGuard[str]:
 
 def turns_of_transcript(text: str) -> tuple[Message, ...]:
     """Return the turns of a transcript."""
+    # The text before the first turn is empty, because a transcript starts with one.
     _, *parts = TURN.split(text)
     turns = zip(parts[::2], parts[1::2], strict=True)
     return tuple(Message("user" if speaker == "Human" else "assistant", text.strip()) for speaker, text in turns)

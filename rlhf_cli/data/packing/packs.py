@@ -124,6 +124,7 @@ class Pack:
 
 def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[str, torch.Tensor]:
     values = {column.name: getattr(record, column.name) for column in fields(record)}
+    # non_blocking has an effect only for pinned memory, and is harmless otherwise.
     return {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, torch.Tensor)}
 
 
@@ -132,7 +133,9 @@ def pack(sequences: list[TokenSequence]) -> Pack:
 
     A rank without work runs the idle pack to participate in collectives.
     """
+    # The idle pack has one dummy token, because varlen kernels reject empty input.
     lengths = np.array([len(sequence) for sequence in sequences] or [1], dtype=np.int64)
+    # int64, as embedding lookups expect.
     token_ids = np.concatenate([sequence.token_ids for sequence in sequences] or [np.zeros(1)]).astype(np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     trained = [np.flatnonzero(s.loss_mask) + start for s, start in zip(sequences, bounds[:-1], strict=False)]
@@ -141,8 +144,10 @@ def pack(sequences: list[TokenSequence]) -> Pack:
     return Pack(
         input_ids_T=torch.from_numpy(token_ids),
         position_ids_T=torch.from_numpy(np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)),
+        # Attention kernels require int32 bounds.
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(lengths.max()),
+        # The hidden state before a token predicts it.
         rows_K=torch.from_numpy(trained_K - 1),
         read_R=torch.from_numpy(trained_K - 1),
         targets_K=torch.from_numpy(token_ids[trained_K]),
@@ -240,6 +245,7 @@ def plan_packs(
         )
     rooms_B = lengths_B if patches is None else room_of(lengths_B, np.asarray(patches), max_tokens=max_tokens)
     costs_B = lengths_B + quadratic_cost * lengths_B.astype(np.float64) ** 2 if costs is None else np.array(costs)
+    # Without a limit on sequences, all may share a micro-batch.
     bins = _fewest_bins(rooms_B, costs_B, Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
     return _deal(bins, costs_B, num_ranks)
 
@@ -249,6 +255,7 @@ def room_of(tokens_B: np.ndarray, patches_B: np.ndarray, *, max_tokens: int) -> 
 
     A sequence with more patches than fit occupies a full micro-batch, because images cannot be split.
     """
+    # Round up: part of a token takes a whole one.
     by_patches_B = np.minimum(-(-patches_B // PATCHES_PER_TOKEN), max_tokens)
     return np.maximum(tokens_B, by_patches_B)
 
@@ -266,14 +273,17 @@ def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num
     search.
     """
     num_bins = -(-_least_bins(lengths_B, bounds) // num_ranks) * num_ranks
+    # Longest first, ties by index: the plan must not depend on the sort algorithm.
     order = np.lexsort((np.arange(lengths_B.size), -lengths_B))
     while True:
+        # Try balanced bins first, because concurrent micro-batches should take equally long.
         bins = _fill_balanced(order, lengths_B, costs_B, bounds, num_bins)
         if bins is not None:
             return bins
         tight = _fill_tight(order, lengths_B, bounds, num_bins) or _search(order, lengths_B, bounds, num_bins)
         if tight is not None:
             return _rebalance(tight, lengths_B, costs_B, bounds)
+        # All ranks need the same number of micro-batches, so add one per rank.
         num_bins += num_ranks
 
 
@@ -282,6 +292,7 @@ def _least_bins(lengths_B: np.ndarray, bounds: Bounds) -> int:
     ascending = np.sort(lengths_B)
     sums = np.concatenate([[0], np.cumsum(ascending)])
     thresholds = np.concatenate([[0], np.unique(ascending[2 * ascending <= bounds.tokens])])
+    # Sequences above half the limit need a bin each.
     half = np.searchsorted(ascending, bounds.tokens // 2, side="right")
     first_large = np.maximum(np.searchsorted(ascending, bounds.tokens - thresholds, side="right"), half)
     first_small = np.searchsorted(ascending, thresholds, side="left")
@@ -300,6 +311,7 @@ def _fill_balanced(
     room = np.full(num_bins, bounds.tokens)
     for index in order:
         length = lengths_B[index]
+        # argmin takes the first of equally cheap bins, so the plan is deterministic.
         chosen = int(np.where(room >= length, bin_costs, np.inf).argmin())
         if room[chosen] < length:
             return None
@@ -307,6 +319,7 @@ def _fill_balanced(
         bin_costs[chosen] += costs_B[index]
         room[chosen] -= length
         if len(bins[chosen]) == bounds.sequences:
+            # -1 marks a bin with the maximum number of sequences.
             room[chosen] = -1
     return bins
 
@@ -316,6 +329,7 @@ def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bi
     does not fit.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
+    # Sorted by room, so that bisect finds the tightest bin.
     open_bins = [(bounds.tokens, number) for number in range(num_bins)]
     for index, length in zip(order.tolist(), lengths_B[order].tolist(), strict=True):
         place = bisect_left(open_bins, (length, -1))
@@ -343,6 +357,7 @@ def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: 
         index, length = int(order[depth]), int(lengths_B[order[depth]])
         tried = set()
         for number, room in enumerate(rooms):
+            # Bins with equal room and count are interchangeable, so try only one of them.
             alike = (room, len(bins[number]))
             if room < length or alike[1] == bounds.sequences or alike in tried or nodes > EXACT_SEARCH_NODES:
                 continue
@@ -362,15 +377,18 @@ def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: 
 def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds) -> list[list[int]]:
     """Move sequences from the most to the least expensive bin while this narrows the gap. Fills empty bins first."""
     bin_costs = np.array([costs_B[members].sum() for members in bins])
+    # Each move narrows the gap, and the limit bounds the time.
     for _ in range(2 * len(bins)):
         low, high = int(bin_costs.argmin()), int(bin_costs.argmax())
         if not bins[low]:
+            # An empty bin would be an idle micro-batch, so take from a bin with several sequences.
             high = max(range(len(bins)), key=lambda number: (len(bins[number]) > 1, bin_costs[number]))
         room = bounds.tokens - lengths_B[bins[low]].sum()
         gap = bin_costs[high] - bin_costs[low]
         movable = [i for i in bins[high] if lengths_B[i] <= room and costs_B[i] < gap]
         if not movable or len(bins[low]) == bounds.sequences:
             break
+        # The best move is half the gap.
         moved = min(movable, key=lambda i: (abs(gap / 2 - costs_B[i]), i))
         bins[high].remove(moved)
         bins[low].append(moved)
@@ -390,6 +408,7 @@ def _deal(bins: list[list[int]], costs_B: np.ndarray, num_ranks: int) -> list[li
     for start in range(0, len(bins), num_ranks):
         ranks = sorted(range(num_ranks), key=lambda rank: (rank_costs[rank], rank))
         for rank, number in zip(ranks, by_cost[start : start + num_ranks], strict=True):
+            # Sorted, so that the order within a micro-batch is that of the items.
             plan[rank].append(sorted(bins[number]))
             rank_costs[rank] += bin_costs[number]
     return plan

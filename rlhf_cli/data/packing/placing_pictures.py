@@ -42,6 +42,7 @@ def place_pictures(runs: Sequence[TokenRun]) -> PackPictures | None:
     features: dict[Picture, np.ndarray] = {}
     num_features = 0
     for (_, _, one), its_rows in zip(placed, rows, strict=True):
+        # Equal images are encoded once, and their features are used at each position.
         if one.picture not in features:
             features[one.picture] = num_features + np.arange(its_rows.size)
             num_features += its_rows.size
@@ -50,6 +51,7 @@ def place_pictures(runs: Sequence[TokenRun]) -> PackPictures | None:
         pictures=tuple(features),
         rows_P=torch.from_numpy(np.concatenate(rows)),
         features_P=torch.from_numpy(np.concatenate([features[one.picture] for _, _, one in placed])),
+        # Only some families use three-axis positions.
         rope_3T=torch.from_numpy(np.concatenate([rope_positions(run) for run in runs], axis=1)) if has_axes else None,
     )
 
@@ -70,6 +72,7 @@ def rope_positions(run: TokenRun) -> np.ndarray:
         rope_3L[:, its] = first
         rope_3L[1, its] += np.repeat(np.arange(num_rows), num_columns)
         rope_3L[2, its] += np.tile(np.arange(num_columns), num_rows)
+        # Later text continues after the image's largest position.
         rope_3L[:, placed.stop :] += rope_shift([placed])
     return rope_3L
 
@@ -81,4 +84,5 @@ def _starts(runs: Sequence[TokenRun]) -> list[int]:
 
 def _placeholders(run: TokenRun, placed: PlacedPicture) -> np.ndarray:
     """Return an image's placeholder positions relative to the start of its run."""
+    # Images may contain other tokens, such as row separators, which have no features.
     return np.flatnonzero(run.token_ids[placed.start : placed.stop] == placed.token)

@@ -49,6 +49,7 @@ class Tree:
 
     def run_behind(self, continuation: Continuation, prompt_run: int) -> TokenRun:
         """Return a continuation as a run, in a pack with the prompt as run number `prompt_run`."""
+        # The prompt's images shift the positions of all continuations.
         shift = rope_shift(self.pictures)
         return TokenRun(continuation.token_ids, self.prompt_ids.size, prompt_run, continuation.pictures, shift)
 
@@ -77,8 +78,10 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
             else:
                 runs.append(tree.run_with(continuation))
                 own_prompt, prompt_end = num_prompt, start + num_prompt - 1
+            # A reward model reads the state at the end instead of the states before targets.
             read = np.array([len(continuation) - 1]) if read_ends else np.flatnonzero(continuation.loss_mask)
             before = read if read_ends else read - 1
+            # A branch's first token is predicted by the prompt's last one, which is in another run.
             rows.append(np.where(before < 0, prompt_end, start + own_prompt + before))
             targets.append(continuation.token_ids[read])
             start += own_prompt + len(continuation)
@@ -95,6 +98,7 @@ def _pack(runs: list[TokenRun], rows: list[np.ndarray], targets: list[np.ndarray
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(lengths.max()),
         rows_K=_int64(rows),
+        # Several branches read the prompt's last state, which is computed once.
         read_R=torch.from_numpy(np.unique(np.concatenate(rows)).astype(np.int64)),
         targets_K=_int64(targets),
         cu_trained=torch.from_numpy(np.cumsum([0] + [part.size for part in rows])),

@@ -33,12 +33,14 @@ def plan_groups(
     prompts = [_prompt_size(sequence) for sequence in sequences]
     lengths = np.array([len(sequence) for sequence in sequences])
     patches = np.array([sequence.patches for sequence in sequences])
+    # Images count through their room, as in `plan_packs`.
     sizes = _Sizes(prompts, lengths.tolist(), room_of(np.zeros_like(lengths), patches, max_tokens=max_tokens).tolist())
     groups: dict[PromptKey, list[int]] = {}
     for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
         groups.setdefault(_key(sequence, size), []).append(index)
     if max_sequences is None:
         total = sum(sizes.tokens(members) for members in groups.values())
+        # An even share per rank, because a larger group would leave other ranks idle.
         limit = min(max_tokens, -(-total // num_ranks))
         blocks = [[part] for members in groups.values() for part in sizes.cut(members, limit)]
     else:
@@ -57,6 +59,7 @@ def plan_groups(
 def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
     """Pack the sequences in order. Adjacent sequences with equal prompts share the prompt."""
     groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _key(s, _prompt_size(s)))]
+    # Without repeated prompts the simple pack is cheaper.
     if len(groups) == len(sequences):
         return pack(list(sequences))
     return pack_trees([_tree_of(group) for group in groups], share_prompts=True)
@@ -72,6 +75,7 @@ def _key(sequence: TokenSequence, size: int) -> PromptKey:
     tokens.
     """
     digests = (placed.picture.digest for placed in sequence.pictures if placed.start < size)
+    # Compare digests too: all images of a size have equal tokens.
     return sequence.token_ids[:size].tobytes(), *digests
 
 
@@ -111,6 +115,7 @@ class _Sizes:
         once.
         """
         prompt = self.prompts[members[0]]
+        # Attention of a branch covers the prompt, whose own square is counted once.
         squares = prompt**2 + sum(self.lengths[i] ** 2 - prompt**2 for i in members)
         return self.tokens(members) + quadratic_cost * squares
 
@@ -121,6 +126,7 @@ class _Sizes:
         room = 0
         for index in members:
             continuation = self.lengths[index] - prompt
+            # Start a new part with a repeated prompt when the limit is reached.
             if not parts or continuation > room:
                 parts.append([])
                 room = limit - prompt
@@ -142,8 +148,10 @@ class _Sizes:
             is_open = False  # the last part of the last block belongs to this group
             for index in members:
                 part = blocks[-1][-1] if is_open else []
+                # Further sequences of an open part need no room for the prompt.
                 needed = self.room([*part, index]) - (self.room(part) if part else 0)
                 if not places or needed > room:
+                    # Divide the remaining sequences evenly over the remaining blocks.
                     even = -(-left // max(1, num_blocks - len(blocks)))
                     places, room = min(even, bounds.sequences), bounds.tokens
                     needed, is_open = self.room([index]), False

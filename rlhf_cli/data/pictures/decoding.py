@@ -14,6 +14,7 @@ warnings.filterwarnings(
     "ignore", category=Image.DecompressionBombWarning
 )  # at import: filters are global to all threads
 
+# Only these decoders: others run external programs on untrusted files.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Supported formats. Pillow decodes others with external programs (EPS), or they have no fixed size (WMF)."""
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
@@ -38,9 +39,11 @@ def size_of(contents: bytes | memoryview) -> tuple[int, int]:
         image = Image.open(io.BytesIO(contents), formats=FORMATS)
         width, height = image.size
         _refuse_kind(image)
+        # EXIF orientation swaps the sides, and models expect upright images.
         if image.getexif().get(ORIENTATION, 1) >= SIDEWAYS:
             height, width = width, height
         image.draft("RGB", (image.size[0] // DRAFT, image.size[1] // DRAFT))
+        # Decode fully, because a truncated file has a valid header.
         image.load()
     except PictureFault:
         raise
@@ -88,5 +91,6 @@ def _on_white(image: Image.Image) -> Image.Image:
     """Convert the image to RGB, with white for transparent parts."""
     if image.mode not in WITH_ALPHA and "transparency" not in image.info:
         return image.convert("RGB")
+    # Convert first: palettes with transparency have no alpha channel.
     image = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

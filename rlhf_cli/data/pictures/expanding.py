@@ -26,9 +26,11 @@ def expanded(tokens: Tokens, pictures: Sequence[SourcePicture], family: VisionFa
     if not pictures:
         return tokens
     places = [place for place, token in enumerate(tokens.ids) if token == family.image_token]
+    # Image tokens carry no loss, so they must not be inside trained text.
     if any(start <= place < stop for start, stop in tokens.spans for place in places):
         raise TemplateFault("a picture stands in text that is to be learned")
     runs = [picture.run.token_ids for picture in pictures]
+    # Position of a bound after the images before it have grown.
     growth = [0, *accumulate(len(run) - 1 for run in runs)]
 
     def moved(bound: int) -> int:

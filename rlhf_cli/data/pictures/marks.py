@@ -42,6 +42,7 @@ def content_of_parts(row: Row, number: int, role: Role, parts: Sequence[object])
     if cells and role == "assistant":
         raise row.error(f"message {number} from assistant has a picture, and models write text alone")
     text = "".join(texts)
+    # The marker character in text would be taken for an image.
     if cells and text.count(MARK) != len(cells):
         raise _own_mark(row, number)
     return text, tuple(cells)
@@ -52,6 +53,7 @@ def _cell_of_part(part: dict[str, object]) -> object:
     given = part.get("image_url")
     if isinstance(given, dict):
         given = given.get("url")
+    # The order matters for parts with several keys: OpenAI's `image_url` comes first.
     held = [given, *(part.get(key) for key in CELL_KEYS), {BASE64: part.get(BASE64)}]
     return next((cell for cell in held if not is_empty(cell)), None)
 
@@ -77,6 +79,7 @@ def cells_of(row: Row, image_key: str | None) -> tuple[str | None, list[object]]
     filled = [name for name in names if _listed(row.get(name))]
     if len(filled) > 1:
         raise row.error(f"{' and '.join(filled)} both have pictures: choose one with --image_key")
+    # An empty column still counts as an image column.
     name = next(iter(filled or names), None)
     return name, _listed(row.get(name)) if name else []
 
@@ -105,6 +108,7 @@ def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conve
         _refuse_marks_without_column(row, messages, image_key)
     else:
         messages = tuple(_with_marks(row, number, m, bool(cells)) for number, m in enumerate(messages, start=1))
+    # Cells of parts are already assigned; only free markers take images from the column.
     free = sum(cell is None for message in messages for cell in message.pictures)
     if cells and not any(message.pictures for message in messages):
         messages, free = _before_first_user(row, messages, len(cells)), len(cells)
@@ -115,6 +119,7 @@ def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conve
     for number, message in enumerate(messages, start=1):
         if message.content.count(MARK) != len(message.pictures):
             raise _own_mark(row, number)
+    # Images are assigned in the order of their markers.
     left = iter(cells)
     return replace(conversation, messages=tuple(_filled(message, left) for message in messages))
 
@@ -144,6 +149,7 @@ def _with_marks(row: Row, number: int, message: Message, has_pictures: bool) -> 
         if has_pictures:
             raise row.error(f"message {number} from assistant has the mark {TEXT_MARK}, and models write text alone")
         return message
+    # Keep cells of parts, and add free markers for the text markers between them.
     own = iter(message.pictures)
     marks = EITHER.findall(message.content)
     if marks.count(MARK) != len(message.pictures):

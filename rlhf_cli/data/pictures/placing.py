@@ -14,6 +14,7 @@ from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 def picture_of_contents(contents: Contents) -> Picture:
     """Load an encoded image at its original size. Raises PictureFault if it is damaged or unsupported."""
     height, width = size_of(contents)
+    # Load pixels lazily: a request may be rejected before they are needed.
     return Picture(digest_of(contents, height, width).hex(), height, width, partial(pixels_of, contents, height, width))
 
 
@@ -44,4 +45,5 @@ def _fitted(picture: Picture, family: VisionFamily) -> Picture:
     height, width = family.final_size(picture.height, picture.width)
     if (height, width) == (picture.height, picture.width):
         return picture
+    # The digest includes the size, because another size is another image for caches.
     return Picture(f"{picture.digest} {height} {width}", height, width, lambda: resized(picture.pixels, height, width))

@@ -19,6 +19,7 @@ from rlhf_cli.models.vision.family import VisionFamily
 
 BATCH_ROWS = 64
 """Rows with images per batch: their encoded images are in memory."""
+# More threads do not help: measuring is limited by the other work of a row.
 NUM_THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """Threads for measuring images. Pillow decodes without the GIL; the rest of a row's processing holds it."""
 
@@ -38,6 +39,7 @@ class PictureReader:
 
     def identity(self, rows: Rows) -> list[object]:
         """Return everything that affects the images of these rows, except their content, as JSON values."""
+        # Relative paths depend on the folder of the file.
         folders = {str(self._folder(table.path)) for source in rows.sources for table in source.tables}
         return [self.settings.model_dump(mode="json"), repr(self.family), sorted(folders)]
 
@@ -57,6 +59,7 @@ class PictureReader:
         conversation = placed(row, conversation, self.settings.image_key)
         placeholder = self.family.placeholder
         for number, message in enumerate(conversation.messages, start=1):
+            # The placeholder in text would be expanded to an image.
             if any(placeholder in text for text in (*message.pieces, message.reasoning)):
                 raise row.error(f"message {number} has {placeholder} in its text, which stands for a picture")
         return conversation
@@ -75,6 +78,7 @@ class PictureReader:
             if len(cells) > (most := self.settings.max_images_per_prompt):
                 raise row.error(f"{len(cells):,} pictures are more than max_images_per_prompt {most:,}")
             for number, cell in enumerate(cells, start=1):
+                # Both sides of a pair contain the same cell, so measure it once.
                 if id(cell) not in found:
                     found[id(cell)] = self._read(row, number, cell)
             read.append(tuple(found[id(cell)] for cell in cells))

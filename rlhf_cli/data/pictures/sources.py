@@ -124,17 +124,20 @@ class PixelReader:
             contents = self.encoded.read()
         except OSError as error:
             raise RunError(f"picture {self.encoded.path} cannot be read any more: {error.strerror or error}") from error
+        # Compare the content, not the stamp: copying a folder changes times.
         if digest_of(contents, *self.size) != self.digest:
             raise RunError(f"picture {self.encoded.path} was changed since the data were read: start again")
         return contents
 
     def __reduce__(self) -> tuple[type["PixelReader"], tuple[EncodedPicture, bytes, tuple[int, int]]]:
+        # `bytes` copies a view of the mapped table, which cannot be pickled.
         encoded = EncodedPicture(self.encoded.path, contents=bytes(self._contents()))
         return PixelReader, (encoded, self.digest, self.size)
 
 
 def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
     """Return the image in a cell. Relative paths start at `folder`. Raises PictureFault if it does not exist."""
+    # Hugging Face stores images as an object with bytes and path; the path may not exist here.
     if isinstance(cell, dict) and cell.get("bytes") is not None:
         cell = cell["bytes"]
     elif isinstance(cell, dict):
@@ -149,6 +152,7 @@ def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
         return EncodedPicture(contents=_of_data_url(cell))
     if cell.startswith(("http://", "https://")):
         raise PictureFault("is on the web: nothing is downloaded for a row, save it as a file")
+    # Some datasets store file URLs.
     return _of_file(folder / cell.removeprefix("file://"))
 
 

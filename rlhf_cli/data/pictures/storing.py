@@ -43,6 +43,7 @@ def _numbers(standing: StandingPicture) -> tuple[int, ...]:
     source = standing.picture
     length = len(source.run.token_ids)
     size = source.height, source.width
+    # -1 instead of null keeps the numbers in one flat column.
     return (standing.start, length, standing.token, *size, source.run.patches, *(source.run.grid or (-1, -1)))
 
 
@@ -59,6 +60,7 @@ def pictures_at(table: StoredTable, row: int) -> tuple[PlacedPicture, ...]:
     places = table.numbers(PLACES, row).reshape(-1, NUMBERS).tolist()
     if not places:
         return ()
+    # Views avoid copying the encoded images.
     paths = [path for (path,) in table.fields(FILES, row, ("path",))]
     stored = zip(places, table.value(DIGESTS, row), paths, table.views(FILES, row, "contents"), strict=True)
     return tuple(_picture(numbers, digest, path, contents) for numbers, digest, path, contents in stored)
@@ -82,6 +84,7 @@ def patches_of(table: StoredTable) -> np.ndarray | None:
     if PLACES not in table.names:
         return None
     numbers, lengths = table.lists(PLACES)
+    # int64, since the sum over a dataset exceeds int32.
     sums = np.concatenate([[0], numbers.reshape(-1, NUMBERS)[:, PATCHES].cumsum(dtype=np.int64)])
     bounds = np.concatenate([[0], lengths.cumsum()]) // NUMBERS
     found: np.ndarray = np.diff(sums[bounds])
@@ -92,6 +95,7 @@ def files_are_unchanged(table: StoredTable) -> bool:
     """Return whether all image files are unchanged since the table was made."""
     if FILES not in table.names:
         return True
+    # Check each file once, however many rows use it.
     found: dict[str, Stamp] = {}
     for row in range(len(table)):
         for path, size, changed in table.fields(FILES, row, ("path", "size", "changed")):
