@@ -33,9 +33,11 @@ class SamplingParams:
 
 def sampling_params(sampling: SamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:
     """Convert the settings for engines, with the chat template's end tokens."""
+    # Temperature 0 means greedy, which engines select with a separate switch.
     is_greedy = sampling.temperature == 0
     return SamplingParams(
         sampling.max_new_tokens,
+        # A temperature of 0 would divide logits by zero.
         temperature=1.0 if is_greedy else sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -73,6 +75,7 @@ class GenerationRequest:
     @property
     def prompt(self) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
         """Key for samples of the same prompt: equal tokens with other images are a different prompt."""
+        # Lists are not hashable.
         return tuple(self.prompt_ids), self.pictures
 
     def limit(self, sampling: SamplingParams) -> int:
@@ -202,6 +205,7 @@ class Generation:
     def longest(self) -> int:
         """Number of tokens in the response, or in a longer earlier branch."""
         earlier = () if self.episode is None else self.episode.earlier
+        # max fails on a single number, hence the 0.
         return max(len(self.token_ids), *(len(branch.token_ids) for branch in earlier), 0)
 
     @property
@@ -220,4 +224,5 @@ def scattered_seed(seed: int, count: int) -> int:
 
     Multiplies by an odd number (Knuth's golden ratio constant), which is a bijection modulo 2^31.
     """
+    # crc32, because `hash` of a string differs between processes.
     return (zlib.crc32(str(seed).encode()) + count) * 2_654_435_761 % (1 << 31)

@@ -16,6 +16,7 @@ SEED_MASK = 2**64 - 1
 
 def epoch_order(num_items: int, *, epoch: int, seed: int) -> np.ndarray:
     """Return a permutation of items for this epoch, int64 [num_items]."""
+    # A new generator per epoch, so that any step can be computed without earlier ones.
     return np.random.default_rng([seed & SEED_MASK, epoch]).permutation(num_items)
 
 
@@ -63,8 +64,10 @@ def step_batches(num_items: int, *, batch_size: int, epochs: int, seed: int) -> 
     return StepBatches(num_items, batch_size, epochs, seed)
 
 
+# A few entries: training and evaluation read neighboring steps of an epoch.
 @lru_cache(maxsize=4)
 def _order_of(num_items: int, epoch: int, seed: int) -> np.ndarray:
     order = epoch_order(num_items, epoch=epoch, seed=seed)
+    # Callers share the cached array, so it must not change.
     order.setflags(write=False)
     return order

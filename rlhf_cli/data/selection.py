@@ -32,6 +32,7 @@ REASONS = {
 
 def prompt_cells(conversation: Conversation) -> Cells:
     """Return a prompt's columns: the text of a single user message, else the messages, and tools if any."""
+    # Templates render a system message, so only a single user message is stored as text.
     messages = conversation.messages
     listed = [AS_OPENAI.entry(message) for message in messages]
     prompt = messages[0].content if [message.role for message in messages] == ["user"] else listed
@@ -43,6 +44,7 @@ def select_samples(samples: Iterable[Cells], settings: AnswersOutputConfig, coun
 
     A truncated response is never selected as good: a model would learn to stop there.
     """
+    # The samples of a prompt are adjacent.
     for _, group in groupby(samples, key=lambda sample: sample["group"]):
         rows = _of_prompt(list(group), settings, counts)
         counts["prompts"] += 1
@@ -55,6 +57,7 @@ def _of_prompt(samples: list[Cells], settings: AnswersOutputConfig, counts: Coun
     usable = [sample for sample in scored if _text(sample)]
     whole = [sample for sample in usable if sample["finish_reason"] == "stop"]
     good = [sample for sample in whole if settings.min_score is None or sample["reward"] >= settings.min_score]
+    # In this order, so that each sample is counted under its first reason.
     stages = (samples, scored, usable, whole, good)
     for reason, (before, after) in zip(("failed", "empty", "cut", "low"), pairwise(stages), strict=True):
         counts[reason] += len(before) - len(after)
@@ -63,6 +66,7 @@ def _of_prompt(samples: list[Cells], settings: AnswersOutputConfig, counts: Coun
         return []
     if settings.select == "all":
         different: dict[str, Cells] = {}
+        # The first of equal responses stays.
         for sample in good:
             different.setdefault(_text(sample), sample)
         counts["repeated"] += len(good) - len(different)
@@ -80,6 +84,7 @@ def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]
         counts[reason] += 1
         return []
     prompt, chosen, rejected = best["prompt"], best["response"], worst["response"]
+    # Text that looks like a transcript would be read as one.
     if not isinstance(prompt, str) or "messages" in best or any(map(is_transcript, (prompt, chosen, rejected))):
         prompt, chosen, rejected = _opened(best), _turns(best), _turns(worst)
     return [{"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin, **_tools(best)}]
@@ -134,7 +139,9 @@ def write_rows(path: Path, rows: Iterable[Cells]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as lines:
         for row in rows:
+            # Sampled text may contain half of a surrogate pair, which is not valid UTF-8.
             lines.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         lines.flush()
+        # Flush to disk before renaming, or a power failure could leave an empty file.
         os.fsync(lines.fileno())
     os.replace(temporary, path)

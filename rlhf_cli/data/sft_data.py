@@ -95,6 +95,7 @@ def load_sft_sequences(
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))
     encoder = Encoder(template, tokenizer, reader)
+    # Plain text uses no template, which a base model may not have.
     if any(form.name != "text" for form in formats.values()):
         encoder = with_tried_template(encoder, template, report)
 
@@ -125,6 +126,7 @@ def load_sft_sequences(
 
 def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) -> list[dict[str, object]]:
     tokens = encoded.tokens
+    # Before truncation, because the spans change which tokens remain trained.
     if config.pretrain_mode:
         tokens = [part.all_trained() for part in tokens]
     kept = fitting(encoded.row, tokens, config, report)

@@ -13,6 +13,7 @@ def joined_steps(steps: Sequence[str], separator: str) -> tuple[str, list[int]]:
     """Join the steps with separators. Returns the text, and each step's end."""
     text, ends = "", []
     for number, step in enumerate(steps, start=1):
+        # The last step ends with the text instead of a separator.
         text += step + (separator if number < len(steps) else "")
         ends.append(len(text))
     return text, ends
@@ -31,6 +32,7 @@ def step_ends(text: str, separator: str) -> list[int]:
         place += len(piece) + (len(separator) if number < len(pieces) else 0)
         if piece.strip():
             ends.append(place)
+        # Blank pieces belong to the step before them.
         elif ends:
             ends[-1] = place
     return ends
@@ -48,6 +50,7 @@ def token_step_ends(token_ids: Sequence[int], separator: str, decode: Decode, *,
     ends: list[int] = []
     for end in step_ends(text, separator)[:-1]:
         ends.append(_num_tokens(kept_ids, text[:end], decode, least=ends[-1] if ends else 0))
+    # Two steps may end in the same token, which then counts once.
     return list(dict.fromkeys([*ends, len(token_ids)])) if token_ids else []
 
 
@@ -65,4 +68,5 @@ def _num_tokens(token_ids: Sequence[int], beginning: str, decode: Decode, *, lea
     def has_it(num_tokens: int) -> bool:
         return decode(token_ids[:num_tokens]).startswith(beginning)
 
+    # The text grows with the tokens, so bisection needs few decodings.
     return bisect_left(range(len(token_ids)), True, lo=least, key=has_it)

@@ -71,8 +71,10 @@ def _different_pictures(rng: random.Random) -> Iterator[Squares]:
 def _squares(rng: random.Random) -> Squares:
     cells = list(itertools.product(range(0, SIDE, CELL), repeat=2))
     count, colour = rng.choice(COUNTS), rng.choice(list(COLOURS))
+    # White background, as for transparent images.
     pixels = np.full((SIDE, SIDE, 3), 255, dtype=np.uint8)
     for row, column in rng.sample(cells, int(count)):
+        # A random offset within the cell, so that squares never overlap.
         top, left = row + rng.randint(0, CELL - SQUARE), column + rng.randint(0, CELL - SQUARE)
         pixels[top : top + SQUARE, left : left + SQUARE] = COLOURS[colour]
     return Squares(pixels, {"colour": colour, "count": count})

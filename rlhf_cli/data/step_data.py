@@ -149,10 +149,12 @@ def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) ->
     response = pieces.texts[-1]
     if not response.spans:
         raise row.error("the solution is empty")
+    # Templates may add text around the response, so search it within the span.
     start, stop = response.spans[-1]
     place = response.text.find(content, start, stop)
     if place < 0:
         raise row.error(f"the chat template removes or changes the steps: {content[:60]!r}")
+    # The first step includes text that the template adds before it.
     bounds = [start, *(place + end for end in ends[:-1]), stop]
     spans = tuple(pairwise(bounds))
     untrained = [replace(before, spans=()) for before in pieces.texts[:-1]]
@@ -163,9 +165,11 @@ def _item(
     row: Row, solution: Solution, tokens: Tokens, config: StepDataConfig, report: DataReport
 ) -> dict[str, object] | None:
     """Return a solution's stored columns, without steps beyond `max_len`; None if no label remains."""
+    # `fitting` may cut within a step, so steps are cut by their ends below.
     kept = fitting(row, [replace(tokens, merged=False)], config, report)
     if kept is None:
         return None
+    # A step that is cut has no end to read a score at.
     ends = [stop for _, stop in tokens.spans if stop <= config.max_len]
     num_steps = len(tokens.spans)
     labels = _trained_labels(solution.labels[: len(ends)], last_only=config.train_on_last_step_only)
@@ -183,6 +187,7 @@ def _item(
     return {
         "token_ids": tokens.ids[: ends[-1]],
         "ends": ends,
+        # NaN marks steps without a label, since Arrow's nulls would need a second array.
         "labels": [math.nan if label is None else label for label in labels],
         "start": tokens.spans[0][0],
         "length": ends[-1],

@@ -22,6 +22,7 @@ class TableWriter:
 
     def __init__(self, schema: pa.Schema, file: IO[bytes] | None = None) -> None:
         self.schema = schema
+        # Unnamed, so that the system removes it when the process ends.
         self.file: Any = file or tempfile.TemporaryFile()  # noqa: SIM115 (closed in finish)
         self._writer = pa.ipc.new_stream(self.file, schema)
 
@@ -36,6 +37,7 @@ class TableWriter:
     def close(self) -> None:
         """End the stream of batches."""
         self._writer.close()
+        # Flush before mapping, or the map would miss the last batch.
         self.file.flush()
 
     def mapped(self) -> "StoredTable":
@@ -56,6 +58,7 @@ class StoredTable:
     """Random access to an Arrow table, zero-copy for lists of numbers."""
 
     def __init__(self, table: pa.Table) -> None:
+        # Empty batches would break the search for a row's batch.
         self._batches = [batch for batch in table.to_batches() if batch.num_rows]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
         self.names: list[str] = table.schema.names
@@ -90,6 +93,7 @@ class StoredTable:
         """Hash columns of numbers, booleans, or lists of numbers or digests. Depends only on values, not on batches."""
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
+            # Hash lengths and values separately, so that batch boundaries do not matter.
             lengths, values = hashlib.blake2b(), hashlib.blake2b()
             for batch in self._batches:
                 column = batch.column(name)
@@ -110,6 +114,7 @@ class StoredTable:
 
     def fields(self, name: str, row: int, names: tuple[str, ...]) -> list[tuple[Any, ...]]:
         """Return some fields of each object in a list cell."""
+        # `as_py` would convert all fields, including image contents.
         batch, position = self._find(row)
         cell = batch.column(name)[position].values
         return list(zip(*(cell.field(field).to_pylist() for field in names), strict=True))

@@ -72,11 +72,13 @@ class Present:
 
     def error(self, message: str) -> UsageError:
         """Return an error that lists the source's columns."""
+        # Only the first rows were inspected, so say so for larger files.
         where = f" in the first {COLUMN_ROWS} rows" if len(self.source) > COLUMN_ROWS else ""
         return UsageError(f"{self.source.name}: {message}; columns present{where}: {', '.join(self.names)}")
 
     def has(self, name: str) -> bool:
         """Return whether a column exists, or an entry in one (`reward_model.ground_truth`)."""
+        # Look for the full name first: a column's name may contain dots.
         if name in self.names or name.partition(".")[0] not in self.names:
             return name in self.names
         return any(name in self.source.row(index) for index in range(min(COLUMN_ROWS, len(self.source))))
@@ -100,6 +102,7 @@ class Present:
     def only(self, candidates: tuple[str, ...], meaning: str, setting: str) -> str | None:
         """Return the only existing candidate. Raises UsageError for several, because the choice is ambiguous."""
         found = [name for name in candidates if name in self.names]
+        # Alpaca rows have both, and the input is context.
         if found and found[0] == "instruction":
             found = ["instruction"]  # Alpaca's input belongs to it
         if len(found) > 1:
@@ -112,6 +115,7 @@ def dialogue_of(value: object) -> list[dict[str, object]] | None:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return value
     listed = records(value)
+    # A single message is stored as an object instead of a list.
     single = parsed(listed)
     listed = [single] if isinstance(single, dict) else listed
     if not isinstance(listed, list) or not listed:
@@ -124,6 +128,7 @@ def _is_message(entry: object) -> bool:
     if not isinstance(entry, dict):
         return False
     role_key, text_key = keys_of([entry])
+    # Require a known role, because answers may be JSON objects too.
     return str(entry.get(role_key)).lower() in ROLES and (text_key in entry or "tool_calls" in entry)
 
 
@@ -142,6 +147,7 @@ def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message
 
     If `joined`, other prompt columns are rejected; otherwise the settings select only this column.
     """
+    # A column selected by the user is read alone.
     contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
     def read(row: Row) -> tuple[Message, ...]:
@@ -221,6 +227,7 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
         raise row.error(f"message {number} has the unknown role {entry[role_key]!r}; known: {', '.join(ROLES)}")
     content, pictures = _content(row, number, role, entry.get(text_key))
     calls = tool_calls_of(row, number, role, entry.get("tool_calls"))
+    # Messages with calls have no content in OpenAI's format.
     if content is None and not calls:
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
@@ -258,6 +265,7 @@ def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> s
         raise row.error(f"message {number} from {role} has {key}, which is the assistant's")
     if not isinstance(reasoning, str):
         raise row.error(f"message {number} has {key} that is not text: {reasoning!r:.60}")
+    # Servers may send the same reasoning under two keys.
     if other := next((name for name in given if given[name] != reasoning), None):
         raise row.error(f"message {number} has two different thoughts, {key} and {other}")
     return reasoning if reasoning.strip() else ""
@@ -295,12 +303,14 @@ TRUTHS: dict[object, bool] = {True: True, False: False, "true": True, "false": F
 
 def truth(value: object) -> bool | None:
     """Return whether a label means desirable, None for other labels."""
+    # CSV files contain labels as text.
     known = value.strip().lower() if isinstance(value, str) else value
     return TRUTHS.get(known) if isinstance(known, str | int | float) else None
 
 
 def refuse_images(row: Row) -> None:
     """Raise UsageError if the row has images: its text may refer to images that the model never receives."""
+    # Check the names even if they are not selected: the text may refer to them.
     for column in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
         if row.get(column):
             raise row.error(f"column {column!r} is not empty, but only text is read for this model or command")

@@ -59,6 +59,7 @@ class Table:
 def kind_of_file(path: Path) -> str | None:
     """Return the suffix that selects the reader ('.json', '.csv', ...), without .gz; None for other files."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
+    # The suffix before .gz selects the reader.
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
@@ -79,6 +80,7 @@ def read_file(path: Path, *, head: int | None = None) -> Table:
         raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
     if table.num_rows == 0:
         raise UsageError(f"{path} is empty: it has no rows")
+    # Computed on request: hashing a large file takes seconds.
     return replace(table, checksum=lambda: _checksum(path))
 
 
@@ -94,6 +96,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         with path.open("rb") as file:
             yield file
         return
+    # Unpack to a file instead of memory, so that large files can be mapped.
     with tempfile.TemporaryFile(prefix="rlhf-") as unpacked:
         try:
             with gzip.open(path) as packed:
@@ -108,14 +111,18 @@ def _read_json(file: IO[bytes], path: str, head: int | None) -> Table:
     """Read a list of objects, or one object per line, depending on the first character."""
     if file.seek(0, 2) == 0:
         return _no_rows(path)
+    # An empty file cannot be mapped, so it is handled above.
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Skip a byte order mark, which Windows programs write.
     start = mapped[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     return _json_list(mapped, path, head) if start.startswith(b"[") else _json_lines(mapped, path, head)
 
 
 def _json_lines(mapped: mmap.mmap, path: str, head: int | None) -> Table:
     ends = _line_ends(mapped) if head is None else _first_line_ends(mapped, head)
+    # Arrays instead of Python lists: files may have hundreds of millions of lines.
     starts = np.concatenate([[0], ends[:-1] + 1])
+    # Decoding only short lines is much faster than checking all of them.
     long_enough = ends - starts > MAX_BLANK
     for number in np.flatnonzero(~long_enough):
         long_enough[number] = bool(mapped[starts[number] : ends[number]].strip())
@@ -124,6 +131,7 @@ def _json_lines(mapped: mmap.mmap, path: str, head: int | None) -> Table:
     def read(index: int) -> dict[str, object]:
         number = lines[index]
         try:
+            # utf-8-sig drops a byte order mark in the first line.
             row = DECODER.decode(mapped[starts[number] : ends[number]].decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UsageError(f"{path} line {number + 1} is not UTF-8 text: {error.reason}") from error
@@ -161,6 +169,7 @@ def _first_line_ends(mapped: mmap.mmap, count: int) -> np.ndarray:
 
 
 def _json_list(mapped: mmap.mmap, path: str, head: int | None) -> Table:
+    # One element more than wanted, since an end is the next element's start.
     bounds = np.fromiter(islice(element_bounds(mapped, path), None if head is None else head + 1), dtype=np.int64)
 
     def read(index: int) -> dict[str, object]:
@@ -188,6 +197,7 @@ def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
         return _no_rows(path)
     if not columns:
         raise UsageError(f"{path} line 1 is blank: the first line of a CSV file names its columns")
+    # Arrow reads the header again.
     file.seek(0)
     try:
         batches = pa.csv.open_csv(
@@ -197,7 +207,9 @@ def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
             ),  # with threads, errors do not contain the row
             parse_options=pa.csv.ParseOptions(newlines_in_values=True),
             convert_options=pa.csv.ConvertOptions(
-                column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False
+                # Read as text: type inference would change values such as 007.
+                column_types=dict.fromkeys(columns, pa.string()),
+                strings_can_be_null=False,
             ),
         )
         return _stored(batches, batches.schema, path, head)
@@ -222,7 +234,9 @@ def _read_parquet(file: IO[bytes], path: str, head: int | None) -> Table:
 
 def _stored(batches: Any, schema: pa.Schema, path: str, head: int | None) -> Table:
     writer = TableWriter(schema)
+    # The first batch is enough for the head.
     for batch in batches if head is None else (batch.slice(0, head) for batch in islice(batches, 1)):
+        # Small batches, because reading a row decodes its batch's columns.
         for start in range(0, batch.num_rows, BATCH_ROWS):
             writer.append(batch.slice(start, BATCH_ROWS))
     stored = writer.finish()

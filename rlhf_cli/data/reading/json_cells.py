@@ -33,11 +33,13 @@ def row_reader(schema: pa.Schema) -> Reader:
 
 
 def _reader(kind: pa.DataType) -> Reader:
+    # Arrow's JSON type stores text.
     if isinstance(kind, pa.JsonType):
         return parsed
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return _reader(kind.value_type)
     if pa.types.is_decimal(kind):
+        # Decimals with scale 0 are integers.
         number = int if kind.scale <= 0 else float
         return lambda value: None if value is None else number(value)
     if pa.types.is_temporal(kind):
@@ -46,6 +48,7 @@ def _reader(kind: pa.DataType) -> Reader:
         )
     if pa.types.is_struct(kind):
         return _struct_reader({field.name: _reader(field.type) for field in kind})
+    # Maps keep their nulls, unlike structs, because all keys were written.
     if pa.types.is_map(kind):
         item = _reader(kind.item_type)
         return lambda value: None if value is None else {key: item(entry) for key, entry in value}
@@ -59,6 +62,7 @@ def _struct_reader(readers: dict[str, Reader]) -> Reader:
     def read(value: dict[str, object] | None) -> dict[str, object] | None:
         if value is None:
             return None
+        # Arrow gives a struct the keys of all rows, so a null means that the key was absent.
         return {name: reader(value[name]) for name, reader in readers.items() if value[name] is not None}
 
     return read
@@ -83,6 +87,7 @@ def records(value: object) -> object:
     if isinstance(found, list):
         found = [parsed(entry) for entry in found]
     elif isinstance(found, dict) and found and all(isinstance(entry, list) for entry in found.values()):
+        # Unequal lengths are an object with lists, not a list of objects.
         length = max(map(len, found.values()))
         if any(len(entry) != length for entry in found.values()):
             return value

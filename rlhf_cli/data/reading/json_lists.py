@@ -42,6 +42,7 @@ def element_bounds(mapped: mmap.mmap, path: str, *, window: int = WINDOW) -> Ite
     Raises:
         UsageError: the file is not a list of objects; the message contains line and column, or the row.
     """
+    # The first bracket has been checked by the caller.
     cursor, number = _Cursor(mapped, path, mapped.find(b"[") + 1, window), 0
     while cursor.next_character() != "]" or number:
         number += 1
@@ -73,6 +74,7 @@ class _Cursor:
         self._end = min(self.byte + size, len(self._mapped))
         self._is_last = self._end == len(self._mapped)
         try:
+            # The window may end within a character, which is decoded with the next window.
             text, used = codecs.utf_8_decode(self._mapped[self.byte : self._end], "strict", self._is_last)
         except UnicodeDecodeError as error:
             place = self.byte + error.start
@@ -82,6 +84,7 @@ class _Cursor:
     def skip(self, count: int) -> None:
         """Advance by `count` characters within the window."""
         stop = self._position + count
+        # Track bytes, because characters have different lengths.
         self.byte += len(self._text[self._position : stop].encode())
         self._position = stop
 
@@ -101,6 +104,7 @@ class _Cursor:
             try:
                 value, stop = DECODER.raw_decode(self._text, self._position)
             except json.JSONDecodeError as error:
+                # An error near the end of the window may be caused by the cut, so enlarge the window.
                 if self._is_last or not self._is_of_the_cut(error):
                     raise self.fault(error.msg, error.pos - self._position) from error
             except (ValueError, RecursionError) as error:
@@ -109,6 +113,7 @@ class _Cursor:
                 if self._is_last or stop < len(self._text):  # a number at the end may continue in the next window
                     self.skip(stop - self._position)
                     return value
+            # Double the window, so that long elements take logarithmically many attempts.
             self._move(max(self._window, 2 * (self._end - self.byte)))
 
     def _is_of_the_cut(self, error: json.JSONDecodeError) -> bool:
@@ -127,11 +132,13 @@ def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
     start = mapped.rfind(b"\n", 0, byte) + 1
     line = 1 + sum(block.count(b"\n") for _, block in blocks(mapped, 0, start))
     within = sum(_num_characters(block) for _, block in blocks(mapped, start, byte))
+    # The mark counts as a character of the first line, but editors hide it.
     return line, 1 + within - (start == 0 and mapped[: len(BOM)] == BOM)
 
 
 def _num_characters(block: bytes) -> int:
     """Return the number of characters that start in these UTF-8 bytes."""
+    # Continuation bytes start with the bits 10.
     return int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) & 0xC0 != 0x80))
 
 

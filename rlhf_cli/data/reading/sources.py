@@ -49,6 +49,7 @@ class Row(dict[str, Any]):
         self.index = index
 
     def __missing__(self, key: str) -> object:
+        # Only dotted keys look inside: a missing plain column is simply missing.
         found: object = dict(self) if "." in key else _ABSENT
         for part in key.split("."):
             found = found.get(part, _ABSENT) if isinstance(found, dict) else _ABSENT
@@ -98,6 +99,7 @@ class Source:
         return int(self._ends[-1])
 
     def _find(self, index: int) -> tuple[Table, int]:
+        # side="right", because an index equal to an end belongs to the next table.
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.tables[number], index - (int(self._ends[number - 1]) if number else 0)
 
@@ -126,6 +128,7 @@ class Source:
 
 def _made_by(code: str, row: Row) -> Row:
     """Convert a row with user code. Raises RowFault if the code fails or returns no row."""
+    # A copy, so that user code cannot change the row.
     try:
         made = load_target(code)(dict(row))
     except Exception as error:
@@ -182,6 +185,7 @@ def load_rows(
         UsageError: a dataset is missing, empty or malformed; rows are parsed and checked on access.
     """
     names = _names(spec)
+    # Parse the probabilities before loading, which may take minutes.
     shares = _parsed_probs(probs, names)
     code = data_format if is_target(data_format) else None
     sources = tuple(replace(_load_source(name, split, hub or _read_hub), format_code=code) for name in names)
@@ -208,6 +212,7 @@ def first_rows(spec: str, *, split: str, data_format: str = "auto") -> list[Sour
     sources = []
     for name in _names(spec):
         with suppress(_TakesLong):
+            # One row more, so that messages can tell that there are others.
             source = _load_source(name, split, _not_now, head=COLUMN_ROWS + 1)
             sources.append(replace(source, format_code=code))
     return sources
@@ -221,6 +226,7 @@ def _not_now(name: str, split: str) -> Table:
 
 
 def _names(spec: str) -> list[str]:
+    # An existing file may have a comma in its name.
     names = [spec] if os.path.exists(spec) else [name.strip() for name in spec.split(",")]
     if not all(names):
         raise UsageError(f"data set {spec!r} has an empty name")
@@ -242,10 +248,12 @@ def _parsed_probs(probs: str | None, names: list[str]) -> list[float] | None:
 
 
 def _mixed(sources: tuple[Source, ...], shares: list[float], *, seed: int, max_samples: int | None) -> Rows:
+    # The tolerance avoids losing a row to rounding.
     total = min(int(len(source) / share + 1e-9) for source, share in zip(sources, shares, strict=True))
     counts = exact_shares(min(total, max_samples or total), shares)
     random = np.random.default_rng(seed & SEED_MASK)
     source_N = np.repeat(np.arange(len(sources)), counts)
+    # Permute before cutting, so that a mixture samples rows instead of taking the first ones.
     chosen = [random.permutation(len(source))[:count] for source, count in zip(sources, counts, strict=True)]
     order = random.permutation(source_N.size)
     return Rows(sources, source_N[order], np.concatenate(chosen)[order])
@@ -255,6 +263,7 @@ def exact_shares(total: int, shares: list[float]) -> list[int]:
     """Return integers that add up to `total`, each within one of `share * total` (largest remainder method)."""
     exact = [share * total for share in shares]
     counts = [int(value + 1e-9) for value in exact]
+    # Ties by index, so that the result is deterministic.
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
     for index in by_remainder[: total - sum(counts)]:
         counts[index] += 1
@@ -272,6 +281,7 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
             raise UsageError(f"no file {str(path)!r}")
         return Source(name, _read_files([path], head))
     hub_name = name.rpartition("@")[0] if split else name
+    # A relative path such as data/rows is not a Hub name if its folder exists.
     if HUB_NAME.fullmatch(hub_name) and not Path(hub_name).parent.is_dir():
         return Source(name, (hub(hub_name, split or default_split),))
     raise UsageError(f"no file or folder {str(path)!r} (a data set on the Hub is written owner/name)")
@@ -280,6 +290,7 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
 def _parted(name: str) -> tuple[Path, str | None]:
     """Split `name@split` into path and split. An existing path that contains @ is not split."""
     path, _, split = name.rpartition("@")
+    # Paths may contain @, also in folder names.
     if not path or os.sep in split or os.path.exists(os.path.expanduser(name)):
         return Path(name).expanduser(), None
     return Path(path).expanduser(), split
@@ -290,6 +301,7 @@ def _read_files(paths: Sequence[Path], head: int | None) -> tuple[Table, ...]:
     if head is None:
         return tuple(read_file(path) for path in paths)
     tables: list[Table] = []
+    # Later files need not be opened once there are enough rows.
     for path in paths:
         left = head - sum(table.num_rows for table in tables)
         if left > 0 and path.suffix.lower() == ".gz":
@@ -301,10 +313,12 @@ def _read_files(paths: Sequence[Path], head: int | None) -> tuple[Table, ...]:
 
 def _read_folder(folder: Path, split: str | None, default_split: str, head: int | None) -> tuple[Table, ...]:
     """Read all data files in a folder in name order, or only the split's files if names contain splits."""
+    # Written by `save_to_disk`.
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         if head is not None:
             raise _TakesLong
         return (_read_saved(folder, split or default_split),)
+    # Skip hidden folders, such as caches of the Hub library.
     visible = (path for path in folder.rglob("*") if not any(p.startswith(".") for p in path.relative_to(folder).parts))
     files = sorted(path for path in visible if path.is_file() and kind_of_file(path) is not None)
     if not files:
@@ -312,6 +326,7 @@ def _read_folder(folder: Path, split: str | None, default_split: str, head: int 
     words = {path: _words(path.relative_to(folder)) for path in files}
     chosen = [path for path in files if (split or default_split) in words[path]]
     if not chosen and split is None:
+        # Files whose names contain no split are used for any split.
         chosen = [path for path in files if not words[path] & OTHER_SPLITS]
     if not chosen:
         names = ", ".join(str(path.relative_to(folder)) for path in files)
@@ -341,10 +356,12 @@ def _read_hub(name: str, split: str) -> Table:
     import datasets
 
     path, _, config = name.partition(":")
+    # Its progress bars would break the terminal output.
     datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # Only the first lines: errors of the Hub library list all files.
         reason = str(error).strip().splitlines()
         raise UsageError(
             f"{name!r} is no local file or folder, and split {split!r} of it could not be read from the Hub: "
@@ -357,11 +374,13 @@ def _table_of(loaded: Any, path: str) -> Table:
     if len(loaded) == 0:
         raise UsageError(f"{path} is empty: it has no rows")
 
+    # Without Arrow format, `datasets` decodes all cells of a row.
     loaded = _with_encoded_pictures(loaded).with_format("arrow")
     read_row = row_reader(loaded.data.schema)
 
     def read(index: int) -> dict[str, object]:
         (row,) = loaded[index].to_pylist()
+        # `datasets` reads JSON lists as numbered columns.
         return row_of_numbered(read_row(row))
 
     return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))

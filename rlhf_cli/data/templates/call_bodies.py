@@ -45,6 +45,7 @@ class JsonBody:
 
     @property
     def start(self) -> str:
+        # Either key may come first.
         keys = [self.path[0]] if self.path else [self.name_key, self.arguments_key]
         return r'\{\s*"(?:' + "|".join(map(re.escape, keys)) + r')"\s*:'
 
@@ -80,10 +81,12 @@ class NamedJsonBody:
 
     def read(self, text: str, place: int) -> tuple[ToolCall, int]:
         name, end = name_at(text, place)
+        # Models vary spaces around the marker.
         if found := re.compile(r"\s*" + loose(self.mark)).match(text, end):
             end = found.end()
         else:
             behind = text.find(self.mark_end, end) if self.mark_end else -1
+            # Search only up to the next turn or call, whose marker must not be skipped.
             if behind < 0 or any(mark in text[end:behind] for mark in self.barred):
                 raise CallFault(f"of {name} has no {self.mark.strip() or 'JSON object'} behind the name")
             end = behind + len(self.mark_end)
@@ -117,6 +120,7 @@ class TaggedBody:
         end, arguments = head.end(), dict[str, object]()
         opens, divides = re.compile(r"\s*" + loose(self.key_start)), re.compile(line_break(self.key_end))
         closes = re.compile(line_break(self.value_end))
+        # Repeat until no argument opens, since their number is unknown.
         while opened := opens.match(text, end):
             divided = divides.search(text, opened.end())
             closed = closes.search(text, divided.end()) if divided else None
@@ -124,6 +128,7 @@ class TaggedBody:
                 mark = self.value_end if divided else self.key_end
                 raise CallFault(f"of {name} has an argument without {mark.strip()} behind it")
             key = text[opened.end() : divided.start()].strip()
+            # A repeated key is ambiguous.
             if not key or key in arguments:
                 raise CallFault(f"of {name} has an argument {'twice' if key else 'without a name'}: {key!r}")
             arguments[key] = self._value(name, key, text[divided.end() : closed.start()])
@@ -134,12 +139,14 @@ class TaggedBody:
         kind = self.types.get(name, {}).get(key)
         if kind == "string":
             return written
+        # Before JSON: templates write Python's words, which are not valid JSON.
         if written.strip() in PYTHON_WORDS:
             return PYTHON_WORDS[written.strip()]
         try:
             value, end = json_at(written, skip_space(written, 0))
         except CallFault:
             return written
+        # Text such as 12 apples starts with a number.
         is_whole = skip_space(written, end) == len(written)
         return value if is_whole and (kind is not None or not isinstance(value, str)) else written
 
@@ -151,6 +158,7 @@ def called(name: str, arguments: object) -> ToolCall:
     if not isinstance(arguments, dict):
         raise CallFault(f"of {name} has arguments that are no JSON object")
     try:
+        # Reject what cannot be stored: a lone surrogate or deep nesting.
         json.dumps([name, arguments], ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
         raise CallFault("has half a character in its text, or is nested too deeply") from None
@@ -167,6 +175,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 def json_at(text: str, place: int) -> tuple[object, int]:
     """Parse the JSON value at `place`. Returns the value and its end. Raises CallFault if it is invalid."""
     try:
+        # NaN and Infinity are not JSON, and servers would reject them.
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
         raise CallFault(f"has broken JSON: {error.msg} at its character {error.pos - place + 1}") from None
@@ -213,6 +222,7 @@ def body_of(text: str, call: ToolCall, added: Sequence[str]) -> Place | None:
 
 
 def _json_body(text: str, call: ToolCall) -> Place | None:
+    # Try each brace before the name: outer objects may contain the call.
     named = text.find(call.name)
     for found in re.finditer(r"\{", text[: max(named, 0)]):
         try:
@@ -255,12 +265,14 @@ def _named_json_body(text: str, call: ToolCall, added: Sequence[str]) -> Place |
     if value != call.arguments:
         return None
     mark = text[start + len(call.name) : brace]
+    # The longest token, because one may be the end of another.
     mark_end = max((token for token in added if mark.rstrip().endswith(token)), key=len, default="")
     return NamedJsonBody(mark, mark_end), (start, end)
 
 
 def _tagged_body(text: str, call: ToolCall) -> Place | None:
     """Detect the tagged notation from the text between name, keys and values."""
+    # The names and values occur in this order in all templates.
     places, end = [], 0
     words = [call.name, *(str(word) for item in call.arguments.items() for word in item)]
     for word in words:
@@ -274,6 +286,7 @@ def _tagged_body(text: str, call: ToolCall) -> Place | None:
     )
     value_end = _whole_tags(between, text[end:])
     key_start = between.removeprefix(value_end)
+    # Both arguments must be written alike, or the notation is another one.
     if key_end != other_end or not (value_end and key_start.strip() and after_name.endswith(key_start)):
         return None
     name_end = after_name.removesuffix(key_start)
@@ -282,5 +295,6 @@ def _tagged_body(text: str, call: ToolCall) -> Place | None:
 
 def _whole_tags(first: str, second: str) -> str:
     """Return the complete tags in the common prefix."""
+    # Only complete tags: the common prefix may end within one.
     shared = first[: num_shared(first, second)]
     return shared[: shared.rfind(">") + 1]

@@ -43,6 +43,7 @@ class PairsBody:
         place = self._mark(text, place, brackets[0])
         pairs: dict[str, object] = {}
         while not text.startswith(brackets[1], place):
+            # A separator before each pair but the first.
             if pairs:
                 place = self._mark(text, place, ",")
             key, place = self._text(text, place) or self._word(text, place)
@@ -59,9 +60,11 @@ class PairsBody:
             value, place = self._pairs(text, place, "{}", ":")
         elif text.startswith("[", place):
             value, place = self._listed(text, place)
+        # Quoted text first, because it may contain any character.
         elif found := self._text(text, place):
             return found
         else:
+            # Unquoted words are numbers or constants.
             word, behind = self._word(text, place)
             if word in WORDS:
                 return WORDS[word], behind
@@ -80,6 +83,7 @@ class PairsBody:
 
     def _text(self, text: str, place: int) -> tuple[str, int] | None:
         """Parse the quoted text at `place`. Returns the text and the next position; None without quotes."""
+        # Without a fixed quote, texts are Python literals with escapes.
         if not self.quote:
             found = _PYTHON_TEXT.match(text, place)
             return None if found is None else (_python_text(found.group()), skip_space(text, found.end()))
@@ -116,6 +120,7 @@ def _number(word: str) -> object:
 
 def _python_text(written: str) -> str:
     try:
+        # literal_eval rejects line breaks in a text, which models write.
         return str(ast.literal_eval(written.replace("\n", "\\n")))
     except (ValueError, SyntaxError):
         raise CallFault(f"the text {written!r:.60} has a broken escape") from None
@@ -131,10 +136,12 @@ def pairs_body_of(text: str, call: ToolCall) -> Place | None:
     found = shape.match(text, start + len(call.name))
     if found is None:
         return None
+    # Python literals use either quote.
     quote = "" if found[3] in ("'", '"') else found[3]
     body = PairsBody({"(": "()", "{": "{}"}[found[1]], found[2], quote)
     try:
         read, end = body.read(text, start)
     except CallFault:
         return None
+    # Parse the known call back, which confirms the notation.
     return (body, (start, end)) if read.arguments == call.arguments else None

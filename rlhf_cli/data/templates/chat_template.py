@@ -67,13 +67,16 @@ class ChatTemplate:
         text, _ = self.text.render(TRIAL, ())
         encoding = self._tokenizer(text, add_special_tokens=False)
         ends, runs = [], []
+        # The last turn first, because its end stops generation.
         for answer in (TRIAL[3].content, TRIAL[1].content):
             found = text.find(answer)
             if found < 0:
                 raise TemplateFault("the chat template leaves out or alters the assistant's text")
+            # Templates may write white space before the end.
             place = skip_space(text, found + len(answer))
             token = encoding.char_to_token(place) if place < len(text) else None
             added = None if token is None else self._tokenizer.added_tokens_decoder.get(encoding["input_ids"][token])
+            # A part of a token at this place is not the end.
             if added is None or not text.startswith(added.content, place):
                 raise _no_end(text[found + len(answer) :])
             ends.append(added.content)
@@ -99,6 +102,7 @@ class ChatTemplate:
         """Return the consecutive special tokens at `place`."""
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         run: list[str] = []
+        # The longest token first, because one may be the start of another.
         while found := max((token for token in added if text.startswith(token, place)), key=len, default=""):
             run.append(found)
             place += len(found)
@@ -107,12 +111,14 @@ class ChatTemplate:
     @cached_property
     def _marks(self) -> TurnMarks:
         """Markers around turns. A turn with calls may have a different end, such as gpt-oss's `<|call|>`."""
+        # Templates without tools reject the trial.
         try:
             text = self.text.render(TRIAL_CALL[:2], (TRIAL_TOOL,))[0].rstrip()
         except TemplateFault:
             return TurnMarks(self.ends_of_turn, self.text.header)
         shows_call = missing_call(text, TRIAL_CALL[1].tool_calls) is None
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        # Only if the call is shown: otherwise the end belongs to other text.
         ends = [token for token in added if text.endswith(token)] if shows_call else []
         return TurnMarks(tuple(dict.fromkeys([*self.ends_of_turn, *ends])), self.text.header)
 
