@@ -41,6 +41,7 @@ def run_doctor(config: DoctorGroup) -> None:
     """Run all checks and print the results. Raises RunError (exit status 1) if a check fails."""
     if config.as_json and config.report:
         raise UsageError("--json and --report are different output formats: set only one")
+    # A generator: each finding is printed as soon as its check ends.
     findings = _findings(smoke_tests=config.smoke_tests)
     if config.as_json:
         results = list(findings)

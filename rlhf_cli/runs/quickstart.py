@@ -85,6 +85,7 @@ def _run(console: Console, title: str, words: list[str]) -> None:
 
     def forward(signum: int, frame: FrameType | None) -> None:
         # The terminal also sends Ctrl-C to the command, which would exit at once if it received a second one.
+        # SIGTERM reaches only this process, so pass it on.
         if signum != signal.SIGINT:
             command.send_signal(signum)
 

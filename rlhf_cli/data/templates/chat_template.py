@@ -134,6 +134,7 @@ class ChatTemplate:
         with self._blame_on_calls(conversation):
             text, _ = self.text.render(conversation.messages, conversation.tools, add_generation_prompt=True)
             self._refuse_left_out(conversation, text, ())
+            # Templates without calls may drop them without an error.
             call = missing_call(text, [call for message in conversation.messages for call in message.tool_calls])
             if call is not None:
                 raise TemplateFault(f"the chat template leaves out or alters the assistant's call of {call.name}")
@@ -154,6 +155,7 @@ class ChatTemplate:
             return replace(self.example(readable), num_inlined=num_reasoned(conversation))
         with self._blame_on_calls(conversation):
             text, marked = self.text.render(conversation.messages, conversation.tools)
+            # The template's own blocks are exact, so prefer them to comparing texts.
             if self.text.marks_turns:
                 found = self._marked_turns(conversation, text, marked)
             else:
@@ -184,6 +186,7 @@ class ChatTemplate:
         num_unthought = 0
         for number, readings in _readings(conversation):
             before = self._prompt_before(conversation, number)
+            # Search after the previous turn only, because turns may be equal.
             floor = spans[-1][1] if spans else 0
             for said in readings:
                 follows = text.startswith(before)
@@ -193,6 +196,7 @@ class ChatTemplate:
                     break
             else:
                 raise self._fault(conversation, number, text[floor:])
+            # A rollout starts from exactly this prompt only if the turn follows it directly.
             prompt = before if direct and direct[0] == len(before) and not spans else prompt
             num_unthought += said is not readings[0]
             spans.append(span)
@@ -247,6 +251,7 @@ class ChatTemplate:
         if missing is not None:
             return f"the chat template leaves out or alters the assistant's call of {missing.name}"
         said = Said.without_thought(message)
+        # A turn without its reasoning matches, so the template has removed it.
         if said is None or not said.first or not turn_from(rest, 0, said, self._marks):
             return None
         thought = message.reasoning or message.content
@@ -276,6 +281,7 @@ class ChatTemplate:
         for number, readings in _readings(conversation):
             prompt = self._prompt_before(conversation, number)
             floor = spans[-1][1] if spans else 0
+            # Blocks may also be written around earlier text, such as the header of a turn.
             ahead = (begin for begin, stop in marked if text[max(begin, floor) : stop].strip())
             first = next(ahead, len(text))
             start = max(first, floor, self._end_of_given(conversation, number, prompt, text))

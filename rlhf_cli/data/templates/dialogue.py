@@ -43,6 +43,7 @@ class ChatDialogue:
         self._template, self._tokenizer = template, tokenizer
         self._tools = tuple(tools)
         self._calls = call_format_of(template, tokenizer, tools) if tools else None
+        # Sort the set, because the order must not depend on hashing.
         self.end_ids = tuple(sorted({*end_ids, *self._ends_of_calls()}))
         self._bridge = TurnBridge(template, tokenizer, tools, end_ids=self.end_ids, vocab_size=vocab_size)
 
@@ -61,6 +62,7 @@ class ChatDialogue:
         """
         if self._calls is None:
             return ParsedTurn(text_of(self._tokenizer, token_ids, skip_special_tokens=True), (), ())
+        # The end token is not part of the text, whose last call it would hide.
         is_ended = bool(token_ids) and token_ids[-1] in self.end_ids
         own_ids = token_ids[:-1] if is_ended else token_ids
         opens_thought = None
@@ -72,6 +74,7 @@ class ChatDialogue:
 
     def written(self, text: str) -> list[int]:
         """Tokenize a turn that was not sampled, up to its first end token, which is added if missing."""
+        # Text without an end would continue into the observation.
         ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         end = next((place for place, token in enumerate(ids) if token in self.end_ids), None)
         return [*ids, self._end_of(ids)] if end is None else ids[: end + 1]
@@ -87,6 +90,7 @@ class ChatDialogue:
                 known = self._tokenizer(self._template.ends_of_turn[0], add_special_tokens=False)["input_ids"]
         except TemplateFault:
             known = []
+        # The first of these that the engine also stops at.
         return next(end for end in (*known, self._tokenizer.eos_token_id, *self.end_ids) if end in self.end_ids)
 
     def example_calls(self) -> list[str]:

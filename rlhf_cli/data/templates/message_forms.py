@@ -28,6 +28,7 @@ class MessageForm:
         entry |= {key: value for key, value in named.items() if value is not None}
         if message.reasoning:
             entry[self.reasoning_key] = message.reasoning
+        # Some templates test the content of a message with calls for none, others for an empty text.
         if message.tool_calls:
             entry["content"] = message.content or self.no_content
             entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
@@ -45,6 +46,7 @@ def _parts(message: Message) -> list[dict[str, str]]:
     """Return a message's text and images as parts, in order."""
     if not message.pictures:
         return [{"type": "text", "text": message.content}]
+    # Omit empty pieces: some templates write a line per part.
     first, *others = ([{"type": "text", "text": piece}] if piece else [] for piece in message.pieces)
     return first + [part for other in others for part in ({"type": "image"}, *other)]
 

@@ -104,12 +104,14 @@ def load_format_prompt(name: str) -> FormatPrompt:
 
 def _parsed(setting: str, text: str, variables: Mapping[str, str | None]) -> jinja2.Template:
     """Parse a template. Raises UsageError if it is invalid or omits a variable with a value."""
+    # Sandboxed, because template files may come from others. StrictUndefined reports misspelled variables.
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         template = environment.from_string(text)
         shown = template.render(variables)
     except jinja2.TemplateError as error:
         raise UsageError(f"{setting}: {error}") from error
+    # Render with unique marks to see whether the template uses its variables.
     for variable, value in variables.items():
         if value is not None and value not in shown:
             raise UsageError(f"{setting} says nothing of {{{{ {variable} }}}}: it would be lost")

@@ -51,6 +51,7 @@ class Renderer:
             return self.template
         if taken := sorted(RESERVED & row_kwargs.keys()):
             raise TemplateFault(f"chat_template_kwargs: {taken[0]!r} is set by this program")
+        # Templates are slow to analyze, and rows usually have few different variables.
         key = json.dumps(row_kwargs, sort_keys=True, default=str)
         if key not in self._of_rows:
             self._of_rows[key] = ChatTemplate(self._tokenizer, {**self._kwargs, **row_kwargs})
@@ -80,6 +81,7 @@ class Renderer:
         whole = response.with_reasoning_in_text()
         answer = replace(_whole(whole.content), num_inlined=int(bool(response.reasoning)), left_out=whole.left_out)
         if not response.is_trained:  # without a span, EOS is not trained either
+            # Mark the answer as excluded, so that it is counted as such.
             answer = replace(answer, spans=(), left_out=((0, len(answer.text)),))
         return Pieces((Rendered(self._around(tuple(before)), (), None), answer), plain=True)
 
@@ -117,6 +119,7 @@ def _with_marks(rendered: Rendered, messages: tuple[Message, ...]) -> Rendered:
             left_out.append((start, stop))
         elif answer.left_out:
             place = _place_of(answer.content, rendered.text, start, stop)
+            # Clip to the turn, because the content may extend beyond the trained span.
             left_out += [(max(place + begin, start), min(place + end, stop)) for begin, end in answer.left_out]
     return replace(rendered, left_out=tuple(left_out)) if left_out else rendered
 

@@ -79,6 +79,7 @@ class TemplateText:
         variables = {
             **self._own_variables,
             "messages": [form.entry(message) for message in messages],
+            # None instead of an empty list: templates test whether tools are defined.
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -87,6 +88,7 @@ class TemplateText:
             if self.marks_turns and not add_generation_prompt:
                 return self._marked_text(variables)
             return self._text(variables), []
+        # Templates raise TypeError for values of unexpected types, such as None as content.
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateFault(f"the chat template does not take this conversation: {error}") from error
 
@@ -95,6 +97,7 @@ class TemplateText:
         """Key from which the template reads separate reasoning; None if it reads none."""
         for key in REASONING_KEYS:
             text = self._tried(TRIAL_THOUGHT, replace(self._plain_form, reasoning_key=key))
+            # The key is read if the reasoning appears in the text.
             if text is not None and TRIAL_THOUGHT[1].reasoning in text:
                 return key
         return None
@@ -146,6 +149,7 @@ class TemplateText:
         """
         forms = [replace(form, as_parts=self._plain_form.as_parts) for form in MESSAGE_FORMS]
         tried = {form: text for form in forms if (text := self._tried(TRIAL_CALL, form, (TRIAL_TOOL,))) is not None}
+        # Several forms may be accepted, so take the one with the fewest flaws.
         return min(tried, key=lambda form: _flaws_of_call(tried[form]), default=forms[0])
 
     def _tried(self, messages: tuple[Message, ...], form: MessageForm, tools: tuple[Tool, ...] = ()) -> str | None:

@@ -85,6 +85,7 @@ class CallFormat:
             except CallFault as fault:
                 if self._is_call(text, opened):
                     faults.append(f"The call {fault}, so it was not made.")
+                # Continue after a broken call, since later calls may be valid.
                 place = len(text) if self._is_at_start else opened.end()
                 continue
             calls += found
@@ -105,6 +106,7 @@ class CallFormat:
         while True:
             opened = self._opens.match(text, place) if self._is_at_start else self._opens.search(text, place)
             thought = _THOUGHT_OPENS.search(text, place)
+            # Reasoning that starts before the next call may contain examples of calls.
             if thought is None or (opened is not None and opened.start() < thought.start()):
                 return opened
             place = _end_of_thought(text, thought.end())
@@ -171,6 +173,7 @@ def written_call(
     template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, found: CallFormat, call: ToolCall
 ) -> str | None:
     """Render a turn with this call, without its end token; None if the template does not support it."""
+    # All IDs have the same form, so the probe's ID works for any call.
     turn = _Probe(template, tokenizer).turn(replace(call, id=_FIRST.id))
     return None if turn is None else _as_sampled(turn, found).strip()
 
@@ -197,6 +200,7 @@ class _Probe:
     def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
         self._template = template
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        # Longest first, so that a token is not split at one that it contains.
         self._controls = tuple(sorted(filter(str.strip, added), key=len, reverse=True))
         try:
             self._ends = template.ends_of_turn
@@ -211,6 +215,7 @@ class _Probe:
             prompt, _ = text.render(asked, (TRIAL_TOOL,), add_generation_prompt=True)
         except TemplateFault:
             return None
+        # The prompt may end within a control token of the turn.
         turn = whole[len(self._whole_tokens(whole, num_shared(prompt, whole))) :]
         return turn if all(call.name in turn for call in calls) else None
 
@@ -228,10 +233,12 @@ class _Probe:
         closing, end = self._without_end(alone[stop:], between)
         if second_tail is not None:
             second, end = self._without_end(second_tail, between)
+            # Only the common part closes every call.
             closing = closing[: num_shared(closing, second)]
         opening = self._opening(alone[:start])
         if isinstance(body, NamedJsonBody):
             body = replace(body, barred=(opening, *self._ends))
+        # Calls with complete markers each need no separator.
         if between is not None and re.fullmatch(loose(closing + " " + opening), between.strip()):
             between = None
         opens_thought = begins_thought(self._template.text.header)
@@ -277,6 +284,7 @@ class _Probe:
 
     def is_read_by(self, found: CallFormat) -> bool:
         """Return whether the format parses the template's turns."""
+        # Include a call without arguments, and a turn with text before the call.
         turns = [((_FIRST,), ""), ((_BARE,), ""), ((_FIRST, _SECOND), ""), ((_FIRST,), _WORDS)]
         shown = [(calls, self.turn(*calls, content=content)) for calls, content in turns]
         for calls, turn in shown:

@@ -30,6 +30,7 @@ class ToolDialogues:
         self._template, self._tokenizer = template, tokenizer
         self._end_ids, self._vocab_size = end_ids, vocab_size
         self._kept: OrderedDict[str, ChatDialogue] = OrderedDict()
+        # Fail at startup instead of in the first request.
         self.of(())
 
     def of(self, tools: Sequence[Tool]) -> ChatDialogue:
@@ -38,12 +39,14 @@ class ToolDialogues:
         Raises:
             UsageError: the template does not support tools, calls or results.
         """
+        # Sorted keys: equal tools may be listed in another order of keys.
         key = json.dumps(tools, sort_keys=True)
         if key not in self._kept:
             self._kept[key] = ChatDialogue(
                 self._template, self._tokenizer, tools, end_ids=self._end_ids, vocab_size=self._vocab_size
             )
         self._kept.move_to_end(key)
+        # Drop the least recently used, because descriptions may contain a date that changes.
         if len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
         return self._kept[key]

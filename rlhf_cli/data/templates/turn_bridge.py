@@ -115,11 +115,13 @@ class TurnBridge:
         self._template, self._tokenizer = template, tokenizer
         self._vocab_size = vocab_size
         self._plain = PlainText(tokenizer, tokenizer.get_chat_template(), vocab_size=vocab_size)
+        # Tool descriptions are untrusted too, since they come from servers.
         self._tools: tuple[Tool, ...] = tuple(map(self._guarded_values, tools))
         self._ends = self._found_ends(end_ids)
         self._habits: dict[Role, _Habits] = {}
         self._num_controls: dict[tuple[object, ...], int] = {}
         self._stand_in = self._found_stand_in()
+        # Try once at startup, so that a run does not fail in its first episode.
         self._try()
 
     def _found_ends(self, end_ids: Sequence[int]) -> dict[str, int]:
@@ -164,6 +166,7 @@ class TurnBridge:
         """Return the text after the stand-in for the last turn. Raises TemplateFault if it is missing."""
         messages = (*stand_in.history(history), stand_in.turn(observations), *observations)
         text, _ = self._template.text.render(messages, self._tools, add_generation_prompt=True)
+        # The last one: earlier turns contain a stand-in without the split marker.
         place = text.rfind(_STAND_IN)
         if place < 0:
             raise TemplateFault("the chat template leaves out or alters the assistant's turn before an observation")
@@ -231,6 +234,7 @@ class TurnBridge:
             TemplateFault: the template rejects these messages, or a token has no embedding.
         """
         history = conversation.messages[:-1]
+        # Guarding is enough for most text; splitting everywhere changes its tokens, so do it only if needed.
         ids = self._ids(history, observations, self._plain.guarded, last_id)
         if self._plain.num_controls(ids) != self._expected_controls(history, observations, last_id):
             ids = self._ids(history, observations, self._plain.cut_everywhere, last_id)
@@ -254,6 +258,7 @@ class TurnBridge:
         guarded = [replace(self._with_guarded_names(one), content=guard(one.content)) for one in observations]
         behind = self._behind(self._stand_in, history if habits.needs_history else TRIAL[:1], guarded)
         is_ended = last_id in self._ends.values()
+        # A stand-in as a call contains text of its own, which ends at the template's end of turn.
         if habits.ends_turn and (is_ended or self._stand_in.turn(observations).tool_calls):
             behind = behind[self._end_in(behind) :]
         ids = self._plain.ids(behind)
@@ -277,6 +282,7 @@ class TurnBridge:
             TemplateFault: the template rejects the conversation.
         """
         *before, last = conversation.messages
+        # Guard with the preceding text, because a control token may span both.
         begun = replace(last, content=self._plain.guarded(observation, behind=last.content))
         text = self._template.prompt(Conversation((*before, begun), self._tools))
         return self._checked(self._plain.ids(text))
@@ -297,6 +303,7 @@ class TurnBridge:
     def _guarded_message(self, message: Message) -> Message:
         if message.role != "assistant":
             return replace(message, content=self._plain.guarded(message.content))
+        # Reasoning markers of an assistant are legitimate, and templates look for them.
         pieces = _THOUGHT_MARK.split(message.content)
         content = "".join(piece if place % 2 else self._plain.guarded(piece) for place, piece in enumerate(pieces))
         calls = (

@@ -34,6 +34,7 @@ class TurnSearch:
 
     def turn(self) -> Span | None:
         """Return the turn's span from the first successful strategy. Turns with only calls contain no text to find."""
+        # From the most exact strategy to the most tolerant.
         by_words = (self._behind_prompt, self._behind_context, self._behind_previous)
         for strategy in (self._as_in_last, *(by_words if self.said.first else (self._calls,))):
             if span := strategy():
@@ -45,6 +46,7 @@ class TurnSearch:
         is_behind = self.as_last.startswith(self.prompt)
         span = turn_at(self.as_last, len(self.prompt), self.said, self.marks) if is_behind else None
         place = self.text.find(self.as_last[slice(*span)], self.floor) if span else -1
+        # Another turn in between means that this text belongs to a later one.
         if span is None or place < 0 or self.marks.any_in(self.text[self.floor : place]):
             return None
         return place, place + span[1] - span[0]
@@ -61,6 +63,7 @@ class TurnSearch:
 
     def _behind_previous(self) -> Span | None:
         """Find the text after the end of the context, for templates that change earlier turns."""
+        # Images are written as placeholders, so search for the text after the last one.
         last_text = self.previous.pieces[-1] if self.previous is not None else ""
         place = self.context.rfind(last_text) if last_text else -1
         if place < 0:
@@ -93,6 +96,7 @@ def end_of_shared_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, contex
     if not (text.startswith(context) and prompt.startswith(context)):
         return 0
     first, second = prompt[len(context) :], text[len(context) :]
+    # Tokenize twice the length at most: the common prefix cannot be longer.
     ids = [tokenizer(part, add_special_tokens=False) for part in (first, second[: 2 * len(first)])]
     shared = num_shared(ids[0]["input_ids"], ids[1]["input_ids"])
     return len(context) + ids[0].token_to_chars(shared - 1).end if shared else 0

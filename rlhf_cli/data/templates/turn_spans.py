@@ -36,6 +36,7 @@ class TurnMarks:
     def skip_break(self, text: str, place: int) -> int:
         """Return the position after an end and header that split one turn, such as after gpt-oss reasoning."""
         end = self.end_at(text, place)
+        # Only an end followed by a header continues the same turn.
         divided = end is not None and self.header and text.startswith(self.header, place + len(end))
         return place + len(end) + len(self.header) if end is not None and divided else place
 
@@ -61,6 +62,7 @@ class Said:
         """Return the content without reasoning, for templates that remove it; None without reasoning, or if nothing
         remains.
         """
+        # The last closing tag: reasoning may mention the tag.
         _, tag, answer = message.content.rpartition(THOUGHT_END)
         has_thought = bool(tag or message.reasoning)
         return cls._of(answer, message) if has_thought and (answer.strip() or message.tool_calls) else None
@@ -89,6 +91,7 @@ def turn_at(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
     if said.thought:
         return _turn_with_thought(text, start, said, marks)
     place = start
+    # Qwen 3 writes an empty thought before calls, which the model also generates.
     if said.calls and (thought := EMPTY_THOUGHT.match(text, start)) and THOUGHT_END not in said.parts:
         place = thought.end()
     for part in said.parts:
@@ -98,6 +101,7 @@ def turn_at(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
         place += len(part)
     if said.calls:
         place = marks.skip_break(text, place)
+        # Calls have no fixed text, so the turn ends at its first end token.
         stop = min((found for end in marks.ends if (found := text.find(end, place)) >= 0), default=-1)
         if stop < 0 or missing_call(text[place:stop], said.calls) is not None:
             return None
@@ -144,6 +148,7 @@ def missing_call(text: str, calls: Sequence[ToolCall]) -> ToolCall | None:
 
 def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
     """Return the end of user and tool text since the last assistant turn, at least `floor`."""
+    # Only messages since the last turn limit the search.
     since = itertools.takewhile(lambda message: message.role != "assistant", reversed(messages))
     for message in reversed(list(since)):
         for piece in message.pieces if message.role != "system" else ():
@@ -165,6 +170,7 @@ def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> M
                 place = stop
                 begin, stop = next(following)
             continue
+        # Templates move the system message, so search it anywhere.
         bounds = (0, None) if message.role == "system" else (place, begin)
         end = _end_of_pieces(text, message, *bounds)
         if end < 0:
@@ -212,6 +218,7 @@ def _end_of(text: str, value: object, place: int, stop: int | None = None) -> in
     """Return the end of the first occurrence of a value from `place`, as text or JSON; -1 if it is not before
     `stop`.
     """
+    # Templates write values as text, as JSON, or as JSON with escapes.
     for write in (_plain, _json, json.dumps):
         written = write(value)
         written = written[1:-1] if isinstance(value, str) and write is not _plain else written

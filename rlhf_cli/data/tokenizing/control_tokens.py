@@ -26,6 +26,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        # Longest first, because one token may be the start of another.
         longest_first = sorted(filter(None, added), key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 

@@ -31,6 +31,7 @@ class PlainText:
             if token.content.strip() and (token.special or token.content in marks or number >= vocab_size)
         }
         self._numbers = frozenset(found.values())
+        # Tokens of one character cannot be split.
         longest_first = sorted((text for text in found if len(text) > 1), key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -39,6 +40,7 @@ class PlainText:
         surrogates.
         """
         joined = behind + _whole_characters(text).replace(CUT, "")
+        # Control tokens that lie only in the preceding text are legitimate.
         return self._pattern.sub(lambda found: found[0] if found.end() <= len(behind) else _cut(found[0]), joined)
 
     def cut_everywhere(self, text: str) -> str:
@@ -64,5 +66,6 @@ def _whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
+        # UTF-16 represents unpaired surrogates, which decoding then replaces.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text

@@ -28,6 +28,7 @@ class SavedTokenizer:
     def __init__(self, tokenizer: Any, path: str) -> None:
         self._tokenizer, self._path = tokenizer, path
         self._saved = Tokenizer.from_file(path)
+        # tokenizer.json may configure truncation and padding, which training does not use.
         self._saved.no_truncation()
         self._saved.no_padding()
         added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
@@ -39,6 +40,7 @@ class SavedTokenizer:
         """Return the saved tokenizer if transformers rebuilds it by class; None for others, which use the file
         directly.
         """
+        # PreTrainedTokenizerFast uses the file as it is.
         if not tokenizer.is_fast or type(tokenizer) is PreTrainedTokenizerFast:
             return None
         path = _file_of(tokenizer.name_or_path)
@@ -62,6 +64,7 @@ class SavedTokenizer:
                 return
 
     def _report(self, piece: str, own: list[int], saved: list[int]) -> None:
+        # One report is enough, as the rest would differ in the same way.
         self._num_left = 0
         read = self._tokenizer.decode(own, clean_up_tokenization_spaces=False)
         kept = self._saved.decode(saved, skip_special_tokens=False)
@@ -72,6 +75,7 @@ class SavedTokenizer:
             f'set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, or, if {name} is right, save '
             "the tokenizer anew with its save_pretrained"
         )
+        # Only lost text is an error; other tokens for the same text may be intended.
         if read.strip() != piece.strip() and kept.strip() == piece.strip():
             raise UsageError(
                 f"the tokenizer reads {piece[start : start + 60]!r} as {read[start : start + 60]!r}: transformers "

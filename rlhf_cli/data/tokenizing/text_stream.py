@@ -38,6 +38,7 @@ class TextStream:
 
     def _text_of_held(self) -> str:
         before = self._decoded(self._before)
+        # Decode with the preceding tokens: tokenizers drop a space at the start of a text.
         return self._decoded(self._before + self._held)[len(before) :]
 
     def _decoded(self, token_ids: list[int]) -> str:

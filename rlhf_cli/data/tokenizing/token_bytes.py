@@ -25,6 +25,7 @@ class TokenBytes:
         for token, number in vocabulary.items():
             self._lengths[number] = len(token)  # one character per byte
         for number, special in added.items():
+            # Such tokens take neighboring white space with them, so their length varies.
             whole = not (special.lstrip or special.rstrip or special.normalized)
             self._lengths[number] = len(special.content.encode()) if whole else UNKNOWN
 
@@ -33,6 +34,7 @@ class TokenBytes:
         """Return token lengths if the tokenizer keeps all bytes except for Unicode normalization; else None."""
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
             return None
+        # Other normalizers change lengths even for normalized text.
         if tokenizer.normalizer is not None and not isinstance(tokenizer.normalizer, normalizers.NFC):
             return None
         return cls(tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder())
@@ -41,9 +43,11 @@ class TokenBytes:
         """Convert character spans to token spans; None if a span starts within a token, or lengths do not match the
         text.
         """
+        # NFC changes the text before tokenization, so positions would not match.
         if not unicodedata.is_normalized("NFC", text):
             return None
         ends = list(accumulate(map(self._lengths.__getitem__, ids), initial=0))
+        # A different total means that the tokenizer has changed the text.
         if ends[-1] != _num_bytes(text, len(text)):
             return None
         found = []

@@ -82,6 +82,7 @@ class Tokens:
 
         An image with truncated tokens is removed entirely.
         """
+        # A partial image has no features for some of its tokens.
         stop = next((picture.start for picture in self.pictures if picture.start < max_len < picture.stop), max_len)
         pictures = tuple(picture for picture in self.pictures if picture.stop <= stop)
         spans = [(start, min(end, stop)) for start, end in self.spans if start < stop]
@@ -102,6 +103,7 @@ class Tokens:
         """Train all tokens except the first and images, if any token was trained."""
         if not self.spans:
             return replace(self, merged=False)
+        # Bounds alternate between starts and ends of ranges without images.
         bounds = [1, *(bound for p in self.pictures for bound in (max(p.start, 1), p.stop)), len(self.ids)]
         spans = [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop]
         return replace(self, spans=spans, merged=False)
@@ -140,6 +142,7 @@ class Tokeniser:
 
         These calls also disable truncation and padding configured in tokenizer.json.
         """
+        # The letter must have a token, since BOS is recognized by what precedes it.
         letter = next(filter(self._ids, self._letters()), "")
         text, whole = self._ids(letter), self._tokenizer(letter, add_special_tokens=True)["input_ids"]
         places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
@@ -165,6 +168,7 @@ class Tokeniser:
         sft.
         """
         backend = self._tokenizer.backend_tokenizer
+        # `encode_batch_fast` omits offsets, which prompts do not need.
         encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
         return encode(texts, add_special_tokens=False) if texts else []
 
@@ -177,6 +181,7 @@ class Tokeniser:
         return [self._started(prompt) for prompt in ids] if plain else ids
 
     def _started(self, ids: list[int]) -> list[int]:
+        # Some templates write BOS themselves.
         return ids if ids[: len(self._start)] == self._start else self._start + ids
 
     def examples(self, batch: list[Pieces]) -> list[Tokens | TemplateFault]:
@@ -203,6 +208,7 @@ class Tokeniser:
             shift = len(self._started(ids)) - len(ids)
             left_out = [(start + shift, stop + shift) for start, stop in left_out]
             ids, spans = self._closed(ids, spans)
+        # The first token is never a target: nothing predicts it.
         spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
         num_unthought = sum(piece.num_unthought for piece in pieces.texts)
         num_inlined = sum(piece.num_inlined for piece in pieces.texts)
@@ -229,9 +235,11 @@ class Tokeniser:
 
     def _tokens(self, encoding: Encoding, piece: Rendered) -> Tokens:
         """Return an example's tokens. Raises TemplateFault if a span does not start at a token."""
+        # All of the text is trained, so no offsets are needed.
         if piece.spans == ((0, len(piece.text)),):
             return Tokens(encoding.ids, [(0, len(encoding.ids))])
         if self._bytes is not None:
+            # Try byte lengths first, which are much faster than offsets.
             spans = self._bytes.spans(encoding.ids, piece.text, piece.spans)
             if spans is not None:
                 return Tokens(encoding.ids, spans)
@@ -243,6 +251,7 @@ class Tokeniser:
         started = self._started(ids)
         shift = len(started) - len(ids)
         spans = [(start + shift, stop + shift) for start, stop in spans]
+        # A text that ends with EOS already needs no second one.
         if started[-1:] != [self._end]:
             started = [*started, self._end]
             spans = [*spans[:-1], (spans[-1][0], len(started))] if spans else []

@@ -87,6 +87,7 @@ def reply_to(session: Session, line: str) -> Reply:
         return Reply(session, action=_ask(session, line.removeprefix("/") if line.startswith("//") else line))
     name, _, words = line[1:].partition(" ")
     if name not in COMMANDS:
+        # A typing error should not be sent to the model as a message.
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean /{near[0]}? " if near else ""
         raise UsageError(f"unknown command /{name}: {hint}/help lists commands; // starts a message with a slash")

@@ -48,6 +48,7 @@ class Chat:
         """Return the next line; None at the end of input, or after two Ctrl-C in a row."""
         while True:
             try:
+                # Reading blocks, so only an exception can interrupt it.
                 with self._ctrl_c.raised():
                     line = self._screen.read()
             except KeyboardInterrupt:

@@ -65,6 +65,7 @@ class Asking:
             announce=lambda placement: self._announce(numbers[0], placement),
             max_lora_rank=turn.max_lora_rank,
         ) as models:
+            # `all` stops at the first model that was interrupted.
             return all(self._answer_with_adapter(models, number) for number in numbers)
 
     def _answer_with_adapter(self, models: Started, number: int) -> bool:

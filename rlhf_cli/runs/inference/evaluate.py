@@ -112,6 +112,7 @@ def run_evaluation(config: EvalConfig) -> None:
         else:
             how = "the same command with --load_checkpoint" if config.out.output else "nothing was saved: set --output"
             tracker.close(outcome="interrupted", facts={"Continue": how}, has_course=False)
+    # After the block, so that files and locks are released first.
     if not is_answered:
         sys.exit(INTERRUPTED)
 

@@ -74,6 +74,7 @@ def run_generation(config: GenerateConfig) -> None:
             tracker.close(facts={"Responses": str(root / SAMPLES)} | _select(config, root))
         else:
             tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
+    # After the block, so that files and locks are released first.
     if not is_generated:
         sys.exit(INTERRUPTED)
 

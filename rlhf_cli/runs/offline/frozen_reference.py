@@ -140,6 +140,7 @@ def labelled_reference(
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, forwards)
         items = precomputed.added_to(items, digest_of_responses)
     else:
+        # With an adapter no second model is loaded.
         asked = (
             base_results if _is_base(settings, model) else FrozenReference(_source(settings, model), deepspeed).results
         )

@@ -93,6 +93,7 @@ def make_evaluator(
             record = {"metric": task.config.best_metric_key, **asdict(best)}
             (folder / BEST_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
+    # Without the state, a resumed run could replace a better model.
     state = EvaluationState() if resume is None else EvaluationState.of(resume.state["evaluation"])
     return Evaluator(task, started.with_scorer(started.actor, scorer), tracker, save_best=save_best, state=state)
 

@@ -114,6 +114,7 @@ def _group(row: Mapping[str, Any], prompt: Prompt, *, is_greedy: bool = False) -
 
 
 def _generation(plain: Mapping[str, Any]) -> Generation:
+    # Checkpoints of earlier versions have no such key for single turns.
     episode = None if plain.get("episode") is None else Episode.of(plain["episode"])
     runs = tuple((version, count) for version, count in plain.get("version_runs", ()))
     return Generation(**{**plain, "episode": episode, "version_runs": runs})

@@ -26,6 +26,7 @@ class Restarts:
             # A stop request wins: the user does not expect a new start.
             if self.count == self.max_restarts or self.should_stop():
                 raise
+            # Count before the next attempt, so that a death during its start counts too.
             self.count += 1
             way = "going on from the last checkpoint" if self.has_checkpoint() else "no checkpoint yet, beginning anew"
             self.say(f"{death.message}; {way} (restart {self.count} of {self.max_restarts})")

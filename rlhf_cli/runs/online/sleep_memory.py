@@ -80,6 +80,7 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
         if not ranks:
             continue
         source = model.base if isinstance(model, ModelPlan) else model.source
+        # With an adapter the base model is frozen, and the adapter itself is negligible.
         is_trained = name not in FROZEN and isinstance(model, ModelPlan) and model.plan is None
         size, stage = num_parameters(source), config.deepspeed.of(name).zero_stage
         trained = size if is_trained else 0

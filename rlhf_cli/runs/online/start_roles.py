@@ -173,6 +173,7 @@ def role_plan(
         end_ids=end_ids,
     )
     if isinstance(config, GKDConfig) and role == "actor" and models.teacher is not None:
+        # The student and its teacher read the same packs.
         share, teacher = shares_prompts(config, models.teacher), hosted_teacher(config, models.teacher)
         settings = replace(settings, teacher=teacher, share_prompts=share)
     return RolePlan(config.roles[role], settings, config.batch, quadratic_cost(source.found.architecture))

@@ -81,6 +81,7 @@ class ActorTurns:
             NotWanted: the run has ended.
         """
         with self._lock:
+            # The run may have ended while this thread waited for the lock.
             self.check_wanted()
             yield self._version
 

@@ -173,6 +173,7 @@ class Lookahead:
             self._flights.append(self._thread.submit(self._sample, after))
 
     def _sample(self, after: Future[Sampling] | SourceState) -> Sampling:
+        # A failed batch raises its error again here, so that later batches fail instead of using a wrong state.
         source = after if isinstance(after, SourceState) else after.result()[1]
         with self._clock.sampling():
             return self._source.sample(source, PhaseTimer()) if self._has_more(source) else (None, source)
@@ -192,7 +193,9 @@ class Lookahead:
         # Cancel queued batches first, so that the thread does not start the next one.
         self._flights = deque(flight for flight in self._flights if not flight.cancel())
         self._turns.end()
+        # `cancel` fails for a running batch, which `end` above has asked to stop.
         if self._flights:
+            # Continue after the timeout: a stuck engine must not block saving.
             with suppress(TimeoutError):
                 self._flights[-1].exception(END_SECONDS)
         return all(flight.done() for flight in self._flights)

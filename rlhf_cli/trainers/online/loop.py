@@ -157,6 +157,7 @@ def run_iterations(
         after, metrics = None, dict[str, float]()
         if batch is not None:
             after, metrics = iterations.learn(batch, state, timer)
+        # With dynamic sampling the end is known only after the iteration.
         is_last = after is None or after.iteration == total_iterations or iterations.is_used_up(after)
         state = after or state
         with checkpoints.saved_on_failure(state):
@@ -246,6 +247,7 @@ def collect_batch(
     with lookahead.ended_on_failure(), timer("reward"):
         sampled, greedy = Responses(samples_of(rollout.groups)), Responses(samples_of(rollout.greedy))
         if roles.reward_model is not None and len(sampled):
+            # Score both in one call, so that the model is loaded only once.
             sampled, greedy = _with_model_scores(roles.reward_model, settings.reward, sampled, greedy)
         scores = [*sampled.scores, *greedy.scores, *scores_of(samples_of(rollout.filtered))]
         stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
@@ -335,6 +337,7 @@ class PolicyGradient:
         with timer("forward"):
             fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
         with timer("advantage"):
+            # All forward passes precede the update, because ratios and returns need the old weights.
             samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
         with timer("train"):
             plan = plan_over_samples(plan, responses, settings.policy)

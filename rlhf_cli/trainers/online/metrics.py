@@ -24,6 +24,7 @@ def rollout_metrics(generations: Sequence[Generation], scores: Sequence[Score]) 
 def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
     """Return rewards, verdicts and additional reward metrics. Failed rewards are excluded from means."""
     values = [score.value for score in scores if score.value is not None]
+    # Rewards without a verdict have no accuracy.
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
         "reward": float(np.mean(values)) if values else 0.0,

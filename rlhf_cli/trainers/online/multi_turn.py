@@ -29,6 +29,7 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
     def __init__(self, engines: TurnEngines, *, in_step: bool) -> None:
         self._engines = engines
         self._in_step = in_step
+        # Request numbers restart at 0 in each batch, unlike episode names.
         self._episodes: dict[int, GrowingT] = {}  # unfinished, by request number
         self._finished: list[tuple[int, Generation]] = []
         self._max_tokens: int | None = None

@@ -171,6 +171,7 @@ class Responses:
 
     def by_response(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Convert token columns per sequence to columns per sample."""
+        # Episodes with branches have several sequences.
         bounds = itertools.pairwise(self.sequence_bounds.tolist())
         return [columns[first] if end - first == 1 else np.concatenate(columns[first:end]) for first, end in bounds]
 
@@ -192,6 +193,7 @@ class Responses:
     @cached_property
     def parts(self) -> dict[str, torch.Tensor]:
         """Unweighted rewards, float64 [B], by name. All scores must be valid."""
+        # All scores of a run have the same parts.
         names = self.scores[0].parts if self.scores else ()
         return {name: torch.tensor([score.parts[name] for score in self.scores], dtype=torch.float64) for name in names}
 

@@ -21,6 +21,7 @@ class SamplingClock:
     def sampling(self) -> Iterator[None]:
         """Count the block as sampling time."""
         with self._lock:
+            # The training thread may read these values at any time.
             self._sampling_since = begin = self._clock()
             if self._looked is None:
                 self._looked = begin

@@ -39,6 +39,7 @@ class StepFinder:
         if not ends or not self.last_separator:
             return token_ids, ends
         kept_ids = without_closing(token_ids, self.closing)
+        # The separator may be incomplete if the response was truncated within it.
         is_ended = self.decode(kept_ids).endswith(self.separator) and len(kept_ids) not in ends[:-1]
         read_ids = kept_ids if is_ended else [*kept_ids, *self.last_separator]
         return read_ids, [*ends[:-1], len(read_ids)]
@@ -85,6 +86,7 @@ class StepScorer:
             logits = self.model.step_scores(sequences)
         if not all(np.isfinite(logits_K).all() for logits_K in logits):
             raise RunError("the process reward model returned a non-finite step score: its weights are damaged")
+        # float64, because exp overflows in float32 for confident scores.
         return [1 / (1 + np.exp(-logits_K.astype(np.float64))) for logits_K in logits]
 
 
