@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli import cli
 from rlhf_cli.command_table import COMMANDS, OFFLINE, ONLINE
-from rlhf_cli.flags import Flag, config_class, describe, flags_of
+from rlhf_cli.flags import Flag, describe, flags_of
 
 METRICS_FILE = Path(__file__).with_name("metrics.yaml")
 MARKER = re.compile(r"^<!-- (flags|metrics): (\S+) -->$", re.MULTILINE)
@@ -41,7 +40,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def flags_table(command: str) -> str:
     """Return the tables of a command's flags, one for each panel of its help page."""
     panels: dict[str, list[Flag]] = {}
-    for flag in flags_of(config_class(cli.command_function(COMMANDS[command]))).values():
+    for flag in flags_of(COMMANDS[command].config_class).values():
         panels.setdefault(flag.panel, []).append(flag)
     tables = []
     for panel, flags in panels.items():
@@ -58,7 +57,7 @@ def metrics_table(command: str) -> str:
 def metrics_of(command: str) -> list[dict[str, str]]:
     """Return the documented metrics of a command, in the order of the file."""
     names = {command, PANELS.get(COMMANDS[command].panel, command)}
-    names |= {POLICY} if "policy_loss" in flags_of(config_class(cli.command_function(COMMANDS[command]))) else set()
+    names |= {POLICY} if "policy_loss" in flags_of(COMMANDS[command].config_class) else set()
     documented = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
     return [metric for metric in documented if names & set(metric["commands"].split())]
 

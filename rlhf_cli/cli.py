@@ -5,7 +5,6 @@ are in commands/; options.py derives flags from settings.
 """
 
 import functools
-import importlib
 import os
 import sys
 import tempfile
@@ -57,14 +56,9 @@ class CommandGroup(HelpPageGroup):
         return name, load_command(name, self.table[name], rest) if name else None, rest
 
 
-def command_function(entry: Command) -> Callable[..., None]:
-    """Import and return a command's function. It takes the config, and the docstring is the help text."""
-    return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
-
-
 def load_command(name: str, entry: Command, arguments: Sequence[str]) -> Any:
-    """Import a command's module and return the Typer command, called with `arguments`."""
-    return command_of(name, command_function(entry), arguments)
+    """Import a command's config class and return the Typer command, called with `arguments`."""
+    return command_of(name, entry.config_class, entry.run, arguments)
 
 
 def outside_command(text: str, arguments: Sequence[str]) -> Any:
@@ -80,19 +74,24 @@ def outside_command(text: str, arguments: Sequence[str]) -> Any:
         raise UsageError(f"{text} is neither a command nor {FORMS}")
     function = load_target(absolute(text))
     try:
-        config_class(function)
+        settings = config_class(function)
     except (TypeError, KeyError, AssertionError, NameError) as error:
         name = text.rpartition(":")[2]
         raise UsageError(f"{text}: {name} must have a parameter `config` annotated with a config class") from error
-    return command_of(text, function, arguments)
+    return command_of(text, settings, function, arguments, text=function.__doc__)
 
 
-def command_of(name: str, function: Callable[..., None], arguments: Sequence[str] = ()) -> Any:
-    """Return the Typer command for a function that takes a config. Code named in `arguments` may add settings."""
+def command_of(
+    name: str, settings: Any, run: Callable[..., None], arguments: Sequence[str] = (), *, text: str | None = None
+) -> Any:
+    """Return the Typer command that calls `run` with a config of class `settings`.
+
+    Code named in `arguments` may add settings. The help text is `text`, by default the docstring of the class.
+    """
     # Imported here: options.py imports pydantic, which `rlhf --help` does not need.
     from rlhf_cli.options import typer_command
 
-    return typer_command(name, _with_trace(function), arguments)
+    return typer_command(name, settings, _with_trace(run), arguments, text=text)
 
 
 def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:

@@ -1,53 +1,161 @@
-"""Table of all `rlhf` commands. Every list of commands is derived from it. Imports no other module."""
+"""Table of all `rlhf` commands. Every list of commands is derived from it. Imports no command before it is used."""
 
-from typing import NamedTuple
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 OFFLINE, ONLINE, USE, HELP = "Train offline", "Train online", "Use models", "Help"
 
 
 class Command(NamedTuple):
-    """Command metadata, available without importing the command. `function` in rlhf_cli.commands.`module` runs it.
+    """Command metadata, available without importing the command.
 
-    `estimator` is the default advantage estimator; empty if the command computes no advantages. Example:
-    `COMMANDS["rloo"]` is listed under "Train online". Since it has an estimator, it also supports episodes and
+    - `config`: config class in rlhf_cli.commands, as "module:class". Its docstring is the help text.
+    - `function`: function in rlhf_cli.runs that takes the config, as "module:function".
+    - `estimator`: default advantage estimator; empty if the command computes no advantages.
+    - `task`: function in rlhf_cli.runs that returns the task of an offline command.
+
+    Example: `COMMANDS["rloo"]` is listed under "Train online". Since it has an estimator, it also supports episodes and
     asynchronous sampling.
     """
 
-    module: str
+    config: str
     panel: str
     summary: str
+    function: str
     estimator: str = ""
+    task: str = ""
 
     @property
-    def function(self) -> str:
-        """Name of the command's function, equal to the module name."""
-        return self.module
+    def config_class(self) -> Any:
+        """Import and return the config class."""
+        return resolve_name(f"rlhf_cli.commands.{self.config}")
 
+    def run(self, config: Any) -> None:
+        """Import and call the command's function."""
+        resolve_name(f"rlhf_cli.runs.{self.function}")(config)
+
+
+TRAIN_OFFLINE, TRAIN_ONLINE = "launch:train_offline", "online.run:run_online"
 
 COMMANDS = {
-    "sft": Command("sft", OFFLINE, "Supervised fine-tuning on prompts with responses, conversations, or plain text."),
-    "rm": Command("rm", OFFLINE, "Train a reward model on preference pairs."),
-    "prm": Command("prm", OFFLINE, "Train a process reward model on solutions with step labels."),
-    "dpo": Command("dpo", OFFLINE, "Preference optimization on pairs: DPO, IPO, SimPO, ORPO and other losses."),
-    "kto": Command("kto", OFFLINE, "Preference optimization on responses labelled desirable or undesirable (KTO)."),
-    "distill": Command("distill", OFFLINE, "Distill a teacher's token distributions into a student on fixed examples."),
-    "ppo": Command("ppo", ONLINE, "Train a policy and a critic (PPO with GAE).", "ppo"),
-    "reinforce++": Command(
-        "reinforce", ONLINE, "No critic, advantages whitened over the batch (REINFORCE++).", "reinforce++"
+    "sft": Command(
+        "sft:SFTConfig",
+        OFFLINE,
+        "Supervised fine-tuning on prompts with responses, conversations, or plain text.",
+        TRAIN_OFFLINE,
+        task="offline.sft:sft_task",
     ),
-    "grpo": Command("grpo", ONLINE, "No critic, group-relative advantages (GRPO); presets for DAPO and GSPO.", "grpo"),
-    "rloo": Command("rloo", ONLINE, "No critic, leave-one-out baseline within the group (RLOO).", "rloo"),
-    "remax": Command("remax", ONLINE, "No critic, reward of the greedy response as baseline (ReMax).", "remax"),
-    "gkd": Command("gkd", ONLINE, "On-policy distillation: match a teacher on the student's own responses (GKD)."),
-    "generate": Command("generate", USE, "Sample responses to prompts, score them and select training data."),
-    "eval": Command("eval", USE, "Evaluate models on prompts with labels: accuracy, pass@k, majority votes."),
-    "chat": Command("chat", USE, "Chat with one or more models in the terminal."),
-    "serve-rm": Command("serve_rm", USE, "Serve a reward model or verifiers over HTTP, for --remote_rm_url."),
-    "merge": Command("merge", USE, "Merge an adapter into the base model, or convert a checkpoint to Hugging Face."),
-    "scratch": Command("scratch", USE, "Create a small untrained model and tokenizer for offline tests."),
-    "data": Command("data", HELP, "Preview how a command reads a dataset: trained tokens, lengths, dropped rows."),
-    "doctor": Command("doctor", HELP, "Check the installation and this machine, with a fix for each problem."),
-    "quickstart": Command("quickstart", HELP, "Train a tiny model to add numbers with sft and ppo, in a few minutes."),
+    "rm": Command(
+        "rm:RMConfig", OFFLINE, "Train a reward model on preference pairs.", TRAIN_OFFLINE, task="offline.rm:rm_task"
+    ),
+    "prm": Command(
+        "prm:PRMConfig",
+        OFFLINE,
+        "Train a process reward model on solutions with step labels.",
+        TRAIN_OFFLINE,
+        task="offline.prm:prm_task",
+    ),
+    "dpo": Command(
+        "dpo:DPOConfig",
+        OFFLINE,
+        "Preference optimization on pairs: DPO, IPO, SimPO, ORPO and other losses.",
+        TRAIN_OFFLINE,
+        task="offline.dpo:dpo_task",
+    ),
+    "kto": Command(
+        "kto:KTOConfig",
+        OFFLINE,
+        "Preference optimization on responses labelled desirable or undesirable (KTO).",
+        TRAIN_OFFLINE,
+        task="offline.kto:kto_task",
+    ),
+    "distill": Command(
+        "distill:DistillConfig",
+        OFFLINE,
+        "Distill a teacher's token distributions into a student on fixed examples.",
+        TRAIN_OFFLINE,
+        task="offline.distill:distill_task",
+    ),
+    "ppo": Command("ppo:PPOConfig", ONLINE, "Train a policy and a critic (PPO with GAE).", TRAIN_ONLINE, "ppo"),
+    "reinforce++": Command(
+        "reinforce:ReinforceConfig",
+        ONLINE,
+        "No critic, advantages whitened over the batch (REINFORCE++).",
+        TRAIN_ONLINE,
+        "reinforce++",
+    ),
+    "grpo": Command(
+        "grpo:GRPOConfig",
+        ONLINE,
+        "No critic, group-relative advantages (GRPO); presets for DAPO and GSPO.",
+        TRAIN_ONLINE,
+        "grpo",
+    ),
+    "rloo": Command(
+        "rloo:RLOOConfig", ONLINE, "No critic, leave-one-out baseline within the group (RLOO).", TRAIN_ONLINE, "rloo"
+    ),
+    "remax": Command(
+        "remax:ReMaxConfig",
+        ONLINE,
+        "No critic, reward of the greedy response as baseline (ReMax).",
+        TRAIN_ONLINE,
+        "remax",
+    ),
+    "gkd": Command(
+        "gkd:GKDConfig",
+        ONLINE,
+        "On-policy distillation: match a teacher on the student's own responses (GKD).",
+        TRAIN_ONLINE,
+    ),
+    "generate": Command(
+        "generate:GenerateConfig",
+        USE,
+        "Sample responses to prompts, score them and select training data.",
+        "inference.generate:run_generation",
+    ),
+    "eval": Command(
+        "eval:EvalConfig",
+        USE,
+        "Evaluate models on prompts with labels: accuracy, pass@k, majority votes.",
+        "inference.evaluate:run_evaluation",
+    ),
+    "chat": Command("chat:ChatConfig", USE, "Chat with one or more models in the terminal.", "chat.run:run_chat"),
+    "serve-rm": Command(
+        "serve_rm:ServeRMConfig",
+        USE,
+        "Serve a reward model or verifiers over HTTP, for --remote_rm_url.",
+        "reward_server:run_server",
+    ),
+    "merge": Command(
+        "merge:MergeConfig",
+        USE,
+        "Merge an adapter into the base model, or convert a checkpoint to Hugging Face.",
+        "merge:merge",
+    ),
+    "scratch": Command(
+        "scratch:ScratchConfig",
+        USE,
+        "Create a small untrained model and tokenizer for offline tests.",
+        "scratch:scratch",
+    ),
+    "data": Command(
+        "data:DataCommandConfig",
+        HELP,
+        "Preview how a command reads a dataset: trained tokens, lengths, dropped rows.",
+        "data:show_data",
+    ),
+    "doctor": Command(
+        "doctor:DoctorConfig",
+        HELP,
+        "Check the installation and this machine, with a fix for each problem.",
+        "doctor:doctor",
+    ),
+    "quickstart": Command(
+        "quickstart:QuickstartConfig",
+        HELP,
+        "Train a tiny model to add numbers with sft and ppo, in a few minutes.",
+        "quickstart:quickstart",
+    ),
 }
 
 TRAINING = tuple(name for name, command in COMMANDS.items() if command.panel in (OFFLINE, ONLINE))

@@ -31,7 +31,7 @@ from pydantic_core import ErrorDetails
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.plugins import Target, absolute, group_of_code, is_target, loaded, require_plugins
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import RESERVED, Flag, config_class, describe, expected, flags_of, shown
+from rlhf_cli.flags import RESERVED, Flag, describe, expected, flags_of, shown
 from rlhf_cli.foreign.files import WrittenSettings, written_settings
 from rlhf_cli.foreign.translation import Translation, translate
 from rlhf_cli.help_page import HelpPageCommand
@@ -128,7 +128,9 @@ def to_yaml(config: CommandConfig) -> str:
 _CONFIG_OPTION = typer.Option("--config", help="YAML settings files, separated by commas. Later files take precedence.")
 
 
-def from_config(run: Callable[..., None], config_cls: type[CommandConfig]) -> Callable[..., None]:
+def from_config(
+    name: str, config_cls: type[CommandConfig], run: Callable[..., None], text: str | None
+) -> Callable[..., None]:
     """Return a Typer command function with one option per setting of a config class. It calls `run(config)`.
 
     `ctx.args` holds unknown arguments (see `typer_command`), so that one message reports all mistakes. The config
@@ -166,7 +168,7 @@ def from_config(run: Callable[..., None], config_cls: type[CommandConfig]) -> Ca
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     # Typer reads annotations before the signature.
     command.__annotations__ = {}
-    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__name__, command.__doc__ = name, text
     return command
 
 
@@ -195,12 +197,19 @@ class SettingsCommand(HelpPageCommand):
         return super().parse_args(ctx, args)
 
 
-def typer_command(name: str, run: Callable[..., None], arguments: Sequence[str] = ()) -> Any:
-    """Return a Typer command `name` that builds the config for `run` and calls it.
+def typer_command(
+    name: str,
+    config_cls: type[CommandConfig],
+    run: Callable[..., None],
+    arguments: Sequence[str] = (),
+    *,
+    text: str | None = None,
+) -> Any:
+    """Return a Typer command `name` that builds a config of the class and calls `run` with it.
 
-    Code named in `arguments` may add settings.
+    Code named in `arguments` may add settings. The help text is `text`, by default the docstring of the class.
     """
-    config_cls = config_class(run)
+    text = text or config_cls.__doc__
     names = {flag.name for flag in flags_of(config_cls).values() if flag.plugin and flag.plugin.may_have_settings}
     # Before Typer parses: the flags of the command depend on the code that the arguments name.
     config_cls = with_settings_of_code(config_cls, _given_early(arguments, names))
@@ -213,7 +222,7 @@ def typer_command(name: str, run: Callable[..., None], arguments: Sequence[str] 
     }
     positional = config_cls.positional
     usage = f"{positional.upper()} {FLAGS}" if positional else FLAGS
-    command = from_config(run, config_cls)
+    command = from_config(name, config_cls, run, text)
     app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=usage)(command)
     return typer.main.get_command(app)
 

@@ -1,14 +1,21 @@
 """`rlhf chat`: chat with one or more models in the terminal."""
 
-from rlhf_cli.config.commands.chat import ChatConfig
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.data import OF_PROMPTS, TemplateConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig
+from rlhf_cli.config.rollout import SamplingConfig
 
 
-def chat(config: ChatConfig) -> None:
+class ChatConfig(CommandConfig):
     """Chat with a model in the terminal. Responses are streamed; /help lists the chat commands.
 
     PRETRAIN is a model, run directory, adapter or checkpoint. To compare models, separate them with commas. If stdin is
     not a terminal, each input line is a message, and only the responses are written to stdout.
     """
-    from rlhf_cli.runs.chat.run import run_chat
 
-    run_chat(config)
+    unsupported = OF_PROMPTS | {"sampling.rollout_batch_size", "sampling.n_samples_per_prompt"}
+    positional = "pretrain"
+
+    model: EvaluatedModelConfig
+    template: TemplateConfig = TemplateConfig()
+    sampling: SamplingConfig = SamplingConfig()

@@ -1,22 +1,46 @@
 """`rlhf data`: preview how a command reads a dataset."""
 
-from rlhf_cli.config.commands.data import DataCommandConfig
+from pydantic import model_validator
+
+from rlhf_cli.command_table import POLICY_GRADIENT
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.data import TemplateConfig
+from rlhf_cli.config.episodes import EpisodeConfig
+from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.errors import listed
 
 
-def data(config: DataCommandConfig) -> None:
+class DataCommandConfig(CommandConfig):
     """Preview how a command reads a dataset: format, examples with trained tokens, lengths, and dropped rows.
 
     Accepts the command's data settings and reports the same errors, but loads only the tokenizer. For online commands,
     DATASET replaces --prompt_data. With --environment, one episode is played.
     """
-    from rlhf_cli.runs.data_preview import inspect_data
-    from rlhf_cli.runs.data_view import show
-    from rlhf_cli.runs.episode_view import line_reader, show_episode
-    from rlhf_cli.tracking.terminal.console import LastingStream, open_console
 
-    previews, console = inspect_data(config), open_console(LastingStream(1))
-    show(previews, console, command=config.show.for_)
-    for preview in previews:
-        if preview.rehearsal is not None:
-            read_line = line_reader(console, has_script=config.episodes.turns is not None)
-            show_episode(preview.rehearsal, console, special_tokens=preview.special_tokens, read_line=read_line)
+    unsupported = frozenset(
+        {
+            "model.param_dtype",
+            "episodes.agent_command",
+            "episodes.environment_num_workers",
+            "episodes.turn_schedule",
+        }
+    )
+    positional = "dataset"
+
+    show: ShowConfig
+    model: ModelSource
+    data: ShownDataConfig
+    template: TemplateConfig = TemplateConfig()
+    pictures: PicturesConfig = PicturesConfig()
+    episodes: EpisodeConfig = EpisodeConfig()
+
+    @model_validator(mode="after")
+    def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
+        if self.episodes.environment is not None and self.show.for_ not in POLICY_GRADIENT:
+            raise ValueError(
+                "environment: an episode begins with a prompt of an online command: give --for "
+                f"{listed(POLICY_GRADIENT, 'or')}"
+            )
+        return self

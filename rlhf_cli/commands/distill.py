@@ -1,14 +1,20 @@
 """`rlhf distill`: distillation from a teacher's token distributions on fixed examples."""
 
-from rlhf_cli.config.commands.distill import DistillConfig
-from rlhf_cli.runs.launch import begin_ranks
+from rlhf_cli.commands.offline import NEVER_OFFLINE, PROMPT_SHARING, OfflineConfig
+from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.distillation import DistillationConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.train import BatchConfig
 
 
-def distill(config: DistillConfig) -> None:
+class DistillConfig(OfflineConfig):
     """Distill a teacher into a student: match the teacher's token distributions on fixed examples."""
-    begin_ranks(config.launch, config.tracking)
 
-    from rlhf_cli.runs.offline.distill import distill_task
-    from rlhf_cli.runs.offline.run import run_offline
+    command = "distill"
 
-    run_offline(config, distill_task(config))
+    unsupported = NEVER_OFFLINE | PROMPT_SHARING | {"distillation.lmbda"}
+
+    data: DataConfig
+    pictures: PicturesConfig = PicturesConfig()
+    distillation: DistillationConfig
+    batch: BatchConfig = BatchConfig(max_epochs=2)

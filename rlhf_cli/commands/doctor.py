@@ -1,13 +1,28 @@
 """`rlhf doctor`: check the installation and this machine, with a fix for each problem."""
 
-from rlhf_cli.config.commands.doctor import DoctorConfig
+from pydantic import Field
+
+from rlhf_cli.config.base import CommandConfig, SettingsGroup
 
 
-def doctor(config: DoctorConfig) -> None:
+class DoctorGroup(SettingsGroup):
+    """Doctor"""
+
+    smoke_tests: bool = True
+    """Run each component once: attention kernel, DeepSpeed step, rollout engine, weight push, Ray.
+
+    All checks together are limited to 10 minutes.
+    """
+    as_json: bool = Field(False, alias="json")
+    """Print the findings as a JSON object."""
+    report: bool = False
+    """Print Markdown for a bug report, without home paths, names and keys."""
+
+
+class DoctorConfig(CommandConfig):
     """Check versions, GPUs, memory, disk and Ray, and run each component once.
 
     The exit status is 1 if a run would fail. For a bug report, paste the output of `rlhf doctor --report`.
     """
-    from rlhf_cli.runs.doctor import run_doctor
 
-    run_doctor(config.doctor)
+    doctor: DoctorGroup = DoctorGroup()

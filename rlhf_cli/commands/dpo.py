@@ -1,14 +1,31 @@
 """`rlhf dpo`: preference optimization on pairs."""
 
-from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.runs.launch import begin_ranks
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_cli.commands.offline import NEVER_OFFLINE, OfflineConfig
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.model import ReferenceConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.preference import PairLossConfig
+from rlhf_cli.config.presets import defaults_of_pair_loss
+from rlhf_cli.config.train import OptimConfig
 
 
-def dpo(config: DPOConfig) -> None:
+class DPOConfig(OfflineConfig):
     """Train a policy on preference pairs: DPO, IPO, SimPO, ORPO and other losses."""
-    begin_ranks(config.launch, config.tracking)
 
-    from rlhf_cli.runs.offline.dpo import dpo_task
-    from rlhf_cli.runs.offline.run import run_offline
+    command = "dpo"
 
-    run_offline(config, dpo_task(config))
+    unsupported = NEVER_OFFLINE
+
+    data: PreferenceDataConfig
+    pictures: PicturesConfig = PicturesConfig()
+    preference: PairLossConfig = PairLossConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optim: OptimConfig = OptimConfig(learning_rate=5e-7)
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return super().implied(given) | defaults_of_pair_loss(given)

@@ -1,10 +1,70 @@
 """`rlhf eval`: evaluate one or more models on prompts with labels."""
 
-from rlhf_cli.config.commands.eval import EvalConfig
+from pydantic import model_validator
+
+from rlhf_cli.commands.inference import OF_TRAINING, InferenceConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig, StatisticsConfig
+from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.rollout import SamplingConfig
 
 
-def eval(config: EvalConfig) -> None:
+class EvalConfig(InferenceConfig):
     """Evaluate models on prompts with labels: accuracy, pass@k and majority votes, with confidence intervals."""
-    from rlhf_cli.runs.inference.evaluate import run_evaluation
 
-    run_evaluation(config)
+    unsupported = OF_TRAINING | {"reward.prm_weight", "out.select", "out.min_score"}
+    makes_figures = True
+
+    model: EvaluatedModelConfig
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    statistics: StatisticsConfig = StatisticsConfig()
+
+    @property
+    def ks(self) -> list[int]:
+        """Sample counts for pass@k and maj@k."""
+        samples = self.sampling.n_samples_per_prompt
+        return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "EvalConfig":
+        if not self.reward.is_given:
+            names = ", ".join(REWARDS)
+            raise ValueError(
+                f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py, "
+                "--reward_pretrain MODEL or --remote_rm_url URL"
+            )
+        self.reward.require_model_to_normalize()
+        return self
+
+    @model_validator(mode="after")
+    def _there_are_k_samples(self) -> "EvalConfig":
+        samples = self.sampling.n_samples_per_prompt
+        if max(self.ks, default=1) > samples:
+            raise ValueError(f"k {max(self.ks)} is more than the samples there are: n_samples_per_prompt {samples}")
+        return self
+
+    @model_validator(mode="after")
+    def _right_can_be_told_from_wrong(self) -> "EvalConfig":
+        if self.reward.has_verifier or self.statistics.pass_score is not None:
+            return self
+        for name, is_given in (
+            ("k", self.statistics.k),
+            ("write_pass_rate", self.out.write_pass_rate),
+            ("prm_pretrain", self.reward.prm_pretrain),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"{name} counts right responses: name a verifier in --reward_funcs, or give --pass_score"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_a_choice(self) -> "EvalConfig":
+        if self.reward.prm_pretrain is not None and not any(k > 1 for k in self.ks):
+            raise ValueError("prm_pretrain chooses among the samples of a prompt: give --n_samples_per_prompt above 1")
+        return self
+
+    @model_validator(mode="after")
+    def _pass_rates_are_of_one_model(self) -> "EvalConfig":
+        if self.out.write_pass_rate is not None and len(self.model.names) > 1:
+            raise ValueError(f"write_pass_rate is of a single model, and pretrain names {len(self.model.names)}")
+        return self

@@ -1,10 +1,33 @@
 """`rlhf generate`: sample, score and select responses."""
 
-from rlhf_cli.config.commands.generate import GenerateConfig
+from pydantic import model_validator
+
+from rlhf_cli.commands.inference import OF_TRAINING, InferenceConfig
+from rlhf_cli.config.generate import GenerateOutputConfig
+from rlhf_cli.config.scoring import STEP_REWARDS
 
 
-def generate(config: GenerateConfig) -> None:
+class GenerateConfig(InferenceConfig):
     """Sample responses to prompts, score them, and select training data: the best ones, or best-worst pairs."""
-    from rlhf_cli.runs.inference.generate import run_generation
 
-    run_generation(config)
+    unsupported = STEP_REWARDS | OF_TRAINING | {"out.write_pass_rate"}
+
+    out: GenerateOutputConfig
+
+    @model_validator(mode="after")
+    def _selection_has_prompts(self) -> "GenerateConfig":
+        if self.episodes.agent_command is not None and self.out.select != "none":
+            raise ValueError(
+                f"select {self.out.select} writes rows with the run's prompts, and an agent program writes its "
+                "own: take the messages from the file of responses"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _selection_has_scores(self) -> "GenerateConfig":
+        self.reward.require_model_to_normalize()
+        if self.reward.is_given or not self.needs_scores:
+            return self
+        if self.out.select in ("best", "best_worst"):
+            raise ValueError(f"select {self.out.select} compares scores: give a reward")
+        raise ValueError("min_score needs scores: give a reward")

@@ -1,10 +1,63 @@
 """`rlhf gkd`: distillation on the student's own responses."""
 
-from rlhf_cli.config.commands.gkd import GKDConfig
+from pydantic import model_validator
+
+from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.config.distillation import DistillationConfig, FixedRowsConfig
+from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import STUDENT_ROLES
+from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS
+from rlhf_cli.config.train import OptimConfig
+
+RANKS_OF_OTHERS = frozenset(
+    {
+        "placement.ref_num_nodes",
+        "placement.ref_num_gpus_per_node",
+        "placement.teacher_num_nodes",
+        "placement.teacher_num_gpus_per_node",
+        "placement.colocate_actor_ref",
+        "deepspeed.ref_zero_stage",
+        "deepspeed.ref_sequence_parallel_size",
+        "deepspeed.ref_offload",
+        "deepspeed.teacher_sequence_parallel_size",
+    }
+)
+"""Settings of a reference, which is not loaded, and of a teacher in separate ranks."""
 
 
-def gkd(config: GKDConfig) -> None:
+class GKDConfig(OnlineConfig):
     """Distill a teacher on the student's own responses, mixed with a fraction of fixed responses (GKD)."""
-    from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "gkd", estimator="gkd")
+    command = "gkd"
+
+    unsupported = (
+        NEVER_ONLINE
+        | OF_A_CRITIC
+        | STEP_REWARDS
+        | SHAPING
+        | RANKS_OF_OTHERS
+        | {"distillation.teacher_zero_stage", "distillation.temperature", "distillation.kd_coef"}
+        | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference"}
+    )
+    roles = STUDENT_ROLES
+
+    distillation: DistillationConfig
+    rows: FixedRowsConfig = FixedRowsConfig()
+    rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128)
+    # init_kl_coef 0 loads no reference.
+    policy: PolicyConfig = PolicyConfig(init_kl_coef=0.0)
+    optim: OptimConfig = OptimConfig(actor_learning_rate=5e-6)
+
+    @model_validator(mode="after")
+    def _fixed_rows_have_a_share(self) -> "GKDConfig":
+        given = self.rows.changed(*type(self.rows).model_fields)
+        if given and self.distillation.lmbda == 1.0:
+            raise ValueError(f"{given} is about responses of the data, which have no share at lmbda 1")
+        given = self.template.changed("prompt_template", "format_prompt")
+        if self.distillation.lmbda < 1.0 and given:
+            raise ValueError(
+                f"{given} makes prompts alone, and lmbda below 1 reads responses of the data too: give a chat "
+                "template or input_template, or --lmbda 1"
+            )
+        return self

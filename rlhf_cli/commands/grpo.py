@@ -1,10 +1,44 @@
 """`rlhf grpo`: online reinforcement learning with group-relative advantages."""
 
-from rlhf_cli.config.commands.grpo import GRPOConfig
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+
+from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.config.presets import defaults_of_preset
+from rlhf_cli.config.rollout import RolloutConfig
 
 
-def grpo(config: GRPOConfig) -> None:
+class GRPOConfig(OnlineConfig):
     """Train a policy online with group-relative advantages and no critic: GRPO, Dr. GRPO, DAPO, GSPO."""
-    from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "grpo", estimator=config.policy.estimator)
+    command = "grpo"
+
+    unsupported = NEVER_ONLINE | OF_A_CRITIC
+
+    rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)
+    policy: GroupPolicyConfig = GroupPolicyConfig(use_kl_loss=True, kl_estimator="k3")
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return super().implied(given) | defaults_of_preset(given)
+
+    @model_validator(mode="after")
+    def _several_rewards_are_compared(self) -> "GRPOConfig":
+        if self.distils_alone and self.policy.aggregate == "normalize_then_sum":
+            raise ValueError("aggregate normalize_then_sum compares rewards, and only the teacher counts here")
+        return self
+
+    @model_validator(mode="after")
+    def _step_rewards_are_divided_by_their_std(self) -> "GRPOConfig":
+        if self.reward.prm_pretrain is not None and self.policy.advantage_std == "none":
+            raise ValueError("prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")
+        return self
+
+    @property
+    def estimator(self) -> str:
+        """The estimator of the preset and of the rewards."""
+        return self.policy.estimator

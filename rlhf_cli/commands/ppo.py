@@ -1,10 +1,15 @@
 """`rlhf ppo`: online reinforcement learning with a critic."""
 
-from rlhf_cli.config.commands.ppo import PPOConfig
+from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 
 
-def ppo(config: PPOConfig) -> None:
+class PPOConfig(OnlineConfig):
     """Train a policy and a critic online on sampled, scored responses (PPO with GAE)."""
-    from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "ppo", estimator="ppo")
+    command = "ppo"
+
+    unsupported = NEVER_ONLINE
+    compares_rewards = "a critic values rewards"
+
+    policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()

@@ -1,14 +1,16 @@
 """`rlhf prm`: train a process reward model on labelled steps."""
 
-from rlhf_cli.config.commands.prm import PRMConfig
-from rlhf_cli.runs.launch import begin_ranks
+from rlhf_cli.commands.offline import OfflineConfig
+from rlhf_cli.config.data import StepDataConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.train import OptimConfig
 
 
-def prm(config: PRMConfig) -> None:
+class PRMConfig(OfflineConfig):
     """Train a process reward model, which predicts for each step in a solution the probability that it is correct."""
-    begin_ranks(config.launch, config.tracking)
 
-    from rlhf_cli.runs.offline.prm import prm_task
-    from rlhf_cli.runs.offline.run import run_offline
+    command = "prm"
 
-    run_offline(config, prm_task(config))
+    data: StepDataConfig
+    pictures: PicturesConfig = PicturesConfig()
+    optim: OptimConfig = OptimConfig(learning_rate=1e-6)

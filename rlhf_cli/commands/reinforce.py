@@ -1,12 +1,28 @@
 """`rlhf reinforce++`: online reinforcement learning with batch-whitened advantages."""
 
-from rlhf_cli.config.commands.reinforce import ReinforceConfig
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.config.presets import defaults_of_baseline
 
 
-def reinforce(config: ReinforceConfig) -> None:
+class ReinforceConfig(OnlineConfig):
     """Train a policy online without a critic, with advantages whitened over the batch (REINFORCE++)."""
-    from rlhf_cli.runs.online.run import run_online
 
-    run_online(
-        config, "reinforce++", estimator="reinforce++_group" if config.policy.baseline == "group" else "reinforce++"
-    )
+    command = "reinforce++"
+
+    unsupported = NEVER_ONLINE | OF_A_CRITIC
+
+    policy: ReinforcePolicyConfig = ReinforcePolicyConfig()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return super().implied(given) | defaults_of_baseline(given)
+
+    @property
+    def estimator(self) -> str:
+        """The estimator of the baseline."""
+        return "reinforce++_group" if self.policy.baseline == "group" else "reinforce++"

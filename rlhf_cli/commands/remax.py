@@ -1,10 +1,13 @@
 """`rlhf remax`: online reinforcement learning with a greedy response as baseline."""
 
-from rlhf_cli.config.commands.remax import ReMaxConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.config.scoring import STEP_REWARDS
 
 
-def remax(config: ReMaxConfig) -> None:
+class ReMaxConfig(OnlineConfig):
     """Train a policy online without a critic, with the greedy response's reward as baseline (ReMax)."""
-    from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "remax", estimator="remax")
+    command = "remax"
+
+    unsupported = NEVER_ONLINE | OF_A_CRITIC | STEP_REWARDS | {"dynamic"}
+    compares_rewards = "greedy responses are compared by their reward"

@@ -1,10 +1,14 @@
 """`rlhf rloo`: online reinforcement learning with a leave-one-out baseline."""
 
-from rlhf_cli.config.commands.rloo import RLOOConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.config.rollout import RolloutConfig
 
 
-def rloo(config: RLOOConfig) -> None:
+class RLOOConfig(OnlineConfig):
     """Train a policy online without a critic, with a leave-one-out baseline over the group (RLOO)."""
-    from rlhf_cli.runs.online.run import run_online
 
-    run_online(config, "rloo", estimator="rloo")
+    command = "rloo"
+
+    unsupported = NEVER_ONLINE | OF_A_CRITIC
+
+    rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)

@@ -1,14 +1,20 @@
 """`rlhf rm`: train a reward model on preference pairs."""
 
-from rlhf_cli.config.commands.rm import RMConfig
-from rlhf_cli.runs.launch import begin_ranks
+from rlhf_cli.commands.offline import NEVER_OFFLINE, OfflineConfig
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.preference import RewardLossConfig
+from rlhf_cli.config.train import OptimConfig
 
 
-def rm(config: RMConfig) -> None:
+class RMConfig(OfflineConfig):
     """Train a reward model on preference pairs, to score the chosen response higher than the rejected one."""
-    begin_ranks(config.launch, config.tracking)
 
-    from rlhf_cli.runs.offline.rm import rm_task
-    from rlhf_cli.runs.offline.run import run_offline
+    command = "rm"
 
-    run_offline(config, rm_task(config))
+    unsupported = NEVER_OFFLINE
+
+    data: PreferenceDataConfig
+    pictures: PicturesConfig = PicturesConfig()
+    reward: RewardLossConfig = RewardLossConfig()
+    optim: OptimConfig = OptimConfig(learning_rate=9e-6)

@@ -1,10 +1,12 @@
 """`rlhf scratch`: create a small untrained model, with a tokenizer trained on a dataset."""
 
-from rlhf_cli.config.commands.scratch import ScratchConfig
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.scratch import ArchitectureConfig, ScratchConfigGroup, VisionTowerConfig
 
 
-def scratch(config: ScratchConfig) -> None:
+class ScratchConfig(CommandConfig):
     """Create a small untrained model and tokenizer, for tests without downloads."""
-    from rlhf_cli.runs.scratch import run_scratch
 
-    print(run_scratch(config))
+    new: ScratchConfigGroup
+    architecture: ArchitectureConfig = ArchitectureConfig()
+    tower: VisionTowerConfig = VisionTowerConfig()

@@ -1,12 +1,19 @@
 """`rlhf serve-rm`: serve rewards over HTTP."""
 
-from importlib.util import find_spec
+from typing import Self
 
-from rlhf_cli.config.commands.serve_rm import ServeRMConfig
-from rlhf_cli.errors import UsageError
+from pydantic import model_validator
+
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
+from rlhf_cli.config.serve import ServeConfig, ServedModelConfig
+
+UNSERVABLE = ("length", "group", "episode")
+"""Rewards that depend on the token count of responses, which requests do not contain."""
 
 
-def serve_rm(config: ServeRMConfig) -> None:
+class ServeRMConfig(CommandConfig):
     """Serve a reward model, verifiers or your reward function over HTTP, for runs with --remote_rm_url.
 
     The reward model may use a different tokenizer than the policy. Requests are POST /get_reward {"query": [...],
@@ -14,9 +21,44 @@ def serve_rm(config: ServeRMConfig) -> None:
     truncation: length rewards are rejected, and a reward model adds an EOS token to truncated responses too, unlike
     with --reward_pretrain.
     """
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
-    from rlhf_cli.runs.reward_server import run_server
 
-    run_server(config)
+    unsupported = (
+        STEP_REWARDS
+        | SHAPING
+        | {
+            "reward.reward_key",
+            "reward.reward_by_source",
+            "reward.remote_rm_url",
+            "reward.remote_rm_weight",
+            "reward.remote_rm_timeout",
+            "reward.remote_rm_batch_size",
+            "reward.remote_rm_api_key_env",
+        }
+    )
+
+    reward: RewardConfig = RewardConfig(reward_max_failures=1.0)
+    model: ServedModelConfig = ServedModelConfig()
+    server: ServeConfig = ServeConfig()
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> Self:
+        if not self.reward.is_given:
+            names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE and not row.by_row)
+            raise ValueError(
+                f"nothing to serve: give --reward_pretrain MODEL, --reward_funcs ({names}) or --reward_func FILE.py"
+            )
+        self.reward.require_model_to_normalize()
+        return self
+
+    @model_validator(mode="after")
+    def _requests_carry_what_is_needed(self) -> Self:
+        if self.reward.is_by_row:
+            raise ValueError(
+                "reward_funcs by_row goes by rows, which requests do not carry: give it to the run that asks"
+            )
+        if unknown := [call.name for call in self.reward.rewards if call.row.kind in UNSERVABLE]:
+            raise ValueError(
+                f"reward_funcs {unknown[0]} goes by the number of tokens of a response, which requests do not carry: "
+                "give it to the run that asks, beside --remote_rm_url"
+            )
+        return self

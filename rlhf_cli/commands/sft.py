@@ -1,14 +1,18 @@
 """`rlhf sft`: supervised fine-tuning."""
 
-from rlhf_cli.config.commands.sft import SFTConfig
-from rlhf_cli.runs.launch import begin_ranks
+from rlhf_cli.commands.offline import NEVER_OFFLINE, PROMPT_SHARING, OfflineConfig
+from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.train import BatchConfig
 
 
-def sft(config: SFTConfig) -> None:
+class SFTConfig(OfflineConfig):
     """Supervised fine-tuning on prompts with responses, conversations, or plain text."""
-    begin_ranks(config.launch, config.tracking)
 
-    from rlhf_cli.runs.offline.run import run_offline
-    from rlhf_cli.runs.offline.sft import sft_task
+    command = "sft"
 
-    run_offline(config, sft_task(config))
+    unsupported = (NEVER_OFFLINE | PROMPT_SHARING) - {"model.keep_dropout"}
+
+    data: DataConfig
+    pictures: PicturesConfig = PicturesConfig()
+    batch: BatchConfig = BatchConfig(max_epochs=2)

@@ -139,6 +139,8 @@ class CommandConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    command: ClassVar[str] = ""
+    """Name of the command; set for commands that train."""
     positional: ClassVar[str | None] = None
     """Setting that may be passed as the first argument without a flag."""
     unsupported: ClassVar[frozenset[str]] = frozenset()

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShowConfig
 from rlhf_cli.config.model import ModelSource

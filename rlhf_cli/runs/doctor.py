@@ -21,7 +21,7 @@ from rlhf_cli.backends.doctor.gpus import gpu_findings, gpus
 from rlhf_cli.backends.doctor.machine import machine_findings
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_cuda, torch_extras_finding
 from rlhf_cli.backends.doctor.smoke import smoke_findings
-from rlhf_cli.config.commands.doctor import DoctorGroup
+from rlhf_cli.commands.doctor import DoctorConfig, DoctorGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.version import __version__
 
@@ -131,3 +131,8 @@ def _user_name() -> str:
     # In containers, the user ID may have no name.
     except (KeyError, OSError):
         return ""
+
+
+def doctor(config: DoctorConfig) -> None:
+    """Run `rlhf doctor`."""
+    run_doctor(config.doctor)

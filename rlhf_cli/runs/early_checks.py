@@ -7,6 +7,7 @@ these checks, and run all others, after loading models and rows.
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,10 +16,10 @@ from rlhf_cli.backends.doctor.gpus import check_usable_gpus
 from rlhf_cli.backends.process.output_lock import check_folder_can_be_made, require_new
 from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.backends.training.distributed_env import rank_and_world_size
+from rlhf_cli.commands.data import DataCommandConfig
+from rlhf_cli.commands.merge import MergeGroup
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
-from rlhf_cli.config.commands.data import DataCommandConfig
-from rlhf_cli.config.commands.merge import MergeGroup
-from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.data import (
     DataConfig,
     LabelledDataConfig,
@@ -93,6 +94,9 @@ def _check_output(group: object) -> None:
             # Bind and release the port; the run binds it again after loading the model.
             with listening(group):
                 pass
+            missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+            if missing:
+                raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
 
 
 def _check_models(group: Any) -> None:

@@ -1,7 +1,10 @@
 """Start of an offline command, in the user's process and in each rank."""
 
 import sys
+from pkgutil import resolve_name
 
+from rlhf_cli.command_table import COMMANDS
+from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.train import LaunchConfig, TrackingConfig
 
 
@@ -16,3 +19,12 @@ def begin_ranks(launch: LaunchConfig, tracking: TrackingConfig) -> None:
     from rlhf_cli.tracking.sinks import check_tracking
 
     check_tracking(tracking)
+
+
+def train_offline(config: OfflineConfig) -> None:
+    """Run an offline command's task on each rank. Heavy imports follow the start of the ranks."""
+    begin_ranks(config.launch, config.tracking)
+
+    from rlhf_cli.runs.offline.run import run_offline
+
+    run_offline(config, resolve_name(f"rlhf_cli.runs.{COMMANDS[config.command].task}")(config))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlhf_cli.backends.process.output_lock import new_output
 from rlhf_cli.backends.training.checkpoint import MANIFEST
-from rlhf_cli.config.commands.merge import MergeGroup
+from rlhf_cli.commands.merge import MergeConfig, MergeGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import ADAPTER_FILE
@@ -80,3 +80,8 @@ def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: b
     if not torch.isfinite(outputs).all():
         raise RunError("the merged model's output is not finite")
     return f"{described} and run on {len(TOKENS)} tokens"
+
+
+def merge(config: MergeConfig) -> None:
+    """Run `rlhf merge`."""
+    print(run_merge(config.merge))

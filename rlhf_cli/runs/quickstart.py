@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import stop_signals
-from rlhf_cli.config.commands.quickstart import QuickstartGroup
+from rlhf_cli.commands.quickstart import QuickstartConfig, QuickstartGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.runs.calculator_walkthrough import CalculatorWalkthrough
 from rlhf_cli.runs.walkthroughs import PicturesWalkthrough, SumsWalkthrough, Walkthrough
@@ -136,3 +136,8 @@ def _results(walk: Walkthrough, accuracies: dict[str, dict[str, float]], seconds
 def _phases(summary: Summary) -> str:
     longest = sorted(summary.phases.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name} {duration(spent)}" for name, spent in longest if spent >= 0.5)
+
+
+def quickstart(config: QuickstartConfig) -> None:
+    """Run `rlhf quickstart`."""
+    run_quickstart(config.quickstart)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
-from rlhf_cli.config.commands.serve_rm import ServeRMConfig
+from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlhf_cli.backends.process.output_lock import new_output
-from rlhf_cli.config.commands.scratch import ScratchConfig
+from rlhf_cli.commands.scratch import ScratchConfig
 from rlhf_cli.data.formats.tools import TOOLS_COLUMN
 from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.models.scratch import (
@@ -39,3 +39,8 @@ def _write_model(config: ScratchConfig, path: Path) -> str:
         model = new_model(config.architecture, tokenizer, seed=config.new.seed)
         save_new_model(model, tokenizer, path)
     return f"{model.num_parameters() / 1e6:.1f}M parameters, {len(tokenizer)} tokens"
+
+
+def scratch(config: ScratchConfig) -> None:
+    """Run `rlhf scratch`."""
+    print(run_scratch(config))

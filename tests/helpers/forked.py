@@ -28,8 +28,8 @@ IMPORTED = (
     "deepspeed",
     "peft.auto",
     "rlhf_cli.backends.roles.ranks",
-    "rlhf_cli.commands.eval",
-    "rlhf_cli.commands.generate",
+    "rlhf_cli.runs.inference.evaluate",
+    "rlhf_cli.runs.inference.generate",
     "rlhf_cli.runs.offline.run",
     "rlhf_cli.runs.online.run",
 )

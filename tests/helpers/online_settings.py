@@ -4,8 +4,7 @@ from typing import Any
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.config.commands.online import OnlineConfig
-from rlhf_cli.flags import config_class
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.options import build_config
 from rlhf_cli.trainers.online.state import OnlineSettings
 
@@ -13,7 +12,7 @@ LEAST = {"pretrain": "x", "prompt_data": "x", "output": "x", "reward_funcs": "ex
 
 
 def resolve(command: str, **given: Any) -> Any:
-    cls = config_class(cli.command_function(cli.COMMANDS[command]))
+    cls = cli.COMMANDS[command].config_class
     return build_config(cls, LEAST | given)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from model_templates import FAMILIES
 
-from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.data_preview import inspect_data
 from rlhf_cli.runs.episode_preview import PlayedEpisode, Rehearsal

@@ -138,7 +138,7 @@ def check(words: list[str]) -> None:
     if "--help" in flags or not flags:
         return
     if name in cli.COMMANDS:
-        parse(config_class(cli.command_function(cli.COMMANDS[name])), flags)
+        parse(cli.COMMANDS[name].config_class, flags)
     else:
         with TemporaryDirectory() as folder:
             page_file(Path(folder), file)
@@ -162,11 +162,7 @@ def parse(cls: type[CommandConfig], words: list[str]) -> None:
     if not in_full:
         words += least_of_the_rest(words, known)
 
-    def accept(config: Any) -> None:
-        pass
-
-    accept.__annotations__["config"] = cls
-    typer_command("check", accept).main(words, standalone_mode=False)
+    typer_command("check", cls, lambda config: None).main(words, standalone_mode=False)
 
 
 def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[str]:

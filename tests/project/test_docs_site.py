@@ -15,7 +15,7 @@ from site_hooks import DOCS, REPOSITORY, site_hooks, undocumented
 
 from rlhf_cli import cli
 from rlhf_cli.command_table import COMMANDS, TRAINING
-from rlhf_cli.flags import config_class, flags_of
+from rlhf_cli.flags import flags_of
 
 
 def build(site: Path, *, config: Path = REPOSITORY / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
@@ -35,11 +35,7 @@ def site(tmp_path_factory):
 def test_the_page_of_each_command_has_all_of_its_flags(site):
     for name, entry in cli.COMMANDS.items():
         text = unescape((site / "commands" / f"{name}.html").read_text())
-        missing = [
-            flag
-            for flag in flags_of(config_class(cli.command_function(entry)))
-            if f"<td><code>--{flag}</code></td>" not in text
-        ]
+        missing = [flag for flag in flags_of(entry.config_class) if f"<td><code>--{flag}</code></td>" not in text]
         assert not missing, f"{name}: {missing}"
 
 

@@ -25,7 +25,7 @@ EXCESS = {
     "rlhf_cli/agents": 15,
     "rlhf_cli/algorithms": 15,
     "rlhf_cli/backends": 15,
-    "rlhf_cli/commands": 15,
+    "rlhf_cli/commands": 20,
     "rlhf_cli/config": 20,
     "rlhf_cli/data": 20,
     "rlhf_cli/foreign": 15,

@@ -15,7 +15,7 @@ from test_docs_parse import commands_in
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import plan_layout
-from rlhf_cli.config.commands.ppo import PPOConfig
+from rlhf_cli.commands.ppo import PPOConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs

@@ -14,7 +14,7 @@ from pydantic import create_model
 from rlhf_cli import cli
 from rlhf_cli.config.base import CommandConfig, Needs, SettingsGroup
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import Flag, config_class, describe, flags_of
+from rlhf_cli.flags import Flag, describe, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
 
 FROZEN = Path(__file__).with_name("flags.txt")
@@ -69,7 +69,7 @@ SAMPLES = {
 
 
 def settings(name: str):
-    cls = config_class(cli.command_function(cli.COMMANDS[name]))
+    cls = cli.COMMANDS[name].config_class
     return cls, flags_of(cls)
 
 

@@ -12,6 +12,7 @@ ROWS = [
     {
         "algorithms",
         "command_table",
+        "commands",
         "config",
         "flags",
         "foreign",
@@ -29,13 +30,12 @@ ROWS = [
     {"backends"},
     {"trainers"},
     {"runs"},
-    {"commands"},
     {"cli", "__main__"},
 ]
 RANK = {member: rank for rank, row in enumerate(ROWS) for member in row}
 BACKEND_PACKAGES = {"ray", "deepspeed", "vllm"}  # only backends/ may import these
 HEAVY = BACKEND_PACKAGES | {"torch", "transformers", "datasets", "peft", "pandas", "numpy"}
-LIGHT_ROWS = {0, 6, 7}  # imported by `--help`: nothing heavy at module level
+LIGHT_ROWS = {0, 6}  # imported by `--help`: nothing heavy at module level
 HEAVY_PART = "algorithms/", "algorithms/estimators/"  # of these rows: the first folder without the second
 PURE = {"torch", "pydantic", "rlhf_cli"}  # allowed imports of algorithms/ in addition to the standard library
 
@@ -181,7 +181,7 @@ def test_an_import_against_the_rules_is_named(name, source, offence):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("commands/sft.py", "def sft(config):\n    import torch\n    from rlhf_cli.backends import ray_cluster"),
+        ("cli.py", "def sft(config):\n    import torch\n    from rlhf_cli.backends import ray_cluster"),
         ("backends/roles/worker.py", "import ray"),
         ("algorithms/groups.py", "import torch"),
         ("commands/sft.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),

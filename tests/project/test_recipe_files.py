@@ -15,9 +15,9 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import Layout, plan_layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
-from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.config.commands.ppo import PPOConfig
-from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.commands.dpo import DPOConfig
+from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.requirements import check_positions

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.commands.chat import ChatConfig
 from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import MARK
 from rlhf_cli.errors import UsageError

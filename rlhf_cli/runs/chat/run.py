@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from rlhf_cli.config.commands.chat import ChatConfig
+from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.dtypes import dtype_note
 from rlhf_cli.runs.chat.loop import Chat

@@ -12,7 +12,7 @@ from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.start import EnginePlan, Processes, RolePlan, Started
 from rlhf_cli.backends.rollout.engine import engine_settings
-from rlhf_cli.config.commands.inference import InferenceConfig
+from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.models.reward_model import RewardModelPlan

@@ -2,7 +2,7 @@
 
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
-from rlhf_cli.config.commands.distill import DistillConfig
+from rlhf_cli.commands.distill import DistillConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
@@ -49,7 +49,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         return ReferenceHooks(prepare=TeacherPreparation(frozen.hidden_states, frozen.head))
 
     return OfflineTask(
-        command="distill",
+        command=config.command,
         objective=DistillObjective(settings, distillation.kd_coef),
         items=items,
         summary=items.data.data.report.summary,

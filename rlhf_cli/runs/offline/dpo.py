@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf_cli.algorithms.preference import PreferenceSettings, preference_losses
-from rlhf_cli.config.commands.dpo import DPOConfig
+from rlhf_cli.commands.dpo import DPOConfig
 from rlhf_cli.config.preference import PairLossConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
@@ -32,7 +32,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     items, summary = load_pair_items(config, model, read_ends=False, reader=reader)
     return OfflineTask(
-        command="dpo",
+        command=config.command,
         objective=objective,
         items=items,
         summary=summary,

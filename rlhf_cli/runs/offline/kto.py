@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf_cli.algorithms.kto import UnpairedSettings, balanced_weights, finish_kto_metrics
-from rlhf_cli.config.commands.kto import KTOConfig
+from rlhf_cli.commands.kto import KTOConfig
 from rlhf_cli.config.preference import UnpairedLossConfig
 from rlhf_cli.data.preference_data import LabelledData, load_labelled
 from rlhf_cli.errors import UsageError
@@ -42,7 +42,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     items = load_items(data, model, load)
     train = items.data.data
     return OfflineTask(
-        command="kto",
+        command=config.command,
         objective=objective,
         items=items,
         summary=f"{train.report.summary}; {balance(train, loss)}",

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.process_reward import finish_step_metrics
-from rlhf_cli.config.commands.prm import PRMConfig
+from rlhf_cli.commands.prm import PRMConfig
 from rlhf_cli.data.step_data import load_steps
 from rlhf_cli.models.classifiers import refuse_several_labels, refuse_token_classes
 from rlhf_cli.models.loading import load_value_backbone
@@ -40,7 +40,7 @@ def prm_task(config: PRMConfig) -> OfflineTask:
 
     items = load_items(data, model, load)
     return OfflineTask(
-        command="prm",
+        command=config.command,
         objective=step_objective,
         items=items,
         summary=items.data.data.report.summary,

@@ -1,6 +1,6 @@
 """Task definition for `rlhf rm`: data, model and objective."""
 
-from rlhf_cli.config.commands.rm import RMConfig
+from rlhf_cli.commands.rm import RMConfig
 from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
@@ -22,7 +22,7 @@ def rm_task(config: RMConfig) -> OfflineTask:
     if padding_token(model.tokenizer, model.architecture) is None:
         summary += "; no padding token available, so transformers scores one sequence at a time"
     return OfflineTask(
-        command="rm",
+        command=config.command,
         objective=RewardObjective(loss.loss, loss.margin_loss, loss.center_rewards_coefficient),
         items=items,
         summary=summary,

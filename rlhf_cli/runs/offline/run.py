@@ -18,8 +18,8 @@ from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
+from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.base import default_settings
-from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.templates.rendering import Renderer

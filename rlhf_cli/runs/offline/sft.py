@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, TemplateConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.sft_data import load_sft_sequences
@@ -22,7 +22,7 @@ def sft_task(config: SFTConfig) -> OfflineTask:
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     items = load_sequence_items(config.data, config.template, model, seed=config.batch.seed, reader=reader)
     return OfflineTask(
-        command="sft",
+        command=config.command,
         objective=sft_objective,
         items=items,
         summary=items.data.data.report.summary,

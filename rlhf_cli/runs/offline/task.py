@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
-from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids

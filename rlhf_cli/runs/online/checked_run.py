@@ -16,9 +16,9 @@ from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.deepspeed_config import check_compiler, check_deepspeed
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
+from rlhf_cli.commands.gkd import GKDConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import default_settings
-from rlhf_cli.config.commands.gkd import GKDConfig
-from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.data.prompts import PromptData, load_prompts
@@ -73,7 +73,6 @@ class OnlineRun:
     """A checked online run."""
 
     config: OnlineConfig
-    command: str
     estimator: Estimator
     backend: str
     models: OnlineModels
@@ -127,7 +126,7 @@ class OnlineRun:
         return count_steps(samples, self.config.batch, iterations=self.total_iterations)
 
 
-def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> OnlineRun:
+def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
     # Check settings before models, and models before data, in the order of their cost.
     _check_settings(config, estimator)
@@ -155,12 +154,10 @@ def check_run(config: OnlineConfig, command: str, estimator: Estimator) -> Onlin
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = OnlineRun(
-        config, command, estimator, backend, models, data, eval_data, paths, store, resume, student, episodes
-    )
+    run = OnlineRun(config, estimator, backend, models, data, eval_data, paths, store, resume, student, episodes)
     iterations = run.total_iterations
     identity = {
-        **online_identity(config, models, data, command=command, estimator=estimator, iterations=iterations),
+        **online_identity(config, models, data, estimator=estimator, iterations=iterations),
         **(student.identity if student else {}),
     }
     # Check the state before comparing identities, since an older format has other entries.
@@ -333,7 +330,7 @@ def _load_data(
 def continued_run(run: OnlineRun) -> OnlineRun:
     """Check the run again to resume it from the latest checkpoint, or from the start if there is none."""
     checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
-    return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.estimator)
+    return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.estimator)
 
 
 def notices(run: OnlineRun) -> list[str]:

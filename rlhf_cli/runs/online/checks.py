@@ -8,7 +8,7 @@ import math
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig

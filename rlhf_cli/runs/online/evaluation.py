@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams

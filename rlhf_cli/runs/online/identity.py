@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.roles import FROZEN, ROLES
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
@@ -45,7 +45,6 @@ def online_identity(
     models: OnlineModels,
     data: PromptData,
     *,
-    command: str,
     estimator: Estimator,
     iterations: int,
 ) -> dict[str, object]:
@@ -55,7 +54,7 @@ def online_identity(
     """
     return {
         # The command is recorded separately, because several commands share an estimator.
-        "command": command,
+        "command": config.command,
         "algorithm": estimator.name,
         "param_dtype": config.model.param_dtype,
         **_roles(models),

@@ -9,8 +9,8 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
 from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
-from rlhf_cli.config.commands.gkd import GKDConfig
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.gkd import GKDConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.roles import FROZEN, ROLES, TRAINED
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError

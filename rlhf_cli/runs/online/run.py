@@ -16,7 +16,7 @@ from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.roles.start import Processes
 from rlhf_cli.backends.rollout.engine_group import described
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError
@@ -51,25 +51,21 @@ STOP = "an iteration is done and saved"
 """Completes "The run ends as soon as ..." after a stop signal."""
 
 
-def run_online(config: OnlineConfig, command: str, *, estimator: str) -> None:
-    """Train from the latest checkpoint or from the start. Saves the models and the report.
-
-    Args:
-        estimator: name in the table of estimators.
-    """
+def run_online(config: OnlineConfig) -> None:
+    """Train from the latest checkpoint or from the start. Saves the models and the report."""
     # Hold the lock over all attempts, so that no other run takes the folder between them.
     with held_output(config.checkpoint):
-        row, code = ESTIMATORS[estimator], config.policy.advantage_estimator
+        row, code = ESTIMATORS[config.estimator], config.policy.advantage_estimator
         row = row if code is None else estimator_from_code(code, row)
         # One signal handler for all attempts: a stop request must survive a restart.
-        first, stop = check_run(config, command, row), StopSignal()
+        first, stop = check_run(config, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
 
         restarts = Restarts(
             config.checkpoint.max_restarts,
             stop,
             has_checkpoint=lambda: bool(first.store.steps()),
-            say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
+            say=lambda message: print(f"rlhf {config.command}: {message}", file=sys.stderr, flush=True),
         )
         finished = None
         while finished is None:
@@ -127,7 +123,7 @@ def _tracker(run: OnlineRun, console: Console) -> Tracker:
     return Tracker(
         run.config.tracking,
         run.paths.root,
-        command=run.command,
+        command=run.config.command,
         total_steps=run.total_iterations,
         console=console,
         resume_step=run.resume.step if run.resume else None,

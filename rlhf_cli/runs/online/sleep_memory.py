@@ -8,7 +8,7 @@ import psutil
 
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.roles import FROZEN
 from rlhf_cli.config.train import OptimizerName

@@ -21,8 +21,8 @@ from rlhf_cli.backends.roles.start import EnginePlan, Processes, RolePlan, Start
 from rlhf_cli.backends.rollout.engine import engine_settings
 from rlhf_cli.backends.weight_sync.adapter_push import vllm_config, vllm_rank
 from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
-from rlhf_cli.config.commands.gkd import GKDConfig
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.gkd import GKDConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.errors import UsageError

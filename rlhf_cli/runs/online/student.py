@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf_cli.backends.roles.settings import HostedTeacher
-from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.models.distillation import DivergenceSettings

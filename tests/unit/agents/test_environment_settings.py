@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_cli.config.commands.generate import GenerateConfig
-from rlhf_cli.config.commands.grpo import GRPOConfig
+from rlhf_cli.commands.generate import GenerateConfig
+from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config

@@ -12,7 +12,6 @@ from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.flags import config_class
 from rlhf_cli.foreign.translation import translate, translate_settings
 from rlhf_cli.options import from_yaml, to_yaml
 from rlhf_cli.runs.online.identity import settings_identity
@@ -62,7 +61,7 @@ def test_an_estimator_s_setting_is_a_flag_a_line_of_the_file_and_part_of_the_run
     assert "quantile: 0.75" in to_yaml(config)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
-    assert to_yaml(from_yaml(config_class(cli.command_function(cli.COMMANDS["grpo"])), file)) == to_yaml(config)
+    assert to_yaml(from_yaml(cli.COMMANDS["grpo"].config_class, file)) == to_yaml(config)
     assert default_settings(config)["quantile"] == 0.5
     for words in (["--advantage_estimator", code], [f"--advantage-estimator={code}"], ["--config", str(file)]):
         assert cli.main(["grpo", *words, "--help"]) == 0

@@ -14,7 +14,6 @@ from rlhf_cli.algorithms.preference import PairLogprobs, PreferenceSettings, mix
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.dpo import make_objective
 
@@ -77,7 +76,7 @@ def pairs_of(*, with_reference: bool) -> PairLogprobs:
 
 
 def dpo_config(loss: str, **given):
-    cls = config_class(cli.command_function(cli.COMMANDS["dpo"]))
+    cls = cli.COMMANDS["dpo"].config_class
     return build_config(cls, {"pretrain": "x", "dataset": "x", "output": "x", "loss": loss, **given})
 
 

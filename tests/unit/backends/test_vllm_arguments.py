@@ -14,7 +14,7 @@ from rlhf_cli.backends.rollout.vllm_start import _cpu_cache, kv_blocks
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.flags import config_class, flags_of
+from rlhf_cli.flags import flags_of
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 OPEN = {"max_num_seqs", "max_num_batched_tokens", "disable_log_stats"}
@@ -38,7 +38,7 @@ def test_limits_of_a_step_are_fixed_on_a_cpu_and_vllm_s_own_on_a_gpu():
 
 def test_every_setting_that_is_named_instead_exists():
     commands = (cli.COMMANDS["grpo"], cli.COMMANDS["generate"])
-    flags = {flag for entry in commands for flag in flags_of(config_class(cli.command_function(entry)))}
+    flags = {flag for entry in commands for flag in flags_of(entry.config_class)}
     named = {name.removeprefix("no_") for text in DECIDED.values() for name in re.findall(r"--(\w+)", text)}
     assert named <= flags
 

@@ -14,6 +14,7 @@ from rlhf_cli import cli
 from rlhf_cli.command_table import Command
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import RunError, UsageError, first_line
+from rlhf_cli.flags import config_class
 from rlhf_cli.version import __version__
 
 REPOSITORY = Path(__file__).parents[3]
@@ -58,11 +59,11 @@ def mood(config: MoodConfig) -> None:
 class MoodGroup(cli.CommandGroup):
     """Replaces the commands of the program by `reinforce++` and `mood`."""
 
-    table = {"mood": Command("mood", "Moods", "End in a mood."), "reinforce++": Command("rpp", "Moods", "Plus.")}
+    table = {"mood": Command("", "Moods", "End in a mood.", ""), "reinforce++": Command("", "Moods", "Plus.", "")}
 
     def resolve_command(self, ctx, args):
         name, _, rest = super(cli.CommandGroup, self).resolve_command(ctx, args)
-        return name, cli.command_of(name, mood) if name else None, rest
+        return name, cli.command_of(name, config_class(mood), mood) if name else None, rest
 
 
 def ends(args: list[str], capsys) -> tuple[int, str]:
@@ -194,13 +195,13 @@ def help_pages() -> dict[str, HelpPage]:
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_help_fits_80_columns_and_shows_every_flag(name, help_pages):
-    from rlhf_cli.flags import config_class, flags_of
+    from rlhf_cli.flags import flags_of
 
     page = help_pages[f"{name} --help"]
     assert (page.status, page.errors) == (0, "")
     assert max(map(len, page.text.splitlines())) <= 80
     shown = set(re.findall(r"^│ --(\w+)", page.text, re.MULTILINE))
-    flags = flags_of(config_class(cli.command_function(cli.COMMANDS[name])))
+    flags = flags_of(cli.COMMANDS[name].config_class)
     assert shown == flags.keys() | {"config", "help"}
     assert {flag.panel for flag in flags.values()} <= set(re.findall(r"╭─ (.+?) ─", page.text))
 

@@ -12,7 +12,7 @@ from foreign_commands import COMMAND_LINES
 
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import RESERVED, config_class, flags_of
+from rlhf_cli.flags import RESERVED, flags_of
 from rlhf_cli.foreign.openrlhf import FLAT_NAMES
 from rlhf_cli.foreign.table import OF_COMMAND, TABLE
 from rlhf_cli.foreign.translation import WANDB_KEY, translate, translate_settings
@@ -22,14 +22,12 @@ from rlhf_cli.options import typer_command
 def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     """Parse a command line without running it; return the config and the printed notes."""
     name, *words = shlex.split(line)
-    function = cli.command_function(cli.COMMANDS[name])
     seen: list[Any] = []
 
     def run(config):
         seen.append(config)
 
-    run.__annotations__ = {"config": config_class(function)}
-    typer_command(name, run).main(words, standalone_mode=False)
+    typer_command(name, cli.COMMANDS[name].config_class, run).main(words, standalone_mode=False)
     return seen[0], capsys.readouterr().err
 
 
@@ -209,10 +207,7 @@ def test_every_word_of_trl_in_the_docs_is_one_of_ours_or_becomes_what_the_docs_s
 def translated_for(word: str, value: str, *commands: str) -> Any:
     """Return the translation by the first command that knows the word; it is empty for a flag of this program."""
     for command in commands:
-        known = {
-            flag.name: flag.takes
-            for flag in flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).values()
-        }
+        known = {flag.name: flag.takes for flag in flags_of(cli.COMMANDS[command].config_class).values()}
         if word in known and not value:
             return translate([], command=command, known=known)
         if word in TABLE or word in OF_COMMAND.get(command, {}) or word in known:
@@ -236,7 +231,7 @@ def test_a_setting_without_a_value_in_a_file_is_not_given():
 
 
 def test_a_flag_of_the_command_itself_is_never_taken_for_a_foreign_one():
-    ppo = {flag.name: flag.takes for flag in flags_of(config_class(cli.command_function(cli.COMMANDS["ppo"]))).values()}
+    ppo = {flag.name: flag.takes for flag in flags_of(cli.COMMANDS["ppo"].config_class).values()}
     words = ["--gamma", "0.9", "--lambd", "0.95", "--critic_learning_rate", "1e-6", "--freezing_actor_steps", "3"]
     done = translate(words, command="ppo", known=ppo)
     assert (done.words, done.notes, done.problems) == (words, [], [])
@@ -251,7 +246,7 @@ def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, cap
 
 
 def test_every_refusal_and_note_names_a_setting_that_exists():
-    names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(config_class(cli.command_function(entry)))}
+    names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(entry.config_class)}
     text = "".join(path.read_text() for path in (Path(cli.__file__).parent / "foreign").glob("*.py"))
     offered = set(re.findall(r"(?:use|is|are|to|with|as|--)\s?--([a-z_0-9]+)", text)) - {"name"}
     assert offered <= names | {"remote_rm_url", "reward_func"}
@@ -263,7 +258,7 @@ OWN_COMMANDS = {"ppo_ray": "ppo", "batch_inference": "generate", "serve_rm": "se
 
 def unnamed(flags: list[str], command: str) -> list[str]:
     """Return the flags that are neither settings of the command nor in a table."""
-    known = set(flags_of(config_class(cli.command_function(cli.COMMANDS[command]))))
+    known = set(flags_of(cli.COMMANDS[command].config_class))
     named = known | RESERVED | TABLE.keys() | OF_COMMAND.get(command, {}).keys()
     return [flag for flag in flags if FLAT_NAMES.get(flag, flag) not in named]
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import flags_of
+from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml, typer_command
 from rlhf_cli.settings_file import read_yaml
 
@@ -64,7 +64,7 @@ def parse(*args: str) -> JobConfig:
         """Paint a room."""
         seen.append(config)
 
-    typer_command("job", job).main(list(args), standalone_mode=False)
+    typer_command("job", config_class(job), job, text=job.__doc__).main(list(args), standalone_mode=False)
     return seen[0]
 
 
@@ -381,7 +381,7 @@ def parse_gift(*args: str) -> GiftConfig:
         """Give something."""
         seen.append(config)
 
-    typer_command("give", give).main(list(args), standalone_mode=False)
+    typer_command("give", config_class(give), give).main(list(args), standalone_mode=False)
     return seen[0]
 
 

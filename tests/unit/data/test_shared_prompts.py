@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_cli.backends.roles.groups import TeacherRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.config.commands.grpo import GRPOConfig
+from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
 
 EMBEDDINGS = 300
@@ -46,7 +45,7 @@ def model(tiny_model_dir, tmp_path_factory) -> Path:
 def call(command: str, model: Path, tmp_path: Path, rows: list[dict], **more: object) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    function = cli.command_function(cli.COMMANDS[command])
+    entry = cli.COMMANDS[command]
     given: dict[str, Any] = {"pretrain": str(model), "output": str(tmp_path / "run")}
     if command in ONLINE:
         given |= {"prompt_data": str(path), "apply_chat_template": False, "rollout_backend": "transformers"}
@@ -55,7 +54,7 @@ def call(command: str, model: Path, tmp_path: Path, rows: list[dict], **more: ob
         given |= {"dataset": str(path), "data_cache": str(tmp_path / "cache")}
     if command == "grpo":
         given |= {"reward_funcs": "exact", "label_key": "answer", "rollout_batch_size": 2, "train_batch_size": 16}
-    function(build_config(config_class(function), given | more))
+    entry.run(build_config(entry.config_class, given | more))
 
 
 @pytest.mark.parametrize("command", ROWS)

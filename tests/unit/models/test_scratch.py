@@ -8,7 +8,7 @@ from PIL import Image
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from rlhf_cli.config.commands.scratch import ScratchConfig
+from rlhf_cli.commands.scratch import ScratchConfig
 from rlhf_cli.config.scratch import ArchitectureConfig, ScratchConfigGroup, VisionTowerConfig
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
 from transformers.quantizers.quantizers_utils import should_convert_module
 from vision_sequences import plain_logprobs, tiny_family, vision_sequences
 
-from rlhf_cli.config.commands.merge import MergeGroup
+from rlhf_cli.commands.merge import MergeGroup
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError

@@ -23,10 +23,9 @@ def page(tmp_path: Path) -> Path:
 
 def rlhf_config(command: str, **settings):
     from rlhf_cli import cli
-    from rlhf_cli.flags import config_class
 
     needed = {"pretrain": "m", "prompt_data": "d", "output": "o"}
-    return build_config(config_class(cli.command_function(cli.COMMANDS[command])), needed | settings)
+    return build_config(cli.COMMANDS[command].config_class, needed | settings)
 
 
 def test_a_function_scores_responses_by_their_labels(page: Path) -> None:
@@ -109,8 +108,7 @@ def test_the_same_name_twice_is_refused(page: Path) -> None:
 @pytest.mark.parametrize("command", ["ppo", "eval", "generate", "serve-rm"])
 def test_the_help_lists_the_names_of_the_table_and_the_forms_of_code(command: str) -> None:
     from rlhf_cli import cli
-    from rlhf_cli.flags import config_class
 
-    flag = flags_of(config_class(cli.command_function(cli.COMMANDS[command])))["reward_funcs"]
+    flag = flags_of(cli.COMMANDS[command].config_class)["reward_funcs"]
     assert all(name in expected(flag) for name in REWARDS)
     assert "file.py:NAME" in expected(flag)

@@ -10,9 +10,8 @@ from rich.console import Console
 from rlhf_cli import cli
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.records import Calls, Reply, Reset
-from rlhf_cli.config.commands.quickstart import QuickstartGroup
+from rlhf_cli.commands.quickstart import QuickstartGroup
 from rlhf_cli.data.formats.conversations import ToolCall
-from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.calculator_walkthrough import ENVIRONMENT_FILE, CalculatorWalkthrough
 from rlhf_cli.runs.quickstart import run_quickstart, walkthrough
@@ -43,7 +42,7 @@ def test_all_commands_are_valid(walk, algorithm):
     steps = walkthrough(settings).steps()
     assert [step.words[0] for step in steps] == ["scratch", "sft", algorithm, algorithm, "eval", "eval"]
     for step in steps:
-        build_config(config_class(cli.command_function(cli.COMMANDS[step.words[0]])), settings_of(step.words))
+        build_config(cli.COMMANDS[step.words[0]].config_class, settings_of(step.words))
 
 
 def test_practice_with_and_without_the_calculator_differ_by_the_environment_alone(walk):

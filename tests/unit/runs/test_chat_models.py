@@ -19,8 +19,8 @@ from chat_fakes import ScriptedScreen
 from trained_folders import Trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_cli.config.commands.chat import ChatConfig
-from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.commands.chat import ChatConfig
+from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_vision import save_tiny_vision
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rlhf_cli.config.commands.chat import ChatConfig
+from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.chat.commands import Attach, reply_to

@@ -12,14 +12,14 @@ from chat_tokenizers import CHATML, make_tokenizer
 from rich.console import Console
 
 from rlhf_cli import cli
-from rlhf_cli.config.commands.data import DataCommandConfig
-from rlhf_cli.config.commands.distill import DistillConfig
-from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.config.commands.kto import KTOConfig
-from rlhf_cli.config.commands.ppo import PPOConfig
-from rlhf_cli.config.commands.prm import PRMConfig
-from rlhf_cli.config.commands.rm import RMConfig
-from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.commands.data import DataCommandConfig
+from rlhf_cli.commands.distill import DistillConfig
+from rlhf_cli.commands.dpo import DPOConfig
+from rlhf_cli.commands.kto import KTOConfig
+from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.prm import PRMConfig
+from rlhf_cli.commands.rm import RMConfig
+from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.data import (
     DEFAULT_TEMPLATE,
     DataConfig,

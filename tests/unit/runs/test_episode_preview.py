@@ -12,7 +12,7 @@ from rehearsals import play, rehearsal_of, save_model_without_weights, texts
 from rich.console import Console
 from samples import sample_of
 
-from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.data.rollouts import Generation, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import PretrainedConfig
 
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
-from rlhf_cli.config.commands.eval import EvalConfig
+from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompt_report import PromptReport
 from rlhf_cli.data.prompts import Prompt, PromptData

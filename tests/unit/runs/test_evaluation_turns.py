@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.weight_sync.adapter_push import read_adapter
-from rlhf_cli.config.commands.eval import EvalConfig
+from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.models.adapters import PREFIX
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.inference.run import examinee

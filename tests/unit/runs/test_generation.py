@@ -11,7 +11,7 @@ from samples import sample_of
 from transformers import PretrainedConfig
 
 from rlhf_cli.backends.training.checkpoint import differences
-from rlhf_cli.config.commands.generate import GenerateConfig
+from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.config.generate import GenerateOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompt_report import PromptReport

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from trained_folders import Trained, outputs
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.config.commands.generate import GenerateConfig
+from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config

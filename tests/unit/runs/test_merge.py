@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from trained_folders import Trained, outputs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli.config.commands.merge import MergeGroup
+from rlhf_cli.commands.merge import MergeGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.merging import FoldedAdapter, plan_shards, verify_shards, write_shards
 from rlhf_cli.models.weight_files import SafetensorsFiles, open_weights

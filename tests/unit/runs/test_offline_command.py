@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import Qwen2Config
 
-from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.config.commands.grpo import GRPOConfig
-from rlhf_cli.config.commands.ppo import PPOConfig
-from rlhf_cli.config.commands.reinforce import ReinforceConfig
-from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.commands.dpo import DPOConfig
+from rlhf_cli.commands.grpo import GRPOConfig
+from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.reinforce import ReinforceConfig
+from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config

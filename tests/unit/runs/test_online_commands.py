@@ -10,9 +10,9 @@ from rlhf_cli import cli
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.command_table import ONLINE_TRAINING, POLICY_GRADIENT
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import config_class, flags_of
+from rlhf_cli.flags import flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
 from rlhf_cli.runs.online.checks import (
     check_batches,
@@ -52,7 +52,7 @@ def settings(config: OnlineConfig, *names: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("command", ONLINE_TRAINING)
 def test_only_a_command_with_a_critic_has_settings_of_one(command):
-    flags = flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).keys()
+    flags = flags_of(cli.COMMANDS[command].config_class).keys()
     assert flags & CRITIC == (CRITIC if command == "ppo" else set())
     assert ("value_clip" in flags) == (command == "ppo")
     assert ("gamma" in flags, "lambd" in flags) == (command in ("ppo", "reinforce++"), command == "ppo")
@@ -187,7 +187,7 @@ def test_groups_of_one_are_fine_where_nothing_is_compared(command):
 def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generated():
     given = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
     given |= {"dynamic_filtering": "true", "n_samples_per_prompt": "2"}
-    cls = config_class(cli.command_function(cli.COMMANDS["grpo"]))
+    cls = cli.COMMANDS["grpo"].config_class
     served: Any = build_config(cls, given | {"remote_rm_url": "http://a/get_reward"})
     check_filtering(served)
     judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
@@ -239,7 +239,7 @@ def test_settings_of_steps_that_contradict_others_are_refused(given, complaint):
 def resolve_alone(command: str, **given: Any) -> Any:
     """Resolve the settings of a command with a teacher and only the given rewards."""
     least = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
-    cls = config_class(cli.command_function(cli.COMMANDS[command]))
+    cls = cli.COMMANDS[command].config_class
     return build_config(cls, least | {"teacher_pretrain": "x"} | given)
 
 

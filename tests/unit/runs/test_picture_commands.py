@@ -13,13 +13,13 @@ from rich.console import Console
 from tiny_vision import save_larger_vision, save_tiny_vision
 from transformers import AutoTokenizer
 
-from rlhf_cli.config.commands.data import DataCommandConfig
-from rlhf_cli.config.commands.distill import DistillConfig
-from rlhf_cli.config.commands.dpo import DPOConfig
-from rlhf_cli.config.commands.kto import KTOConfig
-from rlhf_cli.config.commands.prm import PRMConfig
-from rlhf_cli.config.commands.rm import RMConfig
-from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.commands.data import DataCommandConfig
+from rlhf_cli.commands.distill import DistillConfig
+from rlhf_cli.commands.dpo import DPOConfig
+from rlhf_cli.commands.kto import KTOConfig
+from rlhf_cli.commands.prm import PRMConfig
+from rlhf_cli.commands.rm import RMConfig
+from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.tokenizers import load_tokenizer

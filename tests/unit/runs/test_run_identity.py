@@ -20,7 +20,6 @@ from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import config_class
 from rlhf_cli.models.identity import configuration_fingerprint, tokenizer_fingerprint
 from rlhf_cli.models.weight_files import NUM_PIECES, PIECE_BYTES, WHOLE_BYTES, fingerprint, fingerprint_of
 from rlhf_cli.options import build_config
@@ -114,7 +113,7 @@ class Offline:
         least = {"pretrain": str(self.model), "dataset": str(self.data), "output": "x", "param_dtype": "fp32"}
         if self.command == "distill":
             least["teacher_pretrain"] = given.get("pretrain", str(self.model))
-        config: Any = build_config(config_class(cli.command_function(cli.COMMANDS[self.command])), least | given)
+        config: Any = build_config(cli.COMMANDS[self.command].config_class, least | given)
         return checked_identity(config, TASKS[self.command](config), resume)
 
 
@@ -289,7 +288,7 @@ class Online:
         config, row = self._config(given), ESTIMATORS["ppo"]
         found = find_models(config, row)
         data = load_prompts(config.prompts, found.policy.tokenizer, max_new_tokens=8, seed=0)
-        return online_identity(config, found, data, command="ppo", estimator=row, iterations=1)
+        return online_identity(config, found, data, estimator=row, iterations=1)
 
 
 @pytest.fixture

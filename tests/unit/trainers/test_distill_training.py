@@ -13,7 +13,7 @@ from site_hooks import undocumented
 from tiny_training import CLOSE, NOISE, Layout, farthest
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.config.commands.distill import DistillConfig
+from rlhf_cli.commands.distill import DistillConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.options import build_config

@@ -10,7 +10,7 @@ from online_settings import online_settings, resolve
 from test_online_repeats import PROMPTS
 from tiny_training import make_sequences
 
-from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import UsageError

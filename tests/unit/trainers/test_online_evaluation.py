@@ -308,7 +308,7 @@ def journal_of(run: Evaluated) -> list[str]:
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, complaint):
-    from rlhf_cli.config.commands.grpo import GRPOConfig
+    from rlhf_cli.commands.grpo import GRPOConfig
 
     needed = {"pretrain": "m", "prompt_data": "p", "output": "o", "reward_funcs": "exact"}
     with pytest.raises(UsageError, match=complaint):

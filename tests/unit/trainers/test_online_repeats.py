@@ -40,7 +40,7 @@ from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.formats.conversations import Message, plain_message

@@ -33,7 +33,7 @@ from rlhf_cli.algorithms.preference import preference_loss
 from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.frozen_reference import kept_columns
-from rlhf_cli.config.commands.dpo import DPOConfig
+from rlhf_cli.commands.dpo import DPOConfig
 from rlhf_cli.config.model import ModelConfig, ReferenceConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.train import DeepSpeedConfig

@@ -11,7 +11,7 @@ from preference_training import make_steps
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.config.commands.prm import PRMConfig
+from rlhf_cli.commands.prm import PRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_value_backbone

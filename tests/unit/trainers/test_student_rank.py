@@ -18,7 +18,7 @@ from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
-from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt

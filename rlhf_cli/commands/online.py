@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
+from rlhf_cli.command_table import COMMANDS
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
@@ -85,6 +86,11 @@ class OnlineConfig(CommandConfig):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     checkpoint: CheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def estimator(self) -> str:
+        """The command's row in the table of estimators."""
+        return COMMANDS[self.command].estimator or self.command
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
