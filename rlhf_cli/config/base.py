@@ -21,6 +21,7 @@ def _object_text(value: Any) -> str:
         found = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(found)
     except (ValueError, TypeError, RecursionError) as error:
+        # `from None` hides the parser's traceback, which would confuse users.
         raise ValueError(f"must be a JSON object like '{{\"name\": 1}}': {error}") from None
     if not isinstance(found, dict):
         raise ValueError("must be a JSON object like '{\"name\": 1}'")
@@ -66,6 +67,7 @@ class Needs:
         if self.when:
             return bool(getattr(group, self.when))
         value = getattr(group, self.setting)
+        # User code may read any setting, so it never makes one ineffective.
         if isinstance(value, str) and self.values and is_target(value):
             return True
         return value in self.values if self.values else bool(value) and value != "none"
@@ -93,6 +95,7 @@ class SettingsGroup(BaseModel):
     needs: ClassVar[Needs | None] = None
     """Condition of all settings of the group except the one it names."""
 
+    # Without `validate_default`, because defaults are constants that tests check once.
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
 
     @field_validator(*OUTPUTS, check_fields=False)
@@ -105,6 +108,7 @@ class SettingsGroup(BaseModel):
     @classmethod
     def condition_of(cls, name: str) -> Needs | None:
         """Return the condition under which a setting has an effect, None if it always has one."""
+        # A condition of the setting itself wins over that of its group.
         own = next((mark for mark in cls.model_fields[name].metadata if isinstance(mark, Needs)), None)
         return own or (cls.needs if cls.needs is not None and name != cls.needs.setting else None)
 
@@ -115,6 +119,7 @@ class SettingsGroup(BaseModel):
 
     @model_validator(mode="after")
     def _conditions_hold(self) -> Self:
+        # Only changed settings: defaults must never violate a condition.
         for name in filter(self.changed, type(self).model_fields):
             need = self.condition_of(name)
             if need is not None and not need.is_met(self):
@@ -154,6 +159,7 @@ class CommandConfig(BaseModel):
     def group_class(cls, group: str) -> type[SettingsGroup]:
         """Return a group's class."""
         annotation = cls.model_fields[group].annotation
+        # Asserted, because the command line is built from these annotations.
         assert isinstance(annotation, type)
         assert issubclass(annotation, SettingsGroup)
         return annotation
@@ -181,6 +187,7 @@ def default_settings(config: CommandConfig) -> dict[str, object]:
     """
     groups = type(config).model_fields
     names = [(group, name) for group in groups for name in config.unsupported_in(group)]
+    # Supported settings come last, so that they replace unsupported ones of the same name.
     names += [(group, name) for group in groups for name in config.supported(group)]
     fields = {name: config.group_class(group).model_fields[name] for group, name in names}
     return {

@@ -50,9 +50,11 @@ class Plugin:
         if isinstance(value, list):
             return [self.checked(item) for item in value]
         if value is None or value in self.names:
+            # Names come first: a built-in name never refers to code.
             return value
         if self.is_called:
             head = called_name(value)
+            # Keep the parameters, which the setting's group parses.
             return absolute(head) + value.strip()[len(head) :] if is_target(head) else value
         if is_target(value):
             return absolute(value)
@@ -62,6 +64,7 @@ class Plugin:
 
     def fault_of(self, found: Any) -> str | None:
         """Return why a loaded object is unusable, or None."""
+        # Compare by name, because importing the class would make every command slow.
         if type(found).__name__ in self.records:
             return None
         if not callable(found):
@@ -69,6 +72,7 @@ class Plugin:
         if missing := [name for name in self.methods if inspect.isclass(found) and not hasattr(found, name)]:
             return f"has no method {missing[0]}; it needs {', '.join(self.methods)}"
         try:
+            # Binding also accepts functions with more, optional arguments.
             inspect.signature(found).bind(*self.parameters)
         except TypeError:
             count = len(self.parameters)
@@ -94,6 +98,7 @@ def called_name(text: str) -> str:
 def is_target(text: str) -> bool:
     """Return whether the text refers to code, as `file.py:NAME` or `module:NAME`."""
     place, _, name = text.rpartition(":")
+    # A Windows path or URL has a colon too, but its last part is no identifier.
     return name.isidentifier() and (is_file(text) or all(part.isidentifier() for part in place.split(".")))
 
 
@@ -142,6 +147,7 @@ def group_of_code(setting: str) -> str:
     return f"{setting}_settings"
 
 
+# Cached, so that a file runs once even if several settings refer to it.
 @cache
 def load_target(text: str) -> Any:
     """Load the object `file.py:NAME` or `module:NAME`. Raises UsageError if it does not exist."""
@@ -155,6 +161,7 @@ def load_target(text: str) -> Any:
     except (Exception, SystemExit) as error:  # a script that calls sys.exit must not end this process
         raise UsageError(f"the import of {place} raises {type(error).__name__}: {one_line(error)}") from error
     if not hasattr(module, name):
+        # List only what the file defines itself, not its imports.
         own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         raise UsageError(f"{place} has no {name}; it has {', '.join(own) or 'no function'}")
     return getattr(module, name)
@@ -163,16 +170,19 @@ def load_target(text: str) -> Any:
 @cache
 def _module_of_file(path: Path) -> Any:
     """Load a file as a module that may import modules in its folder. All names in a file share the module."""
+    # The hash separates files with the same name in different folders.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle in the file look their module up
+    # Appended, so that the file's neighbors cannot hide installed packages.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
+    # A half-loaded module must not be found by a later import.
     except BaseException:
         del sys.modules[name]
         raise
@@ -190,6 +200,7 @@ def contents_of_plugins(config: BaseModel) -> dict[str, str]:
 def contents_of(text: str) -> str:
     """Hash the file of user code, "" if it does not exist."""
     place = text.rpartition(":")[0]
+    # Importing is necessary to find the file of a module.
     path = place if is_file(text) else getattr(importlib.import_module(place), "__file__", None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path and Path(path).is_file() else ""
 

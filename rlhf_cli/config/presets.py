@@ -39,6 +39,7 @@ def defaults_of_preset(given: Mapping[str, object]) -> dict[str, object]:
     defaults = dict(PRESETS.get(str(given.get("preset")), {}))
     if given.get("preset") == "dapo":
         defaults["overlong_buffer_len"] = _share_of_response(given)
+    # A given loss may not use all settings of the preset, which would then be rejected.
     loss = given.get("policy_loss")
     if loss is not None:
         read = {
@@ -69,9 +70,11 @@ def defaults_of_adapter(given: Mapping[str, object], optim: OptimConfig) -> dict
     """Return learning rates for a new adapter: ten times the full fine-tuning rates in `optim`, which works best in
     practice.
     """
+    # Flags are text here, because presets apply before validation.
     if str(given.get("lora_rank", 0)).strip() == "0":
         return {}
     rates = ("learning_rate", "actor_learning_rate", "critic_learning_rate")
+    # Six digits, so that 10 * 1e-6 is written as 1e-5.
     return {name: float(f"{10 * getattr(optim, name):.6g}") for name in rates}
 
 

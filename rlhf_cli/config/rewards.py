@@ -34,6 +34,7 @@ class Parameter:
     def read(self, text: str) -> Value:
         """Parse a value. Raises ValueError if it is not allowed."""
         value = self.kind(text)
+        # The first comparison is also false for NaN.
         if not abs(value) < float("inf") or (self.least is not None and value < self.least):
             raise ValueError(text)
         return value
@@ -171,6 +172,7 @@ def row_of(name: str) -> RewardRow:
     return found if isinstance(found, RewardRow) else RewardRow(found, "answer")
 
 
+# These names are common in configurations of other tools, so the error names the reward to use.
 NAMES_ELSEWHERE = {"accuracy": "math", "accuracy_reward": "math"}
 """Reward names in other tools: math-verify comparison in Open R1 and TRL."""
 
@@ -209,6 +211,7 @@ def read_calls(texts: Iterable[str]) -> list[RewardCall]:
     """Parse rewards to be added. Raises ValueError for duplicates, or if a reward requires a missing verifier."""
     calls = [read_call(text) for text in texts]
     names = [call.name for call in calls]
+    # Equal names would have the same metric.
     if len(set(names)) < len(names):
         raise ValueError(f"one is named twice: {' '.join(names)}; give it a weight instead")
     blind = [call.name for call in calls if call.row.needs_verdict]
@@ -220,6 +223,7 @@ def read_calls(texts: Iterable[str]) -> list[RewardCall]:
 
 def _given(name: str, row: RewardRow, text: str) -> dict[str, Value]:
     given: dict[str, Value] = {}
+    # Empty parts allow a trailing comma.
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, written = (piece.strip() for piece in part.partition("="))
         parameter = row.parameters.get(key)

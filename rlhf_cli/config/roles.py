@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+# Names instead of classes, because importing them would import torch.
 RANKS = "rlhf_cli.backends.roles.ranks"
 DRIVERS = "rlhf_cli.backends.roles.groups"
 

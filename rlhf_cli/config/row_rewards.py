@@ -11,6 +11,7 @@ BY_ROW = "by_row"
 DATA_SOURCE = "data_source"
 """Source column in verl rows."""
 
+# Patterns cover the years and subsets in source names.
 SOURCES = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -36,8 +37,10 @@ def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
 
     `own` entries precede built-in ones, and exact names precede patterns. A source may also be a verifier name.
     """
+    # The user's entries come first, also if a source has the name of a reward.
     if source in REWARDS and source not in own:
         return source if is_verifier(source) else None
+    # Exact names first, because a pattern may match them too.
     for table in (own, SOURCES):
         pattern = source if source in table else next((name for name in table if fnmatchcase(source, name)), None)
         if pattern is not None:

@@ -15,6 +15,7 @@ _WORKER = "weights are pushed through this program's worker: --vllm_sync_backend
 _ADAPTER = "--lora_push adapter of the online commands has vLLM add the adapter"
 _SCHEDULER = "stop strings and reproducible batches need this program's scheduler"
 
+# vLLM would accept these, but a run would break or train on other log-probs.
 DECIDED: dict[str, str] = {
     "model": "give --pretrain",
     **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"), _TOKENS),
