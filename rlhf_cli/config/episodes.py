@@ -73,6 +73,7 @@ class EpisodeConfig(SettingsGroup):
 
         A moved folder contains the same file, and a server keeps its path when moved to another host or port.
         """
+        # `max_len` limits episodes, so it is part of their identity, unlike for single turns.
         if self.agent_command is not None:
             source = f"agent:{_command_identity(self.agent_command)}"
         elif self.environment is not None:
@@ -83,6 +84,7 @@ class EpisodeConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _a_url_has_a_host(self) -> Self:
+        # MCP servers have a prefix, because their URLs look like those of OpenEnv.
         url = (self.environment or "").removeprefix(MCP_PREFIX)
         if not is_url(url):
             return self
@@ -100,6 +102,7 @@ class EpisodeConfig(SettingsGroup):
         if self.agent_command is None:
             return self
         try:
+            # Only split here; the program is found when it starts.
             words = shlex.split(self.agent_command)
         except ValueError as error:
             raise ValueError(f"agent_command {self.agent_command}: {error}") from None
@@ -111,6 +114,7 @@ class EpisodeConfig(SettingsGroup):
 def _identity(environment: str) -> str:
     match environment_kind(environment):
         case "openenv":
+            # Clients add /ws themselves, so both forms mean the same server.
             return f"openenv:{urlsplit(environment).path.rstrip('/').removesuffix('/ws')}"
         case "mcp":
             command = environment.removeprefix(MCP_PREFIX)
@@ -122,6 +126,7 @@ def _identity(environment: str) -> str:
 
 
 def _command_identity(command: str) -> str:
+    # Without folders: a moved program is the same one.
     return " ".join(Path(word).name for word in command.split())
 
 

@@ -28,6 +28,7 @@ class EvaluatedModelConfig(ModelSource):
     def _models_differ(self) -> "EvaluatedModelConfig":
         if not self.names:
             raise ValueError(f"pretrain {self.pretrain!r} names no model")
+        # Results are stored by model name, so names must be unique.
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"pretrain {self.pretrain} names a model twice")
         return self
@@ -43,6 +44,7 @@ class StatisticsConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _numbers_of_samples(self) -> "StatisticsConfig":
+        # An empty list is allowed and selects the default.
         if min(self.k, default=1) < 1:
             raise ValueError(f"k counts samples: {min(self.k)} is less than 1")
         if len(set(self.k)) < len(self.k):
@@ -87,6 +89,7 @@ class EvaluationConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _best_can_be_told(self) -> "EvaluationConfig":
+        # A wrong name would otherwise be noticed only after the first evaluation.
         if self.best_metric_key is not None and self.best_metric_key not in self.metrics:
             raise ValueError(f"best_metric_key {self.best_metric_key}: there are {', '.join(self.metrics)}")
         return self

@@ -115,10 +115,12 @@ class PolicyConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _ranges_hold_a_ratio_of_one(self) -> "PolicyConfig":
+        # Both forms of the setting give these two values.
         low, high = self.eps_clip_low, self.eps_clip_high
         if not (0 < low <= 1 and high > 0):
             raise ValueError(f"clip of {low:g} below and {high:g} above 1: need 0 < below <= 1 and above > 0")
         low, high = self.rollout_correction_range
+        # The ratio is 1 on-policy, which must never be corrected.
         if not 0 <= low < 1 < high:
             raise ValueError(f"rollout_correction_range {low:g} {high:g} must reach from below 1 to above 1")
         if min(self.sapo_tau) <= 0:

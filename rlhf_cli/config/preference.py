@@ -103,6 +103,7 @@ class PairLossConfig(SettingsGroup):
             raise ValueError(f"loss names none of {', '.join(PAIR_LOSSES)}")
         if self.loss_weights and len(self.loss_weights) != len(self.loss):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} weights for {len(self.loss)} losses")
+        # A weight of 0 would compute a loss without effect.
         if any(weight <= 0 for weight in self.loss_weights):
             raise ValueError(f"loss_weights {','.join(f'{w:g}' for w in self.loss_weights)}: all must be above 0")
         return self

@@ -113,6 +113,7 @@ class SamplingConfig(SettingsGroup):
     @field_validator("top_k")
     @classmethod
     def _no_bound_has_one_spelling(cls, top_k: int) -> int:
+        # vLLM disables top-k with -1 or 0; one value keeps run identities equal.
         return max(top_k, 0)
 
     @field_validator("stop")
@@ -124,6 +125,7 @@ class SamplingConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _the_likeliest_token_has_no_rivals(self) -> Self:
+        # With temperature 0 these settings would be ignored silently.
         given = self.changed("top_p", "top_k", "min_p")
         if self.temperature == 0 and given:
             raise ValueError(f"{given} chooses among tokens, and temperature 0 takes the likeliest: raise temperature")

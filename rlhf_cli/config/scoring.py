@@ -175,6 +175,7 @@ class RewardConfig(SettingsGroup):
     @classmethod
     def _urls_are_whole(cls, urls: list[str]) -> list[str]:
         for url in urls:
+            # Check the form here: a wrong URL would fail only after generation.
             if problem := _url_problem(url):
                 raise ValueError(f"{url!r} {problem}; it has to be like http://10.0.0.5:5000/get_reward")
         if len(set(urls)) < len(urls):
@@ -192,6 +193,7 @@ class RewardConfig(SettingsGroup):
     @model_validator(mode="after")
     def _code_fits(self) -> Self:
         code = next((call for call in self.rewards if call.row.runs_code), None)
+        # The worker's own limit must not end a response before its tests can.
         if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
             raise ValueError(
                 f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
@@ -208,6 +210,7 @@ class RewardConfig(SettingsGroup):
     @model_validator(mode="after")
     def _aggregations_are_known(self) -> Self:
         named = set(self.prm_aggregation)
+        # Duplicates would give equal metrics.
         if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
             names = ", ".join(STEP_AGGREGATIONS)
             raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} has to name some of {names}, each once")

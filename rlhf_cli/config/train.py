@@ -119,6 +119,7 @@ class OptimConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _rates_decay(self) -> "OptimConfig":
+        # Pydantic has no bounds for the elements of a tuple.
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas {' '.join(f'{beta:g}' for beta in self.adam_betas)}: both from 0 to below 1")
         return self
@@ -184,6 +185,7 @@ class DeepSpeedConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
+        # Ring attention passes keys between ranks, Ulysses exchanges heads.
         if self.ring_flash_attn and self.sequence_parallel_mode == "ulysses":
             raise ValueError("ring_flash_attn gathers keys: drop --sequence_parallel_mode ulysses")
         return self
@@ -197,6 +199,7 @@ class DeepSpeedConfig(SettingsGroup):
         """Return the settings for a role in `ROLES`."""
         own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
         if role in FROZEN:
+            # ref_offload applies at any stage, because frozen weights are not partitioned otherwise.
             own["param_offload"] = self.ref_offload or (self.param_offload and own["zero_stage"] == 3)
             own["tensor_parallel_size"] = 1  # only trained models are split
         return self.model_copy(update=own)
@@ -204,11 +207,13 @@ class DeepSpeedConfig(SettingsGroup):
     def name_of(self, role: str, name: str) -> str:
         """Return the setting that applies to a role: its own if given, otherwise the common one."""
         own = f"{role}_{name}"
+        # A command may have no such setting for a role.
         return name if getattr(self, own, None) is None else own
 
     @property
     def partitions_weights(self) -> bool:
         """Whether any role uses ZeRO-3."""
+        # All possible roles: missing ones have the common settings.
         return any(self.of(role).zero_stage == 3 for role in ROLES)
 
     @property
