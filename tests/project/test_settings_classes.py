@@ -11,18 +11,19 @@ import rlhf_cli
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 
 PACKAGE = Path(rlhf_cli.__file__).parent
+FOLDERS = ("config", "commands", "algorithms/estimators")
 BASES = (SettingsGroup, CommandConfig)
-MAY_BE_OVERRIDDEN = {"implied"}
+MAY_BE_OVERRIDDEN = {"implied", "estimator"}  # both depend on what a command adds
 
 
 def settings_classes() -> list[type]:
     """Return all settings classes of the package."""
-    for file in sorted((PACKAGE / "config").rglob("*.py")):
-        import_module(
-            ".".join(("rlhf_cli", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        )
-    found = [cls for base in BASES for cls in below(base)]
-    return [cls for cls in dict.fromkeys(found) if cls.__module__.startswith("rlhf_cli.config")]
+    for folder in FOLDERS:
+        for file in sorted((PACKAGE / folder).rglob("*.py")):
+            parts = ("rlhf_cli", *file.relative_to(PACKAGE).with_suffix("").parts)
+            import_module(".".join(parts).removesuffix(".__init__"))
+    found = dict.fromkeys(cls for base in BASES for cls in below(base))
+    return [cls for cls in found if cls.__module__.startswith("rlhf_cli.")]
 
 
 def below(cls: type) -> Iterator[type]:
