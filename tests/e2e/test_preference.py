@@ -188,6 +188,13 @@ def test_two_ranks_take_the_steps_of_one(place, command):
         assert together[step] == pytest.approx(alone[step], rel=1e-3, abs=1e-4)
 
 
+def test_a_partitioned_reference_moves_like_a_whole_one(place):
+    partitioned = metrics_of(place.run("dpo", "dpo_partitioned", f"{OPTIONS['dpo']} {RANKS} --zero_stage 3"))
+    whole = metrics_of(place.whole("dpo"))
+    for step in (1, 3, 5):
+        assert partitioned[step] == pytest.approx(whole[step], rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize("command", ["dpo", "kto"])
 def test_reference_log_probabilities_are_kept_for_other_runs(place, command):
     asked = metrics_of(place.run(command, f"{command}_asked"))

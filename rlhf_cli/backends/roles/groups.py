@@ -289,7 +289,9 @@ class ReferenceRole(TeacherRole):
                 bucket = trained.start_each(lambda rank, number: rank.bucket(number), [number] * len(trained))
                 trained.wait(bucket)
                 # Ray hands the weights of rank 0 to every rank of the reference: they do not pass through the driver.
-                self.group.all_each(lambda rank, weights: rank.move(weights, alpha), [bucket[0]] * len(self.group))
+                self.group.all_each(
+                    lambda rank, weights: rank.move(weights.items(), alpha), [bucket[0]] * len(self.group)
+                )
 
     def num_bytes(self) -> int:
         """Return the bytes that `save` writes."""

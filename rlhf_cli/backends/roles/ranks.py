@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
@@ -24,17 +23,13 @@ from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings, UpdateStep
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import (
-    BUCKET_BYTES,
     ComputeLoss,
     DeepSpeedEngine,
-    FrozenEngine,
     buckets,
-    move_weights,
     seed_everything,
-    whole_weights,
 )
 from rlhf_cli.backends.training.deepspeed_weights import DESCRIPTION
-from rlhf_cli.backends.training.frozen_reference import SYNC_FILE
+from rlhf_cli.backends.training.frozen_model import FrozenModel
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.weight_average import WeightAverage
@@ -308,7 +303,7 @@ class CriticRank(TrainedRank):
         return loss
 
 
-class FrozenRank:
+class FrozenRank(FrozenModel):
     """One rank of a model that is not trained."""
 
     def __init__(
@@ -318,18 +313,10 @@ class FrozenRank:
         wrap: Callable[[Any, SequenceRanks | None], nn.Module],
     ) -> None:
         self.settings = settings
-        self.hf_model: Any = join_and_load(settings, load)
+        super().__init__(
+            join_and_load(settings, load), wrap, settings.deepspeed, param_dtype=settings.model.param_dtype
+        )
         self.packer = Packer(settings, self.hf_model)
-        module = wrap(self.hf_model, sequence_ranks(settings.deepspeed, self.hf_model.config))
-        self.engine = FrozenEngine(module, settings.deepspeed, param_dtype=settings.model.param_dtype)
-
-    def sleep(self) -> None:
-        """Leave the accelerator to others."""
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        """Be ready to compute."""
-        self.engine.wake()
 
 
 class ReferenceRank(FrozenRank):
@@ -341,26 +328,6 @@ class ReferenceRank(FrozenRank):
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
-
-    def move(self, weights: dict[str, torch.Tensor], alpha: float) -> None:
-        """Make the named weights `alpha` of those given and the rest of their own (TR-DPO, arXiv 2404.09656)."""
-        move_weights(self.hf_model, weights, alpha)
-
-    def num_bytes(self) -> int:
-        """Return the bytes that `save` writes."""
-        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.hf_model.parameters())
-
-    def save(self, directory: Path) -> None:
-        """Write the weights, which have moved; rank 0 writes."""
-        gather, named = self.settings.deepspeed.zero_stage == 3, list(self.hf_model.named_parameters())
-        whole = whole_weights(named, gather=gather, bucket_bytes=BUCKET_BYTES)
-        weights = {name: weight.to("cpu", copy=True) for name, weight in whole if dist.get_rank() == 0}
-        if weights:
-            save_file(weights, directory / SYNC_FILE)
-
-    def load(self, directory: Path) -> None:
-        """Take the weights that `save` wrote."""
-        move_weights(self.hf_model, load_file(directory / SYNC_FILE), 1.0)
 
 
 class RewardRank(FrozenRank):

@@ -10,12 +10,11 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from rlhf_cli.backends.training import distributed
-from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, move_weights
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, Forward
+from rlhf_cli.backends.training.frozen_model import FrozenModel
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
-from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.environment import user_cache
@@ -24,19 +23,17 @@ from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 
-SYNC_FILE = "reference.safetensors"
 Columns = dict[str, np.ndarray]
 Results = Callable[[DeepSpeedEngine, list[object]], list[torch.Tensor]]
 
 
-class FrozenReference:
+class FrozenReference(FrozenModel):
     """A frozen second model, which may be moved toward the trained model."""
 
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
-        self._hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
-        module = PolicyModel(self._hf_model, sequence_ranks(settings, self._hf_model.config))
-        self.engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
+        hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
+        super().__init__(hf_model, PolicyModel, settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[object], forward: Forward) -> list[torch.Tensor]:
         """Run `forward` on each micro-batch."""
@@ -45,27 +42,6 @@ class FrozenReference:
     def results(self, forward: Forward) -> Results:
         """Return a function (trained engine, micro-batches) -> results that runs `forward` on this model."""
         return lambda engine, batches: self.infer(batches, forward)
-
-    def move(self, engine: DeepSpeedEngine, alpha: float) -> None:
-        """Interpolate: (1 - alpha) * weight + alpha * trained weight (TR-DPO, arXiv 2404.09656).
-
-        ZeRO-3 is not supported, because it partitions the weights in both models.
-        """
-        trained = engine.module.get_submodule("model")
-        move_weights(self._hf_model, dict(engine.named_weights(trained)), alpha)
-
-    def save(self, folder: Path) -> None:
-        """Save the weights in a checkpoint folder, on rank 0."""
-        if dist.get_rank() == 0:
-            weights = {name: p.detach().cpu().contiguous() for name, p in self._hf_model.named_parameters()}
-            save_file(weights, folder / SYNC_FILE)
-
-    def load(self, folder: Path) -> None:
-        """Load the weights from a checkpoint folder."""
-        stored = load_file(folder / SYNC_FILE)
-        with torch.no_grad():
-            for name, parameter in self._hf_model.named_parameters():
-                parameter.copy_(stored[name])
 
 
 def base_results(forward: Forward) -> Results:

@@ -28,7 +28,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
     objective = make_objective(config.preference)
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
-    check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
+    check_reference(config.reference, model, is_needed=objective.needs_reference)
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     items, summary = load_pair_items(config, model, read_ends=False, reader=reader)
     return OfflineTask(

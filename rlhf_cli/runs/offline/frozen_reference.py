@@ -26,9 +26,7 @@ Forwards = dict[str, Callable[[object, Any], object]]
 """Reference forward functions, keyed by result column."""
 
 
-def check_reference(
-    reference: ReferenceConfig, model: ModelPlan, settings: DeepSpeedConfig, *, is_needed: bool
-) -> None:
+def check_reference(reference: ReferenceConfig, model: ModelPlan, *, is_needed: bool) -> None:
     """Raise UsageError if the reference is unsupported, or set but unused."""
     if not is_needed and reference != ReferenceConfig():
         raise UsageError("the loss does not use a reference: remove the reference settings")
@@ -36,8 +34,6 @@ def check_reference(
         raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
     if reference.ref_offload and _is_base(reference, model):
         raise UsageError("ref_offload requires a separate reference: with an adapter, the base model is the reference")
-    if reference.moves and settings.zero_stage == 3:
-        raise UsageError("ref_sync_steps does not support --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
         find_companion("ref_pretrain", _source(reference, model), model)
 
@@ -119,7 +115,7 @@ def _moving(hooks: ReferenceHooks, frozen: FrozenReference, settings: ReferenceC
 
     def after_step(engine: DeepSpeedEngine, step: int) -> None:
         if step % settings.ref_sync_steps == 0:
-            frozen.move(engine, settings.ref_mixup_alpha)
+            frozen.move(engine.named_weights(engine.module.get_submodule("model")), settings.ref_mixup_alpha)
 
     return replace(hooks, after_step=after_step, save=frozen.save, load=frozen.load)
 

@@ -30,7 +30,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     objective = KTOObjective(loss.loss, settings)
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
-    check_reference(config.reference, model, config.deepspeed, is_needed=True)
+    check_reference(config.reference, model, is_needed=True)
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> LabelledItems:

@@ -270,7 +270,7 @@ def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_pa
     start = own_weights(actor)
     train(actor)
     for number in range(actor.num_buckets()):
-        reference.move(actor.bucket(number), 0.25)
+        reference.move(actor.bucket(number).items(), 0.25)
     reference.save(tmp_path)
     moved = load_file(tmp_path / "reference.safetensors")
     for name, weight in own_weights(actor).items():

@@ -214,7 +214,7 @@ def test_a_given_reference_is_the_model_that_dpo_compares_with(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = ReferenceConfig(ref_pretrain=tiny_llama_dir, precompute_ref_log_probs=precomputed)
     task, deepspeed, model = dpo_task("sigmoid"), DeepSpeedConfig(), model_of(tiny_model_dir)
-    check_reference(settings, model, deepspeed, is_needed=True)
+    check_reference(settings, model, is_needed=True)
     items, reference = pair_reference(
         settings, task.objective, Items(task.items, None), Layout().share(), model=model, deepspeed=deepspeed
     )
@@ -229,9 +229,7 @@ def test_a_given_reference_is_the_model_that_dpo_compares_with(
 def test_a_reference_that_reads_other_tokens_is_refused(tiny_model_dir, tmp_path):
     def refused(folder):
         with pytest.raises(UsageError) as caught:
-            check_reference(
-                ReferenceConfig(ref_pretrain=str(folder)), model_of(tiny_model_dir), DeepSpeedConfig(), is_needed=True
-            )
+            check_reference(ReferenceConfig(ref_pretrain=str(folder)), model_of(tiny_model_dir), is_needed=True)
         return str(caught.value)
 
     assert refused(tmp_path / "nowhere").startswith("--ref_pretrain: pretrain '")
