@@ -222,10 +222,10 @@ def test_the_logs_of_every_role_are_a_runs_own(tmp_path):
 def test_overwrite_removes_nothing_in_a_folder_that_no_run_has_written(tmp_path):
     for name in ("best", "tensorboard"):
         (tmp_path / name).mkdir()
-    with pytest.raises(UsageError, match=r"--overwrite: .* holds best, but no run.json, which every run has"):
+    with pytest.raises(UsageError, match=r"--overwrite: .* contains best, but no run.json, which every run has"):
         check_run_directory(settings(tmp_path, overwrite=True))
     add_checkpoint(tmp_path / "other" / "checkpoints", 3)
-    with pytest.raises(UsageError, match=r"holds step_000003, but no run.json"):
+    with pytest.raises(UsageError, match=r"contains step_000003, but no run.json"):
         check_run_directory(settings(tmp_path / "other", overwrite=True))
 
 
