@@ -271,7 +271,7 @@ def test_1024_gpus_in_nodes_of_many_sizes_lose_none():
     assert_sound(layout, nodes)
     assert gpus_taken(layout, len(nodes)) == nodes
     assert {layout.islands[seat.island].node for seat in layout.of("critic")} == set(range(104, 136))
-    with pytest.raises(UsageError, match=r"rollout engines: 193 x 2 GPUs .* of 8 x 16 \+ 96 x 8 \+ 32 x 4 there are"):
+    with pytest.raises(UsageError, match=r"rollout engines: 193 x 2 GPUs required .* has 8 x 16 \+ 96 x 8 \+ 32 x 4"):
         layout_of(
             nodes,
             **shape(8, 16, "actor"),

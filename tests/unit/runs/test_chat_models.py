@@ -165,7 +165,7 @@ def without_template(folder, tmp_path):
 
 
 def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_are_read(tiny_model_dir, tmp_path):
-    with pytest.raises(UsageError, match=r"--max_new_tokens 512: .* has 512 positions, .* give 246 for example"):
+    with pytest.raises(UsageError, match=r"--max_new_tokens 512: .* has 512 positions, .* set 246, for example"):
         found_speakers(chat_config(tiny_model_dir, max_new_tokens=512))
     template = tmp_path / "strict.jinja"
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
@@ -244,7 +244,7 @@ def test_a_script_gets_an_answer_a_line_and_fails_if_a_line_fails(tiny_model_dir
     expected = texts(talk(tiny_model_dir, "the one", "the other"))
     out, errors = io.StringIO(), io.StringIO()
     screen = PipeScreen(io.StringIO("the one\nthe other\n/nope\n"), out, errors)
-    with pytest.raises(RunError, match="1 of the lines failed"):
+    with pytest.raises(RunError, match="1 lines failed"):
         run_chat(chat_config(tiny_model_dir), open_screen=lambda: screen)
     assert out.getvalue() == "".join(f"{text}\n" for text in expected)
     assert "parameters, fp32 on" in errors.getvalue()

@@ -91,7 +91,7 @@ def test_pictures_wait_for_the_next_message_and_can_be_dropped(folder: Path) -> 
     assert reply_to(after, "/retry").action == Ask(ask.message, attempt=1, again=True, pictures=session.attached)
     assert reply_to(after, "/undo").text == "removed '[image] [image] Which?' and the answer"
     assert reply_to(session, "/image off").session.attached == ()
-    with pytest.raises(UsageError, match=r"character U\+FFFC"):
+    with pytest.raises(UsageError, match=r"contains U\+FFFC"):
         reply_to(session, "a \ufffc b")
     for name, why in (("none.png", "is not there"), ("model", "is not there")):
         with pytest.raises(UsageError, match=f"the image {name} {why}"):

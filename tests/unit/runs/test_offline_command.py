@@ -35,9 +35,9 @@ def items(*lengths: int, evaluated: tuple[int, ...] | None = None) -> Items:
 def test_items_that_no_micro_batch_can_hold_are_refused_wherever_they_are():
     config = settings(train_max_tokens_per_gpu="100", max_len="90")
     check_items(config, items(100, 7, evaluated=(100,)))
-    with pytest.raises(UsageError, match=r"training data takes 101 tokens .* raise train_max_tokens_per_gpu 100, or"):
+    with pytest.raises(UsageError, match=r"training data uses 101 tokens .* raise train_max_tokens_per_gpu 100, or"):
         check_items(config, items(7, 101))
-    with pytest.raises(UsageError, match=r"evaluation data takes 120 tokens .* lower max_len 90"):
+    with pytest.raises(UsageError, match=r"evaluation data uses 120 tokens .* lower max_len 90"):
         check_items(config, items(7, evaluated=(5, 120)))
 
 
@@ -61,7 +61,7 @@ def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest)
 def test_settings_of_an_evaluation_need_one(name, value):
     config = settings(**{name: value})
     check_items(config, items(7, evaluated=(7,)))
-    with pytest.raises(UsageError, match=f"{name} is about evaluations: give --eval_dataset"):
+    with pytest.raises(UsageError, match=f"{name} requires --eval_dataset"):
         check_items(config, items(7))
 
 

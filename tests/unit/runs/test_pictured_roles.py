@@ -52,7 +52,9 @@ def test_engines_get_vision_models_whole():
 
 @pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
 def test_vllms_smolvlm_is_refused_without_the_packages_that_its_processor_needs():
-    with pytest.raises(UsageError, match=r"models of type smolvlm need (torchvision|num2words), which is not inst"):
+    with pytest.raises(
+        UsageError, match=r"requires (torchvision|num2words) for models of type smolvlm, but it is not inst"
+    ):
         check_engine_pictures(SmolVLMConfig(), backend="vllm")
     check_engine_pictures(SmolVLMConfig(), backend="transformers")
 

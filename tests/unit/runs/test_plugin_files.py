@@ -16,7 +16,7 @@ def test_a_changed_file_is_reported_and_the_same_file_is_not() -> None:
     assert plugin_notice(None, same) == []
     assert plugin_notice(checkpoint(**same), same) == []
     [line] = plugin_notice(checkpoint(**same), {**same, "loss": "cc"})
-    assert line.startswith("the file of --loss has changed since the checkpoint of step 3")
+    assert line.startswith("the --loss file has changed since the checkpoint of step 3")
 
 
 def test_a_checkpoint_from_before_is_continued_in_silence() -> None:
@@ -31,7 +31,7 @@ def test_an_environment_that_was_mended_is_reported(tmp_path: Path) -> None:
     assert plugin_notice(saved, environment_contents(settings)) == []
     file.write_text("class Environment: mended = True")
     [line] = plugin_notice(saved, environment_contents(settings))
-    assert line.startswith("the file of --environment has changed since the checkpoint of step 3")
+    assert line.startswith("the --environment file has changed since the checkpoint of step 3")
 
 
 def test_a_server_has_no_file_that_could_change() -> None:
