@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
 
-from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig
+from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, TemplateConfig
 from rlhf_cli.data import cache
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
 from rlhf_cli.data.sft_data import load_sft_sequences
@@ -32,18 +32,26 @@ class Loading:
         self.kept, self.dataset = folder / "kept", write(folder / "rows.jsonl", rows)
         self.made = 0
 
-    def __call__(self, tokenizer=None, *, seed=0, **settings):
+    def __call__(self, tokenizer=None, *, seed=0, system_prompt=None, **settings):
         config = DataConfig(**{"dataset": self.dataset, "data_cache": str(self.kept), **settings})
-        return self.run(load_sft_sequences, config, tokenizer, seed)
+        return self.run(load_sft_sequences, config, tokenizer, seed, TemplateConfig(system_prompt=system_prompt))
 
-    def run(self, load, config, tokenizer=None, seed=0):
+    def run(self, load, config, tokenizer=None, seed=0, template=None):
         self.made = 0
 
         def progress(done, total):
             self.made = done
 
         tokenizer = tokenizer or make_tokenizer(CHATML)
-        return load(config, tokenizer, dataset=config.dataset, split="train", seed=seed, progress=progress)
+        return load(
+            config,
+            tokenizer,
+            dataset=config.dataset,
+            split="train",
+            seed=seed,
+            template=template or TemplateConfig(),
+            progress=progress,
+        )
 
     @property
     def files(self):
