@@ -1,4 +1,9 @@
-"""Roles in online training: one row per role, from which all lists of roles are derived."""
+"""Roles in online training: one row per role, with its classes, partners and notices.
+
+A role also needs its size and ZeRO stage as settings (`{role}_num_nodes`, `{role}_num_gpus_per_node`,
+`{role}_zero_stage` in `config/placement.py` and `config/train.py`), its model in `runs/online/models.py`, and the loop
+that uses it.
+"""
 
 from dataclasses import dataclass, replace
 

@@ -2,9 +2,17 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n# ([\w/]+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def page_code(name: str) -> dict[str, Any]:
+    """Run the page's code block that starts with the file name. Returns its names."""
+    names: dict[str, Any] = {"__name__": Path(name).stem}
+    exec(dict(BLOCK.findall(PAGE.read_text()))[name], names)
+    return names
 
 
 def page_file(folder: Path, name: str) -> Path:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from extending_page import page_code
 
 from rlhf_cli.algorithms.advantages import compute_advantages, gae, step_advantages, whiten
 from rlhf_cli.algorithms.estimators.estimator import Experience
@@ -231,6 +232,24 @@ def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() ->
     assert advantages("rloo", PolicyConfig(), trained_B=trained_B) == [0.75, 0.75, 0.0, 0.0, 0.0]
     a, b, c, d = whitened([0.5, 0.5, 0.0, 0.0])  # of the group's [.5, .5, -.5, 0] and of 0
     assert advantages("reinforce++_group", PolicyConfig(), trained_B=trained_B) == [a, b, 0.0, c, d]
+
+
+def test_the_estimator_of_the_extending_page_by_hand() -> None:
+    names = page_code("algorithms/estimators/bounded.py")
+    experience = Experience(
+        rewards_N=torch.tensor([0.0, 3.0, 0.0, 0.5]),
+        parts=(),
+        values_N=None,
+        bootstrap_B=None,
+        cu=torch.tensor([0, 2, 3, 4]),
+        groups_B=torch.tensor([0, 0, 0]),
+        trained_B=torch.ones(3, dtype=torch.bool),
+        greedy_B=None,
+    )
+    found = compute_advantages(names["BOUNDED"], experience, settings=names["BoundedPolicyConfig"](bound=1.5))
+    mean = 3.5 / 3
+    assert found.per_token_N.tolist() == pytest.approx([1.5, 1.5, -mean, 0.5 - mean])
+    assert found.metrics == {"clipped": pytest.approx(1 / 3)}
 
 
 def test_rows_are_filed_under_their_names() -> None:
