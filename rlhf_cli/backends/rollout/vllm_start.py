@@ -138,8 +138,9 @@ def start_failure(error: Exception, log: str) -> str:
     # For an invalid setting, pydantic's first line is only a count of errors; vLLM's sentence is inside.
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
-    # vLLM raises "Engine core initialization failed" here. Its process has logged the cause, as last of its traceback.
-    causes = CAUSE.findall(log)
+    # vLLM raises "Engine core initialization failed" here; the process that failed has logged the cause. With tensor
+    # parallelism the engine core then logs an error of its own, which only refers to the worker's.
+    causes = [cause for cause in CAUSE.findall(log) if "root cause" not in cause]
     return causes[-1] if causes else first_line(error)
 
 

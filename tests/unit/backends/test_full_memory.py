@@ -118,12 +118,18 @@ LOGGED = """
 Process EngineCore:
 Traceback (most recent call last):
 """
+OF_A_WORKER = """
+(Worker_TP1 pid=7) ERROR 11-27 07:53:15 [multiproc_executor.py:900] ValueError: 3 heads on 2 GPUs
+(EngineCore pid=5) ERROR 11-27 07:53:16 [core.py:1510] Exception: WorkerProc initialization failed due to an exception \
+in a background process. See stack trace for root cause.
+""".replace("\\\n", "")
 
 
 @pytest.mark.parametrize(
     ("log", "reason"),
     [
         (LOGGED, "ModuleNotFoundError: No module named 'flashinfer'"),
+        (OF_A_WORKER, "ValueError: 3 heads on 2 GPUs"),
         (
             "ValueError: first\n  File x\npackage.OtherError: second",
             "package.OtherError: second",
