@@ -107,7 +107,7 @@ class DeepSpeedEngine:
         # Before the optimizer step, which advances the schedule.
         lr = self._engine.get_lr()[0]
         norm = self._optimizer_step()
-        reduced = self._reduced(metrics | peak_gpu_memory())
+        reduced = self._reduced({**metrics, **peak_gpu_memory()})
         return reduced | {
             "grad_norm": norm,
             "lr": float(lr),
@@ -170,7 +170,7 @@ class DeepSpeedEngine:
                 total = combine_metrics(total, compute_loss(self._engine, micro_batch.to(distributed.device()))[1])
         return self._reduced(total)
 
-    def _reduced(self, metrics: Metrics) -> dict[str, float]:
+    def _reduced(self, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         """Reduce metrics over all ranks."""
         own = {name: float(value) for name, value in metrics.items()}
         return distributed.reduce_metrics(own, ranks_per_pack=self._ranks_per_pack)

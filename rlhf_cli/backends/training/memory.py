@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_cli.algorithms.aggregation import Metrics
 from rlhf_cli.errors import OutOfMemory, full_memory, memory_sentence
 
 
@@ -36,7 +35,7 @@ def named_shortage(phase: str, module: nn.Module, micro_batch: Any) -> Iterator[
         raise OutOfMemory(memory_sentence(kind, where, fix)) from error
 
 
-def peak_gpu_memory() -> Metrics:
+def peak_gpu_memory() -> dict[str, float]:
     """Return `memory/gpu_gib_max`: PyTorch's peak reserved memory in GiB since the last call. Empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
