@@ -10,10 +10,17 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class LoopThread:
-    """Background thread that runs an event loop until `end`. Its methods are for other threads."""
+    """Background thread that runs an event loop until `end`. Its methods are for other threads.
 
-    def __init__(self, name: str) -> None:
+    `on_defect` gets exceptions of callbacks, which asyncio would only log. It is called in the loop.
+    """
+
+    def __init__(self, name: str, *, on_defect: Callable[[BaseException], object] | None = None) -> None:
         self.loop = asyncio.new_event_loop()
+        if on_defect is not None:
+            self.loop.set_exception_handler(
+                lambda _, context: on_defect(context.get("exception") or RuntimeError(context["message"]))
+            )
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -35,6 +42,10 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    async def ask(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine on the loop and return the result. Awaited in another loop, whose cancellation cancels it."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def end(self, last: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run a final coroutine, then stop the loop and join the thread. No-op if already stopped.

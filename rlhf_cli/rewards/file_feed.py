@@ -114,9 +114,9 @@ class FileFeed:
         """Whether results are pending or not yet returned by `ready`."""
         return self._num_open > 0 or bool(self._results)
 
-    def wait(self) -> None:
-        """Block until a call completes. Returns immediately if no call is pending."""
-        self._feed.wait()
+    async def wait(self) -> None:
+        """Wait until a call completes. Returns immediately if no call is pending."""
+        await self._feed.wait()
 
     def _send(self, call: _Call) -> None:
         self._calls.append(call)

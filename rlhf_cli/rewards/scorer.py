@@ -4,6 +4,7 @@ The score is a weighted sum. A failed reward never counts as 0: the sample is ma
 too many samples fail. algorithms/shaping.py clips and shapes scores.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -88,7 +89,7 @@ class Scorer:
         # If a later step raises, the stack closes what is already running; `pop_all` keeps it open otherwise.
         with ExitStack() as stack:
             self._workers = stack.enter_context(_worker_pool(config)) if _calls(config) else None
-            self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
+            self._file = _file_pool(stack, config.reward_func, config) if config.reward_func else None
             self._servers = None
             if config.remote_rm_url:
                 self._servers = stack.enter_context(_reward_servers(config, tell))
@@ -179,7 +180,7 @@ class Scorer:
         """
         with self.session() as session:
             session.add(requests)
-            by_number = session.finish(is_all=True)
+            by_number = asyncio.run(session.finish(is_all=True))
         scores = [by_number[number] for number in range(len(requests))]
         stop_if_too_many_failed(scores, self._config.reward_max_failures)
         return scores
@@ -219,18 +220,20 @@ def _worker_pool(config: RewardConfig) -> WorkerPool:
     )
 
 
-def _file_pool(reward_func: str, config: RewardConfig) -> WorkerPool:
+def _file_pool(stack: ExitStack, reward_func: str, config: RewardConfig) -> WorkerPool:
     """Start the reward file's worker pool, with one worker loaded."""
     path, name = file_and_name(reward_func)
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: file not found")
     # No `retries`: FileFeed retries calls, since a retry must keep the values that were valid.
-    pool = WorkerPool(
-        "rlhf_cli.rewards.workers.user_file:load",
-        {"path": str(path), "name": name, "args": json.loads(config.reward_func_args)},
-        limit=config.reward_timeout,
-        num_workers=_num_workers(config),
-        chunk_size=FILE_CHUNK,
+    pool = stack.enter_context(
+        WorkerPool(
+            "rlhf_cli.rewards.workers.user_file:load",
+            {"path": str(path), "name": name, "args": json.loads(config.reward_func_args)},
+            limit=config.reward_timeout,
+            num_workers=_num_workers(config),
+            chunk_size=FILE_CHUNK,
+        )
     )
     # Load once now, so that an import error stops the command before models are loaded.
     failure = pool.start()

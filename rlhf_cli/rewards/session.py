@@ -136,8 +136,8 @@ class ScoringSession:
         numbers, self._unreported = self._unreported, []
         return [(number, self._scores[number]) for number in numbers]
 
-    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
-        """Block until all scores are complete and return them by response number.
+    async def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        """Wait until all scores are complete and return them by response number.
 
         `is_all`: no more responses will be added. Then RunError is raised as soon as the failure limit is exceeded.
         """
@@ -145,14 +145,14 @@ class ScoringSession:
             # Servers last: they run in their own thread, and waiting for them first would delay file retries.
             for feed in (self._feed, self._file):
                 while feed is not None and feed.is_open:
-                    feed.wait()
+                    await feed.wait()
                     self._collect()
                     if is_all and self._num_failed > self._config.reward_max_failures * len(self._requests):
                         scores = list(self._scores.values())
                         to_come = len(self._requests) - len(scores)
                         stop_if_too_many_failed(scores, self._config.reward_max_failures, num_to_come=to_come)
             if self._remote is not None:
-                self._remote.finish()
+                await self._remote.finish()
             self._collect()
         finally:
             self._log()

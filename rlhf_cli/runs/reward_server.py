@@ -85,7 +85,7 @@ def _score(
 ) -> list[Score]:
     with scorer.session() as session:
         session.add(requests)
-        found = session.finish()
+        found = asyncio.run(session.finish())
     scores = [found[number] for number in range(len(requests))]
     if model is None:
         return scores

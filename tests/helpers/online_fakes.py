@@ -183,7 +183,7 @@ class FakeSession:
         first, self.reported = self.reported, len(self.requests)
         return [(number, self.scorer.judge(self.requests[number])) for number in range(first, self.reported)]
 
-    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+    async def finish(self, *, is_all: bool = False) -> dict[int, Score]:
         scorer, numbers = self.scorer, sorted(range(len(self.requests)), key=self._order)
         scorer.journal.append("scorer.score")
         scorer.asked.append([self.requests[number] for number in numbers])

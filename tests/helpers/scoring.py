@@ -1,5 +1,6 @@
 """Score requests for reward tests, and waiting for results."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def request(response: str, label: str | None = "18") -> ScoreRequest:
 
 def finished(session: ScoringSession) -> list[Score]:
     """Return the available scores by response number."""
-    found = session.finish()
+    found = asyncio.run(session.finish())
     return [found[number] for number in sorted(found)]
 
 

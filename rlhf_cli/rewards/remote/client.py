@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -388,9 +388,9 @@ class RemoteFeed:
         self._unseen = sorted(set(self._unseen).difference(done))
         return [(number, self._futures[number].result()) for number in done]
 
-    def finish(self) -> None:
-        """Block until all outcomes are complete."""
-        wait(self._futures)
+    async def finish(self) -> None:
+        """Wait until all outcomes are complete."""
+        await asyncio.gather(*map(asyncio.wrap_future, self._futures))
 
 
 def _naming(server: RewardServer, failure: Failure) -> Failure:

@@ -5,20 +5,18 @@ added incrementally while the caller does other work (`Feed`). worker.py compute
 workers.
 """
 
-import contextlib
+import asyncio
 import json
 import logging
 import math
-import socket
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Self
 
+from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.records import FailureKind
 from rlhf_cli.rewards.workers.process import LOAD_LIMIT, WorkerProcess
 
@@ -49,6 +47,8 @@ class ItemOutcome:
 class WorkerPool:
     """Worker processes that run the same task; a context manager that leaves no process behind.
 
+    An event loop in a background thread assigns items and collects outcomes. Only this thread uses the workers.
+
     - `loader`: `module:function`. Each worker calls it with `argument`, and it returns the item handler. Items,
       `argument` and results are JSON.
     - `limit`: seconds per item, also within a chunk.
@@ -73,6 +73,10 @@ class WorkerPool:
         # The handler's `about` attribute, set once a worker has loaded.
         self.about: Any = None
         self._feed: Feed | None = None
+        self.thread = LoopThread("reward workers", on_defect=self._break_down)
+        # Set after each event in the loop: the condition that `until` waits for may hold now.
+        self.news = asyncio.Event()
+        self._defect: BaseException | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +90,9 @@ class WorkerPool:
         """Kill all workers."""
         if self._feed is not None:
             self._feed.close()
+        self.thread.end(self._kill_all)
+
+    async def _kill_all(self) -> None:
         while self.workers:
             self.workers.pop().kill()
 
@@ -93,14 +100,9 @@ class WorkerPool:
         """Add a worker process, which starts to load the task."""
         self.workers.append(WorkerProcess(self._loader, self._argument))
 
-    def remove(self, worker: WorkerProcess) -> None:
-        """Kill a worker. A replacement starts when there is work for it."""
-        self.workers.remove(worker)
-        worker.kill()
-
     def start(self) -> Failure | None:
         """Start one worker and wait until it has loaded the task. Returns the failure, if any."""
-        return _Desk(self).load_one()
+        return self.thread.run(_Desk(self).load_one())
 
     def feed(self) -> "Feed":
         """Open a feed for incrementally added items. Only one may be open at a time."""
@@ -112,34 +114,38 @@ class WorkerPool:
         """Process items and return outcomes in order. Item failures are returned, not raised."""
         with self.feed() as feed:
             feed.add(items)
-            return feed.finish()
+            return asyncio.run(feed.finish())
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait in the loop until a condition holds. Raises like `check`."""
+        while not condition():
+            self.check()
+            # Nothing else runs in the loop between the condition and the wait, so no news is lost.
+            self.news.clear()
+            await self.news.wait()
+
+    def check(self) -> None:
+        """Raise the exception of a callback in the loop, which is a bug: outcomes may never come."""
+        if self._defect is not None:
+            raise self._defect
+
+    def _break_down(self, defect: BaseException) -> None:
+        self._defect = defect
+        self.news.set()
 
 
 class Feed:
     """Incremental input to a worker pool; a context manager.
 
-    A background thread assigns items and collects outcomes, so workers stay busy while the caller does other work. Only
-    this thread uses the pool's workers while the feed is open. On exit, workers with unfinished items are killed.
+    Workers stay busy while the caller does other work. On exit, workers with unfinished items are killed.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
-        self._desk = _Desk(pool)
-        # Guards all fields down to `is_closed`, which the caller and the thread share.
-        self._changed = threading.Condition()
+        self._pool, self._desk = pool, _Desk(pool)
         self._num_items = 0
-        # Items that the thread has not picked up yet.
-        self._arrived: list[tuple[int, str]] = []
-        self._outcomes: dict[int, ItemOutcome] = {}
-        # Numbers of outcomes that `ready` has not returned yet.
-        self._unseen: list[int] = []
-        self._defect: BaseException | None = None
+        # Outcomes that `ready` has returned.
+        self._num_seen = 0
         self.is_closed = False
-        # The thread waits on worker sockets, which a condition variable cannot interrupt. A byte on this socket can.
-        self._bell, self._button = socket.socketpair()
-        # A full socket means that the bell is already ringing: `_ring` must not block.
-        self._button.setblocking(False)
-        self._thread = threading.Thread(target=self._serve, name="reward workers", daemon=True)
-        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -151,125 +157,106 @@ class Feed:
 
     def add(self, items: Iterable[object]) -> range:
         """Submit items and return the assigned numbers, counted from 0. Never blocks."""
-        # Serialize outside the lock, which the thread needs for reporting.
         lines = [json.dumps(item) for item in items]
-        with self._changed:
-            numbers = range(self._num_items, self._num_items + len(lines))
-            self._num_items = numbers.stop
-            self._arrived += zip(numbers, lines, strict=True)
-        self._ring()
+        numbers = range(self._num_items, self._num_items + len(lines))
+        self._num_items = numbers.stop
+        self._pool.thread.call_soon(self._desk.put, list(zip(numbers, lines, strict=True)))
         return numbers
 
     def ready(self) -> list[tuple[int, ItemOutcome]]:
         """Return new outcomes as (item number, outcome) pairs. Never blocks."""
-        with self._changed:
-            self._raise_defect()
-            unseen, self._unseen = self._unseen, []
-            return [(number, self._outcomes[number]) for number in unseen]
-
-    def wait(self) -> None:
-        """Block until `ready` has something to return. Returns immediately if nothing is pending."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._defect is not None or self._unseen or len(self._outcomes) == self._num_items
-            )
-            self._raise_defect()
+        self._pool.check()
+        # The loop may add more meanwhile: `append` and `popleft` are atomic, so no lock is needed.
+        new = [self._desk.outcomes.popleft() for _ in range(len(self._desk.outcomes))]
+        self._num_seen += len(new)
+        return new
 
     @property
     def is_open(self) -> bool:
         """Whether outcomes are pending or not yet returned by `ready`."""
-        with self._changed:
-            return bool(self._unseen) or len(self._outcomes) < self._num_items
+        return self._num_seen < self._num_items
 
-    def finish(self) -> list[ItemOutcome]:
-        """Block until all items are complete and return outcomes in order. Item failures are returned, not raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._defect is not None or len(self._outcomes) == self._num_items)
-            self._raise_defect()
-            return [self._outcomes[number] for number in range(self._num_items)]
+    async def wait(self) -> None:
+        """Wait until `ready` has something to return. Returns immediately if nothing is pending."""
+        if self.is_open:
+            await self._pool.thread.ask(self._pool.until(lambda: bool(self._desk.outcomes)))
+
+    async def finish(self) -> list[ItemOutcome]:
+        """Wait for all items and return the outcomes that `ready` has not returned, in the order of their items.
+
+        Item failures are returned, not raised.
+        """
+        num_left = self._num_items - self._num_seen
+        await self._pool.thread.ask(self._pool.until(lambda: len(self._desk.outcomes) == num_left))
+        return [outcome for _, outcome in sorted(self.ready(), key=lambda numbered: numbered[0])]
 
     def close(self) -> None:
-        """Stop the thread and kill workers with unfinished items."""
-        with self._changed:
+        """Kill workers with unfinished items."""
+        if not self.is_closed:
             self.is_closed = True
-        self._ring()
-        self._thread.join()
-        self._bell.close()
-        self._button.close()
-
-    def _ring(self) -> None:
-        # Errors mean that the bell is ringing already, or that the feed is closed.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._button.send(b"\0")
-
-    def _raise_defect(self) -> None:
-        if self._defect is not None:
-            raise self._defect
-
-    def _serve(self) -> None:
-        try:
-            while not self.is_closed:
-                with self._changed:
-                    arrived, self._arrived = self._arrived, []
-                self._desk.put(arrived)
-                self._report(self._desk.work(self._bell))
-        # A bug in this module: hand it to the caller's thread, which would otherwise wait forever.
-        except BaseException as defect:
-            with self._changed:
-                self._defect = defect
-                self._changed.notify_all()
-        finally:
-            # The next feed would take late answers from these workers for its own.
-            self._desk.abandon()
-
-    def _report(self, outcomes: Sequence[tuple[int, ItemOutcome]]) -> None:
-        if outcomes:
-            with self._changed:
-                self._outcomes.update(outcomes)
-                self._unseen += [number for number, _ in outcomes]
-                self._changed.notify_all()
+            self._pool.thread.run(self._desk.abandon())
 
 
 class _Desk:
-    """Scheduler: queues items, assigns them to workers and handles failures. Not thread-safe."""
+    """Scheduler: queues items, assigns them to workers and handles failures. Works in the pool's loop."""
 
     def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+        self._pool, self._loop = pool, pool.thread.loop
         # Unfinished items as JSON, kept for retries.
         self._lines: dict[int, str] = {}
         self._waiting: deque[int] = deque()
         self._failed_tries: Counter[int] = Counter()
-        # Outcomes that `work` has not returned yet.
-        self._outcomes: list[tuple[int, ItemOutcome]] = []
+        # Timers of busy workers, whose sockets the loop watches. Idle ones are not watched: `_assign` checks them.
+        self._checks: dict[WorkerProcess, asyncio.TimerHandle] = {}
+        # Not yet returned by `Feed.ready`.
+        self.outcomes: deque[tuple[int, ItemOutcome]] = deque()
         self._load_failure: Failure | None = None
 
     def put(self, items: Sequence[tuple[int, str]]) -> None:
         """Queue items as (number, JSON) pairs."""
         self._lines.update(items)
         self._waiting.extend(number for number, _ in items)
+        self._proceed()
 
-    def work(self, bell: socket.socket) -> list[tuple[int, ItemOutcome]]:
-        """Assign queued items, wait for a worker or the bell, and return new outcomes."""
-        self._assign()
-        self._collect(bell)
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
-
-    def load_one(self) -> Failure | None:
+    async def load_one(self) -> Failure | None:
         """Start a worker and wait until it has loaded the task. Returns the failure, if any."""
-        try:
-            self._pool.start_worker()
-            while any(worker.is_busy for worker in self._pool.workers):
-                self._collect(None)
-        except BaseException:
-            self._pool.close()
-            raise
+        self._pool.start_worker()
+        self._proceed()
+        await self._pool.until(lambda: not self._checks)
         return self._load_failure
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """Kill workers with unfinished items. Workers that are still loading continue."""
-        for worker in [worker for worker in self._pool.workers if worker.chunk]:
-            self._pool.remove(worker)
+        for worker in [*self._checks]:
+            # The next feed would take late answers for its own.
+            if worker.chunk:
+                self._remove(worker)
+            else:
+                self._ignore(worker)
+
+    def _proceed(self) -> None:
+        """Assign queued items and listen to busy workers. Called after each event."""
+        self._assign()
+        for worker in self._pool.workers:
+            if not worker.is_busy:
+                self._ignore(worker)
+            elif worker not in self._checks:
+                self._loop.add_reader(worker.socket, self._hear, worker)
+                seconds = min(self._deadline(worker) - time.monotonic(), DEATH_CHECK)
+                self._checks[worker] = self._loop.call_later(seconds, self._check, worker)
+        self._pool.news.set()
+
+    def _ignore(self, worker: WorkerProcess) -> None:
+        if worker in self._checks:
+            self._checks.pop(worker).cancel()
+            self._loop.remove_reader(worker.socket)
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        """Kill a worker. A replacement starts when there is work for it."""
+        # Before the socket is closed: the next process may get the same file descriptor.
+        self._ignore(worker)
+        self._pool.workers.remove(worker)
+        worker.kill()
 
     def _assign(self) -> None:
         pool = self._pool
@@ -277,7 +264,7 @@ class _Desk:
             if self._waiting and not worker.is_busy:
                 # It died while idle: no item is to blame.
                 if worker.is_gone():
-                    pool.remove(worker)
+                    self._remove(worker)
                     continue
                 # Spread the last items over all workers instead of filling one chunk.
                 share = math.ceil(len(self._waiting) / pool.num_workers)
@@ -290,33 +277,30 @@ class _Desk:
             pool.start_worker()
             starting += 1
 
-    def _collect(self, bell: socket.socket | None) -> None:
-        """Wait for an event, then read answers and remove workers that died or timed out."""
-        busy = [worker for worker in self._pool.workers if worker.is_busy]
-        heard: list[Any] = [worker.socket for worker in busy] + ([bell] if bell else [])
-        ready = connection.wait(heard, timeout=self._patience(busy))
-        if bell in ready:
-            assert bell is not None
-            bell.recv(4096)
-        for worker in busy:
-            # Read before checking for death: a worker may answer and then exit.
-            if worker.socket in ready:
-                answers = worker.receive()
-                if answers is None:
-                    self._lose(worker, Failure("crashed", worker.last_words()))
-                for answer in answers or []:
-                    self._take(worker, answer)
-            elif worker.is_gone():
-                self._lose(worker, Failure("crashed", worker.last_words()))
-            elif time.monotonic() > self._deadline(worker):
-                self._lose(worker, Failure("timeout", self._lateness(worker)))
+    def _hear(self, worker: WorkerProcess) -> None:
+        self._read(worker)
+        self._proceed()
 
-    def _patience(self, busy: Sequence[WorkerProcess]) -> float | None:
-        """Return the seconds until the next check, or None if only the bell can bring work."""
-        if not busy:
-            return None
-        left = min(self._deadline(worker) for worker in busy) - time.monotonic()
-        return min(max(left, 0.0), DEATH_CHECK)
+    def _read(self, worker: WorkerProcess) -> None:
+        """Read answers, and remove a worker that has closed the socket."""
+        answers = worker.receive()
+        if answers is None:
+            self._lose(worker, Failure("crashed", worker.last_words()))
+        for answer in answers or []:
+            self._take(worker, answer)
+
+    def _check(self, worker: WorkerProcess) -> None:
+        """Remove a worker that has exited or timed out."""
+        self._ignore(worker)
+        # Read in between: a worker may answer and then exit, or its answer has not been read because the loop was busy.
+        is_gone = worker.is_gone()
+        self._read(worker)
+        if worker in self._pool.workers and worker.is_busy:
+            if is_gone:
+                self._lose(worker, Failure("crashed", worker.last_words()))
+            elif time.monotonic() >= self._deadline(worker):
+                self._lose(worker, Failure("timeout", self._lateness(worker)))
+        self._proceed()
 
     def _deadline(self, worker: WorkerProcess) -> float:
         return worker.since + (self._pool.limit if worker.is_loaded else max(self._pool.limit, LOAD_LIMIT))
@@ -347,11 +331,11 @@ class _Desk:
             self._waiting.append(number)
             return
         del self._lines[number]
-        self._outcomes.append((number, outcome))
+        self.outcomes.append((number, outcome))
 
     def _lose(self, worker: WorkerProcess, failure: Failure) -> None:
         """Kill a worker that crashed, timed out or could not load the task."""
-        self._pool.remove(worker)
+        self._remove(worker)
         if worker.is_loaded:
             self._blame(worker, failure)
         elif any(other.is_loaded for other in self._pool.workers):
@@ -380,5 +364,5 @@ class _Desk:
         self._load_failure = Failure("load", failure.reason, failure.trace)
         for number in self._waiting:
             del self._lines[number]
-            self._outcomes.append((number, ItemOutcome(failure=self._load_failure)))
+            self.outcomes.append((number, ItemOutcome(failure=self._load_failure)))
         self._waiting.clear()

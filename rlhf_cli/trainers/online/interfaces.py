@@ -145,7 +145,7 @@ class ScoringSession(Protocol):
     def ready(self) -> list[tuple[int, Score]]:
         """Return newly completed scores with response numbers, without waiting."""
 
-    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+    async def finish(self, *, is_all: bool = False) -> dict[int, Score]:
         """Return all scores by response number. Incomplete groups are omitted if a reward compares responses.
 
         Raises:

@@ -1,5 +1,6 @@
 """Rollouts: sends prompts to the engines, and each finished response to the rewards."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ class Round:
         if self._session is None:
             self._scores = dict.fromkeys(self._added, ZERO)
         else:
-            found = self._session.finish(is_all=is_all)
+            found = asyncio.run(self._session.finish(is_all=is_all))
             self._scores |= {self._added[number]: score for number, score in found.items()}
 
     def group(self, slot: int) -> Group | None:

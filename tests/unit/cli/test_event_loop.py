@@ -92,6 +92,56 @@ def test_the_last_work_is_done_before_the_end_and_a_second_end_does_nothing():
     assert done == [NAME]
 
 
+def test_work_is_awaited_in_another_loop(thread):
+    async def where() -> str:
+        await asyncio.sleep(0)
+        return threading.current_thread().name
+
+    async def fail() -> None:
+        raise ValueError("a mood")
+
+    assert asyncio.run(thread.ask(where())) == NAME
+    with pytest.raises(ValueError, match="a mood"):
+        asyncio.run(thread.ask(fail()))
+
+
+def test_work_is_cancelled_with_the_task_that_awaits_it(thread):
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def give_up() -> None:
+        task = asyncio.create_task(thread.ask(endless()))
+        await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(give_up())
+    assert cancelled.wait(30)
+
+
+def test_an_error_of_a_callback_is_passed_on():
+    defects: list[BaseException] = []
+    thread = LoopThread(NAME, on_defect=defects.append)
+
+    def fail() -> None:
+        raise ValueError("a mood")
+
+    thread.call_soon(fail)
+    thread.call_soon(thread.loop.call_exception_handler, {"message": "a bug in a task"})
+    thread.end(nothing)
+    assert [(type(defect), str(defect)) for defect in defects] == [
+        (ValueError, "a mood"),
+        (RuntimeError, "a bug in a task"),
+    ]
+
+
 def test_an_error_of_the_last_work_is_raised_and_the_end_can_be_tried_again():
     thread = LoopThread(NAME)
 

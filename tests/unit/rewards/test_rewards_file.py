@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -230,6 +231,7 @@ def test_an_unusable_reward_file_is_refused_before_anything_starts(
     assert str(caught.value).startswith(f"--reward_func {path}")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "reward workers" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_missing_reward_file_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Worker pools: each item has a separate limit, and an item that hangs or kills its worker affects no other item."""
 
+import asyncio
 import os
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from rlhf_cli.backends.rollout.processes import process_tree
 from rlhf_cli.rewards.file_feed import batch_of
 from rlhf_cli.rewards.records import ScoreRequest
-from rlhf_cli.rewards.workers.pool import WorkerPool
+from rlhf_cli.rewards.workers.pool import Feed, WorkerPool
 
 SOURCE = """
     import os, time
@@ -149,7 +151,7 @@ def test_workers_go_on_while_their_owner_does_something_else(path: str, tmp_path
         assert feed.add(item("", i, note) for i in range(3)) == range(3)
         wait_until(lambda: note.exists() and len(note.read_text()) == 3)  # no call to the feed in between
         assert feed.add([item("", 3, note)]) == range(3, 4)
-        assert [outcome.value[0]["value"] for outcome in feed.finish()] == [0.0, 1.0, 2.0, 3.0]
+        assert [outcome.value[0]["value"] for outcome in asyncio.run(feed.finish())] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_outcomes_are_reported_once_and_without_waiting_for_others(path: str) -> None:
@@ -189,4 +191,22 @@ def test_a_defect_in_the_thread_reaches_the_owner() -> None:
     with WorkerPool("json:loads", object(), limit=1.0) as pool, pool.feed() as feed:
         feed.add([1])
         with pytest.raises(TypeError, match="not JSON serializable"):
-            feed.finish()
+            asyncio.run(feed.finish())
+
+
+def test_a_wait_that_is_cancelled_loses_no_outcome(path: str) -> None:
+    async def impatient(feed: Feed) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(feed.finish(), 0.01)
+
+    with pool_of(path, limit=60.0) as pool, pool.feed() as feed:
+        feed.add([item("slow", 0), item("", 1)])
+        asyncio.run(impatient(feed))
+        assert [outcome.value[0]["value"] for outcome in asyncio.run(feed.finish())] == [0.0, 1.0]
+
+
+def test_a_closed_pool_leaves_no_thread_and_may_be_closed_again(path: str) -> None:
+    with pool_of(path) as pool:
+        assert values(pool, {}, 1) == [0.0]
+        pool.close()
+    assert "reward workers" not in {thread.name for thread in threading.enumerate()}

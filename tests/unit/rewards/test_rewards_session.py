@@ -1,5 +1,6 @@
 """Scoring sessions: responses are added one at a time, and scores are returned as soon as they are known."""
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_group_that_stays_incomplete_is_not_compared(reward_file: WriteFile, w
     with Scorer(settings) as scorer, scorer.session() as session:
         session.add([third])
         session.add([first, *group("18", "4")])
-        assert session.finish().keys() == {2, 3}
+        assert asyncio.run(session.finish()).keys() == {2, 3}
 
 
 def test_a_reward_file_that_hangs_is_not_waited_for_longer_than_it_takes_to_know(reward_file: WriteFile) -> None:

@@ -184,7 +184,7 @@ class FakeSession:
     def add(self, requests):
         self.requests += requests
 
-    def finish(self, *, is_all):
+    async def finish(self, *, is_all):
         scores = (Score(float(request.label), "scored", "seen", {"reward_func": 1.0}) for request in self.requests)
         return dict(enumerate(scores))
 
