@@ -1,16 +1,14 @@
-"""All episode processes, seen from one driver thread: start, send actions, collect replies, enforce timeouts, kill.
+"""All episode processes, seen from one event loop: start, send actions, collect replies, enforce timeouts, kill.
 
 Nothing here blocks on an environment: sockets are non-blocking, and unsent data is buffered. The processes are children
 of the fork server (fork_server.py), which reports their exits.
 """
 
-import contextlib
+import asyncio
 import errno
 import json
 import resource
-import selectors
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,48 +33,42 @@ class _Process:
     received: bytearray = field(default_factory=bytearray)
     place: str = ""
     """Methods that the current action calls, for messages."""
-    deadline: float = 0.0
-    """Deadline of the current action, in `time.monotonic` seconds."""
     end: str | None = None
     """Why the process no longer replies, as the end of a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """An encoded action for a process. `place` names the methods that it calls."""
-
-    number: int
-    line: bytes
-    place: str
-
-
 class EpisodeProcesses:
-    """Sends orders to processes, at most `num_workers` at a time, and collects replies. Use it from one thread.
+    """Sends actions to processes, at most `num_workers` at a time, and delivers replies. Works in `loop`.
 
-    The first order for a number starts a process. A timeout starts when the process receives the order.
+    The first action for a number starts a process. A timeout starts when the process receives the action.
     """
 
     def __init__(
-        self, server: ChildProcess, bell: socket.socket, *, timeout: float, close_seconds: float, num_workers: int
+        self,
+        server: ChildProcess,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[int, Reply], None],
+        *,
+        timeout: float,
+        close_seconds: float,
+        num_workers: int,
     ) -> None:
         """Start listening. `close_seconds` is the timeout for `close` methods, 0 if the class has none."""
-        self._server, self._timeout, self._num_workers = server, timeout, num_workers
-        self._close_seconds = close_seconds
+        self._server, self._loop, self._deliver = server, loop, deliver
+        self._timeout, self._close_seconds, self._num_workers = timeout, close_seconds, num_workers
         self._processes: dict[int, _Process] = {}
-        self._waiting: deque[Order] = deque()
-        # Processes with an order in progress.
-        self._running: set[_Process] = set()
-        self._replies: list[tuple[int, Reply]] = []
+        # Processes with a queued action.
+        self._waiting: deque[_Process] = deque()
+        # Processes with an action in progress, and the timers of their timeouts.
+        self._running: dict[_Process, asyncio.TimerHandle] = {}
         self._to_server: deque[tuple[bytes, socket.socket | None]] = deque()
         self._from_server = b""
-        self._selector = selectors.DefaultSelector()
         server.socket.setblocking(False)
-        self._listen(server.socket, lambda: self._attend_server())
-        # The bell wakes `select` for new orders. One recv may drain more than one ring: the bytes carry no data.
-        self._listen(bell, lambda: bell.recv(4096))
+        loop.call_soon_threadsafe(loop.add_reader, server.socket, self._attend_server)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all processes, then wait for the fork server, which waits for them."""
+        self._waiting.clear()
         for number in list(self._processes):
             self.drop(number)
         self._server.socket.settimeout(_END_SECONDS)
@@ -85,60 +77,52 @@ class EpisodeProcesses:
         for _, theirs in self._to_server:
             if theirs is not None:
                 theirs.close()
-        self._selector.close()
+        self._ignore(self._server.socket)
         self._server.finish(self._close_seconds + _END_SECONDS)
 
-    def put(self, order: Order) -> None:
-        """Queue an order."""
-        self._processes.setdefault(order.number, _Process(order.number))
-        self._waiting.append(order)
+    def put(self, number: int, line: bytes, place: str) -> None:
+        """Queue an encoded action. `place` names the methods that it calls."""
+        process = self._processes.setdefault(number, _Process(number))
+        process.outgoing, process.place = bytearray(line), place
+        self._waiting.append(process)
+        self._hand_out()
 
     def drop(self, number: int) -> None:
-        """End a process and discard its orders. An idle process may close the user's object first."""
+        """End a process and discard its action. An idle process may close the user's object first."""
         process = self._processes.pop(number, None)
         if process is not None:
-            is_idle = process not in self._running
             # A busy process cannot read the end of its stream, so waiting for the `close` method is useless.
-            self._running.discard(process)
-            self._end(process, seconds=self._close_seconds if is_idle else 0.0)
-
-    def work(self) -> list[tuple[int, Reply]]:
-        """Send queued orders, wait for an event or the bell, and return new replies by process number."""
-        self._hand_out()
-        # A handler may end other processes whose events are already in this list; each handler checks for that.
-        for key, _ in self._selector.select(self._patience()):
-            key.data()
-        for process in [one for one in self._running if one.deadline <= time.monotonic()]:
-            self._fail(process, late_reply(self._timeout, process.place))
-        replies, self._replies = self._replies, []
-        return replies
-
-    def _patience(self) -> float | None:
-        if self._replies:
-            return 0.0
-        if not self._running:
-            return None
-        return max(0.0, min(process.deadline for process in self._running) - time.monotonic())
+            self._end(process, seconds=0.0 if process in self._running else self._close_seconds)
+            self._stop_timer(process)
+            self._hand_out()
 
     def _hand_out(self) -> None:
         while self._waiting and len(self._running) < self._num_workers:
-            order = self._waiting.popleft()
-            process = self._processes.get(order.number)
-            # Dropped since it was queued.
-            if process is not None:
-                self._give(process, order)
+            process = self._waiting.popleft()
+            # Not dropped since it was queued.
+            if process.number in self._processes:
+                self._give(process)
 
-    def _give(self, process: _Process, order: Order) -> None:
-        process.place, process.deadline = order.place, time.monotonic() + self._timeout
+    def _give(self, process: _Process) -> None:
         # Before starting the process: forking and startup count against the timeout of the first action.
-        self._running.add(process)
+        self._running[process] = self._loop.call_later(self._timeout, self._give_up, process)
         if process.end is None and process.channel is None:
             self._begin(process)
         if process.end is not None:
             self._fail(process, Reply(failure=process.end))
             return
-        process.outgoing += order.line
         self._flush(process)
+
+    def _give_up(self, process: _Process) -> None:
+        """Fail an action that is late, unless its reply is here, which the loop may have been too busy to read."""
+        while self._receive(process):
+            pass
+        if process in self._running:
+            self._fail(process, late_reply(self._timeout, process.place))
+
+    def _stop_timer(self, process: _Process) -> None:
+        if process in self._running:
+            self._running.pop(process).cancel()
 
     def _begin(self, process: _Process) -> None:
         """Ask the server to fork a process."""
@@ -148,25 +132,21 @@ class EpisodeProcesses:
             process.end = _too_many_files() if error.errno == errno.EMFILE else f"could not be started: {error}"
             return
         process.channel.setblocking(False)
-        self._listen(process.channel, lambda: self._attend(process))
+        self._loop.add_reader(process.channel, self._receive, process)
         self._ask(["start", process.number], theirs)
 
-    def _attend(self, process: _Process) -> None:
-        """Send remaining order bytes and receive a reply."""
-        # Closed by an earlier handler in the same `select` result.
-        if process.channel is None:
-            return
-        if process.outgoing:
-            self._flush(process)
-        self._receive(process)
-
     def _flush(self, process: _Process) -> None:
+        """Send as much of the action as the process accepts now."""
         assert process.channel is not None
-        # A broken connection is no failure yet: the server reports why the process exited.
-        with contextlib.suppress(OSError):
+        self._loop.remove_writer(process.channel)
+        try:
             while process.outgoing:
                 del process.outgoing[: process.channel.send(process.outgoing)]
-        self._listen(process.channel, lambda: self._attend(process), writes=bool(process.outgoing))
+        except BlockingIOError:
+            self._loop.add_writer(process.channel, self._flush, process)
+        # A broken connection is no failure yet: the server reports why the process exited.
+        except OSError:
+            process.outgoing.clear()
 
     def _receive(self, process: _Process) -> bool:
         """Receive data and record a complete reply. Returns whether more data may follow.
@@ -182,22 +162,27 @@ class EpisodeProcesses:
             data = b""
         process.received += data
         if not data:
-            # A closed stream is always readable, so `select` would spin.
+            # A closed stream is always readable, so the loop would spin.
             self._ignore(process.channel)
             process.outgoing.clear()
-        # A process has one order at a time and replies in one line, so a trailing newline completes the reply.
+        # A process has one action at a time and replies in one line, so a trailing newline completes the reply.
         elif data.endswith(b"\n") and process in self._running:
-            self._running.remove(process)
-            self._replies.append((process.number, read_reply(bytes(process.received))))
+            reply = read_reply(bytes(process.received))
             process.received.clear()
+            self._conclude(process, reply)
         return bool(data)
 
     def _fail(self, process: _Process, failure: Reply) -> None:
-        """Fail the current order and all later ones."""
-        self._running.discard(process)
-        self._replies.append((process.number, failure))
+        """Fail the current action and all later ones."""
         process.end = failure.failure
         self._end(process, seconds=0.0)
+        self._conclude(process, failure)
+
+    def _conclude(self, process: _Process, reply: Reply) -> None:
+        self._stop_timer(process)
+        self._deliver(process.number, reply)
+        # Not at once: each queued action may fail at once and would call this again.
+        self._loop.call_soon(self._hand_out)
 
     def _end(self, process: _Process, *, seconds: float) -> None:
         """Close the stream, so that the process closes the user's object, and have it killed after `seconds`."""
@@ -218,9 +203,9 @@ class EpisodeProcesses:
     def _flush_server(self) -> None:
         """Send as many requests as the server accepts now."""
         channel = self._server.socket
-        # EAGAIN if the socket is full; if the server has exited, reading reports it. The kernel queues a message this
-        # small completely or not at all, so a line is never split.
-        with contextlib.suppress(OSError):
+        self._loop.remove_writer(channel)
+        # The kernel queues a message this small completely or not at all, so a line is never split.
+        try:
             while self._to_server:
                 line, theirs = self._to_server[0]
                 if theirs is None:
@@ -229,12 +214,15 @@ class EpisodeProcesses:
                     socket.send_fds(channel, [line], [theirs.fileno()])
                     theirs.close()
                 self._to_server.popleft()
-        self._listen(channel, self._attend_server, writes=bool(self._to_server))
+        # The server has exited: reading reports it.
+        except ConnectionError:
+            pass
+        # The socket is full, or holds as many descriptors as the kernel allows.
+        except OSError:
+            self._loop.add_writer(channel, self._flush_server)
 
     def _attend_server(self) -> None:
-        """Send queued requests and read the server's reports about exited processes."""
-        if self._to_server:
-            self._flush_server()
+        """Read the server's reports about exited processes."""
         try:
             data = self._server.socket.recv(_RECEIVE_SIZE)
         except BlockingIOError:
@@ -242,6 +230,7 @@ class EpisodeProcesses:
         except OSError:
             data = b""
         if not data:
+            self._ignore(self._server.socket)
             raise ProcessDied(f"the environment fork server {self._server.last_words()}")
         *lines, self._from_server = (self._from_server + data).split(b"\n")
         for line in lines:
@@ -251,7 +240,7 @@ class EpisodeProcesses:
                 self._note_end(self._processes[number], describe_end(*how) if len(how) == 2 else how[0])
 
     def _note_end(self, process: _Process, end: str) -> None:
-        """Record an exit: take the last reply, or fail the current order."""
+        """Record an exit: take the last reply, or fail the current action."""
         # The report may arrive before the reply, which travels through another socket.
         if process.channel is not None:
             while self._receive(process):
@@ -261,18 +250,9 @@ class EpisodeProcesses:
         if process in self._running:
             self._fail(process, Reply(failure=end))
 
-    def _listen(self, channel: socket.socket, attend: Callable[[], object], *, writes: bool = False) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)
-        known = self._selector.get_map().get(channel)
-        if known is None:
-            self._selector.register(channel, events, attend)
-        elif known.events != events:
-            self._selector.modify(channel, events, attend)
-
     def _ignore(self, channel: socket.socket) -> None:
-        """Stop listening to a socket, if registered."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(channel)
+        self._loop.remove_reader(channel)
+        self._loop.remove_writer(channel)
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -1,26 +1,23 @@
 """Environments defined by a class in a user's file, one process per episode.
 
-The file is never imported into the driver. A thread exchanges actions and replies with the processes, so `send` does
-not block and environments run while the caller does other work.
+The file is never imported into the driver. An event loop in a background thread exchanges actions and replies with the
+processes, so `send` does not block and environments run while the caller does other work.
 """
 
-import contextlib
 import json
 import logging
-import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Collection
 from types import TracebackType
 from typing import Self, cast
 
 from rlhf_cli.agents.environment_class import ClassFacts, ResetColumns
-from rlhf_cli.agents.episode_processes import EpisodeProcesses, Order
+from rlhf_cli.agents.episode_processes import EpisodeProcesses
 from rlhf_cli.agents.mailbox import Mailbox
 from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset, method_names
 from rlhf_cli.agents.wire import action_line
 from rlhf_cli.errors import UsageError
+from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.workers.child import ChildProcess
 from rlhf_cli.rewards.workers.process import LOAD_LIMIT
 from rlhf_cli.rewards.workers.user_module import file_and_name
@@ -43,11 +40,7 @@ class FileEnvironments:
 
     def __init__(self, source: str, *, timeout: float, num_workers: int) -> None:
         self._source, self._timeout, self._num_workers = source, timeout, num_workers
-        # Not yet seen by the thread. deque.append and popleft are atomic, so no lock is needed. A bare number means
-        # "drop this process".
-        self._orders: deque[Order | int] = deque()
         self._mailbox = Mailbox()
-        self._is_closed = False
 
     def __enter__(self) -> Self:
         """Load the file in the fork server.
@@ -67,14 +60,17 @@ class FileEnvironments:
             self._server.kill()
             raise
         self._columns, self._class_name = facts["columns"], facts["name"]
-        self._close_seconds = self._timeout if facts["has_close"] else 0.0
         about = f"{facts['name']} of {path.name}: {facts['about']}"
         self._description = EnvironmentDescription(tuple(facts["tools"]), about, facts["owns_reward"])
-        # Writing a byte to the button wakes the thread from `select`.
-        self._bell, self._button = socket.socketpair()
-        self._button.setblocking(False)
-        self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("environments", on_defect=self._mailbox.break_down)
+        self._processes = EpisodeProcesses(
+            self._server,
+            self._thread.loop,
+            self._mailbox.deliver,
+            timeout=self._timeout,
+            close_seconds=self._timeout if facts["has_close"] else 0.0,
+            num_workers=self._num_workers,
+        )
         return self
 
     def __exit__(
@@ -84,14 +80,9 @@ class FileEnvironments:
 
     def close(self) -> None:
         """End all processes. Each `close` method has the same timeout as an action."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._ring()
-        self._thread.join()
-        self._bell.close()
-        self._button.close()
-        self._server.kill()
+        if not self._thread.has_ended:
+            self._thread.end(self._processes.close)
+            self._server.kill()
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -108,9 +99,8 @@ class FileEnvironments:
         # Encode first: a row that is not JSON must fail before the episode is registered.
         line = action_line(action)
         if isinstance(action, Reset):
-            self._drop(episode)
-        self._orders.append(Order(self._mailbox.ask(episode, action), line, method_names(action)))
-        self._ring()
+            self.end(episode)
+        self._thread.call_soon(self._processes.put, self._mailbox.ask(episode, action), line, method_names(action))
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
         """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one.
@@ -127,13 +117,9 @@ class FileEnvironments:
 
         The `close` method is called unless an action is in progress.
         """
-        self._drop(episode)
-        self._ring()
-
-    def _drop(self, episode: int) -> None:
         number = self._mailbox.drop(episode)
         if number is not None:
-            self._orders.append(number)
+            self._thread.call_soon(self._processes.drop, number)
 
     def _load(self) -> ClassFacts:
         """Have the fork server load the file, and return the facts about the class."""
@@ -157,31 +143,3 @@ class FileEnvironments:
             raise UsageError(f"--environment {self._source} {answer['reason']}")
         facts = cast(ClassFacts, answer["value"])
         return facts | {"columns": ResetColumns(**answer["value"]["columns"])}
-
-    def _ring(self) -> None:
-        # The buffer is full, so the bell is already ringing; or the run is closing.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._button.send(b"\0")
-
-    def _serve(self) -> None:
-        processes = EpisodeProcesses(
-            self._server,
-            self._bell,
-            timeout=self._timeout,
-            close_seconds=self._close_seconds,
-            num_workers=self._num_workers,
-        )
-        try:
-            while not self._is_closed:
-                while self._orders:
-                    order = self._orders.popleft()
-                    if isinstance(order, Order):
-                        processes.put(order)
-                    else:
-                        processes.drop(order)
-                self._mailbox.deliver(processes.work())
-        # The next `send` or `collect` raises it in the owner's thread.
-        except BaseException as defect:
-            self._mailbox.break_down(defect)
-        finally:
-            processes.close()

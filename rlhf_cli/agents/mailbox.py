@@ -5,7 +5,6 @@ An episode that restarts or is dropped gets a new number, so late replies to the
 
 import itertools
 import threading
-from collections.abc import Iterable
 
 from rlhf_cli.agents.records import Action, Reply, Reset
 
@@ -52,13 +51,13 @@ class Mailbox:
                 self._changed.notify_all()
             return number
 
-    def deliver(self, replies: Iterable[tuple[int, Reply]]) -> None:
-        """Store replies by environment number. Unexpected replies are discarded."""
+    def deliver(self, number: int, reply: Reply) -> None:
+        """Store a reply by environment number. An unexpected reply is discarded."""
         with self._changed:
-            expected = [(number, reply) for number, reply in replies if number in self._unanswered]
-            self._unanswered.difference_update(number for number, _ in expected)
-            self._replies += expected
-            self._changed.notify_all()
+            if number in self._unanswered:
+                self._unanswered.remove(number)
+                self._replies.append((number, reply))
+                self._changed.notify_all()
 
     def break_down(self, defect: BaseException) -> None:
         """Raise an exception in current and future callers, because no more replies will come."""

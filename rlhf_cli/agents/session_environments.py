@@ -186,7 +186,7 @@ class SessionEnvironments:
             episode.is_closing = False
         while not episode.is_dropped:
             await episode.actions.get()
-            self._mailbox.deliver([(number, reply)])
+            self._mailbox.deliver(number, reply)
 
     async def _failure(self, number: int, session: Session, episode: _Episode) -> Reply:
         """Answer actions until the first failure and return it."""
@@ -195,7 +195,7 @@ class SessionEnvironments:
             while True:
                 action = await episode.actions.get()
                 reply = await self._reply(session, action)
-                self._mailbox.deliver([(number, reply)])
+                self._mailbox.deliver(number, reply)
                 if reply.failure is not None:
                     return reply
                 action = None
@@ -206,7 +206,7 @@ class SessionEnvironments:
                 raise
             reply = Reply(failure="dropped the connection")
             if action is not None:
-                self._mailbox.deliver([(number, reply)])
+                self._mailbox.deliver(number, reply)
             return reply
 
     async def _reply(self, session: Session, action: Action) -> Reply:
