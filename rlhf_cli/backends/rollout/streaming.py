@@ -41,7 +41,7 @@ class StreamingModel:
         self.model = load_for_decoding(model_path, dtype=dtype, device=self.device, trust_remote_code=trust_remote_code)
         self._tower = tower_of(self.model)
         self._tokenizer = tokenizer
-        self._eos = torch.tensor(eos_token_ids(model_path), device=self.device)
+        self._eos = eos_token_ids(model_path)
 
     @torch.inference_mode()
     def respond(
@@ -54,7 +54,8 @@ class StreamingModel:
     ) -> StreamedResponse:
         """Generate a response. After each token, `hear` receives it and `should_stop` can end the response."""
         stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
-        batch = TransformersBatch(self.model, [request], sampling, eos=self._eos, stop=stop, tower=self._tower)
+        batch = TransformersBatch(self.model, sampling, eos=self._eos, stop=stop, tower=self._tower)
+        waiting = [{0: request}]
         tokens: list[int] = []
         finished: list[Generation] = []
 
@@ -64,6 +65,7 @@ class StreamingModel:
 
         batch.run(
             0,
+            arrived=lambda: waiting.pop() if waiting else {},
             add=lambda _, response: finished.append(response),
             max_tokens=lambda: 0 if should_stop() else sampling.max_new_tokens,
             hear=hear_token,

@@ -1,17 +1,30 @@
-"""One batch of requests on a transformers model, from prefill to the last token.
+"""A batch of requests on a transformers model. Waiting requests take the rows of finished ones.
 
-Each distinct prompt is prefilled once for all samples, and finished rows are removed from the batch.
-`transformers_engine` splits requests into batches.
+Each step appends one token to all rows:
+
+    sample -> deliver finished responses -> remove their rows -> decode -> prefill requests that join -> sample ...
+
+Rows are left-padded, so that they all end at the same column. Example with prompts (p) of 2, 3 and 1 tokens: response
+(r) 1 is finished after two tokens, and a request with a prompt of 4 tokens takes its row. Columns that no row needs
+any longer are dropped.
+
+    . p p r r        p p r r r
+    p p p r r   ->   . p r r r
+    . . p r r        . p p p p
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import Cache
 
 from rlhf_cli.backends.rollout.stop_strings import StopStrings
 from rlhf_cli.backends.rollout.transformers_cache import (
+    append_rows,
+    bytes_per_token,
     decoding_cache,
     has_only_full_attention,
     join_caches,
@@ -25,67 +38,70 @@ from rlhf_cli.models.vision.tower import VisionTower
 
 # Prompt tokens per prefill pass, to limit activation memory.
 _PREFILL_TOKENS = 16_384
-# Fraction of finished rows at which the batch is compacted. Copying the cache takes about as long as a decoding step.
+# Fraction of finished rows at which they are removed. Copying the cache takes about as long as a decoding step.
 _FINISHED_SHARE = 0.2
 
 
-class SampledResponses:
-    """Tokens and log-probs sampled so far, by request."""
+@dataclass(slots=True)
+class _Row:
+    """A response in progress. A finished one may stay for some steps, in which it samples tokens that nobody reads.
 
-    def __init__(self, num_requests: int, limit: int) -> None:
-        self._tokens = np.zeros((num_requests, limit), dtype=np.int64)
-        self._logprobs = np.zeros((num_requests, limit), dtype=np.float32)
+    `first_position` is the position of its first token, which images may shift.
+    """
 
-    def add(self, step: int, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Add the tokens sampled for these requests in this step."""
-        self._tokens[rows, step] = tokens
-        self._logprobs[rows, step] = logprobs
+    number: int
+    request: GenerationRequest
+    limit: int
+    first_position: int
+    uniforms: np.ndarray
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_finished: bool = False
 
-    def last(self, row: int, length: int, count: int) -> list[int]:
-        """Return up to `count` last tokens for a request with `length` tokens."""
-        return self._tokens[row, max(0, length - count) : length].tolist()
+    @property
+    def length(self) -> int:
+        """Tokens in prompt and response."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
 
-    def finished(self, row: int, length: int, *, stopped: bool, version: int) -> Generation:
-        """Create the response for a request with `length` tokens."""
-        return Generation(
-            token_ids=self._tokens[row, :length].tolist(),
-            logprobs=self._logprobs[row, :length].tolist(),
-            finish_reason="stop" if stopped else "length",
-            weight_version=version,
-        )
+    @property
+    def num_left(self) -> int:
+        """Tokens that the response may still get."""
+        return self.limit - len(self.token_ids)
 
 
 class TransformersBatch:
-    """A batch of requests. Each instance runs once."""
+    """Rows in progress. Each instance runs once."""
 
     def __init__(
         self,
         model: Any,
-        requests: list[GenerationRequest],
         sampling: SamplingParams,
         *,
-        eos: torch.Tensor,
+        eos: list[int],
         stop: StopStrings | None,
         tower: VisionTower | None = None,
+        max_rows: int = 1,
+        cache_bytes: int = 0,
     ) -> None:
-        """Prepare a batch. `tower` is the model's vision encoder, for prompts with images."""
+        """Create a batch without rows. `tower` is the model's vision encoder, for prompts with images.
+
+        At most `max_rows` rows run at once, with a KV cache of at most `cache_bytes`. One row is always allowed.
+        """
         self._model = model
         self._tower = tower
         self._sampling = sampling
-        self._eos = torch.tensor(sorted({*eos.tolist(), *sampling.end_ids}), device=eos.device)
+        self._end_ids = {*eos, *sampling.end_ids}
         self._stop = stop
-        self._device = eos.device
-        prompts = {request.prompt: request for request in requests}
-        row_of = {prompt: index for index, prompt in enumerate(prompts)}
-        # One request for each distinct prompt.
-        self._prompts = list(prompts.values())
-        self._prompt_rows = torch.tensor([row_of[request.prompt] for request in requests])
-        self._width = max(len(request.prompt_ids) for request in self._prompts)
-        self._limits = torch.tensor([request.limit(sampling) for request in requests], device=self._device)
-        self._limit = int(self._limits.max())
-        self._uniforms = request_uniforms([request.seed for request in requests], self._limit)
+        self._device = model.device
         self._config = model.config.get_text_config()
-        self._mask_is_final = has_only_full_attention(self._config)
+        self._max_rows = max_rows
+        self._max_tokens = cache_bytes // bytes_per_token(self._config, model.dtype)
+        # Other caches, such as sliding windows, have no columns to align: requests join when no row is left.
+        self._has_full_attention = has_only_full_attention(self._config)
+        self._rows: list[_Row] = []
+        # Filled columns of the cache.
+        self._width = 0
+        self._mask: torch.Tensor | None = None
         # [rows, vocabulary]; only with a repetition penalty.
         self._seen: torch.Tensor | None = None
 
@@ -93,80 +109,152 @@ class TransformersBatch:
         self,
         version: int,
         *,
+        arrived: Callable[[], dict[int, GenerationRequest]],
         add: Callable[[int, Generation], None],
         max_tokens: Callable[[], int],
         hear: Callable[[int, int], None] | None = None,
     ) -> None:
         """Generate all responses. Calls `add(request number, response)` for each finished response.
 
-        `max_tokens` is called after each token; longer responses are canceled. `hear(request number, token)` receives
-        each token when it is sampled.
+        `arrived` and `max_tokens` are called for each token. `arrived` returns requests added since its last call, by
+        number. Responses longer than `max_tokens` are canceled; 0 cancels waiting requests too. `hear(request number,
+        token)` receives each token when it is sampled.
         """
-        num_rows, limit = len(self._prompt_rows), self._limit
-        responses = SampledResponses(num_rows, limit)
-        uniforms = self._uniforms.to(self._device)
-        # Request number for each row in the batch, which shrinks as rows finish.
-        rows = torch.arange(num_rows, device=self._device)
-        alive = torch.ones(num_rows, dtype=torch.bool, device=self._device)
-        logits = self._prefill()
-        for step in range(limit):
-            token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling, seen_BV=self._seen)
-            sampled = [part[alive].cpu().numpy() for part in (rows, token, logprob)]
-            responses.add(step, *sampled)
-            if hear is not None:
-                for number, heard in zip(*sampled[:2], strict=True):
-                    hear(int(number), int(heard))
-            ended = alive & self._ends(token, rows, responses, step + 1)
-            for row in rows[ended].tolist():
-                add(row, responses.finished(row, step + 1, stopped=True, version=version))
-            alive &= ~ended
-            truncated = alive & (self._limits[rows] == step + 1)
-            for row in rows[truncated].tolist():
-                add(row, responses.finished(row, step + 1, stopped=False, version=version))
-            alive &= ~truncated
-            if step + 1 >= max_tokens() or not bool(alive.any()):
+        waiting: dict[int, GenerationRequest] = {}
+        logits: torch.Tensor | None = None
+        has_space = True
+        while True:
+            waiting |= arrived()
+            if has_space and waiting:
+                logits, has_space = self._join(waiting, logits), False
+            if logits is None:
+                return
+            tokens = self._sample(logits, hear)
+            for row in self._rows:
+                reason = None if row.is_finished else self._finish_reason(row)
+                if reason is not None:
+                    row.is_finished = True
+                    # Copies, because the row may continue to sample.
+                    add(row.number, Generation([*row.token_ids], [*row.logprobs], reason, version))
+            longest = max_tokens()
+            if longest == 0:
+                return
+            self._cancel_longer(longest, is_last=not (waiting and self._has_full_attention))
+            kept = self._remove_finished(tokens)
+            has_space |= len(kept) < len(tokens)
+            logits = self._decode(kept) if self._rows else None
+
+    def _sample(self, logits: torch.Tensor, hear: Callable[[int, int], None] | None) -> torch.Tensor:
+        """Sample a token for each row, and return them as a tensor [rows]."""
+        # A finished row at its limit uses its last number again.
+        numbers = [row.uniforms[min(len(row.token_ids), row.limit - 1)] for row in self._rows]
+        uniforms = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        tokens, logprobs = sample_tokens(logits, uniforms, self._sampling, seen_BV=self._seen)
+        for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            # Finished rows stop at their limit, because positions may end there too.
+            if row.num_left:
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+            if hear is not None and not row.is_finished:
+                hear(row.number, token)
+        return tokens
+
+    def _finish_reason(self, row: _Row) -> Literal["stop", "length"] | None:
+        if row.token_ids[-1] in self._end_ids or (self._stop is not None and self._stop.end(row.token_ids)):
+            return "stop"
+        return None if row.num_left else "length"
+
+    def _cancel_longer(self, max_tokens: int, *, is_last: bool) -> None:
+        """Cancel rows that exceed `max_tokens`. `is_last`: no waiting request will join rows of this batch."""
+        running = [row for row in self._rows if not row.is_finished]
+        too_long = [row for row in running if len(row.token_ids) >= max_tokens]
+        # On a CPU, runs must be reproducible: at a random time, another request would take the row, which changes the
+        # rounding of its neighbors.
+        if self._device.type != "cpu" or (is_last and len(too_long) == len(running)):
+            for row in too_long:
+                row.is_finished = True
+
+    def _remove_finished(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Remove finished rows once they make up `_FINISHED_SHARE` of the batch. Returns the tokens of the others."""
+        keep = [index for index, row in enumerate(self._rows) if not row.is_finished]
+        if keep and len(tokens) - len(keep) < max(1.0, _FINISHED_SHARE * len(tokens)):
+            return tokens
+        self._rows = [self._rows[index] for index in keep]
+        indices = torch.tensor(keep, dtype=torch.int64, device=self._device)
+        if keep:
+            select_rows(self._cache, indices)
+            self._mask = None if self._mask is None else self._mask[indices]
+        self._seen = None if self._seen is None else self._seen[indices]
+        return tokens[indices]
+
+    def _fitting(self, waiting: dict[int, GenerationRequest]) -> list[int]:
+        """Select the requests that join: the shortest prompts for which there are rows and KV cache."""
+        if self._rows and not self._has_full_attention:
+            return []
+        # Shortest first, to reduce padding.
+        order = sorted(waiting, key=lambda number: (len(waiting[number].prompt_ids), number))
+        width = max((row.length for row in self._rows), default=0)
+        num_left = max((row.num_left for row in self._rows), default=0)
+        fitting: list[int] = []
+        for number in order:
+            width = max(width, len(waiting[number].prompt_ids))
+            num_left = max(num_left, waiting[number].limit(self._sampling))
+            count = len(self._rows) + len(fitting) + 1
+            if count > 1 and (count > self._max_rows or count * (width + num_left) > self._max_tokens):
                 break
-            rows, token, alive = self._compact(rows, token, alive)
-            logits = self._decode(token, step)
+            fitting.append(number)
+        return fitting
 
-    def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: SampledResponses, length: int) -> torch.Tensor:
-        """Return bool [rows]: whether a response ends with this token, which is token number `length`."""
-        ends = torch.isin(token, self._eos)
-        if (stop := self._stop) is not None:
-            stopped = [stop.end(responses.last(row, length, stop.num_tokens)) for row in rows.tolist()]
-            ends |= torch.tensor(stopped, device=self._device)
-        return ends
-
-    def _prefill(self) -> torch.Tensor:
-        """Compute logits [rows, vocabulary] after the prompts. Fills cache and mask, with one row per request."""
-        lengths = torch.tensor([len(prompt.prompt_ids) for prompt in self._prompts])
-        # Left padding, so that all rows append new tokens at the same position.
-        mask = torch.arange(self._width) >= (self._width - lengths)[:, None]
-        input_ids = torch.zeros(mask.shape, dtype=torch.int64)
-        input_ids[mask] = torch.tensor([token for prompt in self._prompts for token in prompt.prompt_ids])
-        size = max(1, _PREFILL_TOKENS // self._width)
-        parts = [self._prompts[first : first + size] for first in range(0, len(self._prompts), size)]
-        passes = [
-            self._forward_prompts(ids.to(self._device), part.to(self._device), prompts)
-            for ids, part, prompts in zip(input_ids.split(size), mask.split(size), parts, strict=True)
-        ]
-        rows = self._prompt_rows.to(self._device)
-        limit = self._limit
-        self._cache = join_caches([cache for _, cache in passes], rows, capacity=self._width + limit)
-        positions = lengths + torch.tensor([rope_shift(prompt.pictures) for prompt in self._prompts])
-        self._positions = positions.to(self._device)[rows]
+    def _join(self, waiting: dict[int, GenerationRequest], logits: torch.Tensor | None) -> torch.Tensor | None:
+        """Append rows for the requests that fit, which leave `waiting`. Returns the logits of all rows."""
+        joining = [self._row(number, waiting.pop(number)) for number in self._fitting(waiting)]
+        if not joining:
+            return logits
+        rows = [*self._rows, *joining]
+        width = max(row.length for row in rows)
+        capacity = width + max(row.num_left for row in rows)
+        joined_logits, cache = self._prefill(joining, capacity=capacity)
+        if logits is None:
+            self._cache = cache
+        else:
+            append_rows(self._cache, cache, width=width, capacity=capacity)
+            joined_logits = torch.cat([logits, joined_logits])
+        self._rows, self._width = rows, width
         # The mask covers all future tokens too, and each step takes a slice. Without padding, attention needs no mask.
-        full_mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=-1)
-        self._mask = None if bool(mask.all()) else full_mask.to(self._device)[rows]
-        logits = torch.cat([logits for logits, _ in passes])
+        mask = _left_padded([row.length for row in rows], width=width, capacity=capacity)
+        self._mask = None if bool(mask.all()) else mask.to(self._device)
         if self._sampling.repetition_penalty != 1:
-            self._seen = _tokens_of(self._prompts, vocabulary=logits.shape[-1]).to(self._device)[rows]
-        return logits[rows]
+            self._seen = _tokens_of(rows, vocabulary=joined_logits.shape[-1]).to(self._device)
+        return joined_logits
+
+    def _row(self, number: int, request: GenerationRequest) -> _Row:
+        limit = request.limit(self._sampling)
+        first_position = len(request.prompt_ids) + rope_shift(request.pictures)
+        return _Row(number, request, limit, first_position, request_uniforms([request.seed], limit)[0].numpy())
+
+    def _prefill(self, rows: list[_Row], *, capacity: int) -> tuple[torch.Tensor, Cache]:
+        """Compute logits [rows, vocabulary] after the prompts, and the cache with one row per request."""
+        # One request for each distinct prompt, and its index for each row.
+        distinct = {row.request.prompt: row.request for row in rows}
+        prompts, index_of = [*distinct.values()], {prompt: index for index, prompt in enumerate(distinct)}
+        indices = torch.tensor([index_of[row.request.prompt] for row in rows], device=self._device)
+        lengths = [len(prompt.prompt_ids) for prompt in prompts]
+        mask = _left_padded(lengths, width=max(lengths), capacity=max(lengths))
+        input_ids = torch.zeros(mask.shape, dtype=torch.int64)
+        input_ids[mask] = torch.tensor([token for prompt in prompts for token in prompt.prompt_ids])
+        size = max(1, _PREFILL_TOKENS // max(lengths))
+        parts = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+        passes = [
+            self._forward_prompts(ids.to(self._device), part.to(self._device), some)
+            for ids, part, some in zip(input_ids.split(size), mask.split(size), parts, strict=True)
+        ]
+        cache = join_caches([cache for _, cache in passes], indices, capacity=capacity)
+        return torch.cat([logits for logits, _ in passes])[indices], cache
 
     def _forward_prompts(
         self, input_ids: torch.Tensor, mask: torch.Tensor, prompts: list[GenerationRequest]
-    ) -> tuple[torch.Tensor, object]:
-        cache = decoding_cache(self._config, capacity=self._width)
+    ) -> tuple[torch.Tensor, Cache]:
+        cache = decoding_cache(self._config, capacity=mask.shape[1])
         # With images, the decoder runs on embeddings that contain image features. Logits only for the last position:
         # for all positions, they would take more memory than the rest of the prefill.
         if self._tower is not None and any(prompt.pictures for prompt in prompts):
@@ -184,46 +272,36 @@ class TransformersBatch:
         )
         return output.logits[:, -1], cache
 
-    def _decode(self, token: torch.Tensor, step: int) -> torch.Tensor:
+    def _decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append one token per row and compute the next logits [rows, vocabulary]."""
         if self._seen is not None:
-            self._seen.scatter_(1, token[:, None], True)
+            self._seen.scatter_(1, tokens[:, None], True)
+        self._width += 1
+        positions = torch.tensor([row.first_position + len(row.token_ids) - 1 for row in self._rows])
+        mask = None if self._mask is None else self._mask[:, : self._width]
+        if mask is not None:
+            # transformers uses a 4D mask unchanged, which avoids building one per step. Sliding-window layers need
+            # their own.
+            mask = mask[:, None, None, :] if self._has_full_attention else mask.long()
         output = self._model(
-            input_ids=token[:, None],
-            attention_mask=self._decode_mask(self._width + step + 1),
-            position_ids=(self._positions + step)[:, None],
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=positions[:, None].to(self._device),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1]
 
-    def _decode_mask(self, length: int) -> torch.Tensor | None:
-        """Return the attention mask for a new token, which excludes only padding."""
-        if self._mask is None:
-            return None
-        # transformers uses a 4D mask unchanged, which avoids building one per step. Sliding-window layers need their
-        # own.
-        mask = self._mask[:, :length]
-        return mask[:, None, None, :] if self._mask_is_final else mask.long()
 
-    def _compact(
-        self, rows: torch.Tensor, token: torch.Tensor, alive: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Remove finished rows once they make up `_FINISHED_SHARE` of the batch."""
-        if int((~alive).sum()) < max(1.0, _FINISHED_SHARE * len(rows)):
-            return rows, token, alive
-        keep = alive.nonzero()[:, 0]
-        select_rows(self._cache, keep)
-        self._positions = self._positions[keep]
-        self._mask = None if self._mask is None else self._mask[keep]
-        self._seen = None if self._seen is None else self._seen[keep]
-        return rows[keep], token[keep], alive[keep]
+def _left_padded(lengths: list[int], *, width: int, capacity: int) -> torch.Tensor:
+    """Return bool [rows, capacity]: false for the padding of rows that end at column `width`."""
+    return torch.arange(capacity) >= width - torch.tensor(lengths)[:, None]
 
 
-def _tokens_of(prompts: list[GenerationRequest], *, vocabulary: int) -> torch.Tensor:
-    """Return bool [prompts, vocabulary]: whether a prompt contains a token."""
-    seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        seen[row, prompt.prompt_ids] = True
+def _tokens_of(rows: list[_Row], *, vocabulary: int) -> torch.Tensor:
+    """Return bool [rows, vocabulary]: whether a row's prompt or response contains a token."""
+    seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        seen[index, row.request.prompt_ids + row.token_ids] = True
     return seen

@@ -51,6 +51,26 @@ class InPlaceLayer(DynamicLayer):
         torch.index_select(states[:, :, : self._length], 0, indices, out=selected[:, :, : self._length])
         return selected
 
+    def append_rows(self, other: "InPlaceLayer", *, width: int, capacity: int) -> None:
+        """Append the rows of `other`, so that all rows end at column `width`. Columns beyond a row's are zero.
+
+        Rows may lose columns at the left, which must be padding.
+        """
+        self.capacity = capacity
+        lengths = self._length, other._length
+        self.keys = self._aligned((self.keys, other.keys), lengths, width)
+        self.values = self._aligned((self.values, other.values), lengths, width)
+        self._length = width
+
+    def _aligned(self, parts: tuple[torch.Tensor, ...], lengths: tuple[int, ...], width: int) -> torch.Tensor:
+        aligned = self._room(parts[0], sum(map(len, parts)))
+        for rows, states, length in zip(aligned.split([*map(len, parts)]), parts, lengths, strict=True):
+            kept = min(length, width)
+            # Zeros, because attention multiplies padding by 0, and NaN times 0 is NaN.
+            rows[:, :, : width - kept] = 0
+            rows[:, :, width - kept : width] = states[:, :, length - kept : length]
+        return aligned
+
 
 def has_only_full_attention(config: PretrainedConfig) -> bool:
     """Return whether all layers use full attention."""
@@ -82,6 +102,12 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
             layer.capacity = capacity
         layer.batch_select_indices(rows)
     return joined
+
+
+def append_rows(cache: Cache, other: Cache, *, width: int, capacity: int) -> None:
+    """Append the rows of `other` to a cache of `InPlaceLayer`s, in place. All rows end at column `width` afterwards."""
+    for layer, others in zip(cache.layers, other.layers, strict=True):
+        layer.append_rows(others, width=width, capacity=capacity)
 
 
 def select_rows(cache: Cache, indices: torch.Tensor) -> None:

@@ -1,14 +1,13 @@
 """Rollout engine on plain transformers, for machines without vLLM.
 
-Requests are split into batches that run one after the other (`transformers_batch`). Continuous batching, tensor
-parallelism and weight pushes through nccl or ipc are not supported.
+Waiting requests take the rows of finished ones (`transformers_batch`). Tensor parallelism and weight pushes through
+nccl or ipc are not supported.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -26,7 +25,6 @@ from rlhf_cli.backends.rollout.engine import (
 from rlhf_cli.backends.rollout.stop_strings import StopStrings, stop_strings
 from rlhf_cli.backends.rollout.transformers_attention import GROUPED_DECODE
 from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
-from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token
 from rlhf_cli.backends.weight_sync.shm import read_verified_push
 from rlhf_cli.backends.weight_sync.transfer import weights_checksum
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -76,7 +74,7 @@ class TransformersEngine:
         self._settings = settings
         self._model_path = model_path
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._eos = torch.tensor(eos_token_ids(model_path), device=self._device)
+        self._eos = eos_token_ids(model_path)
         self._model = load_for_decoding(
             model_path,
             dtype=DTYPES[settings.dtype],
@@ -100,7 +98,7 @@ class TransformersEngine:
         self._batch = self._begin(requests, sampling)
 
     async def add(self, requests: list[GenerationRequest]) -> None:
-        """Add requests to the batch. They are generated together after the rows in progress."""
+        """Add requests to the batch. They take the rows of finished ones."""
         batch = self._batch
         numbers = batch.arrivals.open(len(requests))
         # The protocol requires that `collect` raises errors.
@@ -132,8 +130,8 @@ class TransformersEngine:
         check_pictures(requests, max_images=self._settings.max_images_per_prompt)
 
     def _submit(self, batch: "_Batch", numbers: range, requests: list[GenerationRequest]) -> None:
-        for one in zip(numbers, requests, strict=True):
-            batch.waiting.put(one)
+        # In one piece: otherwise, the thread might read a part, and who is prefilled together would depend on the time.
+        batch.waiting.put(dict(zip(numbers, requests, strict=True)))
         self._thread.submit(self._generate, batch)
 
     async def check_alive(self) -> None:
@@ -224,22 +222,19 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _generate(self, batch: "_Batch") -> None:
-        """Generate all waiting requests, which may include several groups."""
-        arrivals, sampling = batch.arrivals, batch.sampling
+        """Generate all waiting requests, which may include several groups, and those that arrive meanwhile."""
+        arrivals, settings = batch.arrivals, self._settings
         try:
-            stop = self._stop_strings(sampling)
-            pending: dict[int, GenerationRequest] = {}
-            while pending := pending | batch.arrived():
-                numbers = self._wave(pending, sampling)
-                wave = TransformersBatch(
-                    self._model,
-                    [pending.pop(number) for number in numbers],
-                    sampling,
-                    eos=self._eos,
-                    stop=stop,
-                    tower=self._tower,
-                )
-                wave.run(self._version, add=partial(_add, arrivals, numbers), max_tokens=lambda: arrivals.max_tokens)
+            rows = TransformersBatch(
+                self._model,
+                batch.sampling,
+                eos=self._eos,
+                stop=self._stop_strings(batch.sampling),
+                tower=self._tower,
+                max_rows=settings.max_num_seqs,
+                cache_bytes=settings.kv_cache_gib * 2**30,
+            )
+            rows.run(self._version, arrived=batch.arrived, add=arrivals.add, max_tokens=lambda: arrivals.max_tokens)
         # Nobody reads the thread's future; `collect` raises the error.
         except Exception as error:
             arrivals.close(error)
@@ -251,21 +246,6 @@ class TransformersEngine:
             return None
         return stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
 
-    def _wave(self, requests: Mapping[int, GenerationRequest], sampling: SamplingParams) -> list[int]:
-        """Select request numbers for the next batch: the shortest prompts that fit the KV cache."""
-        # Sorted by prompt length to reduce padding.
-        order = sorted(requests, key=lambda number: (len(requests[number].prompt_ids), number))
-        per_token = bytes_per_token(self._model.config.get_text_config(), self._model.dtype)
-        budget = self._settings.kv_cache_gib * 2**30
-        wave: list[int] = []
-        for number in order:
-            length = len(requests[number].prompt_ids) + requests[number].limit(sampling)
-            full = len(wave) == self._settings.max_num_seqs or (len(wave) + 1) * length * per_token > budget
-            if wave and full:
-                break
-            wave.append(number)
-        return wave
-
 
 @dataclass(frozen=True)
 class _Batch:
@@ -273,17 +253,12 @@ class _Batch:
 
     arrivals: RequestBatch
     sampling: SamplingParams
-    waiting: SimpleQueue[tuple[int, GenerationRequest]] = field(default_factory=SimpleQueue)
+    waiting: SimpleQueue[dict[int, GenerationRequest]] = field(default_factory=SimpleQueue)
 
     def arrived(self) -> dict[int, GenerationRequest]:
         """Return requests added since the last call, by number."""
         added: dict[int, GenerationRequest] = {}
         # `empty` is reliable here, because only one thread reads from the queue.
         while not self.waiting.empty():
-            number, request = self.waiting.get_nowait()
-            added[number] = request
+            added |= self.waiting.get_nowait()
         return added
-
-
-def _add(batch: RequestBatch, indices: list[int], row: int, response: Generation) -> None:
-    batch.add(indices[row], response)

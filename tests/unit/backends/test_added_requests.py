@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,9 +44,9 @@ def test_all_that_joins_while_the_engine_works_on_something_else_is_generated_to
     assert seen[:2] == [(3, 6), (18, 1)]
 
 
-def test_requests_join_between_the_waves_of_a_batch_and_after_it_had_delivered_all(engine, whole, tiny_model_dir):
+def test_added_requests_take_rows_of_the_batch_and_run_after_it_had_delivered_all(engine, whole, tiny_model_dir):
     small = Engine(tiny_model_dir)
-    small.engine._settings = SETTINGS.__class__(max_model_len=64, dtype="fp32", max_num_seqs=4)
+    small.engine._settings = replace(SETTINGS, max_num_seqs=4)
     small.begin(REQUESTS[:9], SAMPLING)
     found = dict(small.collect().responses)
     small.add(REQUESTS[9:12])

@@ -135,7 +135,7 @@ def test_a_cut_gives_up_longer_responses_and_changes_no_other(engine, tiny_model
     sampled = [token for one in engine.generate(REQUESTS, SAMPLING) for token in one.token_ids]
     small = Engine(tiny_model_dir, replace(SETTINGS, max_num_seqs=4))
     # Frequent tokens, so that many responses end early.
-    small.engine._eos = torch.tensor(sorted(set(sampled), key=sampled.count)[-8:])
+    small.engine._eos = sorted(set(sampled), key=sampled.count)[-8:]
     whole = dict(enumerate(small.generate(REQUESTS, SAMPLING)))
     limit = sorted(len(one.token_ids) for one in whole.values())[9]
     assert limit < SAMPLING.max_new_tokens
@@ -169,11 +169,11 @@ def test_responses_end_with_any_end_token_of_the_generation_config(engine, tiny_
     sampled = [token for one in generations for token in one.token_ids]
     ends = sorted({max(set(sampled), key=sampled.count), *eos_token_ids(tiny_model_dir)})
     assert len(ends) == 2
-    engine.engine._eos = torch.tensor(ends)
+    engine.engine._eos = ends
     try:
         stopped = engine.generate(REQUESTS, SAMPLING)
     finally:
-        engine.engine._eos = torch.tensor(eos_token_ids(tiny_model_dir))
+        engine.engine._eos = eos_token_ids(tiny_model_dir)
     assert {one.finish_reason for one in stopped} == {"stop", "length"}
     for one, whole in zip(stopped, generations, strict=True):
         found = [index for index, token in enumerate(whole.token_ids) if token in ends]
@@ -248,7 +248,7 @@ def test_each_distinct_prompt_is_prefilled_once(engine):
 
 
 def test_rows_that_ended_leave_the_batch(engine):
-    everything = torch.arange(150)  # about half of the vocabulary ends a response
+    everything = [*range(150)]  # about half of the vocabulary ends a response
     engine.engine._eos, kept = everything, engine.engine._eos
     try:
         with Shapes(engine.engine._model) as seen:
@@ -283,7 +283,7 @@ def test_greedy_responses_are_those_of_transformers_own_generate(engine, tiny_mo
 def test_a_repetition_penalty_counts_prompt_and_response_as_transformers_own_does(engine, tiny_model_dir):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     # Greedy responses of an untrained model repeat themselves, and finished rows leave the batch.
-    engine.engine._eos, kept = torch.arange(20, 60), engine.engine._eos
+    engine.engine._eos, kept = [*range(20, 60)], engine.engine._eos
     sampling = SamplingParams(12, greedy=True, repetition_penalty=1.3)
     try:
         generations = engine.generate([GenerationRequest(PROMPTS[i % 3], 0) for i in range(6)], sampling)
