@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +13,6 @@ from rlhf_cli.config.rollout import EngineConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.vision.pictures import unexpanded
-
-# A canceled call cannot interrupt a waiting thread, so threads wait at most this long before they check again.
-_WAIT_SECONDS = 1.0
 
 
 class EngineDead(RunError):
@@ -155,13 +151,14 @@ class RequestBatch:
 
     Requests arrive in groups: the initial one, and one for each `add`. The batch is complete when all groups are
     closed; a new group reopens it. `max_tokens` may be lowered while the batch runs, which cancels longer responses.
-    All methods are safe to call from any thread and event loop.
+
+    Use it in one event loop. Other threads pass `add` and `close` to `loop.call_soon_threadsafe`, which keeps their
+    order, and may read `max_tokens`.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        # A thread condition, not an asyncio one: the transformers engine adds responses from a worker thread.
-        self._change = threading.Condition()
+        self._news = asyncio.Event()
         self._responses: list[tuple[int, Generation]] = []
         self._error: Exception | None = None
         self._num_requests = 0
@@ -170,22 +167,19 @@ class RequestBatch:
 
     def open(self, count: int) -> range:
         """Open a group of `count` requests and return the request numbers."""
-        with self._change:
-            first, self._num_requests = self._num_requests, self._num_requests + count
-            self._num_open += 1
-            return range(first, first + count)
+        first, self._num_requests = self._num_requests, self._num_requests + count
+        self._num_open += 1
+        return range(first, first + count)
 
     def add(self, number: int, response: Generation) -> None:
         """Add the response to request `number`."""
-        with self._change:
-            self._responses.append((number, response))
-            self._change.notify_all()
+        self._responses.append((number, response))
+        self._news.set()
 
     def close(self, error: Exception | None = None) -> None:
         """Close a group after the last response, or fail the batch with `error`."""
-        with self._change:
-            self._num_open, self._error = self._num_open - 1, self._error or error
-            self._change.notify_all()
+        self._num_open, self._error = self._num_open - 1, self._error or error
+        self._news.set()
 
     @property
     def is_complete(self) -> bool:
@@ -197,10 +191,13 @@ class RequestBatch:
 
         Raises the error that failed the batch.
         """
-        while not (arrivals := self._take()):
-            # In a thread, because waiting for a thread condition would block the event loop.
-            await asyncio.to_thread(self._wait)
-        return arrivals
+        while not (self._responses or self._error or self.is_complete):
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        responses, self._responses = self._responses, []
+        return Arrivals(responses, self.is_complete)
 
     async def all(self, count: int) -> list[Generation]:
         """Wait for a batch of `count` requests and return the responses in request order."""
@@ -211,20 +208,6 @@ class RequestBatch:
             responses |= arrivals.responses
             is_last = arrivals.is_last
         return [responses[number] for number in range(count)]
-
-    def _take(self) -> Arrivals | None:
-        with self._change:
-            if self._error is not None:
-                raise self._error
-            if not (self._responses or self.is_complete):
-                return None
-            responses, self._responses = self._responses, []
-            return Arrivals(responses, self.is_complete)
-
-    def _wait(self) -> None:
-        with self._change:
-            if not (self._responses or self._error or self.is_complete):
-                self._change.wait(_WAIT_SECONDS)
 
 
 def eos_token_ids(model_path: str | Path) -> list[int]:

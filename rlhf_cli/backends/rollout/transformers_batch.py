@@ -110,7 +110,7 @@ class TransformersBatch:
         version: int,
         *,
         arrived: Callable[[], dict[int, GenerationRequest]],
-        add: Callable[[int, Generation], None],
+        add: Callable[[int, Generation], object],
         max_tokens: Callable[[], int],
         hear: Callable[[int, int], None] | None = None,
     ) -> None:

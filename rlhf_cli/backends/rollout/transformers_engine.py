@@ -87,7 +87,8 @@ class TransformersEngine:
         self._asleep = False
         self._updating = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
-        self._batch = _Batch(RequestBatch(0), SamplingParams(0))
+        # Set by `begin`.
+        self._batch: _Batch
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """Generate one response per request, in request order. Equal requests and weights give equal responses."""
@@ -132,7 +133,7 @@ class TransformersEngine:
     def _submit(self, batch: "_Batch", numbers: range, requests: list[GenerationRequest]) -> None:
         # In one piece: otherwise, the thread might read a part, and who is prefilled together would depend on the time.
         batch.waiting.put(dict(zip(numbers, requests, strict=True)))
-        self._thread.submit(self._generate, batch)
+        self._thread.submit(self._generate, batch, asyncio.get_running_loop())
 
     async def check_alive(self) -> None:
         """No-op: the engine has no separate process."""
@@ -221,9 +222,11 @@ class TransformersEngine:
         self._pushed_checksum = checksum
 
     @torch.inference_mode()
-    def _generate(self, batch: "_Batch") -> None:
+    def _generate(self, batch: "_Batch", loop: asyncio.AbstractEventLoop) -> None:
         """Generate all waiting requests, which may include several groups, and those that arrive meanwhile."""
         arrivals, settings = batch.arrivals, self._settings
+        # If the loop is closed, this raises and ends the thread's work, because nobody can read the responses.
+        in_loop = loop.call_soon_threadsafe
         try:
             rows = TransformersBatch(
                 self._model,
@@ -234,12 +237,17 @@ class TransformersEngine:
                 max_rows=settings.max_num_seqs,
                 cache_bytes=settings.kv_cache_gib * 2**30,
             )
-            rows.run(self._version, arrived=batch.arrived, add=arrivals.add, max_tokens=lambda: arrivals.max_tokens)
+            rows.run(
+                self._version,
+                arrived=batch.arrived,
+                add=lambda number, response: in_loop(arrivals.add, number, response),
+                max_tokens=lambda: arrivals.max_tokens,
+            )
         # Nobody reads the thread's future; `collect` raises the error.
         except Exception as error:
-            arrivals.close(error)
+            in_loop(arrivals.close, error)
         else:
-            arrivals.close()
+            in_loop(arrivals.close)
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop:

@@ -10,7 +10,7 @@ from test_rollout_transformers import REQUESTS, SAMPLING, SETTINGS, Engine, Shap
 
 from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.backends.rollout.engine_host import EngineHost
-from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
 
 
@@ -63,6 +63,39 @@ def test_a_request_that_does_not_fit_raises_where_responses_are_collected(engine
     engine.add([GenerationRequest([5] * 50, 0)])
     with pytest.raises(UsageError, match="prompt 0 has 50 tokens"):
         collected(engine)
+    assert dict(enumerate(engine.generate(REQUESTS, SAMPLING))) == whole
+
+
+def test_a_canceled_collect_leaves_the_responses_to_the_next(engine, whole):
+    async def canceled_once() -> dict[int, Generation]:
+        engine_is_free = threading.Event()
+        inner = engine.engine
+        inner._thread.submit(engine_is_free.wait)
+        await inner.begin(REQUESTS, SAMPLING)
+        collecting = asyncio.create_task(inner.collect())
+        await asyncio.sleep(0)
+        engine_is_free.set()
+        # Everything is delivered while the loop is blocked, so the cancellation comes with the responses.
+        inner._thread.submit(int).result()
+        collecting.cancel()
+        await asyncio.wait({collecting})
+        assert collecting.cancelled()
+        arrivals = await inner.collect()
+        assert arrivals.is_last
+        return dict(arrivals.responses)
+
+    assert engine.runner.run(canceled_once()) == whole
+
+
+def test_a_closed_loop_ends_the_work_on_its_batch(engine, whole):
+    inner, engine_is_free = engine.engine, threading.Event()
+    inner._thread.submit(engine_is_free.wait)
+    asyncio.run(inner.begin([*REQUESTS[:1], *(replace(one, max_new_tokens=2) for one in REQUESTS[1:])], SAMPLING))
+    with Shapes(inner._model) as seen:
+        engine_is_free.set()
+        inner._thread.submit(int).result()
+    # Prefill, and one step to the second token, with which the first responses are finished.
+    assert len(seen) == 2
     assert dict(enumerate(engine.generate(REQUESTS, SAMPLING))) == whole
 
 

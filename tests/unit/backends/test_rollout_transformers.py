@@ -29,16 +29,18 @@ SAMPLING = SamplingParams(max_new_tokens=20, temperature=0.8)
 
 
 class Engine:
-    """The engine with synchronous methods."""
+    """The engine with synchronous methods, in one event loop."""
 
     def __init__(self, path, settings=SETTINGS):
+        self.runner = asyncio.Runner()
         self.engine = TransformersEngine(str(path), settings)
 
     def __getattr__(self, name):
-        def verb(*args):
-            return asyncio.run(getattr(self.engine, name)(*args))
+        return lambda *args: self.runner.run(getattr(self.engine, name)(*args))
 
-        return verb
+    def shutdown(self):
+        self.runner.run(self.engine.shutdown())
+        self.runner.close()
 
 
 @pytest.fixture(scope="module")
