@@ -5,7 +5,7 @@ import torch
 from adapted_models import load
 from sleeping import assert_same, trained_weights
 
-from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
+from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.policy import PolicyModel
 

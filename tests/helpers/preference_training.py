@@ -11,8 +11,9 @@ from tiny_training import Layout, load_policy, make_engine, partition, weights_o
 
 from rlhf_cli.algorithms.kto import UnpairedSettings
 from rlhf_cli.algorithms.preference import PreferenceSettings
-from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, FrozenEngine
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.distributed import gather_rows
+from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig

@@ -25,7 +25,7 @@ from rlhf_cli.backends.training.memory import named_shortage, peak_gpu_memory
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
-from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
+from rlhf_cli.backends.training.sleep import TrainedStates
 from rlhf_cli.backends.training.tensor_ranks import joined, tensor_parallel_config
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.adapters import weights_read_by_others
@@ -179,7 +179,7 @@ class DeepSpeedEngine:
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
         """Run `forward(model, micro_batch)` on this rank's micro-batches. Returns results on the CPU."""
         self._engine.eval()
-        return _inferred(self._engine, self.module, micro_batches, forward)
+        return inferred(self._engine, self.module, micro_batches, forward)
 
     def named_weights(
         self, part: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, only_trained: bool = False
@@ -259,71 +259,7 @@ class DeepSpeedEngine:
             self._states.come_back()
 
 
-class FrozenEngine:
-    """One rank's part of a frozen model: partitioned under ZeRO-3, otherwise complete.
-
-    With `param_offload`, weights stay in host memory and are on the GPU only during use. Under ZeRO-3, DeepSpeed does
-    this layer by layer. Unless partitioned, `staying` parameters always remain on the GPU.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        settings: DeepSpeedConfig,
-        *,
-        param_dtype: str,
-        staying: Iterable[nn.Parameter] = (),
-    ) -> None:
-        self._partitioned = settings.zero_stage == 3
-        module.requires_grad_(False).eval()
-        if self._partitioned:
-            num_gpus = distributed.num_gpus()
-            config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=0.0, num_gpus=num_gpus)
-            register_external_parameters(module)
-            module, *_ = deepspeed.initialize(model=module, config=config)
-        else:
-            module.to(distributed.device())
-        self._module = module
-        stays = {id(parameter) for parameter in staying}
-        moving = (parameter for parameter in module.parameters() if id(parameter) not in stays)
-        self._weights = HostCopies(moving, pin=torch.cuda.is_available())
-        self._is_offloaded = settings.param_offload and not self._partitioned
-        if self._is_offloaded:
-            self._weights.leave()
-
-    @torch.no_grad()
-    def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
-        """Run `forward(model, micro_batch)` on this rank's micro-batches. Returns results on the CPU."""
-        with self._on_device():
-            return _inferred(self._module, self._module, micro_batches, forward)
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Move offloaded weights to the GPU inside the block."""
-        if not self._is_offloaded:
-            yield
-            return
-        self._weights.come_back(distributed.device())
-        try:
-            yield
-        finally:
-            self._weights.leave()
-
-    def sleep(self) -> None:
-        """Move unpartitioned weights to host memory. Partitioned weights stay, because they are small on each rank."""
-        if not self._partitioned and torch.cuda.is_available():
-            self._weights.leave()
-            torch.cuda.empty_cache()
-
-    def wake(self) -> None:
-        """Move weights back to the GPU."""
-        if not self._is_offloaded:
-            self._weights.come_back(distributed.device())
-
-
-def _inferred(
-    model: nn.Module, module: nn.Module, micro_batches: Sequence[Any], forward: Forward
-) -> list[torch.Tensor]:
+def inferred(model: nn.Module, module: nn.Module, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
     """Run `forward(model, micro_batch)` and return results on the CPU. `module` is the unwrapped model."""
     results = []
     for micro_batch in micro_batches:
@@ -397,24 +333,6 @@ def whole_weights(
     for bucket in buckets(parameters, bucket_bytes):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
             yield from ((name, joined(parameter)) for name, parameter in bucket)
-
-
-@torch.no_grad()
-def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: float) -> None:
-    """Interpolate parameters in place: (1 - alpha) * parameter + alpha * full tensor. Call it on all ranks.
-
-    For partitioned parameters, the tensors on rank 0 are used.
-    """
-    own = dict(module.named_parameters())
-    for name, weight in towards.items():
-        parameter = own[name]
-        if not hasattr(parameter, "ds_tensor"):
-            parameter.lerp_(weight.to(parameter.device), alpha)
-            continue
-        # On exit, DeepSpeed broadcasts the modified parameter from rank 0 and partitions it again.
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if dist.get_rank() == 0:
-                parameter.lerp_(weight.to(parameter.device), alpha)
 
 
 def buckets(

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from rlhf_cli.backends.training import distributed
-from rlhf_cli.backends.training.deepspeed_engine import BUCKET_BYTES, FrozenEngine, whole_weights
+from rlhf_cli.backends.training.deepspeed_engine import BUCKET_BYTES, whole_weights
+from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.sleep import HostCopies

@@ -8,7 +8,7 @@ import torch
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts, deepspeed_config
-from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
+from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.commands.distill import DistillConfig
 from rlhf_cli.config.model import ModelConfig

@@ -13,7 +13,7 @@ from samples import sample_of
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForTokenClassification
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
+from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
