@@ -9,13 +9,10 @@ from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
-from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
+from rlhf_cli.models.vision.families.table import FAMILIES, find_processing, takes_pictures
 
 EXTREMES = ((1, 1), (1000, 1500), (10_000, 10_000))
 """Image sizes (height, width) below, inside and above the limits of typical models."""
-
-NEEDS_NUM2WORDS = ("smolvlm",)
-"""Model types with processors that import num2words, for video lengths. vLLM uses these processors."""
 
 
 def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushes_adapter: bool = False) -> None:
@@ -30,7 +27,7 @@ def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushe
             f"vLLM requires torchvision for models of type {kind}, but it is not installed (docs/howto/debugging.md): "
             "run `make setup`, or use --rollout_backend transformers"
         )
-    if backend == "vllm" and kind in NEEDS_NUM2WORDS and find_spec("num2words") is None:
+    if backend == "vllm" and "num2words" in FAMILIES[kind].vllm_needs and find_spec("num2words") is None:
         raise UsageError(
             f"vLLM requires num2words for models of type {kind}, but it is not installed: run `pip install num2words`, "
             "or use --rollout_backend transformers"

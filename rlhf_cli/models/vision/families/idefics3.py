@@ -1,11 +1,14 @@
 """Idefics3 and SmolVLM2: an image is one square tile, optionally also split into rows and columns of tiles."""
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
 """Tokens around each tile; the marker for the full image."""
@@ -20,8 +23,8 @@ class Idefics3Processing(PictureProcessing):
     sample_axis = 1
     input_names = ("pixel_values", "pixel_attention_mask")
 
-    def __init__(self, processor: ImageProcessor, architecture: PretrainedConfig) -> None:
-        super().__init__(processor, architecture)
+    def __init__(self, processor: ImageProcessor, architecture: "PretrainedConfig", **bounds: int | None) -> None:
+        super().__init__(processor, architecture, **bounds)
         tower = architecture.vision_config
         self._longest = min(processor.size["longest_edge"], LARGEST_SIDE)
         self._square = processor.max_image_size["longest_edge"]

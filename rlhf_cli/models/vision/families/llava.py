@@ -1,9 +1,12 @@
 """LLaVA: every image becomes one center-cropped square with a fixed number of features."""
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Number of features that these encoders return before patch features."""
@@ -12,8 +15,8 @@ CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 class LlavaProcessing(PictureProcessing):
     """Image handling for LLaVA: the image processor resizes the shorter side, or both sides, to the square."""
 
-    def __init__(self, processor: ImageProcessor, architecture: PretrainedConfig) -> None:
-        super().__init__(processor, architecture)
+    def __init__(self, processor: ImageProcessor, architecture: "PretrainedConfig", **bounds: int | None) -> None:
+        super().__init__(processor, architecture, **bounds)
         tower = architecture.vision_config
         if tower.model_type not in CLASS_TOKENS:
             raise UsageError(

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from transformers import AutoImageProcessor, PretrainedConfig
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import naming_the_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ImageProcessor: TypeAlias = Any
 """A transformers image processor. Settings differ by family."""
@@ -33,7 +35,11 @@ class PictureProcessing(ABC):
     patches_per_feature = 1
     input_names: tuple[str, ...] = ("pixel_values",)
 
-    def __init__(self, processor: ImageProcessor, architecture: PretrainedConfig) -> None:
+    def __init__(self, processor: ImageProcessor, architecture: "PretrainedConfig", **bounds: int | None) -> None:
+        """Raise UsageError for pixel bounds: unless a subclass applies them, the image size is fixed."""
+        for name, value in bounds.items():
+            if value is not None:
+                raise UsageError(f"--{name}: models of type {architecture.model_type} use a fixed image size")
         self._processor = processor
         self._architecture = architecture
 
@@ -100,15 +106,10 @@ def _is_stretched(height: int, width: int) -> bool:
 
 def load_image_processor(path: str, *, trust_remote_code: bool) -> ImageProcessor:
     """Load the image processor from a folder or the Hub. Raises UsageError if there is none."""
+    from transformers import AutoImageProcessor
+
     with naming_the_model(path, "the image processor"):
         processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not processor.do_resize:
         raise UsageError(f"pretrain {path!r}: its image processor does not resize images (do_resize false)")
     return processor
-
-
-def refuse_bounds(model_type: str, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Raise UsageError if pixel bounds are set for a model with a fixed image size."""
-    for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
-        if value is not None:
-            raise UsageError(f"--{name}: models of type {model_type} use a fixed image size")

@@ -1,11 +1,13 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images keep their size within pixel bounds, in multiples of merged patches."""
 
 import math
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MOST_ROUNDS = 16
 """Resize iterations after which a size counts as not converging."""
@@ -20,7 +22,7 @@ class QwenVLProcessing(PictureProcessing):
     def __init__(
         self,
         processor: ImageProcessor,
-        architecture: PretrainedConfig,
+        architecture: "PretrainedConfig",
         *,
         min_pixels: int | None,
         max_pixels: int | None,

@@ -1,60 +1,69 @@
-"""Supported vision-language model families, by model configuration."""
+"""Supported vision-language model families, by model configuration. This module does not import transformers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.idefics3 import Idefics3Processing
 from rlhf_cli.models.vision.families.llava import LlavaProcessing
-from rlhf_cli.models.vision.families.processing import (
-    PictureProcessing,
-    load_image_processor,
-    refuse_bounds,
-)
+from rlhf_cli.models.vision.families.processing import PictureProcessing, load_image_processor
 from rlhf_cli.models.vision.families.qwen_vl import QwenVLProcessing
 from rlhf_cli.models.vision.family import PictureRun, VisionFamily
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 BOTH_WAYS = ("gemma3", "paligemma")
 """Model types with bidirectional attention between image tokens, which packs do not support."""
 
 
 @dataclass(frozen=True)
-class FamilyParts:
-    """Module names of a family's parts, as in memory.
+class FamilyRow:
+    """A family.
 
-    `has_bounds`: the encoder processes concatenated images of any size, with attention boundaries.
+    - `processing`: image processing.
+    - `tower`, `projectors`: module names of the vision encoder and projectors, as in memory.
+    - `has_bounds`: the encoder processes concatenated images of any size, with attention boundaries.
+    - `vllm_needs`: packages that vLLM requires for the model or its processor.
     """
 
+    processing: type[PictureProcessing]
     tower: str
     projectors: tuple[str, ...]
     has_bounds: bool = False
+    vllm_needs: tuple[str, ...] = ()
 
 
-QWEN2_PARTS = FamilyParts("model.visual", ("model.visual.merger",), has_bounds=True)
+TORCHVISION = "torchvision"
+QWEN2 = FamilyRow(
+    QwenVLProcessing, "model.visual", ("model.visual.merger",), has_bounds=True, vllm_needs=(TORCHVISION,)
+)
+IDEFICS3 = FamilyRow(Idefics3Processing, "model.vision_model", ("model.connector",))
 FAMILIES = {
-    "qwen2_vl": QWEN2_PARTS,
-    "qwen2_5_vl": QWEN2_PARTS,
-    "qwen3_vl": FamilyParts(
-        "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"), has_bounds=True
+    "qwen2_vl": QWEN2,
+    "qwen2_5_vl": QWEN2,
+    "qwen3_vl": replace(QWEN2, projectors=("model.visual.merger", "model.visual.deepstack_merger_list")),
+    "idefics3": IDEFICS3,
+    # SmolVLM's processor imports num2words, for video lengths.
+    "smolvlm": replace(IDEFICS3, vllm_needs=(TORCHVISION, "num2words")),
+    "llava": FamilyRow(
+        LlavaProcessing, "model.vision_tower", ("model.multi_modal_projector",), vllm_needs=(TORCHVISION,)
     ),
-    "idefics3": FamilyParts("model.vision_model", ("model.connector",)),
-    "smolvlm": FamilyParts("model.vision_model", ("model.connector",)),
-    "llava": FamilyParts("model.vision_tower", ("model.multi_modal_projector",)),
 }
 """Families by the `model_type` in their configuration."""
 
 
-def takes_pictures(architecture: PretrainedConfig) -> bool:
+def takes_pictures(architecture: "PretrainedConfig") -> bool:
     """Return whether models with this configuration are loaded with a vision encoder."""
     return architecture.model_type in FAMILIES
 
 
-def names_of_parts(architecture: PretrainedConfig) -> tuple[str, ...]:
+def names_of_parts(architecture: "PretrainedConfig") -> tuple[str, ...]:
     """Return the encoder and projector module names (projectors may be within the encoder); empty for text models."""
     if not takes_pictures(architecture):
         return ()
@@ -62,7 +71,7 @@ def names_of_parts(architecture: PretrainedConfig) -> tuple[str, ...]:
     return (parts.tower, *parts.projectors)
 
 
-def require_known_family(architecture: PretrainedConfig) -> None:
+def require_known_family(architecture: "PretrainedConfig") -> None:
     """Raise UsageError for a vision-language model of an unsupported family."""
     kind = architecture.model_type
     if takes_pictures(architecture) or getattr(architecture, "vision_config", None) is None:
@@ -77,30 +86,24 @@ def require_known_family(architecture: PretrainedConfig) -> None:
 
 def find_processing(
     path: str,
-    architecture: PretrainedConfig,
+    architecture: "PretrainedConfig",
     *,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
 ) -> PictureProcessing:
     """Return the image processing for a supported model. `path` is its folder or Hub name."""
-    kind = architecture.model_type
     processor = load_image_processor(path, trust_remote_code=trust_remote_code)
-    processing: PictureProcessing
-    if "qwen" in kind:
-        processing = QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
-    else:
-        refuse_bounds(kind, min_pixels, max_pixels)
-        make = LlavaProcessing if kind == "llava" else Idefics3Processing
-        processing = make(processor, architecture)
+    make = FAMILIES[architecture.model_type].processing
+    processing = make(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
     processing.source = path
     return processing
 
 
 def find_family(
     path: str,
-    architecture: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    architecture: "PretrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
@@ -121,7 +124,7 @@ def find_family(
     return TokenisedFamily(processing, tokenizer, image_token_of(architecture))
 
 
-def image_token_of(architecture: PretrainedConfig) -> int:
+def image_token_of(architecture: "PretrainedConfig") -> int:
     """Return the placeholder ID."""
     token: int | None = getattr(architecture, "image_token_id", None)
     # LLaVA configurations use the older name image_token_index.
@@ -131,7 +134,7 @@ def image_token_of(architecture: PretrainedConfig) -> int:
 class TokenisedFamily:
     """Image processing for a model, combined with its tokenizer."""
 
-    def __init__(self, processing: PictureProcessing, tokenizer: PreTrainedTokenizerBase, image_token: int) -> None:
+    def __init__(self, processing: PictureProcessing, tokenizer: "PreTrainedTokenizerBase", image_token: int) -> None:
         self.processing = processing
         self.image_token = image_token
         self.placeholder = str(tokenizer.convert_ids_to_tokens(image_token))
