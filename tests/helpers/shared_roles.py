@@ -18,7 +18,7 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
-from rlhf_cli.backends.roles.serialization import MicroBatches
+from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
@@ -113,7 +113,7 @@ class Shares:
             found |= dict(zip(members, values, strict=True))
         return found
 
-    def steps(self, steps: Sequence[np.ndarray], of: Sequence[TokenSequence] | None = None) -> list[Any]:
+    def steps(self, steps: Sequence[np.ndarray], of: Sequence[TokenSequence] | None = None) -> RankWork:
         """Return this rank's share of the steps, with the common or given samples."""
         return self._planner.steps(of or samples(), steps)[dist.get_rank()]
 
@@ -147,7 +147,7 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
     ]
     rng, shares = np.random.default_rng(0), Shares(1, max_tokens=512)
     made = [replace(sequence, columns=columns(rng, sequence.num_trained)) for sequence in sequences]
-    found = shares.answers(sequences, lambda mine: role.logprobs(_sent(MicroBatches(mine))))
+    found = shares.answers(sequences, lambda mine: role.logprobs(*_sent(RankWork([mine])).steps))
     step = _sent(shares.steps([np.arange(len(made))], made))
     return {
         "before": found,
@@ -157,7 +157,7 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
     }
 
 
-def _sent(work: Any) -> Any:
+def _sent(work: RankWork) -> Any:
     """Return a rank's work as received."""
     return pickle.loads(pickle.dumps(work))
 

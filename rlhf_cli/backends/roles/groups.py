@@ -18,7 +18,7 @@ from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, fi
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import MicroBatches
+from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.data.packing.packs import TokenSequence, only_end
 from rlhf_cli.errors import (
@@ -180,13 +180,16 @@ class RoleGroup(Generic[RankT]):
         self.sleep()
 
     def forward(
-        self, call: Callable[[RankT, MicroBatches], list[np.ndarray]], sequences: Sequence[TokenSequence]
+        self,
+        call: Callable[[RankT, list[list[TokenSequence]]], list[np.ndarray]],
+        sequences: Sequence[TokenSequence],
     ) -> list[np.ndarray]:
         """Return the results of a forward method, float32 [trained tokens] for each sequence, in their order."""
         plan = self.planner.plan(sequences)
-        work = [MicroBatches([sequences[i] for i in members] for members in bins) for bins in plan]
+        work = [RankWork([[[sequences[i] for i in members] for members in bins]]) for bins in plan]
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        for bins, arrays in zip(plan, self.group.all_each(call, work), strict=True):
+        found = self.group.all_each(lambda rank, share: call(rank, *share.steps), work)
+        for bins, arrays in zip(plan, found, strict=True):
             for members, values_K in zip(bins, arrays, strict=True):
                 bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
                 for i, values in zip(members, np.split(values_K, bounds) if members else [], strict=True):
@@ -233,7 +236,7 @@ class ActorRole(TrainedRole["ActorRank"]):
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of each sequence's trained tokens, in nats."""
-        return self.forward(lambda rank, work: rank.logprobs(work), sequences)
+        return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
     def update(
         self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
@@ -262,7 +265,7 @@ class CriticRole(TrainedRole["CriticRank"]):
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the values of the states before each sequence's trained tokens."""
-        return self.forward(lambda rank, work: rank.values(work), sequences)
+        return self.forward(lambda rank, micro_batches: rank.values(micro_batches), sequences)
 
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step."""
@@ -275,7 +278,7 @@ class TeacherRole(RoleGroup["ReferenceRank"]):
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of each sequence's trained tokens, in nats."""
-        return self.forward(lambda rank, work: rank.logprobs(work), sequences)
+        return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
 
 class ReferenceRole(TeacherRole):
@@ -318,7 +321,7 @@ class BaseReference:
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of each sequence's trained tokens, in nats."""
-        return self._actor.forward(lambda rank, work: rank.base_logprobs(work), sequences)
+        return self._actor.forward(lambda rank, micro_batches: rank.base_logprobs(micro_batches), sequences)
 
 
 class RewardRole(RoleGroup["RewardRank"]):
@@ -337,4 +340,4 @@ class RewardRole(RoleGroup["RewardRank"]):
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the scores of each sequence's steps, float32 [K], read at its marked tokens."""
-        return self.forward(lambda rank, work: rank.scores(work), sequences)
+        return self.forward(lambda rank, micro_batches: rank.scores(micro_batches), sequences)

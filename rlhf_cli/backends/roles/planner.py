@@ -7,8 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.serialization import UpdateSteps
-from rlhf_cli.backends.roles.settings import UpdateStep
+from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, plan_packs
 from rlhf_cli.data.packing.shared_prompts import plan_groups
@@ -64,13 +63,14 @@ class MicroBatchPlanner:
             quadratic_cost=self.quadratic_cost,
         )
 
-    def steps(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[UpdateSteps]:
-        """Return every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
-        shares = [UpdateSteps() for _ in range(self.num_ranks)]
+    def steps(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[RankWork]:
+        """Return every rank's share of the optimizer steps; a step is an array of sample indices."""
+        shares = [RankWork([], []) for _ in range(self.num_ranks)]
         for indices in steps:
             chosen = [samples[i] for i in indices]
             num_tokens = sum(sample.num_trained for sample in chosen)
             totals = StepTotals(num_tokens=num_tokens, num_sequences=len(chosen))
             for rank, bins in enumerate(self.plan(chosen)):
-                shares[rank].append(UpdateStep([[chosen[i] for i in members] for members in bins], totals))
+                shares[rank].steps.append([[chosen[i] for i in members] for members in bins])
+                shares[rank].totals.append(totals)
         return shares

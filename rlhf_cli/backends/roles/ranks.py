@@ -20,7 +20,8 @@ from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
-from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings, UpdateStep
+from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import (
     ComputeLoss,
@@ -86,9 +87,10 @@ class Packer:
     def __call__(self, sequences: list[TokenSequence]) -> Pack:
         return pack_groups(sequences) if self._shares_prompts else pack(sequences)
 
-    def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[MicroBatch]:
-        """Return a rank's share of a step, with these columns."""
-        return [micro_batch(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
+    def steps(self, work: RankWork, names: tuple[str, ...]) -> Iterator[tuple[list[MicroBatch], StepTotals]]:
+        """Yield a rank's share of each optimizer step, with these columns, and the totals over all ranks."""
+        for step, totals in zip(work.steps, work.totals, strict=True):
+            yield [micro_batch(sequences, names=names, pack_sequences=self) for sequences in step], totals
 
 
 class TrainedRank:
@@ -212,15 +214,15 @@ class ActorRank(SampledRank):
         """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
-    def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
+    def update(self, work: RankWork, on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
         policy = self.settings.policy
         anchor = () if on_policy else ("old_logprobs",)
         reference = ("ref_logprobs",) if policy.has_kl_loss else ()
         names = ("rollout_logprobs", "advantages", *anchor, *reference)
         metrics = []
-        for step in steps:
-            found = self.engine.train_step(self.packer.samples(step, names), self._loss(step.totals, weights))
+        for micro_batches, totals in self.packer.steps(work, names):
+            found = self.engine.train_step(micro_batches, self._loss(totals, weights))
             self.update_average()
             weights = next_weights(weights, found, settings=policy)
             metrics.append(found)
@@ -279,10 +281,11 @@ class CriticRank(TrainedRank):
         """Return the values of the states before the trained tokens of each micro-batch, float32 [K]."""
         return _infer(self, micro_batches, lambda model, batch: model(batch))
 
-    def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
+    def update(self, work: RankWork) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step."""
         return [
-            self.engine.train_step(self.packer.samples(step, self.COLUMNS), self._loss(step.totals)) for step in steps
+            self.engine.train_step(micro_batches, self._loss(totals))
+            for micro_batches, totals in self.packer.steps(work, self.COLUMNS)
         ]
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:

@@ -1,16 +1,15 @@
-"""How sequences and samples travel to ranks: as a few long arrays.
+"""How sequences travel to ranks: as a few long arrays.
 
 A pickler takes longer over thousands of short arrays than their bytes take, and ever longer the more of them there are.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from rlhf_cli.backends.roles.settings import UpdateStep
+from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
@@ -22,40 +21,32 @@ JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, Pictures, JoinedColu
 end to end with their bounds."""
 
 
-class MicroBatches(list[list[TokenSequence]]):
-    """The micro-batches of sequences of a rank; a list of lists again at the receiver."""
+@dataclass(frozen=True)
+class RankWork:
+    """One rank's share of a call: the micro-batches of each optimizer step. A forward pass is one step without totals.
 
-    def __reduce__(self) -> Reduced:
-        sizes = [len(members) for members in self]
-        return _micro_batches, (sizes, _joined_sequences([sequence for members in self for sequence in members]))
+    All sequences have the same columns. Those of several steps travel once.
 
-
-class UpdateSteps(list[UpdateStep]):
-    """The optimizer steps of a rank, whose samples have the same columns; a list at the receiver.
-
-    A sample of several steps travels once.
+    Example: `RankWork([[[a, b], [c]]], [StepTotals(num_tokens=9, num_sequences=5)])` is one step. The rank accumulates
+    the gradients of two micro-batches, which have three of the five sequences that all ranks train on in this step.
     """
+
+    steps: list[list[list[TokenSequence]]]
+    totals: list[StepTotals] = field(default_factory=list)
 
     def __reduce__(self) -> Reduced:
         numbers: dict[int, int] = {}
-        samples: list[TokenSequence] = []
-        steps = []
-        for step in self:
-            for sample in (sample for members in step.micro_batches for sample in members):
-                if numbers.setdefault(id(sample), len(samples)) == len(samples):
-                    samples.append(sample)
-            steps.append(([[numbers[id(sample)] for sample in members] for members in step.micro_batches], step.totals))
-        return _steps, (_joined_sequences(samples), steps)
+        sequences: list[TokenSequence] = []
+        for sequence in (sequence for step in self.steps for members in step for sequence in members):
+            if numbers.setdefault(id(sequence), len(sequences)) == len(sequences):
+                sequences.append(sequence)
+        steps = [[[numbers[id(sequence)] for sequence in members] for members in step] for step in self.steps]
+        return _rank_work, (_joined_sequences(sequences), steps, self.totals)
 
 
-def _micro_batches(sizes: Sequence[int], joined: JoinedSequences) -> list[list[TokenSequence]]:
-    sequences = iter(_split_sequences(*joined))
-    return [[next(sequences) for _ in range(size)] for size in sizes]
-
-
-def _steps(joined: JoinedSequences, steps: Sequence[tuple[Any, Any]]) -> list[UpdateStep]:
-    samples = _split_sequences(*joined)
-    return [UpdateStep([[samples[n] for n in members] for members in bins], totals) for bins, totals in steps]
+def _rank_work(joined: JoinedSequences, steps: list[list[list[int]]], totals: list[StepTotals]) -> RankWork:
+    sequences = _split_sequences(*joined)
+    return RankWork([[[sequences[number] for number in members] for members in step] for step in steps], totals)
 
 
 def _joined_sequences(sequences: Sequence[TokenSequence]) -> JoinedSequences:

@@ -1,4 +1,4 @@
-"""What travels to the ranks of a role: the settings it is built from, its share of a step, the way to the engines.
+"""What travels to the ranks of a role: the settings it is built from, the way to the engines.
 
 Imports no DeepSpeed: the process that starts a run makes these records, and only the ranks train with them.
 """
@@ -16,7 +16,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing.packs import Pack, TokenSequence
+from rlhf_cli.data.packing.packs import Pack
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.logit_chunks import HeadWeights
 
@@ -54,14 +54,6 @@ class RoleSettings:
     sleeps: bool = False
     teacher: HostedTeacher | None = None
     end_ids: tuple[int, ...] = ()  # tokens that end a response by the chat template, for the saved model
-
-
-@dataclass(frozen=True)
-class UpdateStep:
-    """One rank's share of one optimizer step."""
-
-    micro_batches: list[list[TokenSequence]]
-    totals: StepTotals
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.ranks import SampledRank
-from rlhf_cli.backends.roles.settings import RoleSettings, UpdateStep
+from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.student import StudentModel
 
 
@@ -21,15 +24,15 @@ class StudentRank(SampledRank):
         if settings.sleeps:
             self._teacher.sleep()
 
-    def learn(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
+    def learn(self, work: RankWork) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step."""
         with self._awake_teacher():
-            return [self._step(step) for step in steps]
+            return [self._step(step, totals) for step, totals in zip(work.steps, work.totals, strict=True)]
 
-    def _step(self, step: UpdateStep) -> dict[str, float]:
-        packs = [self.packer(sequences) for sequences in step.micro_batches]
+    def _step(self, step: list[list[TokenSequence]], totals: StepTotals) -> dict[str, float]:
+        packs = [self.packer(sequences) for sequences in step]
         batches = self._prepare(self.engine, packs)
-        metrics = self.engine.train_step(batches, lambda model, batch: self._objective(model, batch, step.totals))
+        metrics = self.engine.train_step(batches, lambda model, batch: self._objective(model, batch, totals))
         self.update_average()
         return metrics
 

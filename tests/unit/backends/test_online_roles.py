@@ -10,6 +10,7 @@ from tiny_training import make_sequences
 
 from rlhf_cli.backends.roles.groups import RewardRole, TeacherRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
+from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.rollout.engine_shares import SharedBatch, balanced_shares, same_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -28,9 +29,9 @@ class FakeGroup:
     def __init__(self) -> None:
         self.micro_batches: list[list[int]] = []
 
-    def all_each(self, call: Callable[..., Any], work: list[Any]) -> list[Any]:
-        assert recorded(call, None)[0] in self.METHODS
-        return [self._rank(micro_batches) for micro_batches in work]
+    def all_each(self, call: Callable[..., Any], work: list[RankWork]) -> list[Any]:
+        assert recorded(call, RankWork([[]]))[0] in self.METHODS
+        return [self._rank(*share.steps) for share in work]
 
     def _rank(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         self.micro_batches.append([sum(len(sequence) for sequence in batch) for batch in micro_batches])
@@ -79,12 +80,12 @@ def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_ste
     shares = planner(num_ranks, max_tokens, max_sequences).steps(samples, steps)
     assert len(shares) == num_ranks
     for number, indices in enumerate(steps):
-        parts = [share[number] for share in shares]
-        trained = [id(sample) for part in parts for batch in part.micro_batches for sample in batch]
+        parts, totals = [work.steps[number] for work in shares], [work.totals[number] for work in shares]
+        trained = [id(sample) for micro_batches in parts for batch in micro_batches for sample in batch]
         assert sorted(trained) == sorted(id(samples[i]) for i in indices)
-        assert {part.totals.num_sequences for part in parts} == {len(indices)}
-        assert {part.totals.num_tokens for part in parts} == {sum(samples[i].num_trained for i in indices)}
-        assert len({len(part.micro_batches) for part in parts}) == 1
+        assert {one.num_sequences for one in totals} == {len(indices)}
+        assert {one.num_tokens for one in totals} == {sum(samples[i].num_trained for i in indices)}
+        assert len({len(micro_batches) for micro_batches in parts}) == 1
 
 
 def test_ranks_that_split_layers_get_the_same_micro_batches_of_one_ranks_tokens():

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
-from rlhf_cli.backends.roles.settings import UpdateStep
+from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
@@ -39,12 +38,10 @@ def test_pictures_arrive_with_their_sequences_and_a_message_has_equal_ones_once(
     sent = [replace(sequence(6), pictures=(PlacedPicture(one, 1, 2, token=9),)) for one in (first, same)]
     both = (PlacedPicture(other, 0, 2, token=9, grid=(1, 2)), PlacedPicture(first, 3, 2, token=9))
     sent += [sequence(4), replace(sequence(6), pictures=both)]
-    (found,) = arrived(MicroBatches([sent]))
+    ((found,),) = arrived(RankWork([[sent]])).steps
     assert [one.pictures for one in found] == [one.pictures for one in sent]
     assert found[0].pictures[0].picture is found[1].pictures[0].picture is found[3].pictures[1].picture
-    assert len(pickle.dumps(MicroBatches([sent]))) < 2 * first.pixels.nbytes + 3000
-    samples = UpdateSteps([UpdateStep([[sent[0]]], StepTotals(num_tokens=1, num_sequences=1))])
-    assert arrived(samples)[0].micro_batches[0][0].pictures == sent[0].pictures
+    assert len(pickle.dumps(RankWork([[sent]]))) < 2 * first.pixels.nbytes + 3000
 
 
 def assert_equal_sequences(found: TokenSequence, sent: TokenSequence) -> None:
@@ -53,30 +50,30 @@ def assert_equal_sequences(found: TokenSequence, sent: TokenSequence) -> None:
 
 
 def test_micro_batches_of_sequences_arrive_empty_ones_too():
-    sent = MicroBatches([[sequence(7), sequence(1)], [], [sequence(3)]])
-    found = arrived(sent)
+    sent = [[sequence(7), sequence(1)], [], [sequence(3)]]
+    (found,) = arrived(RankWork([sent])).steps
     assert [len(members) for members in found] == [2, 0, 1]
     for one, other in zip(found, sent, strict=True):
         for pair in zip(one, other, strict=True):
             assert_equal_sequences(*pair)
 
 
-@pytest.mark.parametrize("sent", [MicroBatches(), MicroBatches([[]]), UpdateSteps()])
+@pytest.mark.parametrize("sent", [RankWork([]), RankWork([[]]), RankWork([[[]]])])
 def test_nothing_arrives_as_nothing(sent):
-    assert arrived(sent) == list(sent)
+    assert arrived(sent) == sent
 
 
 def test_steps_arrive_and_a_sample_of_several_steps_travels_once():
     samples = [sample(length) for length in (5, 2, 9, 1)]
     totals = StepTotals(num_tokens=3, num_sequences=2)
     first, second = [[samples[2], samples[0]], []], [[samples[1]], [samples[3], samples[0]]]
-    sent = UpdateSteps([UpdateStep(first, totals), UpdateStep(second, totals)])
+    sent = RankWork([first, second], [totals, totals])
     found = arrived(sent)
-    assert [[len(members) for members in step.micro_batches] for step in found] == [[2, 0], [1, 2]]
-    assert all(step.totals == totals for step in found)
-    assert found[0].micro_batches[0][1] is found[1].micro_batches[1][1]
-    for one, other in zip(found, sent, strict=True):
-        for members, originals in zip(one.micro_batches, other.micro_batches, strict=True):
+    assert [[len(members) for members in step] for step in found.steps] == [[2, 0], [1, 2]]
+    assert found.totals == sent.totals
+    assert found.steps[0][0][1] is found.steps[1][1][1]
+    for one, other in zip(found.steps, sent.steps, strict=True):
+        for members, originals in zip(one, other, strict=True):
             for got, original in zip(members, originals, strict=True):
                 assert_equal_sequences(got, original)
                 assert got.columns.keys() == original.columns.keys()

@@ -156,7 +156,7 @@ class Ranks:
     """Ranks that return the id of every trained token, as `FrozenEngine.infer` does with packs."""
 
     def all_each(self, call, work):
-        return [[pack_groups(batch).targets_K.numpy() for batch in batches] for batches in work]
+        return [[pack_groups(batch).targets_K.numpy() for batch in share.steps[0]] for share in work]
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 100), (2, 12), (3, 7)])
@@ -170,11 +170,11 @@ def test_results_of_shared_packs_come_back_to_their_sequences(num_ranks, max_tok
 def test_columns_stay_with_their_tokens():
     samples = [replace(s, columns={"ids": s.token_ids[s.loss_mask].astype(np.float32)}) for s in SCATTERED]
     planner = MicroBatchPlanner(1, BatchConfig(train_max_tokens_per_gpu=100), 0.01, lambda: True)
-    ((step,),) = planner.steps(samples, [np.arange(5)])
-    (micro_batch,) = step.micro_batches
+    (work,) = planner.steps(samples, [np.arange(5)])
+    ((micro_batch,),), (totals,) = work.steps, work.totals
     packed = pack_groups(micro_batch)
     assert np.concatenate([s.columns["ids"] for s in micro_batch]).tolist() == packed.targets_K.tolist()
-    assert (step.totals.num_tokens, step.totals.num_sequences) == (9, 5)
+    assert (totals.num_tokens, totals.num_sequences) == (9, 5)
 
 
 def test_gradients_of_a_shared_token_are_rounded_to_bfloat16_once():
