@@ -2,28 +2,13 @@
 
 from pydantic import model_validator
 
-from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 from rlhf_cli.config.distillation import DistillationConfig, FixedRowsConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import STUDENT_ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS
 from rlhf_cli.config.train import OptimConfig
-
-RANKS_OF_OTHERS = frozenset(
-    {
-        "placement.ref_num_nodes",
-        "placement.ref_num_gpus_per_node",
-        "placement.teacher_num_nodes",
-        "placement.teacher_num_gpus_per_node",
-        "placement.colocate_actor_ref",
-        "deepspeed.ref_zero_stage",
-        "deepspeed.ref_sequence_parallel_size",
-        "deepspeed.ref_offload",
-        "deepspeed.teacher_sequence_parallel_size",
-    }
-)
-"""Settings of a reference, which is not loaded, and of a teacher in separate ranks."""
 
 
 class GKDConfig(OnlineConfig):
@@ -33,12 +18,10 @@ class GKDConfig(OnlineConfig):
 
     unsupported = (
         NEVER_ONLINE
-        | OF_A_CRITIC
         | STEP_REWARDS
         | SHAPING
-        | RANKS_OF_OTHERS
-        | {"distillation.teacher_zero_stage", "distillation.temperature", "distillation.kd_coef"}
-        | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference"}
+        | {"distillation.temperature", "distillation.kd_coef"}
+        | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference", "critic"}
     )
     roles = STUDENT_ROLES
 

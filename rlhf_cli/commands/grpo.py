@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import model_validator
 
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
-from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 from rlhf_cli.config.presets import defaults_of_preset
 from rlhf_cli.config.rollout import RolloutConfig
 
@@ -16,7 +16,7 @@ class GRPOConfig(OnlineConfig):
 
     command = "grpo"
 
-    unsupported = NEVER_ONLINE | OF_A_CRITIC
+    unsupported = NEVER_ONLINE | {"critic"}
 
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)
     policy: GroupPolicyConfig = GroupPolicyConfig(use_kl_loss=True, kl_estimator="k3")

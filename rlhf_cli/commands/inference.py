@@ -13,6 +13,7 @@ from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.presets import defaults_of_environment
+from rlhf_cli.config.roles import RewardRanksConfig
 from rlhf_cli.config.rollout import SYNC, EngineConfig, SamplingConfig
 from rlhf_cli.config.scoring import SHAPING, RewardConfig
 
@@ -20,8 +21,8 @@ OF_TRAINING = (
     SHAPING
     | SYNC
     | {"episodes.turns"}
-    | {f"placement.{name}" for name in PlacementConfig.model_fields}
-    - {"placement.reward_num_gpus_per_node", "placement.colocate_all_models"}
+    | {f"placement.{name}" for name in PlacementConfig.model_fields if name != "colocate_all_models"}
+    | {f"reward_ranks.{name}" for name in RewardRanksConfig.model_fields if name != "reward_num_gpus_per_node"}
 )
 """Settings that no command without training supports."""
 
@@ -40,7 +41,8 @@ class InferenceConfig(CommandConfig):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
-    placement: PlacementConfig = PlacementConfig(reward_num_gpus_per_node=1)
+    placement: PlacementConfig = PlacementConfig()
+    reward_ranks: RewardRanksConfig = RewardRanksConfig(reward_num_gpus_per_node=1)
     out: AnswersOutputConfig = AnswersOutputConfig()
 
     @property

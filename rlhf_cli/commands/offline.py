@@ -8,7 +8,6 @@ from rlhf_cli.config.data import OF_PROMPTS, OfflineDataConfig, TemplateConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.presets import defaults_of_adapter
 from rlhf_cli.config.train import (
-    OWN_SETTINGS_OF_ROLES,
     BatchConfig,
     CheckpointConfig,
     DeepSpeedConfig,
@@ -18,21 +17,14 @@ from rlhf_cli.config.train import (
 )
 
 PROMPT_SHARING = frozenset({"batch.share_prompts"})
-NEVER_OFFLINE = (
-    OWN_SETTINGS_OF_ROLES
-    | OF_PROMPTS
-    | {
-        "batch.critic_update_steps",
-        "batch.freezing_actor_steps",
-        "optim.actor_learning_rate",
-        "optim.critic_learning_rate",
-        "optim.enable_ema",
-        "optim.ema_beta",
-        "checkpoint.max_restarts",
-        "adapter.lora_push",
-        "model.keep_dropout",
-    }
-)
+NEVER_OFFLINE = OF_PROMPTS | {
+    "optim.actor_learning_rate",
+    "optim.enable_ema",
+    "optim.ema_beta",
+    "checkpoint.max_restarts",
+    "adapter.lora_push",
+    "model.keep_dropout",
+}
 """Settings that no offline command supports."""
 
 
@@ -56,3 +48,13 @@ class OfflineConfig(CommandConfig):
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
         return defaults_of_adapter(given, cls.model_fields["optim"].default)
+
+    @property
+    def partitions_weights(self) -> bool:
+        """Whether the model uses ZeRO-3."""
+        return self.deepspeed.zero_stage == 3
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether the model uses sequence parallelism."""
+        return self.deepspeed.sequence_parallel_size > 1

@@ -1,26 +1,40 @@
 """Settings of commands that train on sampled responses."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from rlhf_cli.command_table import COMMANDS
+from rlhf_cli.command_table import COMMANDS, POLICY_GRADIENT
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import PromptConfig, TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvaluationConfig
-from rlhf_cli.config.model import CriticModelConfig, LoraConfig, ModelConfig, ReferenceConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.placement import PlacementConfig
+from rlhf_cli.config.placement import LayoutSettings, PlacementConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.presets import defaults_of_adapter, defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.roles import ROLES, Role
+from rlhf_cli.config.roles import (
+    ROLES,
+    CriticConfig,
+    OnlineReferenceConfig,
+    RewardRanksConfig,
+    Role,
+    TeacherConfig,
+)
 from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, EngineConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
-from rlhf_cli.config.teacher import TeacherConfig, learning_alone
-from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, OptimConfig, TrackingConfig
+from rlhf_cli.config.train import (
+    BatchConfig,
+    CheckpointConfig,
+    DeepSpeedConfig,
+    OptimConfig,
+    TrackingConfig,
+    ZeroStage,
+)
+from rlhf_cli.errors import listed
 
 NEVER_ONLINE = frozenset(
     {
@@ -34,26 +48,10 @@ NEVER_ONLINE = frozenset(
         "model.keep_dropout",
         "reference.ref_pretrain",
         "reference.precompute_ref_log_probs",
-        "reference.ref_offload",
         "episodes.turns",
     }
 )
 """Settings unsupported by all online commands."""
-
-OF_A_CRITIC = frozenset(
-    {
-        "critic",
-        "optim.critic_learning_rate",
-        "batch.critic_update_steps",
-        "batch.freezing_actor_steps",
-        "placement.critic_num_nodes",
-        "placement.critic_num_gpus_per_node",
-        "placement.colocate_critic_reward",
-        "deepspeed.critic_zero_stage",
-        "deepspeed.critic_sequence_parallel_size",
-    }
-)
-"""Settings supported only by commands with a critic."""
 
 
 class OnlineConfig(CommandConfig):
@@ -77,8 +75,9 @@ class OnlineConfig(CommandConfig):
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    critic: CriticModelConfig = CriticModelConfig()
+    reference: OnlineReferenceConfig = OnlineReferenceConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_ranks: RewardRanksConfig = RewardRanksConfig()
     placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -95,8 +94,80 @@ class OnlineConfig(CommandConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        rates = defaults_of_adapter(given, cls.model_fields["optim"].default)
+        rates = defaults_of_adapter(given, cls.model_fields["optim"].default, cls.model_fields["critic"].default)
         return rates | defaults_of_loss(given) | defaults_of_roles(given)
+
+    def deepspeed_of(self, role: str) -> DeepSpeedConfig:
+        """Return the DeepSpeed settings of a role: its own where they are set, otherwise the common ones."""
+        common = self.deepspeed
+        stage: ZeroStage = self.setting(self.deepspeed_name(role, "zero_stage"))
+        size: int = self.setting(self.deepspeed_name(role, "sequence_parallel_size"))
+        own: dict[str, object] = {"zero_stage": stage, "sequence_parallel_size": size}
+        if role not in self.trained_roles:
+            # ref_offload applies at any stage, because frozen weights are not partitioned otherwise.
+            own["param_offload"] = self.reference.ref_offload or (common.param_offload and stage == 3)
+            own["tensor_parallel_size"] = 1  # only trained models are split
+        return common.model_copy(update=own)
+
+    def deepspeed_name(self, role: str, name: str) -> str:
+        """Return the DeepSpeed setting that applies to a role: its own if given, otherwise the common one."""
+        own = f"{role}_{name}"
+        return name if self.setting(own) is None else own
+
+    @property
+    def partitions_weights(self) -> bool:
+        """Whether any role uses ZeRO-3."""
+        # All possible roles: missing ones have the common settings.
+        return any(self.deepspeed_of(role).zero_stage == 3 for role in self.roles)
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether any role uses sequence parallelism."""
+        return max(self.sequence_sizes) > 1
+
+    @property
+    def sequence_sizes(self) -> set[int]:
+        """Sequence parallel sizes of all possible roles."""
+        return {self.deepspeed_of(role).sequence_parallel_size for role in self.roles}
+
+    def shape(self, role: str) -> tuple[int, int]:
+        """Return (nodes, ranks per node) of a role, 1 by default."""
+        return self.setting(f"{role}_num_nodes") or 1, self.setting(f"{role}_num_gpus_per_node") or 1
+
+    def num_ranks(self, role: str) -> int:
+        """Return the number of ranks of a role."""
+        nodes, ranks = self.shape(role)
+        return nodes * ranks
+
+    def layout_settings(self, roles: Iterable[str]) -> LayoutSettings:
+        """Return the settings that determine the layout of these roles."""
+        possible, engine, placement = self.roles.values(), self.engine, self.placement
+        sizes = [f"{role}_{name}" for role in self.roles for name in ("num_nodes", "num_gpus_per_node")]
+        return LayoutSettings(
+            shapes={role: self.shape(role) for role in roles},
+            pairs=tuple((role.partner, role.name) for role in possible if role.switch and self.setting(role.switch)),
+            together=placement.colocate_all_models,
+            num_engines=engine.vllm_num_engines,
+            engine_size=engine.vllm_tensor_parallel_size,
+            models_sleep=placement.deepspeed_enable_sleep,
+            engines_sleep=engine.vllm_enable_sleep,
+            is_open=engine.vllm_num_engines is None and all(self.setting(name) is None for name in sizes),
+        )
+
+    def with_layout(self, layout: LayoutSettings) -> Self:
+        """Return the settings with the values that `fill_layout` has chosen."""
+        values: dict[str, object] = {
+            "colocate_all_models": layout.together,
+            "vllm_num_engines": layout.num_engines,
+            "deepspeed_enable_sleep": layout.models_sleep,
+            "vllm_enable_sleep": layout.engines_sleep,
+        }
+        values |= {self.roles[role].switch: True for _, role in layout.pairs}
+        # Given sizes stay as they are, with None for a size of 1.
+        if self.layout_settings(()).is_open and not layout.is_open:
+            for role, (nodes, ranks) in layout.shapes.items():
+                values |= {f"{role}_num_nodes": nodes, f"{role}_num_gpus_per_node": ranks}
+        return self.updated(values)
 
     def host_of(self, role: str) -> str:
         """Return the role with the ranks that load this role's model: the role itself unless hosted."""
@@ -106,6 +177,11 @@ class OnlineConfig(CommandConfig):
     def hosted_roles(self) -> tuple[str, ...]:
         """Roles without separate ranks."""
         return tuple(name for name, role in self.roles.items() if role.host)
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """Roles that are trained."""
+        return tuple(name for name, role in self.roles.items() if role.is_trained)
 
     @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
@@ -164,5 +240,7 @@ class OnlineConfig(CommandConfig):
         if self.dynamic.dynamic_filtering:
             raise ValueError("dynamic_filtering replaces prompts by their rewards, and only the teacher counts here")
         if self.compares_rewards:
-            raise ValueError(f"{self.compares_rewards}, and only the teacher counts here: {learning_alone()}")
+            names = (name for name in POLICY_GRADIENT if not COMMANDS[name].config_class.compares_rewards)
+            alone = f"rlhf {listed(names)} learn from a teacher alone"
+            raise ValueError(f"{self.compares_rewards}, and only the teacher counts here: {alone}")
         return self

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
-from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 from rlhf_cli.config.presets import defaults_of_baseline
 
 
@@ -13,7 +13,7 @@ class ReinforceConfig(OnlineConfig):
 
     command = "reinforce++"
 
-    unsupported = NEVER_ONLINE | OF_A_CRITIC
+    unsupported = NEVER_ONLINE | {"critic"}
 
     policy: ReinforcePolicyConfig = ReinforcePolicyConfig()
 

@@ -1,6 +1,6 @@
 """`rlhf remax`: online reinforcement learning with a greedy response as baseline."""
 
-from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 from rlhf_cli.config.scoring import STEP_REWARDS
 
 
@@ -9,5 +9,5 @@ class ReMaxConfig(OnlineConfig):
 
     command = "remax"
 
-    unsupported = NEVER_ONLINE | OF_A_CRITIC | STEP_REWARDS | {"dynamic"}
+    unsupported = NEVER_ONLINE | STEP_REWARDS | {"critic", "dynamic"}
     compares_rewards = "greedy responses are compared by their reward"

@@ -1,6 +1,6 @@
 """`rlhf rloo`: online reinforcement learning with a leave-one-out baseline."""
 
-from rlhf_cli.commands.online import NEVER_ONLINE, OF_A_CRITIC, OnlineConfig
+from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 from rlhf_cli.config.rollout import RolloutConfig
 
 
@@ -9,6 +9,6 @@ class RLOOConfig(OnlineConfig):
 
     command = "rloo"
 
-    unsupported = NEVER_ONLINE | OF_A_CRITIC
+    unsupported = NEVER_ONLINE | {"critic"}
 
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)

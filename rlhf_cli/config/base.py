@@ -55,17 +55,19 @@ class Needs:
         setting: another setting of the group. It is on unless it is None, False, 0, empty or "none".
         values: the values that are required instead. User code (`file.py:NAME`) always qualifies, because it may read
             any setting.
-        when: a property of the group that decides instead; `setting` and `values` only make the message.
+        when: a property of the group that decides instead; `setting` and `values` only make the message. If the group
+            has no such property, that of the command decides.
     """
 
     setting: str
     values: tuple[object, ...] = ()
     when: str = ""
 
-    def is_met(self, group: BaseModel) -> bool:
-        """Return whether the condition holds in a group."""
+    def is_met(self, group: BaseModel, command: BaseModel | None = None) -> bool:
+        """Return whether the condition holds in a group; True if only the command decides, and none is given."""
         if self.when:
-            return bool(getattr(group, self.when))
+            decides = group if hasattr(group, self.when) else command
+            return decides is None or bool(getattr(decides, self.when))
         value = getattr(group, self.setting)
         # User code may read any setting, so it never makes one ineffective.
         if isinstance(value, str) and self.values and is_target(value):
@@ -119,14 +121,18 @@ class SettingsGroup(BaseModel):
 
     @model_validator(mode="after")
     def _conditions_hold(self) -> Self:
+        self.check_conditions()
+        return self
+
+    def check_conditions(self, command: BaseModel | None = None) -> None:
+        """Raise ValueError if a setting has no effect in this group, and in its command if one is given."""
         # Only changed settings: defaults must never violate a condition.
         for name in filter(self.changed, type(self).model_fields):
             need = self.condition_of(name)
-            if need is not None and not need.is_met(self):
+            if need is not None and not need.is_met(self, command):
                 raise ValueError(f"{name} needs {need}")
             if other := self.changed(*self.excluded_by(name)):
                 raise ValueError(f"{name} and {other} exclude each other: give one of them")
-        return self
 
     def changed(self, *names: str) -> str | None:
         """Return the first of these settings with a non-default value."""
@@ -138,7 +144,7 @@ class CommandConfig(BaseModel):
     """Settings of a command. Fields are groups, and their settings are the command's flags.
 
     A group has all settings of its subject. `unsupported` lists groups ("critic") and settings
-    ("optim.critic_learning_rate") that the command does not support. They have no flag, are not in config.yaml, and
+    ("optim.actor_learning_rate") that the command does not support. They have no flag, are not in config.yaml, and
     keep their defaults, so that code can read `config.policy` for any online command.
     """
 
@@ -174,6 +180,32 @@ class CommandConfig(BaseModel):
         """Return the unsupported settings of a group, which a dump omits."""
         names = cls.group_class(group).model_fields
         return frozenset(name for name in names if not {group, f"{group}.{name}"}.isdisjoint(cls.unsupported))
+
+    @model_validator(mode="after")
+    def _conditions_hold(self) -> Self:
+        for _, group in self:
+            group.check_conditions(self)
+        return self
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of any group; None if it is not set, or the command has none."""
+        # A setting of an unsupported group has its default, None, and hides none of the same name.
+        values = (getattr(group, name, None) for _, group in self)
+        return next((value for value in values if value is not None), None)
+
+    def changed(self, *names: str) -> str | None:
+        """Return the first of these settings with a non-default value, in any group."""
+        groups = [group for _, group in self]
+        known = (name for name in names for group in groups if name in type(group).model_fields and group.changed(name))
+        return next(known, None)
+
+    def updated(self, values: Mapping[str, object]) -> Self:
+        """Return the settings with other values of supported settings, by name."""
+        groups = {
+            group: settings.model_copy(update={name: values[name] for name in self.supported(group) if name in values})
+            for group, settings in self
+        }
+        return self.model_copy(update=groups)
 
     def settings_of_code(self, setting: str) -> SettingsGroup | None:
         """Return the settings group of the user code that `setting` names; None if it has none."""

@@ -7,6 +7,9 @@ from pydantic import Field
 from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.train import ZeroStage
 
+NOT_OF_THE_LOSS = frozenset({"teacher_pretrain", "teacher_zero_stage", "teacher_offload"})
+"""Teacher settings that do not affect the objective; the model is identified by hashes."""
+
 
 class DistillationConfig(SettingsGroup):
     """Distillation"""

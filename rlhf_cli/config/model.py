@@ -92,15 +92,6 @@ class ReferenceConfig(SettingsGroup):
         return self.ref_sync_steps > 0
 
 
-class CriticModelConfig(SettingsGroup):
-    """Critic"""
-
-    critic_pretrain: str | None = None
-    """Initial critic model. Default: the actor's. May be a language model, or a reward model, which keeps its head. It
-    must use the same token IDs.
-    """
-
-
 class LoraConfig(SettingsGroup):
     """Adapter (LoRA)"""
 

@@ -1,9 +1,11 @@
 """Placement of an online run's models on nodes and GPUs."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from pydantic import Field
 
 from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.roles import ROLES
 
 
 class PlacementConfig(SettingsGroup):
@@ -13,11 +15,6 @@ class PlacementConfig(SettingsGroup):
     """Nodes for the actor. If no number of nodes, GPUs or engines is set, a run uses all GPUs; without GPUs, 1."""
     actor_num_gpus_per_node: int | None = Field(None, gt=0)
     """Actor ranks per node: GPUs, or processes without GPUs."""
-    reward_num_nodes: int | None = Field(None, gt=0)
-    """Nodes for the reward model."""
-    reward_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Reward model ranks per node: GPUs, or processes without a GPU. In generate and eval also of a process reward
-    model, on one node."""
     colocate_all_models: bool | None = None
     """All models share GPUs (the engines share the actor's) and take turns; each has the first ones it needs. By
     default on GPUs where no number of nodes, GPUs or engines is given, unless the run samples while it trains. In
@@ -27,39 +24,29 @@ class PlacementConfig(SettingsGroup):
     """Offload weights, gradients and optimizer states of idle models to host memory. Default: if all models share
     GPUs.
     """
-    ref_num_nodes: int | None = Field(None, gt=0)
-    """Nodes for the reference model."""
-    ref_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Reference ranks per node."""
-    teacher_num_nodes: int | None = Field(None, gt=0)
-    """Nodes for the teacher."""
-    teacher_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Teacher ranks per node."""
-    colocate_actor_ref: bool = False
-    """Share GPUs between actor and reference. The smaller role uses the first GPUs of the larger one."""
-    critic_num_nodes: int | None = Field(None, gt=0)
-    """Nodes for the critic."""
-    critic_num_gpus_per_node: int | None = Field(None, gt=0)
-    """Critic ranks per node."""
-    colocate_critic_reward: bool = False
-    """Share GPUs between critic and reward model. The smaller role uses the first GPUs of the larger one."""
 
-    def shape(self, role: str) -> tuple[int, int]:
-        """Return (nodes, ranks per node) of a role, 1 by default."""
-        return getattr(self, f"{role}_num_nodes") or 1, getattr(self, f"{role}_num_gpus_per_node") or 1
 
-    def num_ranks(self, role: str) -> int:
-        """Return the number of ranks of a role."""
-        nodes, ranks = self.shape(role)
-        return nodes * ranks
+@dataclass(frozen=True, kw_only=True)
+class LayoutSettings:
+    """The settings that determine a layout: sizes of roles and engines, and what shares GPUs.
 
-    @property
-    def has_sizes(self) -> bool:
-        """Whether nodes or GPUs are set for any role."""
-        names = (name for name in type(self).model_fields if name.endswith(("_num_nodes", "_num_gpus_per_node")))
-        return any(getattr(self, name) is not None for name in names)
+    - `shapes`: (nodes, ranks per node) by role in the run.
+    - `pairs`: pairs of roles that share GPUs, including roles that are not in the run.
+    - `together`: whether all roles and engines share GPUs.
+    - `engine_size`: GPUs per engine.
+    - `models_sleep`, `engines_sleep`: whether idle models and engines leave their GPUs.
+    - `is_open`: whether no number of nodes, GPUs or engines is set.
 
-    @property
-    def colocated_pairs(self) -> list[tuple[str, str]]:
-        """Pairs of roles that share GPUs."""
-        return [(role.partner, role.name) for role in ROLES.values() if role.switch and getattr(self, role.switch)]
+    `fill_layout` replaces None.
+
+    Example, `rlhf ppo --critic_num_gpus_per_node 2`: shapes = {"actor": (1, 1), "critic": (1, 2), "ref": (1, 1)}.
+    """
+
+    shapes: Mapping[str, tuple[int, int]]
+    pairs: tuple[tuple[str, str], ...] = ()
+    together: bool | None = None
+    num_engines: int | None = None
+    engine_size: int = 1
+    models_sleep: bool | None = None
+    engines_sleep: bool | None = None
+    is_open: bool = False

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_cli.algorithms.estimators.group import GSPO, PRESETS
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.episodes import environment_kind
 from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import SamplingConfig
-from rlhf_cli.config.train import OptimConfig
 
 # Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
 DAPO_BUFFER_SHARE = 0.2
@@ -66,16 +66,16 @@ def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
     return {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
 
 
-def defaults_of_adapter(given: Mapping[str, object], optim: OptimConfig) -> dict[str, object]:
-    """Return learning rates for a new adapter: ten times the full fine-tuning rates in `optim`, which works best in
-    practice.
+def defaults_of_adapter(given: Mapping[str, object], *groups: SettingsGroup) -> dict[str, object]:
+    """Return learning rates for a new adapter: ten times the full fine-tuning rates in these groups, which works best
+    in practice.
     """
     # Flags are text here, because presets apply before validation.
     if str(given.get("lora_rank", 0)).strip() == "0":
         return {}
-    rates = ("learning_rate", "actor_learning_rate", "critic_learning_rate")
+    rates = {name: rate for group in groups for name, rate in group if name.endswith("learning_rate")}
     # Six digits, so that 10 * 1e-6 is written as 1e-5.
-    return {name: float(f"{10 * getattr(optim, name):.6g}") for name in rates}
+    return {name: float(f"{10 * rate:.6g}") for name, rate in rates.items()}
 
 
 def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:

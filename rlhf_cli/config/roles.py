@@ -1,15 +1,24 @@
-"""Roles in online training: one row per role, with its classes, partners and notices.
+"""Roles in online training: one row per role, with its classes, partners and notices, and the settings of each role.
 
-A role also needs its size and ZeRO stage as settings (`{role}_num_nodes`, `{role}_num_gpus_per_node`,
-`{role}_zero_stage` in `config/placement.py` and `config/train.py`), its model in `runs/online/models.py`, and the loop
-that uses it.
+To add a role, add a row and a group of settings here, and the group to `OnlineConfig` (`commands/online.py`). The rest
+derives from the row: flags, model search, placement, startup, checks and identity. Only the loop that calls the role's
+driver is left.
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhf_cli.config.base import Needs, SettingsGroup
+from rlhf_cli.config.model import ReferenceConfig
+from rlhf_cli.config.train import ZeroStage
 
 # Names instead of classes, because importing them would import torch.
 RANKS = "rlhf_cli.backends.roles.ranks"
 DRIVERS = "rlhf_cli.backends.roles.groups"
+FROZEN_POLICY = f"{RANKS}:FrozenPolicyRank"
+"""Ranks of a frozen language model that reads the policy's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +26,11 @@ class Role:
     """A model in an online run.
 
     - `name`: prefix for flags (`--critic_zero_stage`), logs (`critic-0.log`) and the checkpoint folder.
+    - `group`: field of the command's settings with the role's group, which has the settings in `rank_settings`.
     - `title`: name in the checkpoint identity; empty if the role starts from the policy.
     - `rank`: class for one process as "module:class". Only that process imports it.
     - `driver`: class for all ranks together, which the loop calls.
-    - `pretrain`: setting for the model.
+    - `pretrain`: setting for the model. With `FROZEN_POLICY` ranks, the role is loaded if it is set.
     - `partner`: role that shares GPUs if `switch` is set.
     - `absent`: completes "--ref_num_nodes is ignored: ".
     - `host`: role with the ranks that load this model; empty for separate ranks.
@@ -29,6 +39,7 @@ class Role:
     """
 
     name: str
+    group: str
     title: str
     rank: str
     driver: str
@@ -43,50 +54,66 @@ class Role:
         """Setting to colocate the role with its partner; empty without a partner."""
         return f"colocate_{self.partner}_{self.name}" if self.partner else ""
 
+    @property
+    def rank_settings(self) -> tuple[str, ...]:
+        """Settings of the role's ranks, which do not change its results. A partner's group may have the switch."""
+        sizes = (f"{self.name}_num_nodes", f"{self.name}_num_gpus_per_node")
+        deepspeed = (f"{self.name}_zero_stage", f"{self.name}_sequence_parallel_size")
+        return (*sizes, *filter(None, [self.switch]), *deepspeed)
+
 
 ROLES = {
     role.name: role
     for role in (
-        Role("actor", "policy", f"{RANKS}:ActorRank", f"{DRIVERS}:ActorRole", is_trained=True),
+        Role(
+            "actor",
+            group="placement",
+            title="policy",
+            rank=f"{RANKS}:ActorRank",
+            driver=f"{DRIVERS}:ActorRole",
+            is_trained=True,
+        ),
         Role(
             "critic",
-            "critic",
-            f"{RANKS}:CriticRank",
-            f"{DRIVERS}:CriticRole",
+            group="critic",
+            title="critic",
+            rank=f"{RANKS}:CriticRank",
+            driver=f"{DRIVERS}:CriticRole",
             is_trained=True,
             pretrain="critic_pretrain",
         ),
         Role(
             "ref",
-            "",
-            f"{RANKS}:ReferenceRank",
-            f"{DRIVERS}:ReferenceRole",
+            group="reference",
+            title="",
+            rank=FROZEN_POLICY,
+            driver=f"{DRIVERS}:ReferenceRole",
             partner="actor",
             absent="a reference requires --init_kl_coef above 0; with an adapter, the actor's base model is the "
             "reference",
         ),
         Role(
             "reward",
-            "reward model",
-            f"{RANKS}:RewardRank",
-            f"{DRIVERS}:RewardRole",
+            group="reward_ranks",
+            title="reward model",
+            rank=f"{RANKS}:RewardRank",
+            driver=f"{DRIVERS}:RewardRole",
             pretrain="reward_pretrain",
             partner="critic",
             absent="a reward model requires --reward_pretrain or --prm_pretrain",
         ),
         Role(
             "teacher",
-            "teacher",
-            f"{RANKS}:ReferenceRank",
-            f"{DRIVERS}:TeacherRole",
+            group="teacher",
+            title="teacher",
+            rank=FROZEN_POLICY,
+            driver=f"{DRIVERS}:FrozenPolicyRole",
             pretrain="teacher_pretrain",
             absent="a teacher requires --teacher_pretrain",
         ),
     )
 }
 """Roles by name, in the order used for placement and output."""
-TRAINED = tuple(role.name for role in ROLES.values() if role.is_trained)
-FROZEN = tuple(role.name for role in ROLES.values() if not role.is_trained)
 
 STUDENT_ROLES = ROLES | {
     "actor": replace(
@@ -96,3 +123,89 @@ STUDENT_ROLES = ROLES | {
 }
 """Roles for distillation with full distributions, which are too large to send between ranks: the actor's ranks
 load the teacher."""
+
+
+class CriticConfig(SettingsGroup):
+    """Critic"""
+
+    critic_pretrain: str | None = None
+    """Initial critic model. Default: the actor's. May be a language model, or a reward model, which keeps its head. It
+    must use the same token IDs.
+    """
+    critic_learning_rate: float = Field(9e-6, gt=0)
+    """Peak learning rate of the critic. Default: ten times higher with --lora_rank."""
+    critic_update_steps: int | None = Field(None, gt=0)
+    """Optimizer steps of the critic per pass over the responses. Default: as many as the actor."""
+    freezing_actor_steps: int = Field(0, ge=-1)
+    """Initial iterations that train only the critic, while the engines keep their weights; -1 is 0."""
+    critic_num_nodes: int | None = Field(None, gt=0)
+    """Nodes for the critic."""
+    critic_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Critic ranks per node."""
+    colocate_critic_reward: bool = False
+    """Share GPUs between critic and reward model. The smaller role uses the first GPUs of the larger one."""
+    critic_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the critic. Default: zero_stage."""
+    critic_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Sequence parallel size of the critic. Default: sequence_parallel_size."""
+
+    @property
+    def critic_only_iterations(self) -> int:
+        """Initial iterations that train only the critic."""
+        return max(0, self.freezing_actor_steps)
+
+
+class OnlineReferenceConfig(ReferenceConfig):
+    """Reference"""
+
+    ref_offload: bool = False
+    """Offload idle weights of reference, reward model and teacher to host memory."""
+    ref_num_nodes: int | None = Field(None, gt=0)
+    """Nodes for the reference model."""
+    ref_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Reference ranks per node."""
+    colocate_actor_ref: bool = False
+    """Share GPUs between actor and reference. The smaller role uses the first GPUs of the larger one."""
+    ref_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the reference. Default: zero_stage."""
+    ref_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Sequence parallel size of the reference. Default: sequence_parallel_size."""
+
+
+class RewardRanksConfig(SettingsGroup):
+    """Reward model"""
+
+    reward_num_nodes: int | None = Field(None, gt=0)
+    """Nodes for the reward model."""
+    reward_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Reward model ranks per node: GPUs, or processes without a GPU. In generate and eval also of a process reward
+    model, on one node."""
+    reward_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the reward model. Default: zero_stage. Only stage 3 partitions frozen weights."""
+    reward_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Sequence parallel size of the reward model. Default: sequence_parallel_size."""
+
+
+class TeacherConfig(SettingsGroup):
+    """Teacher"""
+
+    teacher_pretrain: str | None = None
+    """Teacher that scores each token of sampled responses, with or without rewards: a folder, a run directory, or a
+    Hugging Face name. It must use the same token IDs. With a teacher, init_kl_coef defaults to 0, so no reference is
+    loaded.
+    """
+    distill_coef: Annotated[float, Needs("teacher_pretrain")] = Field(1.0, gt=0)
+    """Teacher weight: distill_coef * (teacher log-prob - policy log-prob) is added to each token's advantage."""
+    teacher_num_nodes: int | None = Field(None, gt=0)
+    """Nodes for the teacher."""
+    teacher_num_gpus_per_node: int | None = Field(None, gt=0)
+    """Teacher ranks per node."""
+    teacher_zero_stage: ZeroStage | None = None
+    """ZeRO stage of the teacher. Default: zero_stage."""
+    teacher_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Sequence parallel size of the teacher. Default: sequence_parallel_size."""
+
+    @property
+    def weight(self) -> float | None:
+        """Teacher weight; None without a teacher."""
+        return None if self.teacher_pretrain is None else self.distill_coef

@@ -1,29 +1,13 @@
 """Settings for optimization, distribution, checkpoints and tracking."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.config.plugins import Plugin
-from rlhf_cli.config.roles import FROZEN, ROLES
 
 ZeroStage = Literal[0, 1, 2, 3]
-OWN_SETTINGS_OF_ROLES = frozenset(
-    f"deepspeed.{name}"
-    for name in (
-        "reward_zero_stage",
-        "teacher_zero_stage",
-        "reward_sequence_parallel_size",
-        "ref_zero_stage",
-        "ref_sequence_parallel_size",
-        "teacher_sequence_parallel_size",
-        "ref_offload",
-        "critic_zero_stage",
-        "critic_sequence_parallel_size",
-    )
-)
-"""DeepSpeed settings of a single role, which commands with one model do not support."""
 
 DEFAULT_TOKENS = 16_192
 """Default maximum tokens per micro-batch, unless set or determined by GPU memory."""
@@ -51,10 +35,6 @@ class BatchConfig(SettingsGroup):
     """Random seed of the run."""
     share_prompts: bool = True
     """Compute a prompt once for its responses in a micro-batch. Requires attn_implementation varlen (CPU and CUDA)."""
-    critic_update_steps: int | None = Field(None, gt=0)
-    """Optimizer steps of the critic per pass over the responses. Default: as many as the actor."""
-    freezing_actor_steps: int = Field(0, ge=-1)
-    """Initial iterations that train only the critic, while the engines keep their weights; -1 is 0."""
     max_steps: int | None = Field(None, gt=0)
     """Stop after this number of optimizer steps."""
     eval_steps: int = Field(-1, ge=-1)
@@ -66,11 +46,6 @@ class BatchConfig(SettingsGroup):
     def max_tokens(self) -> int:
         """Maximum tokens per packed micro-batch."""
         return self.train_max_tokens_per_gpu or DEFAULT_TOKENS
-
-    @property
-    def critic_only_iterations(self) -> int:
-        """Initial iterations that train only the critic."""
-        return max(0, self.freezing_actor_steps)
 
 
 class OptimConfig(SettingsGroup):
@@ -114,8 +89,6 @@ class OptimConfig(SettingsGroup):
     """Keep an exponential moving average of the actor's weights in host memory, and save it as a model, `ema`."""
     ema_beta: Annotated[float, Needs("enable_ema")] = Field(0.992, ge=0, lt=1)
     """Decay of the average per optimizer step."""
-    critic_learning_rate: float = Field(9e-6, gt=0)
-    """Peak learning rate of the critic. Default: ten times higher with --lora_rank."""
 
     @model_validator(mode="after")
     def _rates_decay(self) -> "OptimConfig":
@@ -164,25 +137,6 @@ class DeepSpeedConfig(SettingsGroup):
     ring_flash_attn: Annotated[bool, Needs("sequence_parallel_size", when="shares_sequences")] = False
     """Overlap key gathering with computation by ring-flash-attn. Requires a GPU and the extras flash and ring."""
 
-    reward_zero_stage: ZeroStage | None = None
-    """ZeRO stage of the reward model. Default: zero_stage. Only stage 3 partitions frozen weights."""
-    teacher_zero_stage: ZeroStage | None = None
-    """ZeRO stage of the teacher. Default: zero_stage."""
-    reward_sequence_parallel_size: int | None = Field(None, gt=0)
-    """Sequence parallel size of the reward model. Default: sequence_parallel_size."""
-    ref_zero_stage: ZeroStage | None = None
-    """ZeRO stage of the reference. Default: zero_stage."""
-    ref_sequence_parallel_size: int | None = Field(None, gt=0)
-    """Sequence parallel size of the reference. Default: sequence_parallel_size."""
-    teacher_sequence_parallel_size: int | None = Field(None, gt=0)
-    """Sequence parallel size of the teacher. Default: sequence_parallel_size."""
-    ref_offload: bool = False
-    """Offload idle weights of reference, reward model and teacher to host memory."""
-    critic_zero_stage: ZeroStage | None = None
-    """ZeRO stage of the critic. Default: zero_stage."""
-    critic_sequence_parallel_size: int | None = Field(None, gt=0)
-    """Sequence parallel size of the critic. Default: sequence_parallel_size."""
-
     @model_validator(mode="after")
     def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
         # Ring attention passes keys between ranks, Ulysses exchanges heads.
@@ -194,37 +148,6 @@ class DeepSpeedConfig(SettingsGroup):
     def ranks_per_pack(self) -> int:
         """Adjacent ranks that receive the same micro-batches, because they share sequences or split layers."""
         return self.sequence_parallel_size * self.tensor_parallel_size
-
-    def of(self, role: str) -> Self:
-        """Return the settings for a role in `ROLES`."""
-        own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
-        if role in FROZEN:
-            # ref_offload applies at any stage, because frozen weights are not partitioned otherwise.
-            own["param_offload"] = self.ref_offload or (self.param_offload and own["zero_stage"] == 3)
-            own["tensor_parallel_size"] = 1  # only trained models are split
-        return self.model_copy(update=own)
-
-    def name_of(self, role: str, name: str) -> str:
-        """Return the setting that applies to a role: its own if given, otherwise the common one."""
-        own = f"{role}_{name}"
-        # A command may have no such setting for a role.
-        return name if getattr(self, own, None) is None else own
-
-    @property
-    def partitions_weights(self) -> bool:
-        """Whether any role uses ZeRO-3."""
-        # All possible roles: missing ones have the common settings.
-        return any(self.of(role).zero_stage == 3 for role in ROLES)
-
-    @property
-    def shares_sequences(self) -> bool:
-        """Whether any role uses sequence parallelism."""
-        return max(self.sequence_sizes) > 1
-
-    @property
-    def sequence_sizes(self) -> set[int]:
-        """Sequence parallel sizes of all possible roles."""
-        return {self.of(role).sequence_parallel_size for role in ROLES}
 
 
 class LaunchConfig(SettingsGroup):

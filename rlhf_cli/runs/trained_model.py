@@ -77,34 +77,40 @@ def find_companion(flag: str, source: ModelConfig, trained: ModelPlan) -> FoundM
     return found
 
 
-def find_teacher(
-    teacher_pretrain: str, policy: ModelConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+def find_frozen_policy(
+    flag: str,
+    pretrain: str,
+    policy: ModelConfig,
+    architecture: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> ModelPlan:
-    """Find the configured teacher, with the loading settings of the policy.
+    """Find a frozen language model, such as a teacher, with the loading settings of the policy.
 
     Args:
+        flag: setting that names the model, for messages.
+        pretrain: its value.
         architecture: policy configuration.
         tokenizer: policy tokenizer.
 
     Raises UsageError if it is not a complete language model, does not support packs or has a different vocabulary than
     the policy.
     """
-    changes = {"pretrain": teacher_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
+    changes = {"pretrain": pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     source = policy.model_copy(update=changes)
-    found = find_reader("teacher_pretrain", source, tokenizer)
+    found = find_reader(flag, source, tokenizer)
     try:
-        # The teacher is never trained, but it reads the same packs.
+        # The model is never trained, but it reads the same packs.
         check_trainable(found.architecture)
     except UsageError as error:
-        raise UsageError(f"--teacher_pretrain: {error}") from error
-    _require_all_embeddings(found.architecture, architecture, f"--teacher_pretrain {teacher_pretrain!r}")
+        raise UsageError(f"--{flag}: {error}") from error
+    _require_all_embeddings(found.architecture, architecture, f"--{flag} {pretrain!r}")
     return ModelPlan(source, source, None, found, tokenizer)
 
 
-def _require_all_embeddings(teacher: PretrainedConfig, policy: PretrainedConfig, what: str) -> None:
-    """Raise UsageError if the policy could sample a token without an embedding in the teacher."""
+def _require_all_embeddings(frozen: PretrainedConfig, policy: PretrainedConfig, what: str) -> None:
+    """Raise UsageError if the policy could sample a token without an embedding in the frozen model."""
     # Compare embedding rows, not vocabularies: the policy may sample padding rows beyond the tokenizer's vocabulary.
-    own, sampled = (config.get_text_config().vocab_size for config in (teacher, policy))
+    own, sampled = (config.get_text_config().vocab_size for config in (frozen, policy))
     if own < sampled:
         raise UsageError(
             f"{what} has {own:,} embeddings and the policy {sampled:,}: it cannot read every token that the policy may "

@@ -10,6 +10,7 @@ from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -254,7 +255,7 @@ class Run:
             reward=reward,
             policy=policy,
             batch=batch,
-            **({"reference": ReferenceConfig(), "optim": OptimConfig()} | more),
+            **({"critic": CriticConfig(), "reference": ReferenceConfig(), "optim": OptimConfig()} | more),
         )
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None

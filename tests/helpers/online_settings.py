@@ -19,13 +19,14 @@ def resolve(command: str, **given: Any) -> Any:
 def online_settings(config: OnlineConfig, row: str) -> OnlineSettings:
     """Return the loop's settings with this row of the estimator table."""
     return OnlineSettings(
-        ESTIMATORS[row],
-        config.rollout,
-        config.reward,
-        config.policy,
-        config.batch,
-        config.reference,
-        config.optim,
-        config.dynamic_sampling,
+        estimator=ESTIMATORS[row],
+        rollout=config.rollout,
+        reward=config.reward,
+        policy=config.policy,
+        batch=config.batch,
+        critic=config.critic,
+        reference=config.reference,
+        optim=config.optim,
+        dynamic=config.dynamic_sampling,
         lag=config.asynchronous.lag,
     )

@@ -15,18 +15,15 @@ from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
 from rlhf_cli.backends.roles.worker import RayWorker
-from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.config.placement import LayoutSettings
 
 ROLES = ("actor", "critic", "ref", "reward")
 NODES = ([1], [2], [3], [4], [8], [8, 8])
 
 
 def default_layout(node_gpus: list[int]) -> Layout:
-    placement, engine, _ = fill_layout(
-        PlacementConfig(), EngineConfig(), roles=ROLES, node_gpus=node_gpus, needs=Needs()
-    )
-    return plan_layout(placement, engine, roles=ROLES, node_gpus=node_gpus)
+    settings = LayoutSettings(shapes=dict.fromkeys(ROLES, (1, 1)), is_open=True)
+    return plan_layout(fill_layout(settings, node_gpus=node_gpus, needs=Needs())[0], node_gpus=node_gpus)
 
 
 def is_given(layout: Layout, cluster: Cluster) -> bool:

@@ -245,5 +245,5 @@ def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
                 values[flag] = word
         config = build_config(PPOConfig, values)
         check_batches(config, ESTIMATORS["ppo"])
-        layout = plan_layout(config.placement, config.engine, roles=("actor", "critic", "ref"), node_gpus=[8, 8, 8, 8])
+        layout = plan_layout(config.layout_settings(("actor", "critic", "ref")), node_gpus=[8, 8, 8, 8])
         assert layout.num_gpus == 32

@@ -220,7 +220,7 @@ def tried_settings() -> dict[str, list[Flag]]:
 def unmet_condition(plain: CommandConfig, flag: Flag) -> Needs | None:
     """Return the condition of a setting, if the fewest settings do not meet it."""
     need = plain.group_class(flag.group).condition_of(flag.attribute)
-    return None if need is None or need.is_met(getattr(plain, flag.group)) else need
+    return None if need is None or need.is_met(getattr(plain, flag.group), plain) else need
 
 
 def company_of(plain: CommandConfig, flag: Flag) -> dict[str, Any]:

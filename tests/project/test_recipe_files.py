@@ -134,11 +134,11 @@ def test_an_online_recipe_fits_its_nodes(name):
     config = read(name, PPOConfig, prompt_data="prompts", output="run")
     check_batches(config, ESTIMATORS["ppo"])
     check_positions(hardware.architecture, config.prompts.max_len)
-    layout = plan_layout(config.placement, config.engine, roles=ROLES, node_gpus=[hardware.gpus] * hardware.nodes)
+    layout = plan_layout(config.layout_settings(ROLES), node_gpus=[hardware.gpus] * hardware.nodes)
     assert layout.num_gpus == hardware.num_ranks
     assert hardware.architecture.num_attention_heads % config.engine.vllm_tensor_parallel_size == 0
     for role in ROLES:
-        settings, num_ranks = config.deepspeed.of(role), config.placement.num_ranks(role)
+        settings, num_ranks = config.deepspeed_of(role), config.num_ranks(role)
         assert num_ranks == hardware.num_ranks
         check_deepspeed(settings, param_dtype=config.model.param_dtype)
         check_sequence_parallel(hardware.architecture, settings, num_ranks=num_ranks, attention=VARLEN)
@@ -152,7 +152,7 @@ def test_an_online_recipe_fits_its_nodes(name):
 def sleeping_bytes(hardware: Hardware, config: PPOConfig, layout: Layout) -> float:
     """Return the host memory of all sleeping roles on each node."""
     size = num_parameters(hardware.architecture)
-    roles = [SleepingRole(size, size, 2, config.deepspeed.of(role).zero_stage, len(layout.of(role))) for role in ROLES]
+    roles = [SleepingRole(size, size, 2, config.deepspeed_of(role).zero_stage, len(layout.of(role))) for role in ROLES]
     return sum(role.host_bytes for role in roles) / hardware.nodes
 
 

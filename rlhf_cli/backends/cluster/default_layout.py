@@ -3,13 +3,12 @@
 `placement` then assigns ranks to GPUs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 
 from rlhf_cli.backends.cluster.placement import Layout
-from rlhf_cli.config.placement import PlacementConfig
+from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.roles import ROLES
-from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
 
 OWN_GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.6
@@ -33,41 +32,29 @@ class Needs:
     can_sleep: bool = True
 
 
-def leaves_places_open(placement: PlacementConfig, engine: EngineConfig) -> bool:
-    """Return whether the number of ranks and engines depends on the cluster."""
-    return not placement.has_sizes and engine.vllm_num_engines is None
-
-
-def fill_layout(
-    placement: PlacementConfig,
-    engine: EngineConfig,
-    *,
-    roles: tuple[str, ...],
-    node_gpus: Sequence[int],
-    needs: Needs,
-) -> tuple[PlacementConfig, EngineConfig, str]:
+def fill_layout(settings: LayoutSettings, *, node_gpus: Sequence[int], needs: Needs) -> tuple[LayoutSettings, str]:
     """Fill in all unset numbers and switches. Returns the settings and the reason for the layout.
 
     Values set by the user are kept. The reason is empty if the user has chosen the layout.
 
     Args:
-        placement, rollout: settings, possibly incomplete.
-        roles: roles in this run.
+        settings: settings, possibly incomplete.
         node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
         needs: requirements from other settings.
     """
     reason = ""
-    if node_gpus and leaves_places_open(placement, engine):
-        placement, engine, reason = _on_all_gpus(placement, engine, roles, list(node_gpus), needs)
-    together = bool(placement.colocate_all_models)
+    if node_gpus and settings.is_open:
+        settings, reason = _on_all_gpus(settings, list(node_gpus), needs)
+    together = bool(settings.together)
     sleeps = bool(node_gpus) and together
-    update = {"colocate_all_models": together}
-    if placement.deepspeed_enable_sleep is None:
-        update["deepspeed_enable_sleep"] = sleeps and needs.can_sleep
-    update_engine: dict[str, object] = {"vllm_num_engines": engine.vllm_num_engines or 1}
-    if engine.vllm_enable_sleep is None:
-        update_engine["vllm_enable_sleep"] = sleeps
-    return placement.model_copy(update=update), engine.model_copy(update=update_engine), reason
+    filled = replace(
+        settings,
+        together=together,
+        num_engines=settings.num_engines or 1,
+        models_sleep=sleeps and needs.can_sleep if settings.models_sleep is None else settings.models_sleep,
+        engines_sleep=sleeps if settings.engines_sleep is None else settings.engines_sleep,
+    )
+    return filled, reason
 
 
 def memory_share(given: float | None, *, shared: bool) -> float:
@@ -86,48 +73,41 @@ def _sum_in_words(node_gpus: Sequence[int]) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _on_all_gpus(
-    placement: PlacementConfig, engine: EngineConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[PlacementConfig, EngineConfig, str]:
+def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -> tuple[LayoutSettings, str]:
     """Choose sizes that use as many GPUs as possible. Returns the settings and the reason."""
-    pairs = [pair for pair in placement.colocated_pairs if set(pair) <= set(roles)]
+    roles = settings.shapes.keys()
+    pairs = [pair for pair in settings.pairs if roles >= set(pair)]
     wants_turns = not needs.samples_ahead and needs.can_sleep and not pairs
-    if placement.colocate_all_models or (placement.colocate_all_models is None and wants_turns):
-        return (*_together(placement, engine, roles, node_gpus, needs), TURNS)
-    if needs.samples_ahead and placement.colocate_all_models is None and not pairs:
-        placement = placement.model_copy(update=_all_pairs(roles))
-    apart = _apart(placement, engine, roles, node_gpus, needs)
+    if settings.together or (settings.together is None and wants_turns):
+        return _together(settings, node_gpus, needs), TURNS
+    if needs.samples_ahead and settings.together is None and not pairs:
+        settings = replace(settings, pairs=_all_pairs(roles))
+    apart = _apart(settings, node_gpus, needs)
     if apart is not None:
-        reason = AHEAD if needs.samples_ahead else "" if needs.can_sleep else NO_SLEEP
-        return (*apart, reason)
+        return apart, AHEAD if needs.samples_ahead else "" if needs.can_sleep else NO_SLEEP
     if needs.samples_ahead:
         raise UsageError(
             f"--async_train samples while the models train, so engines require separate GPUs: "
             f"{_sum_in_words(node_gpus)} are not enough for {' + '.join(roles)} and an engine; remove --async_train"
         )
     # plan_layout then raises an error with the missing resources.
-    if placement.colocate_all_models is False:
-        return placement, engine, ""
-    return (*_together(placement, engine, roles, node_gpus, needs), TURNS)
+    if settings.together is False:
+        return settings, ""
+    return _together(settings, node_gpus, needs), TURNS
 
 
-def _together(
-    placement: PlacementConfig, engine: EngineConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[PlacementConfig, EngineConfig]:
+def _together(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -> LayoutSettings:
     """Place all roles on the same GPUs, with engines that use all of them."""
-    size = engine.vllm_tensor_parallel_size
+    size = settings.engine_size
     shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
-    update = _sizes(roles, shape) | {"colocate_all_models": True}
-    num_engines = max(1, shape[0] * shape[1] // size)
-    return placement.model_copy(update=update), engine.model_copy(update={"vllm_num_engines": num_engines})
+    return _sized(settings, shape, num_engines=max(1, shape[0] * shape[1] // size), together=True)
 
 
-def _apart(
-    placement: PlacementConfig, engine: EngineConfig, roles: tuple[str, ...], node_gpus: list[int], needs: Needs
-) -> tuple[PlacementConfig, EngineConfig] | None:
+def _apart(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -> LayoutSettings | None:
     """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs."""
-    followers = {second for first, second in placement.colocated_pairs if {first, second} <= set(roles)}
-    num_pools = len(set(roles) - followers)
+    roles = settings.shapes.keys()
+    followers = {second for first, second in settings.pairs if roles >= {first, second}}
+    num_pools = len(roles - followers)
     at_most = sum(node_gpus) // (num_pools + 1)
     shape = _largest_shape(node_gpus, at_most=at_most, per_node=1, multiple=needs.multiple)
     if shape is None:
@@ -139,23 +119,22 @@ def _apart(
             return None
         left[node] -= shape[1]
         left.sort()
-    num_engines = sum(count // engine.vllm_tensor_parallel_size for count in left)
-    if not num_engines:
-        return None
-    filled = placement.model_copy(update=_sizes(roles, shape))
-    return filled, engine.model_copy(update={"vllm_num_engines": num_engines})
+    num_engines = sum(count // settings.engine_size for count in left)
+    return _sized(settings, shape, num_engines=num_engines, together=settings.together) if num_engines else None
 
 
-def _all_pairs(roles: tuple[str, ...]) -> dict[str, object]:
-    """Return the switches for all pairs of roles that can share GPUs while engines have separate ones."""
-    pairs = [role for role in ROLES.values() if role.switch and {role.partner, role.name} <= set(roles)]
-    return {role.switch: True for role in pairs}
+def _all_pairs(roles: Set[str]) -> tuple[tuple[str, str], ...]:
+    """Return all pairs of roles that can share GPUs while engines have separate ones."""
+    pairs = ((role.partner, role.name) for role in ROLES.values() if role.switch)
+    return tuple(pair for pair in pairs if roles >= set(pair))
 
 
-def _sizes(roles: tuple[str, ...], shape: tuple[int, int]) -> dict[str, int | bool]:
-    nodes, gpus = shape
-    sizes = {"num_nodes": nodes, "num_gpus_per_node": gpus}
-    return {f"{role}_{name}": size for role in roles for name, size in sizes.items()}
+def _sized(
+    settings: LayoutSettings, shape: tuple[int, int], *, num_engines: int, together: bool | None
+) -> LayoutSettings:
+    """Return the settings with the same size for all roles."""
+    shapes = dict.fromkeys(settings.shapes, shape)
+    return replace(settings, shapes=shapes, num_engines=num_engines, together=together, is_open=False)
 
 
 def _largest_shape(node_gpus: list[int], *, at_most: int, per_node: int, multiple: int) -> tuple[int, int] | None:

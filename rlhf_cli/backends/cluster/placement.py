@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.errors import UsageError
 
 
@@ -93,14 +92,11 @@ _Place = tuple[int, tuple[int, ...]]
 """Island, and GPU indices in it, for a rank or engine."""
 
 
-def plan_layout(
-    placement: PlacementConfig, engine: EngineConfig, *, roles: tuple[str, ...], node_gpus: list[int]
-) -> Layout:
+def plan_layout(settings: LayoutSettings, *, node_gpus: list[int]) -> Layout:
     """Assign all roles and rollout engines to GPUs.
 
     Args:
-        placement, rollout: settings, with all sizes filled in.
-        roles: roles in this run, from `config.roles.ROLES`.
+        settings: settings with all sizes filled in.
         node_gpus: free GPUs per node, largest first.
 
     Raises:
@@ -109,25 +105,26 @@ def plan_layout(
     free = list(node_gpus)
     islands: list[Island] = []
     places: dict[str, list[_Place]] = {}
-    for pool in _pools(placement, roles):
+    for pool in _pools(settings):
         first = len(islands)
         islands += _take(free, pool, total=node_gpus)
         for role, (nodes, gpus) in pool.shapes.items():
             places[role] = [(first + node, (gpu,)) for node in range(nodes) for gpu in range(gpus)]
-    if placement.colocate_all_models:
-        places[ENGINE] = _shared_engines(engine, placement.shape("actor"))
+    size, count = settings.engine_size, settings.num_engines or 1
+    if settings.together:
+        # Without an actor (generate, eval), the first GPU is shared.
+        places[ENGINE] = _shared_engines(size, count, settings.shapes.get("actor", (1, 1)))
     else:
-        size, first = engine.vllm_tensor_parallel_size, len(islands)
-        count = engine.vllm_num_engines or 1
+        first = len(islands)
         pool = _Pool({"rollout engines": (count, size)}, f"{SHARE}, or lower {ENGINE_FLAGS}")
         islands += _take(free, pool, total=node_gpus)
         places[ENGINE] = [(first + number, tuple(range(size))) for number in range(count)]
     return Layout(tuple(islands), tuple(_seats(places)))
 
 
-def check_layout(placement: PlacementConfig, engine: EngineConfig, *, roles: tuple[str, ...]) -> None:
+def check_layout(settings: LayoutSettings) -> None:
     """Raise UsageError if the settings are inconsistent on a cluster of any size."""
-    plan_layout(placement, engine, roles=roles, node_gpus=[sys.maxsize])
+    plan_layout(settings, node_gpus=[sys.maxsize])
 
 
 def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
@@ -140,23 +137,24 @@ def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
     ]
 
 
-def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
-    if placement.colocate_all_models:
-        return [_pool(placement, roles)]
+def _pools(settings: LayoutSettings) -> list[_Pool]:
+    roles = tuple(settings.shapes)
+    if settings.together:
+        return [_pool(settings, roles)]
     pools, seated = [], set()
-    for pair in placement.colocated_pairs:
+    for pair in settings.pairs:
         members = tuple(role for role in pair if role in roles)
         if members:
-            pools.append(_pool(placement, members))
+            pools.append(_pool(settings, members))
             seated |= set(members)
-    return pools + [_pool(placement, (role,)) for role in roles if role not in seated]
+    return pools + [_pool(settings, (role,)) for role in roles if role not in seated]
 
 
-def _pool(placement: PlacementConfig, roles: tuple[str, ...]) -> _Pool:
-    shapes = {role: placement.shape(role) for role in roles}
+def _pool(settings: LayoutSettings, roles: tuple[str, ...]) -> _Pool:
+    shapes = {role: settings.shapes[role] for role in roles}
     largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
     lower = f"lower --{largest}_num_nodes or --{largest}_num_gpus_per_node"
-    return _Pool(shapes, lower if placement.colocate_all_models else f"{SHARE}, or {lower}")
+    return _Pool(shapes, lower if settings.together else f"{SHARE}, or {lower}")
 
 
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
@@ -183,10 +181,9 @@ def _sizes(node_gpus: list[int]) -> str:
     return " + ".join(f"{counts[size]} x {size}" for size in sorted(counts, reverse=True)) or "none"
 
 
-def _shared_engines(engine: EngineConfig, actor: tuple[int, int]) -> list[_Place]:
+def _shared_engines(size: int, count: int, actor: tuple[int, int]) -> list[_Place]:
     """Place the engines on the actor's GPUs, which are in the first islands."""
     # Only there: ipc pushes work only between processes on the same GPU.
-    size, count = engine.vllm_tensor_parallel_size, engine.vllm_num_engines or 1
     num_nodes, gpus_per_node = actor
     if gpus_per_node % size:
         raise UsageError(

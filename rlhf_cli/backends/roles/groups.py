@@ -33,7 +33,7 @@ from rlhf_cli.errors import (
 from rlhf_cli.models.reward_model import ScoreStatistics
 
 if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
-    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank
+    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank
     from rlhf_cli.backends.roles.student_rank import StudentRank
 
 DEATH_SECONDS = 5.0
@@ -42,7 +42,7 @@ DEATH_SECONDS = 5.0
 HeldT = TypeVar("HeldT")
 Work = TypeVar("Work")
 Result = TypeVar("Result")
-RankT = TypeVar("RankT", bound="ActorRank | CriticRank | StudentRank | ReferenceRank | RewardRank")
+RankT = TypeVar("RankT", bound="ActorRank | CriticRank | StudentRank | FrozenPolicyRank | RewardRank")
 TrainedT = TypeVar("TrainedT", bound="ActorRank | CriticRank | StudentRank")
 
 
@@ -273,7 +273,7 @@ class CriticRole(TrainedRole["CriticRank"]):
         return [finish_value_metrics(of_step) for of_step in metrics[0]]
 
 
-class TeacherRole(RoleGroup["ReferenceRank"]):
+class FrozenPolicyRole(RoleGroup["FrozenPolicyRank"]):
     """The frozen policy that on-policy distillation leads to."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
@@ -281,7 +281,7 @@ class TeacherRole(RoleGroup["ReferenceRank"]):
         return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
 
-class ReferenceRole(TeacherRole):
+class ReferenceRole(FrozenPolicyRole):
     """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
 
     def move(self, actor: ActorRole, alpha: float) -> None:

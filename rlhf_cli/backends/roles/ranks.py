@@ -322,7 +322,7 @@ class FrozenRank(FrozenModel):
         self.packer = Packer(settings, self.hf_model)
 
 
-class ReferenceRank(FrozenRank):
+class FrozenPolicyRank(FrozenRank):
     """One rank of a frozen policy: the reference of the KL divergence, or a teacher."""
 
     def __init__(self, settings: RoleSettings) -> None:

@@ -71,9 +71,9 @@ def check_sequence_parallel(
         check_ring_kernel()
 
 
-def check_whole_packs(settings: DeepSpeedConfig, *, aux_loss_coef: float, compile_model: bool) -> None:
+def check_whole_packs(sequence_parallel_size: int, *, aux_loss_coef: float, compile_model: bool) -> None:
     """Raise UsageError if sequence parallelism is combined with settings that need full packs on each rank."""
-    if not settings.shares_sequences:
+    if sequence_parallel_size == 1:
         return
     if aux_loss_coef:
         raise UsageError("--aux_loss_coef needs full packs on each rank: drop --sequence_parallel_size")

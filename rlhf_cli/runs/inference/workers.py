@@ -13,6 +13,7 @@ from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.start import EnginePlan, Processes, RolePlan, Started
 from rlhf_cli.backends.rollout.engine import engine_settings
 from rlhf_cli.commands.inference import InferenceConfig
+from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.models.reward_model import RewardModelPlan
@@ -62,20 +63,19 @@ def started_models(
 
 
 def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
-    engine, places = config.engine, config.placement
-    size, ranks = engine.vllm_tensor_parallel_size, places.num_ranks(REWARD) if has_reward_model else 0
+    size, num_engines = config.engine.vllm_tensor_parallel_size, config.engine.vllm_num_engines
+    ranks = (config.reward_ranks.reward_num_gpus_per_node or 1) if has_reward_model else 0
     # Share GPUs only if the model does not fit beside the engines.
     is_full = cluster.has_gpus and sum(cluster.node_gpus) < ranks + size
-    together = has_reward_model and (is_full if places.colocate_all_models is None else places.colocate_all_models)
-    num_engines = engine.vllm_num_engines
+    given = config.placement.colocate_all_models
+    together = has_reward_model and (is_full if given is None else given)
     if num_engines is None and cluster.has_gpus and not together:
         # The reward model is placed on the first node, so fewer GPUs remain there.
         left = [cluster.node_gpus[0] - ranks, *cluster.node_gpus[1:]]
         num_engines = sum(count // size for count in left) or 1
-    placement = places.model_copy(update={"colocate_all_models": together})
-    engine = engine.model_copy(update={"vllm_num_engines": num_engines})
-    roles = (REWARD,) if has_reward_model else ()
-    return plan_layout(placement, engine, roles=roles, node_gpus=cluster.node_gpus)
+    shapes = {REWARD: (1, ranks)} if has_reward_model else {}
+    settings = LayoutSettings(shapes=shapes, together=together, num_engines=num_engines, engine_size=size)
+    return plan_layout(settings, node_gpus=cluster.node_gpus)
 
 
 def _reward_plan(config: InferenceConfig, model: RewardModelPlan) -> RolePlan:

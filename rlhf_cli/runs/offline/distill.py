@@ -3,6 +3,7 @@
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.commands.distill import DistillConfig
+from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
@@ -20,9 +21,6 @@ from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import model_identity, supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
-
-PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage", "teacher_offload"})
-"""Teacher settings that do not affect the objective."""
 
 
 def distill_task(config: DistillConfig) -> OfflineTask:
@@ -57,7 +55,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         load=load_causal_lm,
         wrap=StudentModel,
         identity=lambda: {
-            **supported_identity(config, "distillation", besides=PLACE),
+            **supported_identity(config, "distillation", besides=NOT_OF_THE_LOSS),
             **model_identity("teacher", teacher),
         },
         begin=lambda items, share: (items, teacher_hooks()),

@@ -98,7 +98,9 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
         compile_model=config.model.compile_model,
     )
     check_whole_packs(
-        config.deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model
+        config.deepspeed.sequence_parallel_size,
+        aux_loss_coef=config.optim.aux_loss_coef,
+        compile_model=config.model.compile_model,
     )
     return model
 

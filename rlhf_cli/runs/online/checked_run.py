@@ -4,12 +4,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import TypeVar
 
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, leaves_places_open, memory_share
+from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, memory_share
 from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
@@ -20,7 +21,6 @@ from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.plugins import contents_of_plugins
-from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
@@ -63,6 +63,7 @@ from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
+PlanT = TypeVar("PlanT", ModelPlan, ModelPlan | RewardModelPlan)
 UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are on other nodes and their memory is unknown"
 ENDS = 16
 """Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
@@ -96,20 +97,22 @@ class OnlineRun:
     def settings(self) -> OnlineSettings:
         config = self.config
         return OnlineSettings(
-            self.estimator,
-            config.rollout,
-            config.reward,
-            config.policy,
-            config.batch,
-            config.reference,
-            config.optim,
-            config.dynamic_sampling,
-            config.teacher.weight,
-            config.reward.prm_weight,
-            config.asynchronous.lag,
-            config.asynchronous.partial_rollout,
-            self.data.end_ids,
-            config.settings_of_code("advantage_estimator"),
+            estimator=self.estimator,
+            rollout=config.rollout,
+            reward=config.reward,
+            policy=config.policy,
+            batch=config.batch,
+            critic=config.critic,
+            reference=config.reference,
+            optim=config.optim,
+            dynamic=config.dynamic_sampling,
+            # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
+            distill_coef=config.teacher.weight,
+            step_weight=config.reward.prm_weight,
+            lag=config.asynchronous.lag,
+            partial_rollout=config.asynchronous.partial_rollout,
+            end_ids=self.data.end_ids,
+            estimator_settings=config.settings_of_code("advantage_estimator"),
         )
 
     @property
@@ -123,7 +126,7 @@ class OnlineRun:
         rollout = self.config.rollout
         prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
         samples = prompts * rollout.n_samples_per_prompt
-        return count_steps(samples, self.config.batch, iterations=self.total_iterations)
+        return count_steps(samples, self.config.batch, self.config.critic, iterations=self.total_iterations)
 
 
 def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
@@ -142,7 +145,7 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.
-    if not (leaves_places_open(config.placement, config.engine) and may_have_gpus()):
+    if not (config.layout_settings(models.by_role).is_open and may_have_gpus()):
         _check_places(config, models)
     episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)
     data, eval_data, student = _load_data(config, model, episodes)
@@ -178,10 +181,9 @@ def may_have_gpus() -> bool:
 
 def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if the number of ranks per role does not suit the settings."""
-    roles = tuple(models.by_role)
-    check_stages(config, roles)
+    check_stages(config, tuple(models.by_role))
     check_ranks_together(config, models)
-    check_layout(config.placement, config.engine, roles=roles)
+    check_layout(config.layout_settings(models.by_role))
 
 
 def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
@@ -191,14 +193,9 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
         node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
     """
     config, models = run.config, run.models
-    placement, engine, reason = fill_layout(
-        config.placement,
-        config.engine,
-        roles=tuple(models.by_role),
-        node_gpus=node_gpus,
-        needs=_needs(config, models),
-    )
-    config = config.model_copy(update={"placement": placement, "engine": engine})
+    settings = config.layout_settings(models.by_role)
+    layout, reason = fill_layout(settings, node_gpus=node_gpus, needs=_needs(config, models))
+    config = config.with_layout(layout)
     _check_places(config, models)
     if run.resume is not None:
         layout_notices(run.resume, config, models)
@@ -220,11 +217,11 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
     placement, plan, policy = config.placement, models.policy.plan, models.policy
     states = states_of(
         config.model,
-        config.deepspeed.of("actor"),
+        config.deepspeed_of("actor"),
         config.optim,
         adapted=plan is not None,
         in_4bit=plan is not None and plan.in_4bit,
-        num_ranks=placement.num_ranks("actor"),
+        num_ranks=config.num_ranks("actor"),
     )
     # On shared GPUs without sleep, the states of actor and critic take memory together.
     num_trained, room = (2 if models.critic else 1), float(memory)
@@ -245,7 +242,7 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
         states=states,
         room=room,
         # The smallest group holds the largest part of a sequence.
-        needed_tokens=-(-(config.prompts.max_len + ENDS) // min(config.deepspeed.sequence_sizes)),
+        needed_tokens=-(-(config.prompts.max_len + ENDS) // min(config.sequence_sizes)),
     )
     run = replace(run, config=config.model_copy(update={"batch": batch}))
     return _with_recomputing(run, bool(model.gradient_checkpointing), fit.reason)
@@ -255,19 +252,21 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
     """Enable or disable recomputation in the models; a teacher and a reward model never recompute."""
     update = {"gradient_checkpointing": recomputes}
 
-    def changed(model: ModelPlan | RewardModelPlan) -> ModelPlan | RewardModelPlan:
+    def changed(model: PlanT) -> PlanT:
         if isinstance(model, RewardModelPlan) or model.source.gradient_checkpointing is False:
             return model
         return replace(model, source=model.source.model_copy(update=update), base=model.base.model_copy(update=update))
 
-    models = replace(run.models, by_role={role: changed(model) for role, model in run.models.by_role.items()})
+    trained = {role: changed(model) for role, model in run.models.trained.items()}
+    frozen = {role: changed(model) for role, model in run.models.frozen.items()}
+    models = replace(run.models, trained=trained, frozen=frozen)
     config = run.config.model_copy(update={"model": run.config.model.model_copy(update=update)})
     return replace(run, config=config, models=models, memory_reason=reason)
 
 
 def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
     """Return the layout requirements of the settings."""
-    settings = [config.deepspeed.of(role) for role in models.loaded]
+    settings = [config.deepspeed_of(role) for role in models.loaded]
     groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
     return Needs(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
 
@@ -275,9 +274,9 @@ def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
 def _can_sleep(config: OnlineConfig) -> bool:
     """Return whether DeepSpeed can offload states with these settings. ZeRO-3 must compile its CPU Adam for that."""
     try:
-        for role in TRAINED:
+        for role in config.trained_roles:
             _check_deepspeed(config, role, sleeps=True)
-            if config.deepspeed.of(role).zero_stage == 3:
+            if config.deepspeed_of(role).zero_stage == 3:
                 check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
     except UsageError:
         return False
@@ -286,7 +285,7 @@ def _can_sleep(config: OnlineConfig) -> bool:
 
 def _check_deepspeed(config: OnlineConfig, role: str, *, sleeps: bool) -> None:
     check_deepspeed(
-        config.deepspeed.of(role), param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=sleeps
+        config.deepspeed_of(role), param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=sleeps
     )
 
 
@@ -296,7 +295,7 @@ def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
     check_batches(config, estimator)
     check_step_rewards(config, estimator)
     check_without_estimator(config)
-    for role in TRAINED:
+    for role in config.trained_roles:
         _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
 
 

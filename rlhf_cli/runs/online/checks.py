@@ -81,7 +81,7 @@ def _check_shaping(config: OnlineConfig, estimator: Estimator) -> None:
 
 def _check_room(config: OnlineConfig) -> None:
     """Raise UsageError if the longest sequence does not fit in a micro-batch."""
-    batch, ranks = config.batch, min(config.deepspeed.sequence_sizes)
+    batch, ranks = config.batch, min(config.sequence_sizes)
     room = f"--train_max_tokens_per_gpu {batch.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")
     max_tokens, max_len = batch.max_tokens * ranks, config.prompts.max_len
     # The value after a truncated response is read at one extra position.

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.commands.online import OnlineConfig
-from rlhf_cli.config.roles import FROZEN, ROLES
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.runs.online.models import OnlineModels
@@ -36,6 +35,8 @@ HOW_REWARDS_RUN = frozenset(
     }
 )
 """Reward settings that affect execution or file locations, but not values."""
+HOW_ROLES_RUN = {"ref_offload", "critic_update_steps", "freezing_actor_steps"}
+"""Settings of roles that may change on resume, besides their sizes and stages."""
 HOW_PROMPTS_ARE_REPLACED = {"dynamic_oversample", "dynamic_max_rounds"}
 """Dynamic-sampling settings that do not affect which groups pass the filter."""
 
@@ -57,7 +58,7 @@ def online_identity(
         "command": config.command,
         "algorithm": estimator.name,
         "param_dtype": config.model.param_dtype,
-        **_roles(models),
+        **_roles(config, models),
         **tokenizer_identity(models.policy.tokenizer),
         "number of prompts": len(data.prompts),
         "contents of the prompts": data.fingerprint,
@@ -77,26 +78,37 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
         **(objective_identity(own) if own is not None else {}),
         **_rewards(config),
         **config.episodes.identity(max_len=config.prompts.max_len),
-        **supported_identity(config, "reference"),
-        **supported_identity(config, "teacher", besides={"teacher_pretrain"}),  # identified by hashes
+        **_role_settings(config),
         **supported_identity(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
         "max_staleness": config.asynchronous.lag,
         "seed": config.batch.seed,
     }
 
 
-def _roles(models: OnlineModels) -> dict[str, object]:
+def _role_settings(config: OnlineConfig) -> dict[str, object]:
+    """Return the settings of all roles that affect their results."""
+    roles = config.roles.values()
+    # Models are identified by hashes.
+    besides = {name for role in roles for name in (*role.rank_settings, role.pretrain)} | HOW_ROLES_RUN
+    groups = [role.group for role in roles if role.group != "placement"]
+    return {
+        name: value for group in groups for name, value in supported_identity(config, group, besides=besides).items()
+    }
+
+
+def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
     """Return the facts about the model of each role with a title; frozen ones are recorded where there is none too."""
     facts = frozen_parts_identity(models.policy.base)
     for name, trained in models.trained.items():
-        suffix = "" if name == "actor" else f" of the {ROLES[name].title}"
-        facts |= model_identity(ROLES[name].title, trained.found, trained.plan)
+        title = config.roles[name].title
+        suffix = "" if name == "actor" else f" of the {title}"
+        facts |= model_identity(title, trained.found, trained.plan)
         facts |= adapter_identity(trained.plan, suffix=suffix)
     # Record absent models as None, so that adding one on resume is an error.
-    for name in FROZEN:
-        if title := ROLES[name].title:
+    for name, role in config.roles.items():
+        if role.title and not role.is_trained:
             model = models.loaded.get(name)
-            facts |= model_identity(title, model.found if model else None)
+            facts |= model_identity(role.title, model.found if model else None)
     return facts
 
 

@@ -9,9 +9,8 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
 from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
-from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.commands.online import OnlineConfig
-from rlhf_cli.config.roles import FROZEN, ROLES, TRAINED
+from rlhf_cli.config.roles import FROZEN_POLICY
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
@@ -29,21 +28,27 @@ from rlhf_cli.models.vision.freezing import check_trained_parts
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.shared_sequences import sharing, splitting
-from rlhf_cli.runs.trained_model import ModelPlan, find_teacher, trained_model
+from rlhf_cli.runs.trained_model import ModelPlan, find_frozen_policy, trained_model
 
 
 @dataclass(frozen=True)
 class OnlineModels:
     """The models of a run before weights are read.
 
-    - `by_role`: for roles with ranks, in the order of `ROLES`.
+    - `trained`, `frozen`: for roles with ranks, in the order of `ROLES`.
     - `hosted`: for roles that the actor's ranks load.
 
-    Example, `rlhf grpo` with a KL penalty: by_role = {"actor": policy, "ref": policy}, hosted = {}.
+    Example, `rlhf grpo` with a KL penalty: trained = {"actor": policy}, frozen = {"ref": policy}, hosted = {}.
     """
 
-    by_role: Mapping[str, ModelPlan | RewardModelPlan]
+    trained: Mapping[str, ModelPlan]
+    frozen: Mapping[str, ModelPlan | RewardModelPlan]
     hosted: Mapping[str, ModelPlan] = field(default_factory=dict)
+
+    @property
+    def by_role(self) -> dict[str, ModelPlan | RewardModelPlan]:
+        """Models with ranks by role."""
+        return {**self.trained, **self.frozen}
 
     @property
     def loaded(self) -> dict[str, ModelPlan | RewardModelPlan]:
@@ -51,9 +56,10 @@ class OnlineModels:
         return {**self.by_role, **self.hosted}
 
     @property
-    def trained(self) -> dict[str, ModelPlan]:
-        """Trained models by role."""
-        return {role: model for role, model in self.by_role.items() if role in TRAINED and isinstance(model, ModelPlan)}
+    def frozen_policies(self) -> dict[str, ModelPlan]:
+        """Frozen language models by role, except the reference, which is the initial policy."""
+        models = {**self.frozen, **self.hosted}.items()
+        return {role: model for role, model in models if isinstance(model, ModelPlan) and role != "ref"}
 
     @property
     def policy(self) -> ModelPlan:
@@ -68,14 +74,13 @@ class OnlineModels:
     @property
     def reward(self) -> RewardModelPlan | None:
         """The reward model, if any."""
-        model = self.by_role.get("reward")
+        model = self.frozen.get("reward")
         return model if isinstance(model, RewardModelPlan) else None
 
     @property
     def teacher(self) -> ModelPlan | None:
         """The teacher, if any."""
-        model = self.loaded.get("teacher")
-        return model if isinstance(model, ModelPlan) else None
+        return self.frozen_policies.get("teacher")
 
 
 def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
@@ -92,23 +97,27 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     check_trained_parts(policy.base, config.adapter, policy.architecture, is_adapted=policy.plan is not None)
     if policy.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
-    models: dict[str, ModelPlan | RewardModelPlan] = {"actor": policy}
+    trained = {"actor": policy}
     if estimator.critic:
-        models["critic"] = _critic(config, policy)
+        trained["critic"] = _critic(config, policy)
+    frozen: dict[str, ModelPlan | RewardModelPlan] = {}
     # An adapter can be disabled instead of loading a second copy.
     if config.policy.init_kl_coef > 0 and policy.plan is None:
-        models["ref"] = policy
+        frozen["ref"] = policy
     if (reward := _reward_model(config, policy)) is not None:
-        models["reward"] = reward
+        frozen["reward"] = reward
     hosted: dict[str, ModelPlan] = {}
-    if (pretrain := teacher_of(config)) is not None:
-        teacher = find_teacher(pretrain, policy.base, policy.architecture, policy.tokenizer)
-        (hosted if "teacher" in config.hosted_roles else models)["teacher"] = teacher
+    for role in config.roles.values():
+        pretrain = config.setting(role.pretrain) if role.rank == FROZEN_POLICY and role.pretrain else None
+        if pretrain is not None:
+            model = find_frozen_policy(role.pretrain, pretrain, policy.base, policy.architecture, policy.tokenizer)
+            (hosted if role.host else frozen)[role.name] = model
+    models = OnlineModels(trained, frozen, hosted)
     # Check the adapters' bases too, since --overwrite would remove them as well.
-    bases = {model.base.pretrain for model in models.values() if isinstance(model, ModelPlan)}
-    sources = {model.source.pretrain for model in (*models.values(), *hosted.values())}
+    bases = {model.base.pretrain for model in models.by_role.values() if isinstance(model, ModelPlan)}
+    sources = {model.source.pretrain for model in models.loaded.values()}
     check_not_replaced(config.checkpoint, *sorted(bases | sources))
-    return OnlineModels(models, hosted)
+    return models
 
 
 def _reward_model(config: OnlineConfig, policy: ModelPlan) -> RewardModelPlan | None:
@@ -123,16 +132,10 @@ def _reward_model(config: OnlineConfig, policy: ModelPlan) -> RewardModelPlan | 
     return find_reward_model(reward.reward_pretrain, policy.base, policy.tokenizer, normalize=reward.normalize_reward)
 
 
-def teacher_of(config: OnlineConfig) -> str | None:
-    """Return the teacher model, whether separate or hosted by the student's ranks."""
-    # gkd keeps config.teacher at the default: a weight there would make the loop compute unused old log-probs.
-    return config.distillation.teacher_pretrain if isinstance(config, GKDConfig) else config.teacher.teacher_pretrain
-
-
 def _check_room_for_separator(config: OnlineConfig, model: RewardModelPlan) -> None:
     """Raise UsageError if a micro-batch cannot fit a separator after the longest sequence."""
     batch, longest = config.batch, config.prompts.max_len + len(model.last_separator)
-    if batch.max_tokens * config.deepspeed.of("reward").sequence_parallel_size < longest:
+    if batch.max_tokens * config.deepspeed_of("reward").sequence_parallel_size < longest:
         raise UsageError(
             f"--prm_pretrain appends a separator to the last step, so a sequence may have {longest} tokens: raise "
             f"train_max_tokens_per_gpu {batch.max_tokens}, or lower max_len {config.prompts.max_len}"
@@ -169,14 +172,13 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
 
     They are not errors, so that a command keeps working when the KL penalty is disabled or an adapter is added.
     """
-    placement, deepspeed, notices = config.placement, config.deepspeed, []
-    for role in (role for role in FROZEN if role not in (*roles, *config.hosted_roles)):
-        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", ROLES[role].switch)
-        stages = (f"{role}_zero_stage", f"{role}_sequence_parallel_size")
+    notices = []
+    for name, role in config.roles.items():
+        if role.is_trained or role.host or name in roles:
+            continue
         # The first changed setting is enough for a notice.
-        given = placement.changed(*filter(None, sizes)) or deepspeed.changed(*stages)
-        if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
-            notices.append(f"--{given} is ignored: {ROLES[role].absent}")
+        if given := config.changed(*role.rank_settings, *(["normalize_reward"] if name == "reward" else [])):
+            notices.append(f"--{given} is ignored: {role.absent}")
     return notices
 
 
@@ -199,15 +201,19 @@ def check_ranks_together(config: OnlineConfig, models: OnlineModels) -> None:
 
 def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if a role's ranks cannot share sequences as set."""
-    deepspeed, policy = config.deepspeed, models.policy
-    check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
+    policy = models.policy
+    check_whole_packs(
+        max(config.sequence_sizes),
+        aux_loss_coef=config.optim.aux_loss_coef,
+        compile_model=config.model.compile_model,
+    )
     for role, model in models.loaded.items():
         check_sequence_parallel(
             model.found.architecture,
-            deepspeed.of(role),
-            num_ranks=config.placement.num_ranks(config.host_of(role)),
-            attention=model.attention if model is models.teacher else policy.attention,
-            name=deepspeed.name_of(role, "sequence_parallel_size"),
+            config.deepspeed_of(role),
+            num_ranks=config.num_ranks(config.host_of(role)),
+            attention=models.frozen_policies.get(role, policy).attention,
+            name=config.deepspeed_name(role, "sequence_parallel_size"),
         )
 
 
@@ -216,8 +222,8 @@ def check_split_layers(config: OnlineConfig, models: OnlineModels) -> None:
     for role, model in models.trained.items():
         check_tensor_parallel(
             model.architecture,
-            config.deepspeed.of(role),
-            num_ranks=config.placement.num_ranks(role),
+            config.deepspeed_of(role),
+            num_ranks=config.num_ranks(role),
             optim=config.optim,
             adapted=model.plan is not None,
             compile_model=config.model.compile_model,
@@ -226,7 +232,7 @@ def check_split_layers(config: OnlineConfig, models: OnlineModels) -> None:
         return
     if config.optim.enable_ema:
         raise UsageError("enable_ema averages full weights: drop --tensor_parallel_size")
-    if any(config.deepspeed.of(role).zero_stage == 3 for role in config.hosted_roles):
+    if any(config.deepspeed_of(role).zero_stage == 3 for role in config.hosted_roles):
         raise UsageError(
             "--tensor_parallel_size: DeepSpeed cannot partition a hosted teacher when layers are split; set "
             "--teacher_zero_stage 2, which keeps the full teacher on each rank"
@@ -237,12 +243,12 @@ def together(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     """Describe sequence parallelism, with the maximum sequence length per group size, and tensor parallelism."""
     by_size: dict[int, list[str]] = {}
     for role in roles:
-        by_size.setdefault(config.deepspeed.of(role).sequence_parallel_size, []).append(role)
+        by_size.setdefault(config.deepspeed_of(role).sequence_parallel_size, []).append(role)
     return [
         text
         for _, names in sorted(by_size.items())
-        for text in sharing(config.batch, config.deepspeed.of(names[0]), of=" + ".join(names))
-    ] + splitting(config.deepspeed, of=" + ".join(role for role in roles if role not in FROZEN))
+        for text in sharing(config.batch, config.deepspeed_of(names[0]), of=" + ".join(names))
+    ] + splitting(config.deepspeed, of=" + ".join(role for role in roles if role in config.trained_roles))
 
 
 def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
@@ -256,7 +262,7 @@ def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) 
     """Raise UsageError if the engines or another model cannot process the policy's images."""
     architecture = models.policy.architecture
     check_engine_pictures(architecture, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
-    flags = {role.name: role.pretrain for role in ROLES.values() if role.pretrain}
+    flags = {role.name: role.pretrain for role in config.roles.values() if role.pretrain}
     if config.reward.prm_pretrain is not None:
         flags["reward"] = "prm_pretrain"
     for role, model in models.loaded.items():
@@ -279,8 +285,8 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
     for role, model in models.trained.items():
         if model.plan is None or not model.plan.in_4bit:
             continue
-        if config.deepspeed.of(role).zero_stage == 3:
-            stage = config.deepspeed.name_of(role, "zero_stage")
+        if config.deepspeed_of(role).zero_stage == 3:
+            stage = config.deepspeed_name(role, "zero_stage")
             raise UsageError(f"load_in_4bit does not go with --{stage} 3, which cannot partition 4-bit weights")
         if not os.environ.get("RAY_ADDRESS"):
             check_loadable(config.model, model.architecture, in_4bit=True, partitioned=False)
@@ -288,17 +294,16 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
 
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if a role does not support its ZeRO stage, secondary partition or offloading."""
-    deepspeed = config.deepspeed
     # An option without any effect is an error, because offloading is set to save memory.
-    if deepspeed.ref_offload and not set(roles) & set(FROZEN):
-        reasons = "; ".join(ROLES[role].absent for role in FROZEN)
+    if config.reference.ref_offload and set(roles) <= set(config.trained_roles):
+        reasons = "; ".join(role.absent for role in config.roles.values() if not role.is_trained)
         raise UsageError(f"ref_offload: no model of this run is frozen; {reasons}")
     for role in (*roles, *config.hosted_roles):
-        num_ranks = config.placement.num_ranks(config.host_of(role))
-        check_secondary_parts(deepspeed.of(role), num_ranks=num_ranks, role=role)
+        num_ranks = config.num_ranks(config.host_of(role))
+        check_secondary_parts(config.deepspeed_of(role), num_ranks=num_ranks, role=role)
     for role in roles:
-        if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
-            stage = deepspeed.name_of(role, "zero_stage")
+        if config.model.compile_model and config.deepspeed_of(role).zero_stage == 3:
+            stage = config.deepspeed_name(role, "zero_stage")
             raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")
 
 
@@ -309,8 +314,8 @@ def layout_notices(resume: Checkpoint, config: OnlineConfig, models: OnlineModel
         notices += continuation_notice(
             resume.path / role,
             what=role,
-            zero_stage=config.deepspeed.of(role).zero_stage,
-            num_ranks=config.placement.num_ranks(role),
-            tensor_parallel_size=config.deepspeed.of(role).tensor_parallel_size,
+            zero_stage=config.deepspeed_of(role).zero_stage,
+            num_ranks=config.num_ranks(role),
+            tensor_parallel_size=config.deepspeed_of(role).tensor_parallel_size,
         )
     return notices

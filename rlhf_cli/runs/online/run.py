@@ -29,7 +29,7 @@ from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
-from rlhf_cli.runs.online.models import reward_model_fact, teacher_of, together
+from rlhf_cli.runs.online.models import reward_model_fact, together
 from rlhf_cli.runs.online.restarts import Restarts
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineRoles
@@ -95,7 +95,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
                 config.reward,
                 tell=lambda text: tracker.message(text),
                 decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
-                needs_environment=teacher_of(config) is None and config.reward.asks_environment,
+                needs_environment=run.models.teacher is None and config.reward.asks_environment,
             )
         )
         resume_collector()
@@ -137,7 +137,7 @@ def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     cluster = stack.enter_context(ray_cluster())
     run = placed_run(run, cluster.node_gpus if cluster.has_gpus else [])
     config = run.config
-    layout = plan_layout(config.placement, config.engine, roles=tuple(run.models.by_role), node_gpus=cluster.node_gpus)
+    layout = plan_layout(config.layout_settings(run.models.by_role), node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)
     # The stack releases the reservation before it leaves the cluster.
     stack.callback(reservation.release)
@@ -168,6 +168,7 @@ def _placement(run: OnlineRun, where: Processes) -> str:
 def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
     """Return the facts for the start of the run."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
+    frozen = models.frozen_policies
     reward_file = reward_file_notice(run.resume, config.reward)
     return {
         "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
@@ -175,7 +176,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **reward_model_fact(models.reward),
-        **({"Teacher": models.teacher.source.pretrain} if models.teacher else {}),
+        **{config.roles[role].title.capitalize(): found.source.pretrain for role, found in frozen.items()},
         **(run.student.facts if run.student else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         **({"Environment": run.episodes.description.about} if run.episodes else {}),

@@ -10,7 +10,6 @@ from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.roles import FROZEN
 from rlhf_cli.config.train import OptimizerName
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.online.models import OnlineModels
@@ -81,8 +80,8 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
             continue
         source = model.base if isinstance(model, ModelPlan) else model.source
         # With an adapter the base model is frozen, and the adapter itself is negligible.
-        is_trained = name not in FROZEN and isinstance(model, ModelPlan) and model.plan is None
-        size, stage = num_parameters(source), config.deepspeed.of(name).zero_stage
+        is_trained = name in models.trained and isinstance(model, ModelPlan) and model.plan is None
+        size, stage = num_parameters(source), config.deepspeed_of(name).zero_stage
         trained = size if is_trained else 0
         roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks, config.optim.optim)
     return roles

@@ -10,10 +10,10 @@ from rlhf_cli.backends.roles.groups import (
     ActorRole,
     BaseReference,
     CriticRole,
+    FrozenPolicyRole,
     ReferenceRole,
     RewardRole,
     StudentRole,
-    TeacherRole,
     TrainedRole,
 )
 from rlhf_cli.backends.roles.settings import RoleSettings
@@ -24,7 +24,6 @@ from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.roles import TRAINED
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.cost import quadratic_cost
@@ -70,7 +69,7 @@ class OnlineRoles(Started):
         self.reward_model: RewardRole | None = self.roles.get("reward")
         if self.reward_model is not None and models.reward is not None:
             self.reward_model.statistics = models.reward.statistics
-        self.teacher: TeacherRole | None = self.roles.get("teacher")
+        self.teacher: FrozenPolicyRole | None = self.roles.get("teacher")
         self._connect_engines()
         self.rollout: Engines = self.engines  # replaced by episode engines in episode runs
 
@@ -149,7 +148,7 @@ class OnlineRoles(Started):
 
     @property
     def _trained(self) -> dict[str, TrainedRole[Any]]:
-        return {name: role for name, role in self.roles.items() if name in TRAINED}
+        return {name: role for name, role in self.roles.items() if name in self._models.trained}
 
     @property
     def _moving(self) -> ReferenceRole | None:
@@ -167,7 +166,7 @@ def role_plan(
         config,
         role,
         source.source,
-        learning_rate=optim.critic_learning_rate if is_critic else optim.actor_learning_rate,
+        learning_rate=config.critic.critic_learning_rate if is_critic else optim.actor_learning_rate,
         total_steps=total_steps.critic if is_critic else total_steps.actor,
         adapter=models.trained[role].plan if role in models.trained else None,
         end_ids=end_ids,
@@ -192,7 +191,7 @@ def role_settings(
     """Return the settings for building a role."""
     return RoleSettings(
         model=model,
-        deepspeed=config.deepspeed.of(role),
+        deepspeed=config.deepspeed_of(role),
         optim=config.optim,
         learning_rate=learning_rate,
         total_steps=total_steps,

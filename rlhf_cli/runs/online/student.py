@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlhf_cli.backends.roles.settings import HostedTeacher
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
@@ -12,9 +13,6 @@ from rlhf_cli.runs.run_identity import supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 from rlhf_cli.trainers.online.distilling import Mixture
-
-PLACE = frozenset({"teacher_pretrain", "teacher_offload"})
-"""Teacher settings that do not affect the objective."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def load_student_data(
     """
     distillation, rollout = config.distillation, config.rollout
     size = min(rollout.rollout_batch_size, num_prompts) * rollout.n_samples_per_prompt
-    identity = supported_identity(config, "distillation", besides=PLACE)
+    identity = supported_identity(config, "distillation", besides=NOT_OF_THE_LOSS)
     # Without fixed responses, rows need not be readable.
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
@@ -74,7 +72,7 @@ def hosted_teacher(config: GKDConfig, teacher: ModelPlan) -> HostedTeacher:
     """Return the settings of the hosted teacher and objective."""
     distillation = config.distillation
     settings = DivergenceSettings(distillation.beta, config.rollout.temperature, distillation.teacher_top_k)
-    deepspeed = config.deepspeed.of("teacher")
+    deepspeed = config.deepspeed_of("teacher")
     offload = deepspeed.param_offload or distillation.teacher_offload
     return HostedTeacher(
         teacher.source.model_copy(update={"compile_model": False}),
@@ -86,4 +84,4 @@ def hosted_teacher(config: GKDConfig, teacher: ModelPlan) -> HostedTeacher:
 
 def shares_prompts(config: GKDConfig, teacher: ModelPlan) -> bool:
     """Return whether packs may contain a shared prompt once; student and teacher read the same packs."""
-    return config.batch.share_prompts and can_share_prompts(teacher.attention, config.deepspeed.of("teacher"))
+    return config.batch.share_prompts and can_share_prompts(teacher.attention, config.deepspeed_of("teacher"))

@@ -109,7 +109,7 @@ class Distilling:
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None
         sequences = batch.sampled.sequences if isinstance(batch, ScoredBatch) else batch
-        plan = plan_updates(len(sequences), settings.batch, iteration=iteration)
+        plan = plan_updates(len(sequences), settings.batch, settings.critic, iteration=iteration)
         with timer("train"):
             # The actor sleeps while engines sample on shared GPUs.
             self.roles.actor.wake()

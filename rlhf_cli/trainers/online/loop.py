@@ -402,7 +402,12 @@ def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num
     trained_B = responses.trained_B(settings.policy)
     groups_B = responses.groups_B[trained_B].numpy() if settings.estimator.min_group > 1 else None
     return plan_updates(
-        int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B, num_sampled=num_sampled
+        int(trained_B.sum()),
+        settings.batch,
+        settings.critic,
+        iteration=iteration,
+        groups_B=groups_B,
+        num_sampled=num_sampled,
     )
 
 

@@ -11,6 +11,7 @@ from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -19,7 +20,7 @@ from rlhf_cli.trainers.online.rollout import Rollout
 from rlhf_cli.trainers.online.samples import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OnlineSettings:
     """Settings used by the loop."""
 
@@ -28,6 +29,7 @@ class OnlineSettings:
     reward: RewardConfig
     policy: PolicyConfig
     batch: BatchConfig
+    critic: CriticConfig
     reference: ReferenceConfig
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None to train on all groups

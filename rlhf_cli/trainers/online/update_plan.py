@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.sampling import epoch_order
 
@@ -28,6 +29,7 @@ class UpdatePlan:
 def plan_updates(
     num_samples: int,
     batch: BatchConfig,
+    settings: CriticConfig,
     *,
     iteration: int,
     groups_B: np.ndarray | None = None,
@@ -47,9 +49,9 @@ def plan_updates(
     if groups_B is not None:
         return UpdatePlan(_steps_of_groups(groups_B, batch, count=count, iteration=iteration), critic=[])
     steps = critic = _steps(num_samples, batch, count=count, iteration=iteration)
-    if batch.critic_update_steps is not None:
-        critic = _steps(num_samples, batch, count=min(batch.critic_update_steps, num_samples), iteration=iteration)
-    return UpdatePlan(actor=[] if iteration <= batch.critic_only_iterations else steps, critic=critic)
+    if settings.critic_update_steps is not None:
+        critic = _steps(num_samples, batch, count=min(settings.critic_update_steps, num_samples), iteration=iteration)
+    return UpdatePlan(actor=[] if iteration <= settings.critic_only_iterations else steps, critic=critic)
 
 
 def _steps(num_samples: int, batch: BatchConfig, *, count: int, iteration: int) -> Steps:
@@ -83,9 +85,9 @@ class StepCounts:
     critic: int
 
 
-def count_steps(num_samples: int, batch: BatchConfig, *, iterations: int) -> StepCounts:
+def count_steps(num_samples: int, batch: BatchConfig, settings: CriticConfig, *, iterations: int) -> StepCounts:
     """Return the number of steps for `iterations` iterations with `num_samples` samples each."""
-    last = plan_updates(num_samples, batch, iteration=iterations)
+    last = plan_updates(num_samples, batch, settings, iteration=iterations)
     return StepCounts(
-        actor=(iterations - batch.critic_only_iterations) * len(last.actor), critic=iterations * len(last.critic)
+        actor=(iterations - settings.critic_only_iterations) * len(last.actor), critic=iterations * len(last.critic)
     )

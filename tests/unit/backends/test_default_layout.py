@@ -1,11 +1,12 @@
 """The default layout of an online run without placement flags: it uses all GPUs and keeps explicit settings."""
 
+from dataclasses import replace
+
 import pytest
+from online_settings import resolve
 
 from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, idle_gpus, memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, plan_layout
-from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
 
 ROLES = [
@@ -20,12 +21,13 @@ NODES = [[1], [2], [3], [4], [8], [8, 8]]
 
 
 def filled(roles, node_gpus, *, needs=None, tensor_parallel=1, engines=None, **placement):
-    engine = EngineConfig(vllm_tensor_parallel_size=tensor_parallel, vllm_num_engines=engines)
-    found, engine, reason = fill_layout(
-        PlacementConfig(**placement), engine, roles=roles, node_gpus=node_gpus, needs=needs or Needs()
-    )
-    layout = plan_layout(found, engine, roles=roles, node_gpus=node_gpus or [1024])
-    return found, engine, layout, reason
+    engines = {} if engines is None else {"vllm_num_engines": engines}
+    config = resolve("ppo", vllm_tensor_parallel_size=tensor_parallel, **engines, **placement)
+    found, reason = fill_layout(config.layout_settings(roles), node_gpus=node_gpus, needs=needs or Needs())
+    config = config.with_layout(found)
+    assert config.layout_settings(roles) == replace(found, is_open=False)
+    layout = plan_layout(found, node_gpus=node_gpus or [1024])
+    return config.placement, config.engine, layout, reason
 
 
 @pytest.mark.parametrize("roles", ROLES)

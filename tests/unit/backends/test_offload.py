@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from online_settings import resolve
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts, deepspeed_config
@@ -12,6 +13,7 @@ from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.commands.distill import DistillConfig
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
@@ -111,8 +113,8 @@ def test_roles_that_sleep_are_refused_beside_weights_in_host_memory():
 
 def test_frozen_roles_are_offloaded_by_their_own_setting_and_at_stage_3_by_the_common_one():
     def offloaded(**settings: Any) -> set[str]:
-        config = DeepSpeedConfig(**settings)
-        return {role for role in ("actor", "critic", "ref", "reward", "teacher") if config.of(role).param_offload}
+        config = resolve("ppo", **settings)
+        return {role for role in ROLES if config.deepspeed_of(role).param_offload}
 
     assert offloaded(ref_offload=True) == {"ref", "reward", "teacher"}
     assert offloaded(zero_stage=3, param_offload=True, ref_zero_stage=0) == {"actor", "critic", "reward", "teacher"}

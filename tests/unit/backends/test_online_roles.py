@@ -8,7 +8,7 @@ import pytest
 from remote_calls import recorded
 from tiny_training import make_sequences
 
-from rlhf_cli.backends.roles.groups import RewardRole, TeacherRole
+from rlhf_cli.backends.roles.groups import FrozenPolicyRole, RewardRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.rollout.engine_shares import SharedBatch, balanced_shares, same_shares
@@ -48,7 +48,7 @@ def planner(num_ranks: int, max_tokens: int, max_sequences: int | None) -> Micro
 @pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
 def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequences):
     sequences, group = make_sequences(7), FakeGroup()
-    role = TeacherRole(group, planner(num_ranks, max_tokens, max_sequences), takes_turns=False)  # type: ignore[arg-type]
+    role = FrozenPolicyRole(group, planner(num_ranks, max_tokens, max_sequences), takes_turns=False)  # type: ignore[arg-type]
     results = role.logprobs(sequences)
     for sequence, result in zip(sequences, results, strict=True):
         assert result.tolist() == (10.0 * sequence.token_ids[sequence.loss_mask]).tolist()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.backends.roles.groups import RoleGroup
-from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, join_and_load
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank, join_and_load
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE, host_engine
@@ -265,7 +265,7 @@ def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(
 def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_path, stage):
     actor, reference = (
         ActorRank(role_settings(tiny_model_dir, stage)),
-        ReferenceRank(role_settings(tiny_model_dir, stage)),
+        FrozenPolicyRank(role_settings(tiny_model_dir, stage)),
     )
     start = own_weights(actor)
     train(actor)
@@ -275,7 +275,7 @@ def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_pa
     moved = load_file(tmp_path / "reference.safetensors")
     for name, weight in own_weights(actor).items():
         torch.testing.assert_close(moved[name], 0.75 * start[name] + 0.25 * weight, rtol=0, atol=1e-6)
-    again = ReferenceRank(role_settings(tiny_model_dir, stage))
+    again = FrozenPolicyRank(role_settings(tiny_model_dir, stage))
     again.load(tmp_path)
     assert np.array_equal(again.logprobs([make_sequences(5)])[0], reference.logprobs([make_sequences(5)])[0])
     assert not np.array_equal(reference.logprobs([make_sequences(5)])[0], logprobs(actor))
@@ -292,9 +292,9 @@ def test_every_role_has_a_class_of_that_name():
     assert {role.name: resolve_name(role.rank) for role in ROLES.values()} == {
         "actor": ActorRank,
         "critic": CriticRank,
-        "ref": ReferenceRank,
+        "ref": FrozenPolicyRank,
         "reward": RewardRank,
-        "teacher": ReferenceRank,
+        "teacher": FrozenPolicyRank,
     }
     assert resolve_name(STUDENT_ROLES["actor"].rank) is StudentRank
     assert all(issubclass(resolve_name(role.driver), RoleGroup) for role in (*ROLES.values(), STUDENT_ROLES["actor"]))

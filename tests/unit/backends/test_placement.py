@@ -4,11 +4,10 @@ import os
 from typing import Any
 
 import pytest
+from online_settings import resolve
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, check_layout, describe, on_nodes, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
-from rlhf_cli.config.placement import PlacementConfig
-from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 
@@ -19,8 +18,8 @@ JUDGED = (*ROLES, "reward")
 def layout_of(
     node_gpus: list[int], *, roles: tuple[str, ...] = ROLES, engines: int = 1, tensor_parallel: int = 1, **placement
 ) -> Layout:
-    engine = EngineConfig(vllm_num_engines=engines, vllm_tensor_parallel_size=tensor_parallel)
-    return plan_layout(PlacementConfig(**placement), engine, roles=roles, node_gpus=node_gpus)
+    config = resolve("ppo", vllm_num_engines=engines, vllm_tensor_parallel_size=tensor_parallel, **placement)
+    return plan_layout(config.layout_settings(roles), node_gpus=node_gpus)
 
 
 def shape(nodes: int, gpus: int, *roles: str) -> dict[str, Any]:
@@ -389,10 +388,9 @@ def test_a_rank_with_a_gpu_gets_eight_threads_of_a_node_with_many_cores(monkeypa
 
 
 def test_roles_that_fit_on_no_cluster_are_found_before_there_is_one():
-    engine = EngineConfig(vllm_num_engines=2)
-    check_layout(PlacementConfig(**shape(200, 8, *ROLES)), engine, roles=ROLES)
+    check_layout(resolve("ppo", vllm_num_engines=2, **shape(200, 8, *ROLES)).layout_settings(ROLES))
     with pytest.raises(UsageError, match="2 engines with 1 GPUs do not match the actor's 1 GPUs"):
-        check_layout(PlacementConfig(colocate_all_models=True), engine, roles=ROLES)
+        check_layout(resolve("ppo", vllm_num_engines=2, colocate_all_models=True).layout_settings(ROLES))
 
 
 def test_a_role_of_more_processes_than_cores_is_named_with_its_flag():

@@ -100,7 +100,7 @@ def started(
     settings = {"init_kl_coef": "0.1", "vllm_sync_backend": "shm"}
     config = resolve("ppo", pretrain=model, output=str(folder), **settings | given)
     models = find_models(config, ESTIMATORS["ppo"])
-    layout = plan_layout(config.placement, config.engine, roles=tuple(models.by_role), node_gpus=[gpus or 8])
+    layout = plan_layout(config.layout_settings(models.by_role), node_gpus=[gpus or 8])
     cluster: Any = SimpleNamespace(has_gpus=bool(gpus), threads=lambda count: 1)
     places: Any = Places(layout)
     OnlineRoles(

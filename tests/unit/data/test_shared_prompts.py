@@ -9,7 +9,7 @@ from repeated_tokens import repeated_tokens
 from test_prefix_packing import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_cli.backends.roles.groups import TeacherRole
+from rlhf_cli.backends.roles.groups import FrozenPolicyRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.config.train import BatchConfig
@@ -162,7 +162,7 @@ class Ranks:
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 100), (2, 12), (3, 7)])
 def test_results_of_shared_packs_come_back_to_their_sequences(num_ranks, max_tokens):
     planner = MicroBatchPlanner(num_ranks, BatchConfig(train_max_tokens_per_gpu=max_tokens), 0.01, lambda: True)
-    results = TeacherRole(Ranks(), planner, takes_turns=False).logprobs(SCATTERED)  # type: ignore[arg-type]
+    results = FrozenPolicyRole(Ranks(), planner, takes_turns=False).logprobs(SCATTERED)  # type: ignore[arg-type]
     for asked, found in zip(SCATTERED, results, strict=True):
         assert found.tolist() == asked.token_ids[asked.loss_mask].tolist()
 

@@ -112,10 +112,10 @@ def test_modes_that_mean_nothing_are_refused(given, fault) -> None:
 
 def test_settings_that_need_whole_packs_are_refused() -> None:
     with pytest.raises(UsageError, match="--aux_loss_coef needs full packs"):
-        check_whole_packs(settings(2), aux_loss_coef=0.1, compile_model=False)
+        check_whole_packs(2, aux_loss_coef=0.1, compile_model=False)
     with pytest.raises(UsageError, match="compile_model cannot be combined with"):
-        check_whole_packs(settings(2), aux_loss_coef=0, compile_model=True)
-    check_whole_packs(settings(1), aux_loss_coef=0.1, compile_model=True)
+        check_whole_packs(2, aux_loss_coef=0, compile_model=True)
+    check_whole_packs(1, aux_loss_coef=0.1, compile_model=True)
 
 
 def test_one_rank_a_sequence_asks_for_nothing() -> None:

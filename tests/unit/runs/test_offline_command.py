@@ -97,7 +97,8 @@ def test_an_adapter_has_ten_times_the_default_rate_and_a_given_one_wins(config_c
     data = {"reward_funcs": "math", "prompt_data": "x"} if "actor" in name or "critic" in name else {"dataset": "x"}
 
     def rate_of(**given: str) -> float:
-        return getattr(build_config(config_class, {"pretrain": "x", "output": "x"} | data | given).optim, name)
+        rate: float = build_config(config_class, {"pretrain": "x", "output": "x"} | data | given).setting(name)
+        return rate
 
     assert rate_of() == rate_of(lora_rank="0") == rate
     assert rate_of(lora_rank="8") == pytest.approx(10 * rate)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
-from online_settings import LEAST, resolve
+from online_settings import LEAST, online_settings, resolve
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -26,7 +26,7 @@ from rlhf_cli.runs.online.checks import (
 )
 from rlhf_cli.runs.online.evaluation import evaluation_task
 from rlhf_cli.runs.online.group_files import check_state
-from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
+from rlhf_cli.trainers.online.state import LoopState
 
 AHEAD = {"async_train": "true"}
 NEEDED = {"gkd": {"teacher_pretrain": "x"}}
@@ -173,8 +173,7 @@ def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message
 def test_stop_strings_hold_for_training_and_for_its_evaluations(temperature):
     texts = ["</answer>", "\n\nQuestion, "]
     config = resolve("ppo", stop=texts, eval_dataset="x", eval_temperature=temperature)
-    groups = (config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim)
-    assert OnlineSettings(ESTIMATORS["ppo"], *groups).sampling.stop == tuple(texts)
+    assert online_settings(config, "ppo").sampling.stop == tuple(texts)
     task = evaluation_task(config, None, str, total_iterations=1)
     assert (task.sampling.stop, task.sampling.greedy) == (tuple(texts), temperature == "0")
 

@@ -152,8 +152,8 @@ def test_fixed_responses_come_from_rows_of_their_own_or_from_the_rows_of_prompts
 
 
 def test_a_role_has_its_own_stage_or_that_of_all():
-    deepspeed = resolve("ppo", zero_stage=2, critic_zero_stage=3, ref_zero_stage=0, zpg=2).deepspeed
-    assert [deepspeed.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
+    config = resolve("ppo", zero_stage=2, critic_zero_stage=3, ref_zero_stage=0, zpg=2)
+    assert [config.deepspeed_of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
     with pytest.raises(UsageError, match="zpg needs --zero_stage 3"):
         resolve("ppo", zero_stage=2, ref_zero_stage=0, zpg=2)
 
@@ -243,7 +243,7 @@ def test_a_teacher_in_the_ranks_of_a_student_that_is_split_is_whole(tiny_model_d
 
 def test_frozen_roles_split_nothing():
     config = resolve("ppo", tensor_parallel_size=2)
-    assert [config.deepspeed.of(role).tensor_parallel_size for role in ROLES] == [2, 2, 1, 1, 1]
+    assert [config.deepspeed_of(role).tensor_parallel_size for role in ROLES] == [2, 2, 1, 1, 1]
     assert together(config, ("actor", "critic", "ref")) == ["2 ranks split the layers of actor + critic (experimental)"]
 
 

@@ -14,6 +14,7 @@ from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -69,13 +70,14 @@ def settings_of(
     distill_coef: float | None = None,
 ) -> OnlineSettings:
     return OnlineSettings(
-        ESTIMATORS[algorithm],
-        RolloutConfig(max_new_tokens=4),
-        reward,
-        policy or ActorCriticPolicyConfig(),
-        BatchConfig(),
-        ReferenceConfig(),
-        OptimConfig(),
+        estimator=ESTIMATORS[algorithm],
+        rollout=RolloutConfig(max_new_tokens=4),
+        reward=reward,
+        policy=policy or ActorCriticPolicyConfig(),
+        batch=BatchConfig(),
+        critic=CriticConfig(),
+        reference=ReferenceConfig(),
+        optim=OptimConfig(),
         distill_coef=distill_coef,
     )
 
@@ -424,7 +426,12 @@ def test_steps_are_dealt_in_the_order_of_the_rollout_whatever_the_numbers_of_its
         numbers = [group for group in groups for _ in range(2)]
         responses = responses_of([prompt(0)] * 6, [generation(1)] * 6, [scored(1.0)] * 6, numbers)
         plan = plan_updates(
-            6, BatchConfig(train_batch_size=2), iteration=1, groups_B=responses.groups_B.numpy(), num_sampled=6
+            6,
+            BatchConfig(train_batch_size=2),
+            CriticConfig(),
+            iteration=1,
+            groups_B=responses.groups_B.numpy(),
+            num_sampled=6,
         )
         return [step.tolist() for step in plan.actor]
 

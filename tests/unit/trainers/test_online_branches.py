@@ -11,6 +11,7 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.config.model import ReferenceConfig
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -51,7 +52,14 @@ def settings_of(algorithm: str, reward: RewardConfig = EXACT) -> OnlineSettings:
     kind = ActorCriticPolicyConfig if algorithm == "ppo" else GroupPolicyConfig
     rollout, policy = RolloutConfig(max_new_tokens=9), kind(init_kl_coef=0.0)
     return OnlineSettings(
-        ESTIMATORS[algorithm], rollout, reward, policy, BatchConfig(), ReferenceConfig(), OptimConfig()
+        estimator=ESTIMATORS[algorithm],
+        rollout=rollout,
+        reward=reward,
+        policy=policy,
+        batch=BatchConfig(),
+        critic=CriticConfig(),
+        reference=ReferenceConfig(),
+        optim=OptimConfig(),
     )
 
 

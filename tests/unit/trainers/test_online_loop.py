@@ -22,6 +22,7 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -448,7 +449,7 @@ def test_every_step_of_every_epoch_has_its_own_samples():
 
 
 def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own():
-    run = Run(batch=BatchConfig(train_batch_size=6, max_epochs=2, critic_update_steps=4))
+    run = Run(batch=BatchConfig(train_batch_size=6, max_epochs=2), critic=CriticConfig(critic_update_steps=4))
     run(total_iterations=1)
     (_, actor), (_, critic) = run.actor.updates[0], run.critic.updates[0]
     assert [len(step) for step in actor] == [6, 6]
@@ -457,13 +458,14 @@ def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own
 
 
 def test_more_steps_of_the_critic_than_responses_have_one_each():
-    run = Run(batch=BatchConfig(train_batch_size=6, critic_update_steps=12), fails=lambda index: index < 2)
+    critic = CriticConfig(critic_update_steps=12)
+    run = Run(batch=BatchConfig(train_batch_size=6), critic=critic, fails=lambda index: index < 2)
     run(total_iterations=1)
     assert [len(step) for step in run.critic.updates[0][1]] == [1, 1, 1, 1]
 
 
 def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weights_again():
-    run = Run(batch=BatchConfig(train_batch_size=6, freezing_actor_steps=2))
+    run = Run(batch=BatchConfig(train_batch_size=6), critic=CriticConfig(freezing_actor_steps=2))
     run(total_iterations=3)
     assert (len(run.critic.updates), len(run.actor.updates)) == (3, 1)
     assert [call for call in run.journal if call.startswith("engines.receive")] == [
@@ -474,10 +476,11 @@ def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weigh
 
 
 def test_steps_of_a_whole_run_are_counted_for_both():
-    batch = BatchConfig(train_batch_size=128 * 64, critic_update_steps=12, freezing_actor_steps=3)
-    assert count_steps(128 * 64, batch, iterations=10) == StepCounts(actor=7, critic=120)
-    assert count_steps(128 * 64, batch, iterations=3).actor == 0
-    assert count_steps(10, BatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
+    batch, critic = BatchConfig(train_batch_size=128 * 64), CriticConfig(critic_update_steps=12, freezing_actor_steps=3)
+    assert count_steps(128 * 64, batch, critic, iterations=10) == StepCounts(actor=7, critic=120)
+    assert count_steps(128 * 64, batch, critic, iterations=3).actor == 0
+    batch = BatchConfig(train_batch_size=4, max_epochs=2)
+    assert count_steps(10, batch, CriticConfig(), iterations=5) == StepCounts(30, 30)
 
 
 def test_the_reference_moves_when_it_is_due_and_the_actor_rests():

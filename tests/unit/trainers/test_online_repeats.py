@@ -34,7 +34,7 @@ from rlhf_cli.backends.roles.groups import (
     ReferenceRole,
 )
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, SampledRank, TrainedRank
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, SampledRank, TrainedRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
@@ -149,7 +149,7 @@ def reference_of(
     """Return the reference model: the base of the actor's adapter, or a copy."""
     if settings.adapter is not None:
         return BaseReference(policy)
-    reference = OneRank(ReferenceRank(settings))
+    reference = OneRank(FrozenPolicyRank(settings))
     return ReferenceRole(reference, planner, takes_turns=False)  # type: ignore[arg-type]
 
 

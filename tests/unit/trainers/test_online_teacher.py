@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rlhf_cli.algorithms.advantages import drawn_to_teacher
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
-from rlhf_cli.backends.roles.ranks import ReferenceRank
+from rlhf_cli.backends.roles.ranks import FrozenPolicyRank
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -28,7 +28,7 @@ from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.runs.trained_model import ModelPlan, find_teacher
+from rlhf_cli.runs.trained_model import ModelPlan, find_frozen_policy
 from rlhf_cli.trainers.online.batch import learning_samples
 from rlhf_cli.trainers.online.samples import Responses
 
@@ -47,7 +47,9 @@ def save_teacher(folder: Path, *, vocab_size: int = 300, tokenizer: Any = None) 
 
 def find(teacher: Path, policy: str) -> ModelPlan:
     source = ModelConfig(pretrain=policy, param_dtype="fp32", gradient_checkpointing=True)
-    return find_teacher(str(teacher), source, find_model(source).architecture, make_tiny_tokenizer())
+    return find_frozen_policy(
+        "teacher_pretrain", str(teacher), source, find_model(source).architecture, make_tiny_tokenizer()
+    )
 
 
 def test_a_teacher_is_loaded_as_the_policy_is_from_its_own_folder(tiny_model_dir, tmp_path):
@@ -88,7 +90,7 @@ def test_what_is_no_whole_language_model_is_no_teacher(tiny_model_dir, tmp_path)
 def test_the_role_gives_transformers_logprobs_of_each_sequence_alone_at_the_sampling_temperature(tmp_path, stage):
     sequences, settings = make_sequences(7), role_settings(save_teacher(tmp_path), stage)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    role = ReferenceRank(settings)
+    role = FrozenPolicyRank(settings)
     role.sleep()
     role.wake()
     first, idle, second = role.logprobs([sequences[:4], [], sequences[4:]])

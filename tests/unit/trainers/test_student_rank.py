@@ -27,7 +27,7 @@ from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
-from rlhf_cli.runs.trained_model import find_teacher
+from rlhf_cli.runs.trained_model import find_frozen_policy
 from rlhf_cli.trainers.offline.distill import DistillObjective
 from rlhf_cli.trainers.online.distilling import Mixture, train_student
 from rlhf_cli.trainers.online.interfaces import Roles
@@ -49,7 +49,9 @@ def config_of(student: str, teacher: str, **given: str) -> GKDConfig:
 
 def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> StudentRank:
     found, tokenizer = find_model(config.model), load_tokenizer(config.model)
-    teacher = find_teacher(config.distillation.teacher_pretrain, config.model, found.architecture, tokenizer)
+    teacher = find_frozen_policy(
+        "teacher_pretrain", config.distillation.teacher_pretrain, config.model, found.architecture, tokenizer
+    )
     return StudentRank(
         RoleSettings(
             model=config.model,

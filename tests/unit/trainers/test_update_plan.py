@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.trainers.online.update_plan import count_steps, plan_updates
 
@@ -11,7 +12,7 @@ GROUPS = np.repeat([3, 0, 7, 5], [4, 4, 3, 1])
 
 def plan(groups_B: np.ndarray, size: int, *, epochs: int = 1, iteration: int = 1) -> list[np.ndarray]:
     batch = BatchConfig(train_batch_size=size, max_epochs=epochs)
-    return plan_updates(len(groups_B), batch, iteration=iteration, groups_B=groups_B).actor
+    return plan_updates(len(groups_B), batch, CriticConfig(), iteration=iteration, groups_B=groups_B).actor
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 12, 100])
@@ -40,10 +41,10 @@ def test_every_pass_sees_each_sample_once_in_equal_steps_of_at_most_that_size(si
 def test_responses_that_are_left_are_spread_over_the_planned_steps(left, sampled, sizes, is_grouped):
     batch = BatchConfig(train_batch_size=8, max_epochs=2)
     groups_B = np.arange(left) // 4 if is_grouped else None
-    found = plan_updates(left, batch, iteration=3, groups_B=groups_B, num_sampled=sampled)
+    found = plan_updates(left, batch, CriticConfig(), iteration=3, groups_B=groups_B, num_sampled=sampled)
     assert [step.size for step in found.actor] == 2 * sizes
     if left > 1:
-        assert len(found.actor) == count_steps(sampled, batch, iterations=1).actor
+        assert len(found.actor) == count_steps(sampled, batch, CriticConfig(), iterations=1).actor
 
 
 def test_groups_stay_together_and_their_order_changes():
