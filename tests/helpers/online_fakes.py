@@ -264,16 +264,16 @@ class Run:
 
     def roles(self) -> Roles:
         return Roles(
-            self.actor,
-            self.critic if self.has_critic else None,
-            self.reference,
-            self.reward_model,
-            self.engines,
-            self.scorer,
-            self._move_reference,
-            self.teacher,
-            self.steps,
-            self.turns,
+            actor=self.actor,
+            engines=self.engines,
+            scorer=self.scorer,
+            critic=self.critic if self.has_critic else None,
+            reference=self.reference,
+            reward_model=self.reward_model,
+            move_reference=self._move_reference,
+            teacher=self.teacher,
+            steps=self.steps,
+            turns=self.turns,
         )
 
     def _move_reference(self) -> None:

@@ -77,16 +77,16 @@ class OnlineRoles(Started):
         """Return the roles for a training loop. `actor` must be `self.actor`, with its precise type."""
         steps = self._step_scorer()
         return Roles(
-            actor,
-            self.critic,
-            self.reference,
-            None if steps else self.reward_model,
-            self.rollout,
-            scorer,
-            self._move_reference(),
-            self.teacher,
-            steps,
-            self._turns,
+            actor=actor,
+            engines=self.rollout,
+            scorer=scorer,
+            critic=self.critic,
+            reference=self.reference,
+            reward_model=None if steps else self.reward_model,
+            move_reference=self._move_reference(),
+            teacher=self.teacher,
+            steps=steps,
+            turns=self._turns,
         )
 
     def _move_reference(self) -> Callable[[], None] | None:

@@ -177,7 +177,7 @@ SampledT_co = TypeVar("SampledT_co", bound=Sampled, covariant=True)
 SampledT = TypeVar("SampledT", bound=Sampled)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Roles(Generic[SampledT_co]):
     """All models and services of the loop. `move_reference` updates the reference toward the actor, which must be
     idle; None if the reference is fixed.
@@ -186,11 +186,11 @@ class Roles(Generic[SampledT_co]):
     """
 
     actor: SampledT_co
-    critic: Critic | None
-    reference: Reference | None
-    reward_model: RewardModel | None
     engines: Engines
     scorer: Scoring
+    critic: Critic | None = None
+    reference: Reference | None = None
+    reward_model: RewardModel | None = None
     move_reference: Callable[[], None] | None = None
     teacher: Teacher | None = None
     steps: Steps | None = None

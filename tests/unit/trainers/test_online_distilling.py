@@ -49,7 +49,7 @@ class FakeRun:
 
     def __call__(self, iterations: int, *, state: LoopState | None = None) -> "FakeRun":
         scorer = FakeScorer(self.journal, fails=lambda index: False)
-        roles = Roles(self.student, None, None, None, self.engines, scorer)
+        roles = Roles(actor=self.student, engines=self.engines, scorer=scorer)
         train_student(
             roles,
             self.mixture,

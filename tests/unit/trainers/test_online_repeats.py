@@ -203,12 +203,11 @@ def train(
 
     policy = ActorRole(OneRank(actor), planner, takes_turns=False)  # type: ignore[arg-type]
     roles = Roles(
-        policy,
-        CriticRole(OneRank(critic), planner, takes_turns=False) if critic else None,  # type: ignore[arg-type]
-        reference_of(settings, policy, planner),
-        None,
-        parts.play(engine),
-        parts.scorer or Scorer([], fails=lambda index: False),
+        actor=policy,
+        engines=parts.play(engine),
+        scorer=parts.scorer or Scorer([], fails=lambda index: False),
+        critic=CriticRole(OneRank(critic), planner, takes_turns=False) if critic else None,  # type: ignore[arg-type]
+        reference=reference_of(settings, policy, planner),
     )
 
     def decode(token_ids: Sequence[int]) -> str:

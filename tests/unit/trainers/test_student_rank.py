@@ -140,7 +140,7 @@ def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iteratio
             student.save(folder / "saved")
             (folder / "saved" / "state.json").write_text(json.dumps(state.plain()))
 
-    roles = Roles(role_of(student), None, None, None, engine, Scorer([], fails=lambda index: False))
+    roles = Roles(actor=role_of(student), engines=engine, scorer=Scorer([], fails=lambda index: False))
     train_student(
         roles,
         mixture_of(config),
