@@ -1,8 +1,8 @@
 """Roles in online training: one row per role, with its classes, partners and notices, and the settings of each role.
 
-To add a role, add a row and a group of settings here, and the group to `OnlineConfig` (`commands/online.py`). The rest
-derives from the row: flags, model search, placement, startup, checks and identity. Only the loop that calls the role's
-driver is left.
+To add a role, add a row and a group of settings here, and the group to `OnlineConfig` (`commands/online.py`). Flags,
+model search, placement, startup, checks and identity derive from them. The log-probs of a frozen policy are in
+`Responses.frozen_logprobs`; other drivers need a field in `Roles` (`trainers/online/interfaces.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Role:
     """A model in an online run.
 
     - `name`: prefix for flags (`--critic_zero_stage`), logs (`critic-0.log`) and the checkpoint folder.
-    - `group`: field of the command's settings with the role's group, which has the settings in `rank_settings`.
+    - `group`: the command's settings group for the role, with the settings in `rank_settings`.
     - `title`: name in the checkpoint identity; empty if the role starts from the policy.
     - `rank`: class for one process as "module:class". Only that process imports it.
     - `driver`: class for all ranks together, which the loop calls.

@@ -268,10 +268,11 @@ class Run:
             engines=self.engines,
             scorer=self.scorer,
             critic=self.critic if self.has_critic else None,
-            reference=self.reference,
+            frozen_policies={
+                role: model for role, model in (("ref", self.reference), ("teacher", self.teacher)) if model
+            },
             reward_model=self.reward_model,
             move_reference=self._move_reference,
-            teacher=self.teacher,
             steps=self.steps,
             turns=self.turns,
         )

@@ -10,7 +10,6 @@ from rlhf_cli.backends.roles.groups import (
     ActorRole,
     BaseReference,
     CriticRole,
-    FrozenPolicyRole,
     ReferenceRole,
     RewardRole,
     StudentRole,
@@ -32,7 +31,7 @@ from rlhf_cli.runs.online.models import OnlineModels
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
 from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
-from rlhf_cli.trainers.online.interfaces import Engines, Roles, SampledT
+from rlhf_cli.trainers.online.interfaces import Engines, FrozenPolicy, Roles, SampledT
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
@@ -63,13 +62,15 @@ class OnlineRoles(Started):
         )
         self.actor: ActorRole | StudentRole = self.roles["actor"]
         self.critic: CriticRole | None = self.roles.get("critic")
-        self.reference: ReferenceRole | BaseReference | None = self.roles.get("ref")
+        # In the order of `ROLES`, in which the loop calls them.
+        self.frozen_policies: dict[str, FrozenPolicy] = {
+            role: self.roles[role] for role in ("ref", *models.frozen_policies) if role in self.roles
+        }
         if config.policy.init_kl_coef > 0 and isinstance(self.actor, ActorRole) and models.policy.plan is not None:
-            self.reference = BaseReference(self.actor)
+            self.frozen_policies = {"ref": BaseReference(self.actor)} | self.frozen_policies
         self.reward_model: RewardRole | None = self.roles.get("reward")
         if self.reward_model is not None and models.reward is not None:
             self.reward_model.statistics = models.reward.statistics
-        self.teacher: FrozenPolicyRole | None = self.roles.get("teacher")
         self._connect_engines()
         self.rollout: Engines = self.engines  # replaced by episode engines in episode runs
 
@@ -81,10 +82,9 @@ class OnlineRoles(Started):
             engines=self.rollout,
             scorer=scorer,
             critic=self.critic,
-            reference=self.reference,
+            frozen_policies=self.frozen_policies,
             reward_model=None if steps else self.reward_model,
             move_reference=self._move_reference(),
-            teacher=self.teacher,
             steps=steps,
             turns=self._turns,
         )
@@ -153,8 +153,8 @@ class OnlineRoles(Started):
     @property
     def _moving(self) -> ReferenceRole | None:
         """The reference, if it is updated during training."""
-        moves = self._config.reference.ref_sync_steps > 0
-        return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
+        reference = self.frozen_policies.get("ref")
+        return reference if self._config.reference.moves and isinstance(reference, ReferenceRole) else None
 
 
 def role_plan(

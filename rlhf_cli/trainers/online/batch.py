@@ -191,16 +191,17 @@ def _columns(
         columns["old_logprobs"] = responses.old_logprobs
     if returns_N is not None and responses.values is not None:
         columns |= {"old_values": responses.values, "returns": _split(returns_N, responses.cu)}
-    if policy.has_kl_loss and responses.ref_logprobs is not None:
-        columns["ref_logprobs"] = responses.ref_logprobs
+    if policy.has_kl_loss and "ref" in responses.frozen_logprobs:
+        columns["ref_logprobs"] = responses.frozen_logprobs["ref"]
     return columns
 
 
 def _kl(responses: Responses, policy: PolicyConfig) -> torch.Tensor | None:
-    if responses.ref_logprobs is None:
+    reference = responses.frozen_logprobs.get("ref")
+    if reference is None:
         return None
     assert responses.old_logprobs is not None, "the KL divergence requires policy log-probs"
-    return kl_estimate(_flat(responses.old_logprobs), _flat(responses.ref_logprobs), policy.kl_estimator)
+    return kl_estimate(_flat(responses.old_logprobs), _flat(reference), policy.kl_estimator)
 
 
 def _log_ratio_to_teacher(responses: Responses) -> torch.Tensor:
@@ -209,16 +210,15 @@ def _log_ratio_to_teacher(responses: Responses) -> torch.Tensor:
     The sampler's log-probs would add numerical differences between engines to every value.
     """
     assert responses.old_logprobs is not None, "a teacher requires policy log-probs"
-    assert responses.teacher_logprobs is not None, "distill_coef requires a teacher"
-    return _flat(responses.old_logprobs) - _flat(responses.teacher_logprobs)
+    assert "teacher" in responses.frozen_logprobs, "distill_coef requires a teacher"
+    return _flat(responses.old_logprobs) - _flat(responses.frozen_logprobs["teacher"])
 
 
 def _teacher_metrics(responses: Responses, log_ratio_N: torch.Tensor) -> dict[str, float]:
     """Return means over sampled tokens, in nats."""
-    assert responses.teacher_logprobs is not None
     return {
         "teacher_kl": float(log_ratio_N.mean()),
-        "teacher_logprob": float(_flat(responses.teacher_logprobs).mean()),
+        "teacher_logprob": float(_flat(responses.frozen_logprobs["teacher"]).mean()),
     }
 
 

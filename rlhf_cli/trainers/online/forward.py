@@ -9,12 +9,9 @@ from rlhf_cli.trainers.online.state import OnlineSettings
 def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
     """Compute log-probs and values with the current models."""
     # One model at a time: on shared GPUs only one fits, and each sleeps before the next wakes.
-    if roles.reference is not None:
-        with awake(roles.reference):
-            responses.ref_logprobs = responses.by_response(roles.reference.logprobs(responses.sequences))
-    if roles.teacher is not None:
-        with awake(roles.teacher):
-            responses.teacher_logprobs = responses.by_response(roles.teacher.logprobs(responses.sequences))
+    for role, policy in roles.frozen_policies.items():
+        with awake(policy):
+            responses.frozen_logprobs[role] = responses.by_response(policy.logprobs(responses.sequences))
     if needs_old:
         with awake(roles.actor):
             responses.old_logprobs = responses.by_response(roles.actor.logprobs(responses.sequences))

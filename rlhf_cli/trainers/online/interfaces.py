@@ -1,6 +1,6 @@
 """Interfaces of the online loop: roles, engines, rewards and tracker."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -67,14 +67,8 @@ class Critic(Sleeper, Protocol):
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
 
-class Reference(Sleeper, Protocol):
-    """Reference policy for the KL divergence."""
-
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
-
-
-class Teacher(Sleeper, Protocol):
-    """Frozen teacher policy for distillation."""
+class FrozenPolicy(Sleeper, Protocol):
+    """Policy that is not trained: the reference of the KL divergence, or a teacher."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
@@ -179,19 +173,19 @@ SampledT = TypeVar("SampledT", bound=Sampled)
 
 @dataclass(frozen=True, kw_only=True)
 class Roles(Generic[SampledT_co]):
-    """All models and services of the loop. `move_reference` updates the reference toward the actor, which must be
-    idle; None if the reference is fixed.
+    """All models and services of the loop.
 
-    `turns` prevents restarted engines from reading an actor in training.
+    - `frozen_policies`: by role, `{"ref": ..., "teacher": ...}`.
+    - `move_reference`: updates the reference toward the actor, which must be idle; None if the reference is fixed.
+    - `turns`: prevents restarted engines from reading an actor in training.
     """
 
     actor: SampledT_co
     engines: Engines
     scorer: Scoring
     critic: Critic | None = None
-    reference: Reference | None = None
+    frozen_policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     reward_model: RewardModel | None = None
     move_reference: Callable[[], None] | None = None
-    teacher: Teacher | None = None
     steps: Steps | None = None
     turns: ActorTurns = field(default_factory=ActorTurns)

@@ -74,8 +74,8 @@ def _learned(trained: Responses, policy: PolicyConfig) -> dict[str, dict[str, fl
             for column in (
                 trained.rollout_logprobs,
                 trained.old_logprobs,
-                trained.ref_logprobs,
-                trained.teacher_logprobs,
+                trained.frozen_logprobs.get("ref"),
+                trained.frozen_logprobs.get("teacher"),
                 trained.advantages if is_trained[number] else None,
             )
         )

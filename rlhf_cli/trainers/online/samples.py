@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,8 +101,8 @@ def samples_of(groups: Iterable[Group]) -> Group:
 class Responses:
     """Samples of one iteration with model outputs for their tokens.
 
-    - `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `values`: one value per response token from policy, reference,
-      teacher and critic, computed before the update; None without the model.
+    - `old_logprobs`, `values`: one value per response token from policy and critic, computed before the update; None
+      without the model. `frozen_logprobs`: the same from each frozen policy by role, `{"ref": ..., "teacher": ...}`.
     - `bootstrap`: critic value of a truncated response's final state, 0 for finished responses; None without
       bootstrapping.
     - `step_rewards`: each step's reward at its last token, NaN elsewhere.
@@ -113,8 +114,7 @@ class Responses:
 
     samples: Sequence[Sample]
     old_logprobs: Sequence[np.ndarray] | None = None
-    ref_logprobs: Sequence[np.ndarray] | None = None
-    teacher_logprobs: Sequence[np.ndarray] | None = None
+    frozen_logprobs: dict[str, Sequence[np.ndarray]] = field(default_factory=dict)
     values: Sequence[np.ndarray] | None = None
     bootstrap: Sequence[float] | None = None
     step_rewards: Sequence[np.ndarray] | None = None
@@ -125,12 +125,14 @@ class Responses:
 
     def only(self, keep_B: Sequence[bool]) -> "Responses":
         """Return the selected samples, in order."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept = [number for number, is_kept in enumerate(keep_B) if is_kept]
-        return replace(
-            self,
-            **{name: [column[number] for number in kept] for name, column in columns.items() if column is not None},
-        )
+        numbers = [number for number, is_kept in enumerate(keep_B) if is_kept]
+
+        def kept(column: Any) -> Any:
+            if isinstance(column, dict):
+                return {name: kept(values) for name, values in column.items()}
+            return None if column is None else [column[number] for number in numbers]
+
+        return replace(self, **{column.name: kept(getattr(self, column.name)) for column in fields(self)})
 
     def scored(self) -> "Responses":
         """Return the samples with a valid score."""

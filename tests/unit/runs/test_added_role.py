@@ -1,10 +1,13 @@
 """A role is a row and a group of settings: one from outside the tables is found, checked, placed and planned."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import pytest
+from online_fakes import FakeModel, Run
 from online_settings import LEAST
 from pydantic import Field
+from samples import sample_of
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout
@@ -12,11 +15,15 @@ from rlhf_cli.backends.roles.groups import FrozenPolicyRole
 from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.config import base, roles
 from rlhf_cli.config.train import ZeroStage
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.online.identity import settings_identity
 from rlhf_cli.runs.online.models import check_shared_sequences, find_models, idle_settings, together
 from rlhf_cli.runs.online.start_roles import role_plan
+from rlhf_cli.trainers.online.forward import fill_in_outputs
+from rlhf_cli.trainers.online.samples import Responses
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
 
@@ -96,6 +103,20 @@ def test_settings_of_an_added_role_are_checked(tiny_model_dir):
 def test_only_settings_that_affect_results_must_match_on_resume(tiny_model_dir):
     plain, judge = judged(tiny_model_dir), judged(tiny_model_dir, judge_pretrain=tiny_model_dir, judge_zero_stage=3)
     assert settings_identity(judge) == settings_identity(plain) | {"judge_coef": 0.5}
+
+
+def test_log_probs_of_an_added_role_reach_the_responses():
+    run = Run()
+    judge = FakeModel("judge", run.journal, level=-0.25)
+    kept, other = (
+        sample_of(Prompt([1, 2], "", None, "", 0), Generation(ids, [0.0] * len(ids), "stop", 0))
+        for ids in ([3, 4], [5])
+    )
+    responses = Responses([kept, other])
+    fill_in_outputs(replace(run.roles(), frozen_policies={"judge": judge}), run.settings, responses, needs_old=False)
+    assert run.journal[:3] == ["judge.wake", "judge.logprobs", "judge.sleep"]
+    (found,) = responses.only([False, True]).frozen_logprobs["judge"]
+    assert found.tolist() == judge.logprobs(other.sequences)[0].tolist()
 
 
 @pytest.mark.parametrize("role", [*roles.ROLES.values(), JUDGE], ids=lambda role: role.name)

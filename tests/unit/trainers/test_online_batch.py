@@ -130,7 +130,7 @@ def test_samples_of_ppo_by_hand():
     """
     responses = two_responses(2.0, 20.0)
     responses.old_logprobs = [floats(-1.0, -2.0), floats(-0.5)]
-    responses.ref_logprobs = [floats(-1.3, -2.1), floats(-0.3)]
+    responses.frozen_logprobs["ref"] = [floats(-1.3, -2.1), floats(-0.3)]
     responses.values = [floats(1.0, 2.0), floats(3.0)]
     reward = RewardConfig(reward_funcs=["exact"], reward_clip_range=(-10.0, 10.0))
     samples, metrics = learning_samples(responses, None, settings_of("ppo", reward=reward), kl_coef=0.5)
@@ -234,7 +234,8 @@ def advantages_at(scale: float, algorithm: str, policy: PolicyConfig, *, kl: flo
     groups, scores = [n // 3 for n in range(6)], [scored(value, exact=value) for value in values]
     responses = responses_of(prompts, generations, scores, groups)
     responses.values = [floats(0.0)] * 6
-    responses.old_logprobs, responses.ref_logprobs = [floats(-1.0)] * 6, [floats(-1.0 - n * kl) for n in range(6)]
+    responses.old_logprobs = [floats(-1.0)] * 6
+    responses.frozen_logprobs["ref"] = [floats(-1.0 - n * kl) for n in range(6)]
     greedy = responses_of(prompts[::3], generations[::3], [scored(0.25 * scale), scored(0.5 * scale)], [0, 1])
     samples, _ = learning_samples(responses, greedy, settings_of(algorithm, policy), kl_coef=0.01)
     return np.concatenate([sample.columns["advantages"] for sample in samples])

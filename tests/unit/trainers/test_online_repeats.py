@@ -207,7 +207,7 @@ def train(
         engines=parts.play(engine),
         scorer=parts.scorer or Scorer([], fails=lambda index: False),
         critic=CriticRole(OneRank(critic), planner, takes_turns=False) if critic else None,  # type: ignore[arg-type]
-        reference=reference_of(settings, policy, planner),
+        frozen_policies={"ref": reference_of(settings, policy, planner)},
     )
 
     def decode(token_ids: Sequence[int]) -> str:

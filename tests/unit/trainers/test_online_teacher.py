@@ -130,7 +130,7 @@ def judged(scores: list[float], teacher: list[list[float]]) -> Responses:
         [prompt(0)] * 2, [generation(1, 2), generation(3)], [scored(score) for score in scores], [0, 0]
     )
     responses.old_logprobs = [floats(-0.5, -1.0), floats(-2.0)]
-    responses.teacher_logprobs = [floats(*values) for values in teacher]
+    responses.frozen_logprobs["teacher"] = [floats(*values) for values in teacher]
     return responses
 
 
