@@ -16,24 +16,13 @@ from rlhf_cli.backends.training.checkpoint import CheckpointStore
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.tracking.sinks import RUN_FILE, SINKS, files_of
 
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
 # In `BEST`: metric, value and iteration.
 BEST_FILE = "best.json"
 ERRORS = ("error.log", "error_rank*.log")
-RUN_FILE = "run.json"
-OF_A_RUN = (
-    CONFIG,
-    RUN_FILE,
-    "metrics.jsonl",
-    "samples.jsonl",
-    "eval_samples.jsonl",
-    "sample_images",
-    REPORT,
-    BEST,
-    EMA,
-    "tensorboard",
-)
+OF_A_RUN = (CONFIG, RUN_FILE, REPORT, BEST, EMA, *files_of(SINKS))
 OF_A_MODEL = ("config.json", "adapter_config.json")
 OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
 """Names of the logs written by runs. Other programs may use the folder too, such as Slurm with `logs/slurm-%j.out`."""

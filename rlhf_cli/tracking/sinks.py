@@ -15,10 +15,12 @@ from typing import Any
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.tracking.thumbnails import FOLDER as THUMBNAILS
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+TENSORBOARD = "tensorboard"
 RUN_FILE = "run.json"
 SETTINGS_FILE = "config.yaml"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -183,7 +185,7 @@ class TensorBoardSink:
         # Imported late: it needs torch and tensorboard.
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = output / "tensorboard"
+        folder = output / TENSORBOARD
         # A new run: TensorBoard would mix events from all files in the folder.
         if resume_step is None:
             for stale in folder.glob("events.out.tfevents.*"):
@@ -287,21 +289,28 @@ def open_own(run: SinkContext) -> Any:
 class SinkRow:
     """A sink. `setting` is the field of `TrackingConfig` that enables it; empty means always enabled.
 
-    `check` raises UsageError if the sink cannot run. The opened object has any of the methods `log(step, metrics)`,
-    `samples(step, rows)`, `evaluation_samples(step, rows)`, `state()` and `close()`. Values returned by `state()` must
-    be JSON; they are saved in the checkpoint.
+    `files` are the names in the run directory that the sink writes; --overwrite removes them. `check` raises UsageError
+    if the sink cannot run. The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`,
+    `evaluation_samples(step, rows)`, `state()` and `close()`. Values returned by `state()` must be JSON; they are saved
+    in the checkpoint.
     """
 
     setting: str
     open: Callable[[SinkContext], Any]
+    files: tuple[str, ...] = ()
     check: Callable[[], object] = lambda: None
 
 
 # In order of writing: the run's own files come first, so that a failing service loses no metrics.
 SINKS = (
-    SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step)),
-    SinkRow("", lambda run: SampleFiles(run.output, resume_step=run.resume_step)),
-    SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step)),
+    SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step), (METRICS_FILE,)),
+    SinkRow(
+        "",
+        lambda run: SampleFiles(run.output, resume_step=run.resume_step),
+        # The tracker stores the images of the rows, for all sinks.
+        (SAMPLES_FILE, EVAL_SAMPLES_FILE, THUMBNAILS),
+    ),
+    SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step), (TENSORBOARD,)),
     SinkRow("tracker", open_own),
     SinkRow("use_wandb", open_wandb, check=import_wandb),
 )
@@ -310,6 +319,11 @@ SINKS = (
 def sinks_of(config: TrackingConfig) -> list[SinkRow]:
     """Return the enabled sinks."""
     return [row for row in SINKS if not row.setting or getattr(config, row.setting)]
+
+
+def files_of(rows: Iterable[SinkRow]) -> tuple[str, ...]:
+    """Return the names in the run directory that these sinks write."""
+    return tuple(name for row in rows for name in row.files)
 
 
 def check_tracking(config: TrackingConfig) -> None:

@@ -19,7 +19,6 @@ from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.commands.eval import EvalConfig
-from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.prompts import PASS_RATE
 from rlhf_cli.data.selection import write_rows
 from rlhf_cli.errors import UsageError
@@ -29,7 +28,7 @@ from rlhf_cli.rewards.records import Score
 from rlhf_cli.runs.inference.asking import Asking
 from rlhf_cli.runs.inference.output_folder import (
     FIGURES,
-    SAMPLES,
+    TRACKING,
     answers_folder,
     check_folder,
     prepare_folder,
@@ -47,7 +46,7 @@ from rlhf_cli.runs.inference.turns import in_turns, ways
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.tracking.sinks import read_samples
+from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_samples
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluation_table, print_table
 from rlhf_cli.tracking.tracker import Tracker
@@ -92,7 +91,7 @@ def run_evaluation(config: EvalConfig) -> None:
         prepare_folder(root, to_yaml(config), run.identity, keep=run.rows is not None)
         terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
         tracker = Tracker(
-            TrackingConfig(use_tensorboard=False),
+            TRACKING,
             root,
             command="eval",
             total_steps=sum(len(asked.chunks) for asked in run.examinees),
@@ -190,7 +189,7 @@ def _answered(root: Path) -> Iterator[_Answered]:
     """Yield prompts with their samples, model by model."""
     # The rows of a prompt are adjacent, so the file is never loaded as a whole.
     for (pretrain, index), rows in groupby(
-        read_samples(root / SAMPLES), key=lambda row: (row["pretrain"], row["group"])
+        read_samples(root / SAMPLES_FILE), key=lambda row: (row["pretrain"], row["group"])
     ):
         samples = list(rows)
         first = samples[0]
@@ -232,7 +231,7 @@ def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str,
     temporary = root / f"{FIGURES}.tmp"
     temporary.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, root / FIGURES)
-    facts = {"Figures": str(root / FIGURES), "Responses": str(root / SAMPLES)} if run.config.out.output else {}
+    facts = {"Figures": str(root / FIGURES), "Responses": str(root / SAMPLES_FILE)} if run.config.out.output else {}
     if run.config.out.write_pass_rate is None:
         return facts
     path = Path(run.config.out.write_pass_rate)

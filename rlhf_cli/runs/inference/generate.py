@@ -12,11 +12,10 @@ from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.commands.generate import GenerateConfig
-from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.selection import select_samples, summary, write_rows
 from rlhf_cli.errors import RunError
 from rlhf_cli.options import to_yaml
-from rlhf_cli.runs.inference.output_folder import SAMPLES, SELECTED, check_folder, prepare_folder, rows_done
+from rlhf_cli.runs.inference.output_folder import SELECTED, TRACKING, check_folder, prepare_folder, rows_done
 from rlhf_cli.runs.inference.run import (
     InferenceHooks,
     ModelUnderTest,
@@ -28,7 +27,7 @@ from rlhf_cli.runs.inference.run import (
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.tracking.sinks import read_samples
+from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_samples
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
 
@@ -59,7 +58,7 @@ def run_generation(config: GenerateConfig) -> None:
         prepare_folder(root, to_yaml(config), run.identity, keep=run.done is not None)
         terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
         tracker = Tracker(
-            TrackingConfig(use_tensorboard=False),
+            TRACKING,
             root,
             command="generate",
             total_steps=len(run.examinee.chunks),
@@ -71,7 +70,7 @@ def run_generation(config: GenerateConfig) -> None:
         with stop_announced(stop, tracker.message, "a chunk is answered, with its rows saved"):
             is_generated = _generate(run, root, tracker, stop)
         if is_generated:
-            tracker.close(facts={"Responses": str(root / SAMPLES)} | _select(config, root))
+            tracker.close(facts={"Responses": str(root / SAMPLES_FILE)} | _select(config, root))
         else:
             tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
     # After the block, so that files and locks are released first.
@@ -123,7 +122,7 @@ def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
         return {}
     counts: Counter[str] = Counter()
     # Read from the file instead of memory: there may be millions of rows, also from earlier runs.
-    write_rows(root / SELECTED, select_samples(read_samples(root / SAMPLES), config.out, counts))
+    write_rows(root / SELECTED, select_samples(read_samples(root / SAMPLES_FILE), config.out, counts))
     if not counts["rows"]:
-        raise RunError(f"no rows selected ({summary(counts)}); all responses are in {root / SAMPLES}")
+        raise RunError(f"no rows selected ({summary(counts)}); all responses are in {root / SAMPLES_FILE}")
     return {"Selected": f"{root / SELECTED}: {summary(counts)}"}

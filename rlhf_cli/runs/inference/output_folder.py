@@ -11,13 +11,18 @@ from pathlib import Path
 
 from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.config.generate import AnswersOutputConfig
+from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
+from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, files_of, sinks_of
 
-SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
+SELECTED, FIGURES, IDENTITY = "selected.jsonl", "eval.json", "generation.json"
+TRACKING = TrackingConfig(use_tensorboard=False)
+"""Tracking of a generation or evaluation: only its own files."""
+ANSWERS = (*files_of(sinks_of(TRACKING)), SELECTED)
 WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
-LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", IDENTITY)
+LEFTOVERS = (*ANSWERS, FIGURES, RUN_FILE, CONFIG, "error.log", IDENTITY)
 BLOCK = 1 << 20
 
 
@@ -68,7 +73,7 @@ def check_folder(root: Path, out: AnswersOutputConfig) -> None:
     if root.exists() and not root.is_dir():
         raise UsageError(f"--output: {root} is a file, not a folder")
     if not (root / IDENTITY).exists():
-        found = next((name for name in (CONFIG, SAMPLES, SELECTED) if (root / name).exists()), None)
+        found = next((name for name in (CONFIG, *ANSWERS) if (root / name).exists()), None)
         if found is not None:
             raise UsageError(f"--output {root} contains other files ({found}): choose another folder")
     elif not out.load_checkpoint and not out.overwrite:
@@ -92,7 +97,7 @@ def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, objec
             f"--output {root} contains responses with different settings: {found}; use another --output, or "
             "--overwrite to start again"
         )
-    return num_lines(root / SAMPLES)
+    return num_lines(root / SAMPLES_FILE)
 
 
 def num_lines(path: Path) -> int:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -37,3 +38,8 @@ def test_an_engine_and_its_children_see_it_if_their_model_needs_it(tmp_path, fol
     use_torchvision(str(tmp_path), folder=folder)
     assert (str(folder) in sys.path) is sees
     assert os.environ["PYTHONPATH"] == (f"before{os.pathsep}{folder}" if sees else "before")
+
+
+def test_the_host_of_an_engine_does_not_import_transformers():
+    code = "import sys, rlhf_cli.backends.rollout.engine_host; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

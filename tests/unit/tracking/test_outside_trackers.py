@@ -26,7 +26,7 @@ def test_the_page_s_tracker_writes_the_course_of_a_run_that_is_continued(tmp_pat
     path = page_file(tmp_path, "csv_tracker.py")
     config = resolve("rloo", tracker=f"{path}:CsvTracker", use_tensorboard=False)
     require_plugins(config)
-    run_steps(config.tracking, tmp_path / "run", steps=(1, 2))
+    run_steps(config.tracking, tmp_path / "run", steps=(1, 2, 3))
     run_steps(config.tracking, tmp_path / "run", steps=(3,), resume_step=2)
     assert (tmp_path / "run" / "course.csv").read_text().split() == ["1,reward,0.25", "2,reward,0.5", "3,reward,0.75"]
 

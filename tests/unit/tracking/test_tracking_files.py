@@ -3,9 +3,11 @@
 import io
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,15 +16,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.tracking.figures import interval, is_measured, prominent
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.tracking.sinks import (
+    SINKS,
     JsonLines,
     MetricsFile,
     SamplesFile,
     TensorBoardSink,
     WandbSink,
     check_wandb_key,
+    files_of,
     import_wandb,
     read_lines,
     read_metrics,
@@ -240,6 +245,17 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path):
         second.log(step, {"loss": 10.0 * step})
     second.close()
     assert scalar(tmp_path / "tensorboard", "loss") == [(1, 1.0), (2, 20.0), (3, 30.0)]
+
+
+def test_sinks_list_every_file_that_they_write(tmp_path):
+    with Tracker(
+        TrackingConfig(), tmp_path, command="ppo", total_steps=2, console=Console(file=io.StringIO()), resume_step=None
+    ) as tracker:
+        report_step(tracker, 2)
+        image = Picture("a1", 8, 8, partial(np.zeros, (8, 8, 3), np.uint8))
+        tracker.evaluation_samples(2, [{"response": "r", "images": [image]}])
+        tracker.close()
+    assert {path.name for path in tmp_path.iterdir()} - {"run.json"} == set(files_of(SINKS))
 
 
 class FakeWandb:
