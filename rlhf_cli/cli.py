@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 from rlhf_cli.command_table import COMMANDS, Command
 from rlhf_cli.environment import prepare_environment, rest_collector
 from rlhf_cli.errors import RunError, UsageError, full_memory, memory_sentence, missing_package
-from rlhf_cli.foreign.commands import COMMANDS as COMMANDS_ELSEWHERE
+from rlhf_cli.foreign.table import COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__

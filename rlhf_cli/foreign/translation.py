@@ -4,8 +4,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlhf_cli.foreign.openrlhf import FLAT_NAMES
-from rlhf_cli.foreign.table import FLAT, OF_COMMAND, OWN_AND_FOREIGN, SECTIONS, TABLE, Call, Foreign, Refused
+from rlhf_cli.foreign.table import (
+    FLAT,
+    FLAT_NAMES,
+    OF_COMMAND,
+    OWN_AND_FOREIGN,
+    SECTIONS,
+    TABLE,
+    Call,
+    Foreign,
+    Refused,
+)
 
 
 @dataclass(slots=True)

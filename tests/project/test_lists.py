@@ -22,7 +22,6 @@ ENOUGH = 3
 """Number of names that makes a list; two may occur together by chance."""
 ALLOWED = {
     "config/inspection.py": "help texts of `rlhf data` about single settings, which are constants",
-    "foreign/openrlhf.py": "the sections of OpenRLHF",
     "data/formats/marks.py": "the commands that leave marked text out of the loss",
     "runs/data_settings.py": "a table: the data settings of each command",
 }

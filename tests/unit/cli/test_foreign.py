@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from foreign_commands import COMMAND_LINES
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import RESERVED, flags_of
-from rlhf_cli.foreign.openrlhf import FLAT_NAMES
-from rlhf_cli.foreign.table import OF_COMMAND, TABLE
+from rlhf_cli.foreign.table import FLAT_NAMES, FUNCTIONS, OF_COMMAND, TABLE, Call
 from rlhf_cli.foreign.translation import WANDB_KEY, translate, translate_settings
 from rlhf_cli.options import typer_command
 
@@ -245,11 +245,28 @@ def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, cap
     assert here in capsys.readouterr().err
 
 
+FOREIGN = Path(cli.__file__).parent / "foreign"
+FLAGS = (FOREIGN / "flags.toml").read_text()
+
+
 def test_every_refusal_and_note_names_a_setting_that_exists():
     names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(entry.config_class)}
-    text = "".join(path.read_text() for path in (Path(cli.__file__).parent / "foreign").glob("*.py"))
+    text = "".join(path.read_text() for path in (FOREIGN / "table.py", FOREIGN / "translation.py"))
     offered = set(re.findall(r"(?:use|is|are|to|with|as|--)\s?--([a-z_0-9]+)", text)) - {"name"}
+    offered |= set(re.findall(r"--(?:no_)?([a-z_0-9]+)", FLAGS)) - {"flag"}
     assert offered <= names | {"remote_rm_url", "reward_func"}
+
+
+def test_the_file_of_flags_names_each_flag_once_and_uses_every_function():
+    read = tomllib.loads(FLAGS)
+    sections = [read["all"], read["sequence_parallel"], read["tensor_parallel"], *read["command"].values()]
+    for section in sections:
+        names = [name for entries in section.values() for key in entries for name in key.split()]
+        assert len(names) == len(set(names))
+    used = re.findall(r'function = "(\w+)"', FLAGS.partition("[command_names]")[2])
+    assert set(used) == FUNCTIONS.keys()
+    assert read["command"].keys() <= cli.COMMANDS.keys()
+    assert OF_COMMAND["merge"]["lora_path"].meaning(["x"], Call("merge", {})) == {"model": ["x"]}
 
 
 OPENRLHF_FLAGS = (Path(foreign_commands.__file__).parent / "openrlhf_flags.txt").read_text().splitlines()[1:]
