@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster as NodesHere
 
-from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout
+from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
 from rlhf_cli.backends.roles.worker import RayWorker
@@ -23,7 +23,7 @@ NODES = ([1], [2], [3], [4], [8], [8, 8])
 
 def default_layout(node_gpus: list[int]) -> Layout:
     settings = LayoutSettings(shapes=dict.fromkeys(ROLES, (1, 1)), is_open=True)
-    return plan_layout(fill_layout(settings, node_gpus=node_gpus, needs=Needs())[0], node_gpus=node_gpus)
+    return plan_layout(fill_layout(settings, node_gpus=node_gpus, needs=LayoutNeeds())[0], node_gpus=node_gpus)
 
 
 def is_given(layout: Layout, cluster: Cluster) -> bool:

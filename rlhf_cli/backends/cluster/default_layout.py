@@ -19,7 +19,7 @@ NO_SLEEP = "models and engines have separate GPUs, because models cannot sleep w
 
 
 @dataclass(frozen=True)
-class Needs:
+class LayoutNeeds:
     """Layout requirements from other settings.
 
     - `multiple`: must divide the number of ranks in each role.
@@ -32,7 +32,9 @@ class Needs:
     can_sleep: bool = True
 
 
-def fill_layout(settings: LayoutSettings, *, node_gpus: Sequence[int], needs: Needs) -> tuple[LayoutSettings, str]:
+def fill_layout(
+    settings: LayoutSettings, *, node_gpus: Sequence[int], needs: LayoutNeeds
+) -> tuple[LayoutSettings, str]:
     """Fill in all unset numbers and switches. Returns the settings and the reason for the layout.
 
     Values set by the user are kept. The reason is empty if the user has chosen the layout.
@@ -73,7 +75,7 @@ def _sum_in_words(node_gpus: Sequence[int]) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -> tuple[LayoutSettings, str]:
+def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> tuple[LayoutSettings, str]:
     """Choose sizes that use as many GPUs as possible. Returns the settings and the reason."""
     roles = settings.shapes.keys()
     pairs = [pair for pair in settings.pairs if roles >= set(pair)]
@@ -96,14 +98,14 @@ def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -
     return _together(settings, node_gpus, needs), TURNS
 
 
-def _together(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -> LayoutSettings:
+def _together(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> LayoutSettings:
     """Place all roles on the same GPUs, with engines that use all of them."""
     size = settings.engine_size
     shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
     return _sized(settings, shape, num_engines=max(1, shape[0] * shape[1] // size), together=True)
 
 
-def _apart(settings: LayoutSettings, node_gpus: list[int], needs: Needs) -> LayoutSettings | None:
+def _apart(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> LayoutSettings | None:
     """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs."""
     roles = settings.shapes.keys()
     followers = {second for first, second in settings.pairs if roles >= {first, second}}

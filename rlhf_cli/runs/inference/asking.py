@@ -1,4 +1,4 @@
-"""Runs the models of `rlhf eval` turn by turn. Each turn starts and stops its engines."""
+"""Runs the models of `rlhf eval` group by group. Each group starts and stops its engines."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from pathlib import Path
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.roles.start import Started
 from rlhf_cli.backends.rollout.engine_group import described
+from rlhf_cli.runs.inference.model_groups import ModelGroup, manifest_of
 from rlhf_cli.runs.inference.run import InferenceHooks, ModelUnderTest, answer_by, answer_prompts, started_scorer
-from rlhf_cli.runs.inference.turns import Turn, manifest_of
 from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.run_directory import LOGS
 
@@ -20,7 +20,7 @@ class Asking:
     `facts` are shown when the first model starts. `is_kept`: the output folder is kept.
     """
 
-    examinees: list[ModelUnderTest]
+    models: list[ModelUnderTest]
     begins: list[int]
     left: list[int]
     root: Path
@@ -29,12 +29,12 @@ class Asking:
     is_kept: bool
     hooks: InferenceHooks
 
-    def answer(self, turn: Turn) -> bool:
-        """Answer the rest of the turn. Returns whether to continue with the next turn."""
+    def answer(self, group: ModelGroup) -> bool:
+        """Answer the rest of the group. Returns whether to continue with the next group."""
         # A resumed evaluation skips completed models.
-        numbers = [number for number in turn.numbers if number in self.left]
-        if turn.base is not None and numbers:
-            return self._answer_on_base(turn, turn.base, numbers)
+        numbers = [number for number in group.numbers if number in self.left]
+        if group.base is not None and numbers:
+            return self._answer_on_base(group, group.base, numbers)
         return all(self._answer_alone(number) for number in numbers)
 
     def _answer_alone(self, number: int) -> bool:
@@ -43,7 +43,7 @@ class Asking:
             self._name(number)
 
         is_answered = answer_prompts(
-            self.examinees[number],
+            self.models[number],
             begin=self.begins[number],
             cluster=self.cluster,
             root=self.root,
@@ -53,8 +53,8 @@ class Asking:
         )
         return is_answered and self._goes_on(number)
 
-    def _answer_on_base(self, turn: Turn, base: Path, numbers: list[int]) -> bool:
-        first = self.examinees[numbers[0]]
+    def _answer_on_base(self, group: ModelGroup, base: Path, numbers: list[int]) -> bool:
+        first = self.models[numbers[0]]
         with started_models(
             first.config,
             first.backend,
@@ -63,34 +63,34 @@ class Asking:
             cluster=self.cluster,
             log_dir=self._logs(numbers[0]),
             announce=lambda placement: self._announce(numbers[0], placement),
-            max_lora_rank=turn.max_lora_rank,
+            max_lora_rank=group.max_lora_rank,
         ) as models:
             # `all` stops at the first model that was interrupted.
             return all(self._answer_with_adapter(models, number) for number in numbers)
 
     def _answer_with_adapter(self, models: Started, number: int) -> bool:
-        asked, version = self.examinees[number], number + 1
+        tested, version = self.models[number], number + 1
         self._name(number)
-        with started_scorer(asked, self.hooks) as scorer:
-            models.engines.take_adapter(manifest_of(asked, version=version), version)
-            is_answered = answer_by(models, scorer, asked, begin=self.begins[number], hooks=self.hooks)
+        with started_scorer(tested, self.hooks) as scorer:
+            models.engines.take_adapter(manifest_of(tested, version=version), version)
+            is_answered = answer_by(models, scorer, tested, begin=self.begins[number], hooks=self.hooks)
         return is_answered and self._goes_on(number)
 
     def _announce(self, number: int, placement: str) -> None:
         # The tracker prints its header once, for the first model that still has prompts.
         if number != self.left[0]:
             return
-        asked = self.examinees[number]
-        engine = described(asked.config.engine, asked.backend)
+        tested = self.models[number]
+        engine = described(tested.config.engine, tested.backend)
         self.hooks.tracker.start(self.facts | {"Engine": engine, "Placement": placement}, is_kept=self.is_kept)
 
     def _name(self, number: int) -> None:
-        if len(self.examinees) > 1:
-            self.hooks.tracker.message(f"Model {self.examinees[number].config.model.pretrain}")
+        if len(self.models) > 1:
+            self.hooks.tracker.message(f"Model {self.models[number].config.model.pretrain}")
 
     def _logs(self, number: int) -> Path:
         logs = self.root / LOGS
-        return logs / f"model_{number + 1}" if len(self.examinees) > 1 else logs
+        return logs / f"model_{number + 1}" if len(self.models) > 1 else logs
 
     def _goes_on(self, number: int) -> bool:
         # After the last model a stop request no longer matters.

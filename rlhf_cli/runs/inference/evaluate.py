@@ -26,6 +26,7 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.runs.inference.asking import Asking
+from rlhf_cli.runs.inference.model_groups import describe_groups, grouped_models
 from rlhf_cli.runs.inference.output_folder import (
     FIGURES,
     TRACKING,
@@ -38,11 +39,10 @@ from rlhf_cli.runs.inference.run import (
     STEP_SCORES,
     InferenceHooks,
     ModelUnderTest,
-    examinee,
     model_identity,
+    model_under_test,
     settings_identity,
 )
-from rlhf_cli.runs.inference.turns import in_turns, ways
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
@@ -60,7 +60,7 @@ class EvalRun:
     """A checked evaluation run. `rows` is the number of existing rows when resuming, else None."""
 
     config: EvalConfig
-    examinees: list[ModelUnderTest]
+    models: list[ModelUnderTest]
     identity: dict[str, object]
     rows: int | None
 
@@ -68,15 +68,15 @@ class EvalRun:
     def begins(self) -> list[int]:
         """First unanswered chunk per model."""
         left, begins = self.rows or 0, []
-        for asked in self.examinees:
+        for tested in self.models:
             # Rows are written model by model, so whole chunks of the first models come first.
-            begins.append(asked.chunks.whole(left))
-            left = max(0, left - asked.chunks.num_prompts * asked.chunks.num_samples)
+            begins.append(tested.chunks.whole(left))
+            left = max(0, left - tested.chunks.num_prompts * tested.chunks.num_samples)
         return begins
 
     @property
     def is_answered(self) -> bool:
-        return all(begin == len(asked.chunks) for begin, asked in zip(self.begins, self.examinees, strict=True))
+        return all(begin == len(tested.chunks) for begin, tested in zip(self.begins, self.models, strict=True))
 
 
 def run_evaluation(config: EvalConfig) -> None:
@@ -94,7 +94,7 @@ def run_evaluation(config: EvalConfig) -> None:
             TRACKING,
             root,
             command="eval",
-            total_steps=sum(len(asked.chunks) for asked in run.examinees),
+            total_steps=sum(len(tested.chunks) for tested in run.models),
             console=terminal.console,
             resume_step=None if run.rows is None else sum(run.begins),
             unit="chunk",
@@ -119,59 +119,59 @@ def run_evaluation(config: EvalConfig) -> None:
 def _check(config: EvalConfig, root: Path) -> EvalRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
     check_vllm_args(config.engine, backend=rollout_backend(config.engine))
-    examinees: list[ModelUnderTest] = []
+    models: list[ModelUnderTest] = []
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})
         # Chunks are numbered over all models, so that metrics.jsonl has increasing steps.
-        first_step = 1 + sum(len(asked.chunks) for asked in examinees)
-        asked = examinee(
+        first_step = 1 + sum(len(tested.chunks) for tested in models)
+        tested = model_under_test(
             config.model_copy(update={"model": model}),
             first_step=first_step,
             cells={"pretrain": name},
             prm_pretrain=config.reward.prm_pretrain,
         )
-        examinees.append(asked)
-    identity = {"command": "eval"} | settings_identity(config, examinees[0].reward_model)
+        models.append(tested)
+    identity = {"command": "eval"} | settings_identity(config, models[0].reward_model)
     identity["prm_pretrain"] = config.reward.prm_pretrain
-    if examinees[0].process_model is not None:
-        identity["fingerprint of the process reward model"] = examinees[0].process_model.found.fingerprint()
+    if models[0].process_model is not None:
+        identity["fingerprint of the process reward model"] = models[0].process_model.found.fingerprint()
     # Prefix facts with the model's name, because their values differ between models.
-    for asked in examinees:
-        facts = model_identity(asked)
-        identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in facts.items()}
-    run = EvalRun(config, examinees, identity, rows_done(root, config.out, identity))
+    for tested in models:
+        facts = model_identity(tested)
+        identity |= {f"{what} of {tested.cells['pretrain']}": value for what, value in facts.items()}
+    run = EvalRun(config, models, identity, rows_done(root, config.out, identity))
     rates = config.out.write_pass_rate
     if rates is not None and not Path(rates).absolute().parent.is_dir():
         raise UsageError(f"--write_pass_rate {rates}: folder not found: {Path(rates).absolute().parent}")
     if not run.is_answered:
-        sets = [asked.data.prompts for asked in examinees]
+        sets = [tested.data.prompts for tested in models]
         check_rewards(config.reward, *sets, is_episode=config.episodes.plays_episodes)
     return run
 
 
 def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
     """Answer the remaining chunks, model by model. Returns whether all are complete."""
-    config, many = run.config, len(run.examinees) > 1
+    config, many = run.config, len(run.models) > 1
     facts = {"Models" if many else "Model": ", ".join(config.model.names)}
-    facts["Prompts"] = run.examinees[0].data.report.summary
+    facts["Prompts"] = run.models[0].data.report.summary
     is_kept = config.out.output is not None
     if not is_kept:
         facts["Output"] = "metrics only; --output FOLDER saves all responses"
     if run.is_answered:
         tracker.start(facts, is_kept=is_kept)
         return True
-    left = [number for number, asked in enumerate(run.examinees) if run.begins[number] < len(asked.chunks)]
+    left = [number for number, tested in enumerate(run.models) if run.begins[number] < len(tested.chunks)]
     with ray_cluster() as cluster:
         # Other nodes cannot read a temporary folder on this machine.
-        if not is_kept and len(cluster.node_gpus) > 1 and any(asked.model.parts for asked in run.examinees):
+        if not is_kept and len(cluster.node_gpus) > 1 and any(tested.model.parts for tested in run.models):
             raise UsageError(
                 "adapters and checkpoints are merged for the engines: set --output to a folder on all nodes"
             )
-        turns = in_turns(run.examinees, cluster=cluster)
-        if many and (described := ways(turns, cluster=cluster)):
+        groups = grouped_models(run.models, cluster=cluster)
+        if many and (described := describe_groups(groups, cluster=cluster)):
             facts["Adapters"] = described
-        asking = Asking(run.examinees, run.begins, left, root, cluster, facts, is_kept, InferenceHooks(tracker, stop))
-        return all(asking.answer(turn) for turn in turns)
+        asking = Asking(run.models, run.begins, left, root, cluster, facts, is_kept, InferenceHooks(tracker, stop))
+        return all(asking.answer(group) for group in groups)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str,
 
 def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
     """Yield the prompt rows as read, with a pass rate each; null if no response has a verdict."""
-    data = run.examinees[0].data
+    data = run.models[0].data
     for answered in _answered(root):
         rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
         yield {**data.row_of(data.prompts[answered.group]), PASS_RATE: rate}

@@ -20,8 +20,8 @@ from rlhf_cli.runs.inference.run import (
     InferenceHooks,
     ModelUnderTest,
     answer_prompts,
-    examinee,
     model_identity,
+    model_under_test,
     settings_identity,
 )
 from rlhf_cli.runs.reward_check import check_rewards
@@ -37,13 +37,13 @@ class _GenerateRun:
     """A checked generation run. `done` is None unless resuming."""
 
     config: GenerateConfig
-    examinee: ModelUnderTest
+    tested: ModelUnderTest
     identity: dict[str, object]
     done: int | None  # number of chunks
 
     @property
     def is_generated(self) -> bool:
-        return self.done == len(self.examinee.chunks)
+        return self.done == len(self.tested.chunks)
 
 
 def run_generation(config: GenerateConfig) -> None:
@@ -61,7 +61,7 @@ def run_generation(config: GenerateConfig) -> None:
             TRACKING,
             root,
             command="generate",
-            total_steps=len(run.examinee.chunks),
+            total_steps=len(run.tested.chunks),
             console=terminal.console,
             resume_step=run.done,
             unit="chunk",
@@ -81,32 +81,32 @@ def run_generation(config: GenerateConfig) -> None:
 def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
     check_vllm_args(config.engine, backend=rollout_backend(config.engine))
-    asked = examinee(config)
-    identity = {"command": "generate"} | settings_identity(config, asked.reward_model) | model_identity(asked)
+    tested = model_under_test(config)
+    identity = {"command": "generate"} | settings_identity(config, tested.reward_model) | model_identity(tested)
     rows = rows_done(root, config.out, identity)
-    run = _GenerateRun(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
+    run = _GenerateRun(config, tested, identity, None if rows is None else tested.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:
         # Without remaining prompts no reward runs, so its processes need not start.
-        check_rewards(config.reward, asked.data.prompts, is_episode=config.episodes.plays_episodes)
+        check_rewards(config.reward, tested.data.prompts, is_episode=config.episodes.plays_episodes)
     return run
 
 
 def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
     """Answer the remaining chunks. Returns whether all are complete."""
-    asked, log_dir = run.examinee, root / LOGS
-    facts = {"Model": run.config.model.pretrain, "Prompts": asked.data.report.summary}
+    tested, log_dir = run.tested, root / LOGS
+    facts = {"Model": run.config.model.pretrain, "Prompts": tested.data.report.summary}
     if run.is_generated:
         tracker.start(facts)
         return True
 
     def announce(placement: str) -> None:
-        engine = described(run.config.engine, asked.backend)
-        model = {"Reward model": asked.reward_model.source.pretrain} if asked.reward_model else {}
+        engine = described(run.config.engine, tested.backend)
+        model = {"Reward model": tested.reward_model.source.pretrain} if tested.reward_model else {}
         tracker.start(facts | model | {"Engine": engine, "Placement": placement, "Logs": str(log_dir)})
 
     with ray_cluster() as cluster:
         return answer_prompts(
-            asked,
+            tested,
             begin=run.done or 0,
             cluster=cluster,
             root=root,

@@ -84,7 +84,7 @@ class InferenceHooks:
     should_stop: Callable[[], bool]
 
 
-def examinee(
+def model_under_test(
     config: InferenceConfig,
     *,
     first_step: int = 1,
@@ -155,12 +155,12 @@ def _as_policy(config: InferenceConfig) -> ModelConfig:
     return ModelConfig(**config.model.model_dump())
 
 
-def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
+def model_identity(tested: ModelUnderTest) -> dict[str, object]:
     """Return facts that must match for runs with the same model and prompts."""
     return {
-        "fingerprint of the weights": examinee.model.fingerprint(),
-        "number of prompts": len(examinee.data.prompts),
-        "fingerprint of the prompts": examinee.data.fingerprint,
+        "fingerprint of the weights": tested.model.fingerprint(),
+        "number of prompts": len(tested.data.prompts),
+        "fingerprint of the prompts": tested.data.fingerprint,
     }
 
 
@@ -203,7 +203,7 @@ def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | N
 
 
 def answer_prompts(
-    examinee: ModelUnderTest,
+    tested: ModelUnderTest,
     *,
     begin: int,
     cluster: Cluster,
@@ -217,77 +217,77 @@ def answer_prompts(
     `root` is the run's folder, which temporarily holds a merged model.
     """
     # An absolute path is valid in the working directory of any engine.
-    weights = examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message)
+    weights = tested.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message)
     with (
-        started_scorer(examinee, hooks) as scorer,
+        started_scorer(tested, hooks) as scorer,
         started_models(
-            examinee.config,
-            examinee.backend,
-            examinee.reward_model or examinee.process_model,
+            tested.config,
+            tested.backend,
+            tested.reward_model or tested.process_model,
             weights=weights,
             cluster=cluster,
             log_dir=log_dir,
             announce=announce,
         ) as models,
     ):
-        return answer_by(models, scorer, examinee, begin=begin, hooks=hooks)
+        return answer_by(models, scorer, tested, begin=begin, hooks=hooks)
 
 
-def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractContextManager[Scorer | None]:
+def started_scorer(tested: ModelUnderTest, hooks: InferenceHooks) -> AbstractContextManager[Scorer | None]:
     """Return a context manager with the scorer; None without rewards."""
-    config = examinee.config
+    config = tested.config
     if not config.reward.is_given:
         return nullcontext()
-    decode = partial(text_of, examinee.model.tokenizer, skip_special_tokens=False)
+    decode = partial(text_of, tested.model.tokenizer, skip_special_tokens=False)
     needs_environment = config.needs_scores and config.reward.asks_environment
     return Scorer(config.reward, tell=hooks.tracker.message, decode=decode, needs_environment=needs_environment)
 
 
 def answer_by(
-    models: Started, scorer: Scorer | None, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks
+    models: Started, scorer: Scorer | None, tested: ModelUnderTest, *, begin: int, hooks: InferenceHooks
 ) -> bool:
     """Answer chunks from `begin` on engines with the model. Returns whether the last chunk was completed."""
 
     def decode(token_ids: Sequence[int]) -> str:
-        return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
+        return text_of(tested.model.tokenizer, token_ids, skip_special_tokens=True)
 
-    with _engines(models, examinee) as engines:
-        sampling, reward_model = examinee.config.sampling, models.roles.get(REWARD)
+    with _engines(models, tested) as engines:
+        sampling, reward_model = tested.config.sampling, models.roles.get(REWARD)
         sampler = Sampler(
             engines,
             scorer,
             decode,
-            sampling_params(sampling, end_ids=examinee.data.end_ids),
+            sampling_params(sampling, end_ids=tested.data.end_ids),
             sampling.n_samples_per_prompt,
             sampling.seed,
         )
         answering = InferenceRun(sampler, reward_model)
-        if examinee.process_model is not None and reward_model is not None:
-            finder = step_finder(examinee.process_model, examinee.model.tokenizer)
+        if tested.process_model is not None and reward_model is not None:
+            finder = step_finder(tested.process_model, tested.model.tokenizer)
             answering = InferenceRun(sampler, steps=StepScorer(reward_model, finder))
-        return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
+        return answer_chunks(answering, tested, begin=begin, hooks=hooks)
 
 
-def _engines(models: Started, examinee: ModelUnderTest) -> AbstractContextManager[Engines]:
+def _engines(models: Started, tested: ModelUnderTest) -> AbstractContextManager[Engines]:
     """Return the model's engines, wrapped for episodes with an environment."""
-    return examinee.episodes.played_by(models.engines) if examinee.episodes else nullcontext(models.engines)
+    return tested.episodes.played_by(models.engines) if tested.episodes else nullcontext(models.engines)
 
 
-def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks) -> bool:
+def answer_chunks(answering: InferenceRun, tested: ModelUnderTest, *, begin: int, hooks: InferenceHooks) -> bool:
     """Answer chunks from `begin` and log each chunk's rows. Returns whether the last chunk was completed.
 
     Metrics are written before rows, so that a chunk with all rows is complete.
     """
-    chunks = examinee.chunks
+    chunks = tested.chunks
     # Chunks are answered in order, so that complete chunks form a prefix of the file.
     for number in range(begin, len(chunks)):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         first, end = chunks.bounds(number)
-        samples, steps = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
+        samples, steps = _answer(answering, tested.data.prompts[first:end], tested, first=first, timer=timer)
         # Steps start at the model's first one, so that metrics of several models do not overlap.
-        step = examinee.first_step + number
+        step = tested.first_step + number
         hooks.tracker.log(step, _metrics(samples, is_scored=answering.is_scored), timer.take())
-        hooks.tracker.samples(step, _rows(samples, steps, examinee, is_scored=answering.is_scored))
+        hooks.tracker.samples(step, _rows(samples, steps, tested, is_scored=answering.is_scored))
         # After the last chunk the run is complete, even if a stop was requested.
         if hooks.should_stop() and number + 1 < len(chunks):
             return False
@@ -295,7 +295,7 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 
 
 def _answer(
-    answering: InferenceRun, prompts: Sequence[Prompt], examinee: ModelUnderTest, *, first: int, timer: PhaseTimer
+    answering: InferenceRun, prompts: Sequence[Prompt], tested: ModelUnderTest, *, first: int, timer: PhaseTimer
 ) -> tuple[list[Sample], list[list[float]] | None]:
     """Return samples, and step probabilities per sample with a process reward model.
 
@@ -305,7 +305,7 @@ def _answer(
     samples = samples_of(work.whole_groups())
     with timer("reward"):
         if answering.is_scored:
-            samples = scored_by_all(samples, answering.reward_model, examinee.config.reward)
+            samples = scored_by_all(samples, answering.reward_model, tested.config.reward)
         steps = None if answering.steps is None else answering.steps.probabilities(samples)
     return samples, steps
 
@@ -317,15 +317,15 @@ def _metrics(samples: Sequence[Sample], *, is_scored: bool) -> dict[str, float]:
 
 
 def _rows(
-    samples: Sequence[Sample], steps: Sequence[list[float]] | None, examinee: ModelUnderTest, *, is_scored: bool
+    samples: Sequence[Sample], steps: Sequence[list[float]] | None, tested: ModelUnderTest, *, is_scored: bool
 ) -> list[dict[str, object]]:
     """Return rows for samples.jsonl. Prompts are those of the dataset, so that the file is a dataset itself."""
     rows = []
     for number, sample in enumerate(samples):
         # All samples of a prompt share its cells, and they are adjacent.
         if sample.index == 0:
-            prompt = prompt_cells(examinee.data.conversation_of(sample.prompt))
-        row = {**examinee.cells, **sample_row(sample, has_reward=is_scored), **prompt}
+            prompt = prompt_cells(tested.data.conversation_of(sample.prompt))
+        row = {**tested.cells, **sample_row(sample, has_reward=is_scored), **prompt}
         row.pop("images", None)  # no thumbnails are written here
         rows.append(row | ({STEP_SCORES: steps[number]} if steps is not None else {}))
     return rows

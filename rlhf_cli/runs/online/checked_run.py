@@ -10,7 +10,7 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, memory_share
+from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, memory_share
 from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
@@ -264,11 +264,11 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
     return replace(run, config=config, models=models, memory_reason=reason)
 
 
-def _needs(config: OnlineConfig, models: OnlineModels) -> Needs:
+def _needs(config: OnlineConfig, models: OnlineModels) -> LayoutNeeds:
     """Return the layout requirements of the settings."""
     settings = [config.deepspeed_of(role) for role in models.loaded]
     groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
-    return Needs(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
+    return LayoutNeeds(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
 
 
 def _can_sleep(config: OnlineConfig) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from online_settings import resolve
 
-from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout, idle_gpus, memory_share
+from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, idle_gpus, memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, plan_layout
 from rlhf_cli.errors import UsageError
 
@@ -23,7 +23,7 @@ NODES = [[1], [2], [3], [4], [8], [8, 8]]
 def filled(roles, node_gpus, *, needs=None, tensor_parallel=1, engines=None, **placement):
     engines = {} if engines is None else {"vllm_num_engines": engines}
     config = resolve("ppo", vllm_tensor_parallel_size=tensor_parallel, **engines, **placement)
-    found, reason = fill_layout(config.layout_settings(roles), node_gpus=node_gpus, needs=needs or Needs())
+    found, reason = fill_layout(config.layout_settings(roles), node_gpus=node_gpus, needs=needs or LayoutNeeds())
     config = config.with_layout(found)
     assert config.layout_settings(roles) == replace(found, is_open=False)
     layout = plan_layout(found, node_gpus=node_gpus or [1024])
@@ -44,7 +44,7 @@ def test_all_roles_take_turns_on_all_gpus_by_default(roles, node_gpus):
 @pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("node_gpus", NODES)
 def test_a_run_that_samples_ahead_has_engines_on_gpus_of_their_own_or_is_refused(roles, node_gpus):
-    needs = Needs(samples_ahead=True)
+    needs = LayoutNeeds(samples_ahead=True)
     num_pools = len(
         set(roles) - ({"ref"} if "actor" in roles else set()) - ({"reward"} if "critic" in roles else set())
     )
@@ -60,13 +60,13 @@ def test_a_run_that_samples_ahead_has_engines_on_gpus_of_their_own_or_is_refused
 
 
 def test_engines_get_what_equal_shares_of_the_models_leave():
-    _, engine, layout, _ = filled(("actor", "critic", "ref"), [8], needs=Needs(samples_ahead=True))
+    _, engine, layout, _ = filled(("actor", "critic", "ref"), [8], needs=LayoutNeeds(samples_ahead=True))
     assert [len(layout.of(role)) for role in ("actor", "critic", "ref", ENGINE)] == [2, 2, 2, 4]
     assert engine.vllm_num_engines == 4
 
 
 def test_models_that_cannot_sleep_are_apart_where_they_fit_and_else_share_awake():
-    needs = Needs(can_sleep=False)
+    needs = LayoutNeeds(can_sleep=False)
     apart, _, layout, reason = filled(("actor", "ref"), [4], needs=needs)
     assert not apart.colocate_all_models
     assert layout.num_gpus == 4
@@ -80,7 +80,7 @@ def test_models_that_cannot_sleep_are_apart_where_they_fit_and_else_share_awake(
 
 
 def test_groups_of_ranks_and_engines_over_several_gpus_fit_into_the_numbers_and_idle_gpus_are_named():
-    _, engine, layout, _ = filled(("actor", "ref"), [7], needs=Needs(multiple=4), tensor_parallel=2)
+    _, engine, layout, _ = filled(("actor", "ref"), [7], needs=LayoutNeeds(multiple=4), tensor_parallel=2)
     assert (len(layout.of("actor")), engine.vllm_num_engines) == (4, 2)
     assert idle_gpus(layout, [7]) == "3 GPUs idle"
     assert idle_gpus(layout, [5]) == "1 GPU idle"

@@ -10,7 +10,7 @@ from pydantic import Field
 from samples import sample_of
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
-from rlhf_cli.backends.cluster.default_layout import Needs, fill_layout
+from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout
 from rlhf_cli.backends.roles.groups import FrozenPolicyRole
 from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.config import base, roles
@@ -79,7 +79,7 @@ def test_an_added_role_has_flags_a_model_ranks_and_a_plan(tiny_model_dir):
 
 def test_an_added_role_is_placed_on_all_gpus(tiny_model_dir):
     config = judged(tiny_model_dir, judge_pretrain=tiny_model_dir)
-    layout, _ = fill_layout(config.layout_settings(("actor", "judge")), node_gpus=[4], needs=Needs())
+    layout, _ = fill_layout(config.layout_settings(("actor", "judge")), node_gpus=[4], needs=LayoutNeeds())
     config = config.with_layout(layout)
     assert (config.judge.judge_num_nodes, config.judge.judge_num_gpus_per_node) == (1, 4)
 

@@ -37,7 +37,7 @@ from rlhf_cli.runs.inference.run import (
     InferenceRun,
     ModelUnderTest,
     answer_chunks,
-    examinee,
+    model_under_test,
     settings_identity,
 )
 from rlhf_cli.trainers.online.rollout import Sampler
@@ -213,7 +213,7 @@ def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_
     sampling = sampling_params(chosen.sampling, end_ids=DATA.end_ids)
     sampler = Sampler(made, scorer, lambda ids: f"said {ids[0]}", sampling, 2, chosen.sampling.seed)
     answering = InferenceRun(sampler, reward_model)
-    asked = ModelUnderTest(
+    tested = ModelUnderTest(
         chosen,
         "transformers",
         InferenceModel(chosen.model, FoundModel("m", PretrainedConfig()), None),
@@ -221,7 +221,7 @@ def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_
         None,
         Chunks(len(PROMPTS), size, 2),
     )
-    return answer_chunks(answering, asked, begin=begin, hooks=InferenceHooks(tracker, stop))
+    return answer_chunks(answering, tested, begin=begin, hooks=InferenceHooks(tracker, stop))
 
 
 def test_every_response_is_a_row_that_says_where_it_comes_from():
@@ -374,7 +374,7 @@ def test_rows_scored_by_another_text_of_the_reward_file_are_those_of_other_setti
 def test_a_reward_by_length_is_refused_beside_an_environment(tiny_model_dir):
     given = {"pretrain": tiny_model_dir, "environment": "none.py", "reward_funcs": "soft_overlong(max_len=60,buffer=8)"}
     with pytest.raises(UsageError, match="--reward_funcs soft_overlong applies to a single response"):
-        examinee(config(max_len=512, max_new_tokens=64, **given))
+        model_under_test(config(max_len=512, max_new_tokens=64, **given))
 
 
 def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings(tmp_path):

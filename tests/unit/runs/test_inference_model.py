@@ -15,7 +15,7 @@ from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.inference.model import find_inference_model
-from rlhf_cli.runs.inference.run import examinee
+from rlhf_cli.runs.inference.run import model_under_test
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -109,6 +109,6 @@ def test_more_positions_than_there_are_is_refused_where_vllm_answers(tiny_model_
     )
     if backend == "vllm":
         with pytest.raises(UsageError, match="--max_len 513: the model has 512 positions"):
-            examinee(config)
+            model_under_test(config)
     else:
-        assert examinee(config).chunks.num_prompts == 1
+        assert model_under_test(config).chunks.num_prompts == 1

@@ -15,8 +15,8 @@ from rlhf_cli.backends.weight_sync.adapter_push import read_adapter
 from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.models.adapters import PREFIX
 from rlhf_cli.options import build_config
-from rlhf_cli.runs.inference.run import examinee
-from rlhf_cli.runs.inference.turns import ARCHITECTURES, in_turns, manifest_of, ways, why_whole
+from rlhf_cli.runs.inference.model_groups import ARCHITECTURES, describe_groups, grouped_models, manifest_of, why_whole
+from rlhf_cli.runs.inference.run import model_under_test
 
 ONE = Cluster(["a"], [2], 2.0, has_gpus=False, is_local=True)
 
@@ -43,57 +43,57 @@ def adapter(folder, base, **lora):
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
 
 
-def asked(place, name, **changes):
+def model_of(place, name, **changes):
     flags = {"pretrain": str(name if Path(name).is_absolute() else place / name)}
     flags |= {"prompt_data": str(place / "prompts.jsonl"), "label_key": "answer", "reward_funcs": "exact"}
     flags |= {"max_len": "32", "max_new_tokens": "4", "param_dtype": "fp32", "rollout_backend": "transformers"}
-    return replace(examinee(build_config(EvalConfig, flags | changes)), backend="vllm")
+    return replace(model_under_test(build_config(EvalConfig, flags | changes)), backend="vllm")
 
 
-def folders(turns):
-    return [[Path(one.config.model.pretrain).name for one in turn.examinees] for turn in turns]
+def folders(groups):
+    return [[Path(one.config.model.pretrain).name for one in group.models] for group in groups]
 
 
 def test_neighbours_of_one_base_share_engines_and_their_order_stays(place, tiny_model_dir):
     base = Path(tiny_model_dir)
     names = ("one", base, "two", "other", "one", "dora", "two", "copy")
-    models = [asked(place, name) if name != "copy" else asked(place, "other") for name in names]
-    turns = in_turns(models, cluster=ONE)
-    assert [turn.base is not None for turn in turns] == [True, False, False, False, False, False]
-    assert folders(turns)[0] == ["one", base.name, "two"]
-    assert [number for turn in turns for number in turn.numbers] == list(range(8))
-    assert turns[0].max_lora_rank == 16
-    said = ways(turns, cluster=ONE)
+    models = [model_of(place, name) if name != "copy" else model_of(place, "other") for name in names]
+    groups = grouped_models(models, cluster=ONE)
+    assert [group.base is not None for group in groups] == [True, False, False, False, False, False]
+    assert folders(groups)[0] == ["one", base.name, "two"]
+    assert [number for group in groups for number in group.numbers] == list(range(8))
+    assert groups[0].max_lora_rank == 16
+    said = describe_groups(groups, cluster=ONE)
     assert f"engines load {base.resolve()} once for" in said
     assert "dora is merged (vLLM does not support DoRA)" in said
     assert "one is merged (no neighbor has the same base)" in said
 
 
 def test_a_base_without_an_adapter_beside_it_is_loaded_as_it_is(place, tiny_model_dir):
-    turns = in_turns([asked(place, tiny_model_dir), asked(place, tiny_model_dir)], cluster=ONE)
-    assert [turn.base for turn in turns] == [None, None]
-    assert ways(turns, cluster=ONE) == ""
+    groups = grouped_models([model_of(place, tiny_model_dir), model_of(place, tiny_model_dir)], cluster=ONE)
+    assert [group.base for group in groups] == [None, None]
+    assert describe_groups(groups, cluster=ONE) == ""
 
 
 def test_every_reason_to_write_an_adapter_whole_is_named(place, tiny_model_dir):
     adapter(place / "head", tiny_model_dir, modules_to_save=["lm_head", "embed_tokens"])
     adapter(place / "high", tiny_model_dir, rank_pattern={"q_proj": 600})
     gpus = replace(ONE, has_gpus=True)
-    one = asked(place, "one")
+    one = model_of(place, "one")
     assert why_whole(one, cluster=ONE) is None
     for model, cluster, reason in (
         (replace(one, backend="transformers"), ONE, "only vLLM applies adapters"),
         (one, gpus, "16-bit weights"),
         (one, replace(ONE, node_gpus=[2, 2]), "other machines"),
-        (asked(place, "one", stop="7"), ONE, "--stop"),
-        (asked(place, "dora"), ONE, "DoRA"),
-        (asked(place, "head"), ONE, "modules_to_save"),
-        (asked(place, "high"), ONE, "ranks up to 512"),
+        (model_of(place, "one", stop="7"), ONE, "--stop"),
+        (model_of(place, "dora"), ONE, "DoRA"),
+        (model_of(place, "head"), ONE, "modules_to_save"),
+        (model_of(place, "high"), ONE, "ranks up to 512"),
     ):
         said = why_whole(model, cluster=cluster)
         assert said is not None
         assert reason in said
-    assert why_whole(asked(place, "one", param_dtype="bf16"), cluster=gpus) is None
+    assert why_whole(model_of(place, "one", param_dtype="bf16"), cluster=gpus) is None
     (place / "one" / "generation_config.json").write_text('{"eos_token_id": 77}')
     assert "end tokens differ" in str(why_whole(one, cluster=ONE))
     one.model.architecture.architectures = ["MixtralForCausalLM"]
@@ -101,14 +101,14 @@ def test_every_reason_to_write_an_adapter_whole_is_named(place, tiny_model_dir):
 
 
 def test_engines_get_the_adapter_with_its_own_settings_and_the_base_without_any(place, tiny_model_dir):
-    manifest = manifest_of(asked(place, "two"), version=3)
+    manifest = manifest_of(model_of(place, "two"), version=3)
     tensors, _ = read_adapter(manifest)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_dir), place / "two")
     wanted = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if ".lora_" in name}
     assert tensors.keys() == wanted.keys()
     assert all(name.startswith(PREFIX) and torch.equal(tensors[name], wanted[name]) for name in tensors)
     assert manifest["config"]["r"] == 12  # type: ignore[index]
-    assert read_adapter(manifest_of(asked(place, tiny_model_dir), version=4)) == ({}, 0)
+    assert read_adapter(manifest_of(model_of(place, tiny_model_dir), version=4)) == ({}, 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

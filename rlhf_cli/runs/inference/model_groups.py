@@ -30,87 +30,87 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 @dataclass(frozen=True)
-class Turn:
+class ModelGroup:
     """Models evaluated on the same engines. `first` is the index of the first one.
 
     `base` is the model that engines load before adding adapters; None to load a single model in full.
     """
 
     first: int
-    examinees: list[ModelUnderTest]
+    models: list[ModelUnderTest]
     base: Path | None = None
 
     @property
     def numbers(self) -> range:
         """Indices of the models in the full list."""
-        return range(self.first, self.first + len(self.examinees))
+        return range(self.first, self.first + len(self.models))
 
     @property
     def max_lora_rank(self) -> int:
         """LoRA rank for which engines reserve memory."""
-        adapters = (_parts(asked) for asked in self.examinees if asked.model.parts is not None)
+        adapters = (_parts(tested) for tested in self.models if tested.model.parts is not None)
         return vllm_rank(*(vllm_config(read_config(parts.description)) for parts in adapters))
 
 
-def in_turns(examinees: Sequence[ModelUnderTest], *, cluster: Cluster) -> list[Turn]:
+def grouped_models(models: Sequence[ModelUnderTest], *, cluster: Cluster) -> list[ModelGroup]:
     """Group all models in order. Neighbors with the same base share engines if at least one is an adapter.
 
     Depends on all models, including completed ones, so that a resumed run groups them the same way.
     """
     # Group only neighbors, because responses are written in the order of the models.
-    turns: list[Turn] = []
-    numbered = [(number, asked, _shared_base(asked, cluster=cluster)) for number, asked in enumerate(examinees)]
+    groups: list[ModelGroup] = []
+    numbered = [(number, tested, _shared_base(tested, cluster=cluster)) for number, tested in enumerate(models)]
     for base, found in groupby(numbered, key=lambda entry: entry[2]):
-        neighbours = list(found)
-        asked = [entry[1] for entry in neighbours]
-        if base is not None and len(asked) > 1 and any(one.model.parts is not None for one in asked):
-            turns.append(Turn(neighbours[0][0], asked, base))
+        neighbors = list(found)
+        tested = [entry[1] for entry in neighbors]
+        if base is not None and len(tested) > 1 and any(one.model.parts is not None for one in tested):
+            groups.append(ModelGroup(neighbors[0][0], tested, base))
         else:
-            turns += [Turn(number, [one]) for number, one, _ in neighbours]
-    return turns
+            groups += [ModelGroup(number, [one]) for number, one, _ in neighbors]
+    return groups
 
 
-def ways(turns: Sequence[Turn], *, cluster: Cluster) -> str:
+def describe_groups(groups: Sequence[ModelGroup], *, cluster: Cluster) -> str:
     """Describe which models share engines, and why other adapters do not."""
     lines = []
-    for turn in turns:
-        names = ", ".join(_name(asked) for asked in turn.examinees)
-        if turn.base is not None:
-            lines.append(f"engines load {turn.base} once for {names}")
-        elif (parts := turn.examinees[0].model.parts) is not None and parts.base is not None:
-            reason = why_whole(turn.examinees[0], cluster=cluster) or "no neighbor has the same base"
+    for group in groups:
+        names = ", ".join(_name(tested) for tested in group.models)
+        if group.base is not None:
+            lines.append(f"engines load {group.base} once for {names}")
+        elif (parts := group.models[0].model.parts) is not None and parts.base is not None:
+            reason = why_whole(group.models[0], cluster=cluster) or "no neighbor has the same base"
             lines.append(f"{names} is merged ({reason})")
     return "; ".join(lines)
 
 
-def manifest_of(asked: ModelUnderTest, *, version: int) -> dict[str, object]:
+def manifest_of(tested: ModelUnderTest, *, version: int) -> dict[str, object]:
     """Return the adapter push for engines with its base; without tensors for the base itself."""
-    if asked.model.parts is None:
+    if tested.model.parts is None:
         return adapter_manifest([], {}, version=version)
-    parts = asked.model.parts
-    weights = adapter_weights(parts, asked.model.architecture)
+    parts = tested.model.parts
+    weights = adapter_weights(parts, tested.model.architecture)
     tensors = ((name, weights.read(name)) for name in weights.names())
     return adapter_manifest(tensors, vllm_config(read_config(parts.description)), version=version)
 
 
-def _shared_base(asked: ModelUnderTest, *, cluster: Cluster) -> Path | None:
+def _shared_base(tested: ModelUnderTest, *, cluster: Cluster) -> Path | None:
     """Return the base model's folder, or the model's own; None if it must be loaded in full."""
-    parts = asked.model.parts
+    parts = tested.model.parts
     if parts is None:
-        return folder_of(asked.model.found.path).resolve()
-    if parts.base is None or why_whole(asked, cluster=cluster) is not None:
+        return folder_of(tested.model.found.path).resolve()
+    if parts.base is None or why_whole(tested, cluster=cluster) is not None:
         return None
     return parts.base.resolve()
 
 
-def why_whole(asked: ModelUnderTest, *, cluster: Cluster) -> str | None:
+def why_whole(tested: ModelUnderTest, *, cluster: Cluster) -> str | None:
     """Return why the adapter must be merged; None if vLLM can apply it with the same results."""
-    return _fault_of_settings(asked, cluster=cluster) or _fault_of_adapter(asked)
+    return _fault_of_settings(tested, cluster=cluster) or _fault_of_adapter(tested)
 
 
-def _fault_of_settings(asked: ModelUnderTest, *, cluster: Cluster) -> str | None:
-    config = asked.config
-    if asked.backend != "vllm":
+def _fault_of_settings(tested: ModelUnderTest, *, cluster: Cluster) -> str | None:
+    config = tested.config
+    if tested.backend != "vllm":
         return "only vLLM applies adapters"
     if len(cluster.node_gpus) > 1:
         return "other machines may not have the base model"
@@ -123,8 +123,8 @@ def _fault_of_settings(asked: ModelUnderTest, *, cluster: Cluster) -> str | None
     return None
 
 
-def _fault_of_adapter(asked: ModelUnderTest) -> str | None:
-    parts, architecture = _parts(asked), asked.model.architecture
+def _fault_of_adapter(tested: ModelUnderTest) -> str | None:
+    parts, architecture = _parts(tested), tested.model.architecture
     config = read_config(parts.description)
     if not set(architecture.architectures or [""]) <= set(ARCHITECTURES):
         return f"{architecture.model_type} models are loaded in full"
@@ -138,7 +138,7 @@ def _fault_of_adapter(asked: ModelUnderTest) -> str | None:
         return f"vLLM supports ranks up to {VLLM_RANKS[-1]}"
     if strange := _strange_names(adapter_weights(parts, architecture).names()):
         return f"vLLM does not support adapters for {strange[0]}"
-    return None if _ends_like_base(asked) else "its end tokens differ"
+    return None if _ends_like_base(tested) else "its end tokens differ"
 
 
 def _strange_names(names: list[str]) -> list[str]:
@@ -147,25 +147,25 @@ def _strange_names(names: list[str]) -> list[str]:
     return [name for name in names if not name.endswith(known)]
 
 
-def _ends_like_base(asked: ModelUnderTest) -> bool:
+def _ends_like_base(tested: ModelUnderTest) -> bool:
     """Return whether the merged model and its base stop responses at the same tokens."""
-    parts = _parts(asked)
+    parts = _parts(tested)
     assert parts.base is not None, "a checkpoint without an adapter"
-    found = asked.model.architecture.eos_token_id
+    found = tested.model.architecture.eos_token_id
     try:
         if (folder := parts.file((GENERATION,))) is not None:
             own = set(eos_token_ids(folder))
         else:
             own = {found} if isinstance(found, int) else set(found or ())
-        return own | set(asked.data.end_ids) == {*eos_token_ids(parts.base), *asked.data.end_ids}
+        return own | set(tested.data.end_ids) == {*eos_token_ids(parts.base), *tested.data.end_ids}
     except UsageError:  # a file defines no end token
         return False
 
 
-def _parts(asked: ModelUnderTest) -> Parts:
-    assert asked.model.parts is not None, "a model without an adapter"
-    return asked.model.parts
+def _parts(tested: ModelUnderTest) -> Parts:
+    assert tested.model.parts is not None, "a model without an adapter"
+    return tested.model.parts
 
 
-def _name(asked: ModelUnderTest) -> str:
-    return str(asked.config.model.pretrain)
+def _name(tested: ModelUnderTest) -> str:
+    return str(tested.config.model.pretrain)
