@@ -1,7 +1,6 @@
-"""The roles of online training as the loop sees them: whole batches in, whole results out.
+"""Roles of online training as called by the loop, in the driver: full batches in, results in the same order out.
 
-Sequences go to the ranks of a role as packed micro-batches (planner.py); results come back in the order of the
-sequences.
+Sequences are sent to the ranks as micro-batches (planner.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +31,13 @@ from rlhf_cli.errors import (
 )
 from rlhf_cli.models.reward_model import ScoreStatistics
 
-if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
+# Only ranks import DeepSpeed.
+if TYPE_CHECKING:
     from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank
     from rlhf_cli.backends.roles.student_rank import StudentRank
 
 DEATH_SECONDS = 5.0
-"""How long after a rank's failure others are given to turn out dead: Ray takes about a second to notice."""
+"""Seconds to wait after a rank's failure for the death of another rank, which Ray reports after about a second."""
 
 HeldT = TypeVar("HeldT")
 Work = TypeVar("Work")
@@ -47,10 +47,10 @@ TrainedT = TypeVar("TrainedT", bound="ActorRank | CriticRank | StudentRank")
 
 
 class WorkerGroup(Generic[HeldT]):
-    """The workers of one role by rank, each of which holds an object of type `HeldT`.
+    """The workers of a role by rank, each with an object of type `HeldT`.
 
-    A call is a function of that object, usually a lambda, so that types are checked and a rename reaches it. Ray sends
-    the function with the values that it uses: a lambda must name `rank` and plain values, never `self`.
+    A call is a function of this object, usually a lambda, so that types are checked. Ray pickles the function with all
+    values that it refers to. Refer only to the argument and to picklable local variables, never to `self`.
     """
 
     def __init__(self, role: str, workers: list[Any], log_dir: Path) -> None:
@@ -62,27 +62,29 @@ class WorkerGroup(Generic[HeldT]):
         return len(self._workers)
 
     def start(self, call: Callable[[HeldT], object]) -> list[object]:
-        """Begin the same call on every rank; `wait` for the results."""
+        """Start a call on all ranks. Pass the result to `wait`."""
         return [worker.call.remote(call) for worker in self._workers]
 
     def start_each(self, call: Callable[[HeldT, Work], object], work: Sequence[Work]) -> list[Any]:
-        """Begin a call with its own work on every rank; `wait` for the results."""
+        """Start a call on all ranks, each with its element of `work`. Pass the result to `wait`."""
         return [worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)]
 
     def wait(self, calls: list[object]) -> list[Any]:
-        """Return the results of the calls by rank.
+        """Wait for the calls and return the results by rank.
 
         Raises:
-            UsageError, RunError: as raised in the worker.
-            RunError: a worker died or failed; names the rank, the reason and its log file.
+            UsageError, RunError: raised in the worker.
+            RunError: a worker died or failed. The message has rank, reason and log file.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
-        while pending:  # one at a time, so that a dead rank is noticed while others still wait for it
+        # One at a time: after a rank dies, others may wait for it in a collective and never finish.
+        while pending:
             done, _ = ray.wait(list(pending), num_returns=1)
             rank = pending.pop(done[0])
             try:
                 ray.get(done[0])
             except RayTaskError as error:
+                # The error may only be a consequence, such as a closed connection to a rank that died.
                 if not isinstance(error.cause, UsageError | RunError):
                     self._raise_if_one_died(pending)
                 raise self._failure(rank, error) from error
@@ -91,7 +93,7 @@ class WorkerGroup(Generic[HeldT]):
         return list(ray.get(calls))
 
     def _raise_if_one_died(self, pending: dict[object, int]) -> None:
-        """Raise ProcessDied if a rank is gone: ranks that were waiting for it fail too, perhaps earlier."""
+        """Raise ProcessDied if one of these ranks died."""
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_SECONDS) if pending else ([], [])
         for call in done:
             try:
@@ -110,13 +112,14 @@ class WorkerGroup(Generic[HeldT]):
         return self.wait([worker.visible_gpus.remote() for worker in self._workers])
 
     def build(self, rank_class: str, settings: RoleSettings, *, local_size: int) -> list[object]:
-        """Begin making the role in every rank; `wait` for the calls.
+        """Start building the role on all ranks. Pass the result to `wait`.
 
         Args:
             rank_class: "module:class" of a rank.
             local_size: ranks on a node.
         """
         host, port = self.address()
+        # Always local rank 0, because Ray shows each process only its own GPU.
         size = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(local_size)}
         common = size | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         return [
@@ -125,15 +128,15 @@ class WorkerGroup(Generic[HeldT]):
         ]
 
     def all(self, call: Callable[[HeldT], Result]) -> list[Result]:
-        """Return the results of the same call on every rank."""
+        """Run a call on all ranks and return the results by rank."""
         return self.wait(self.start(call))
 
     def all_each(self, call: Callable[[HeldT, Work], Result], work: Sequence[Work]) -> list[Result]:
-        """Return the results of a call with its own work on every rank."""
+        """Run a call on all ranks, each with its element of `work`, and return the results by rank."""
         return self.wait([worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)])
 
     def log_file(self, rank: int) -> Path:
-        """Return the file of a rank's output."""
+        """Return a rank's log file."""
         return self._log_dir / f"{self.role}-{rank}.log"
 
     def _death(self, rank: int, error: Exception) -> ProcessDied:
@@ -155,7 +158,7 @@ class WorkerGroup(Generic[HeldT]):
 
 
 class RoleGroup(Generic[RankT]):
-    """All ranks of a role; with `takes_turns` they leave the accelerators to others in between."""
+    """All ranks of a role. With `takes_turns`, they sleep between calls, so that roles can share GPUs."""
 
     def __init__(self, group: WorkerGroup[RankT], planner: MicroBatchPlanner, *, takes_turns: bool) -> None:
         self.group = group
@@ -163,19 +166,20 @@ class RoleGroup(Generic[RankT]):
         self._takes_turns = takes_turns
 
     def wake(self) -> None:
-        """Be ready to compute; does nothing for a role that never sleeps."""
+        """Move the models to the GPUs. No-op without `takes_turns`."""
         if self._takes_turns:
             self.group.all(lambda rank: rank.wake())
 
     def sleep(self) -> None:
-        """Leave the accelerators to others."""
+        """Move the models to host memory. No-op without `takes_turns`."""
         if self._takes_turns:
             self.group.all(lambda rank: rank.sleep())
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Hold the role on its accelerators for the block."""
+        """Keep the role awake inside the block."""
         self.wake()
+        # Not in a `finally`: after an error, ranks may wait in a collective and never reply.
         yield
         self.sleep()
 
@@ -184,7 +188,7 @@ class RoleGroup(Generic[RankT]):
         call: Callable[[RankT, list[list[TokenSequence]]], list[np.ndarray]],
         sequences: Sequence[TokenSequence],
     ) -> list[np.ndarray]:
-        """Return the results of a forward method, float32 [trained tokens] for each sequence, in their order."""
+        """Run a forward method. Returns float32 [K] per sequence, one value per trained token."""
         plan = self.planner.plan(sequences)
         work = [RankWork([[[sequences[i] for i in members] for members in bins]]) for bins in plan]
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
@@ -198,140 +202,141 @@ class RoleGroup(Generic[RankT]):
 
 
 class TrainedRole(RoleGroup[TrainedT]):
-    """A model in training: the part that actor and critic share."""
+    """A trained model: shared methods of actor, critic and student."""
 
     def sleep_optimizer(self) -> None:
-        """Keep the weights alone on the accelerators."""
+        """Keep only the weights on the GPUs."""
         if self._takes_turns:
             self.group.all(lambda rank: rank.sleep_optimizer())
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of a checkpoint, as an estimate."""
+        """Estimate the size of a checkpoint in bytes."""
         return self.group.all(lambda rank: rank.checkpoint_bytes())[0]
 
     def save(self, directory: Path) -> None:
-        """Write everything that shapes the future of this role."""
+        """Save weights, optimizer, schedule and RNG states."""
         directory.mkdir(parents=True, exist_ok=True)
         with self.awake():
             self.group.all(lambda rank: rank.save(directory))
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote."""
+        """Load a state written by `save`."""
         with self.awake():
             self.group.all(lambda rank: rank.load(directory))
 
     def save_model(self, directory: Path) -> None:
-        """Write the model in Hugging Face format."""
+        """Save the model in Hugging Face format."""
         with self.awake():
             self.group.all(lambda rank: rank.save_model(directory))
 
     def save_average(self, directory: Path) -> None:
-        """Write the moving average of the weights in Hugging Face format."""
+        """Save the moving average of the weights in Hugging Face format."""
         with self.awake():
             self.group.all(lambda rank: rank.save_average(directory))
 
 
 class ActorRole(TrainedRole["ActorRank"]):
-    """The policy in training."""
+    """The trained policy."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Return the log-probs of each sequence's trained tokens, in nats."""
+        """Return the log-probs of trained tokens per sequence, in nats."""
         return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
     def update(
         self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step."""
+        """Run optimizer steps, each an array of sample indices. Returns metrics per step."""
         shares = self.planner.steps(samples, steps)
         metrics = self.group.all_each(lambda rank, share: rank.update(share, on_policy, weights), shares)
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
 
 
 class StudentRole(TrainedRole["StudentRank"]):
-    """The model that learns the distributions of a teacher in its own ranks."""
+    """A policy that is trained on the distributions of a teacher in the same ranks."""
 
     def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step; a step is an array of indices."""
+        """Run optimizer steps, each an array of sequence indices. Returns metrics per step."""
         shares = self.planner.steps(sequences, steps)
         return self.group.all_each(lambda rank, share: rank.learn(share), shares)[0]
 
 
 SampledRole = ActorRole | StudentRole
-"""A model in training whose weights go to the engines."""
+"""A trained model whose weights are pushed to the engines."""
 
 
 class CriticRole(TrainedRole["CriticRank"]):
-    """The value model in training."""
+    """The trained value model."""
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Return the values of the states before each sequence's trained tokens."""
+        """Return the values of the states before trained tokens, per sequence."""
         return self.forward(lambda rank, micro_batches: rank.values(micro_batches), sequences)
 
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step."""
+        """Run optimizer steps, each an array of sample indices. Returns metrics per step."""
         metrics = self.group.all_each(lambda rank, share: rank.update(share), self.planner.steps(samples, steps))
         return [finish_value_metrics(of_step) for of_step in metrics[0]]
 
 
 class FrozenPolicyRole(RoleGroup["FrozenPolicyRank"]):
-    """The frozen policy that on-policy distillation leads to."""
+    """A frozen policy, such as a teacher."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Return the log-probs of each sequence's trained tokens, in nats."""
+        """Return the log-probs of trained tokens per sequence, in nats."""
         return self.forward(lambda rank, micro_batches: rank.logprobs(micro_batches), sequences)
 
 
 class ReferenceRole(FrozenPolicyRole):
-    """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
+    """The reference policy of the KL divergence, fixed or updated toward the actor."""
 
     def move(self, actor: ActorRole, alpha: float) -> None:
-        """Make the weights `alpha` of the actor's and the rest of their own; they travel in Ray's object store."""
+        """Interpolate: (1 - alpha) * own weights + alpha * actor weights, transferred through Ray's object store."""
         trained = actor.group
+        # In buckets, to limit host memory.
         with self.awake(), actor.awake():
             for number in range(trained.all(lambda rank: rank.num_buckets())[0]):
                 bucket = trained.start_each(lambda rank, number: rank.bucket(number), [number] * len(trained))
                 trained.wait(bucket)
-                # Ray hands the weights of rank 0 to every rank of the reference: they do not pass through the driver.
+                # Pass the reference to rank 0's result: Ray resolves it on each rank, without a copy in the driver.
                 self.group.all_each(
                     lambda rank, weights: rank.move(weights.items(), alpha), [bucket[0]] * len(self.group)
                 )
 
     def num_bytes(self) -> int:
-        """Return the bytes that `save` writes."""
+        """Return the number of bytes that `save` writes."""
         return self.group.all(lambda rank: rank.num_bytes())[0]
 
     def save(self, directory: Path) -> None:
-        """Write the weights as they have moved."""
+        """Save the current weights."""
         directory.mkdir(parents=True, exist_ok=True)
         with self.awake():
             self.group.all(lambda rank: rank.save(directory))
 
     def load(self, directory: Path) -> None:
-        """Take the weights that `save` wrote."""
+        """Load weights written by `save`."""
         with self.awake():
             self.group.all(lambda rank: rank.load(directory))
 
 
 class BaseReference:
-    """The model under the actor's adapter as the reference of the KL divergence: there is no second copy of it."""
+    """The actor's base model as the reference policy, computed with the adapter disabled instead of a second model."""
 
     def __init__(self, actor: ActorRole) -> None:
         self._actor = actor
         self.wake, self.sleep = actor.wake, actor.sleep
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Return the log-probs of each sequence's trained tokens, in nats."""
+        """Return the log-probs of trained tokens per sequence, in nats."""
         return self._actor.forward(lambda rank, micro_batches: rank.base_logprobs(micro_batches), sequences)
 
 
 class RewardRole(RoleGroup["RewardRank"]):
-    """The reward model, which scores whole responses."""
+    """The reward model."""
 
     statistics: ScoreStatistics | None = None
-    """Mean and deviation by which scores are normalised."""
+    """Mean and standard deviation for normalizing scores."""
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]:
-        """Return the score of each sequence, read at its last token; normalised if there are statistics."""
+        """Return one score per sequence, read at the last token, and normalized if statistics are set."""
         found = self.step_scores([only_end(sequence) for sequence in sequences])
         scores_B = torch.from_numpy(np.concatenate(found))
         if self.statistics is not None:
@@ -339,5 +344,5 @@ class RewardRole(RoleGroup["RewardRank"]):
         return scores_B.tolist()
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Return the scores of each sequence's steps, float32 [K], read at its marked tokens."""
+        """Return step scores per sequence, float32 [K], read at the marked tokens."""
         return self.forward(lambda rank, micro_batches: rank.scores(micro_batches), sequences)

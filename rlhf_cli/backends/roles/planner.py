@@ -1,4 +1,4 @@
-"""Cuts a batch into packed micro-batches for the ranks of a role, within the bound on tokens."""
+"""Splits a batch into packed micro-batches for the ranks of a role, within the token limit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ from rlhf_cli.data.packing.shared_prompts import plan_groups
 
 @dataclass(frozen=True)
 class MicroBatchPlanner:
-    """Cuts batches into packed micro-batches for the ranks of a role.
+    """Splits batches into packed micro-batches for the ranks of a role.
 
-    Neighbouring ranks that share sequences or split layers get the same micro-batches, the former of as many times the
-    tokens.
-    `do_share_prompts` asks the ranks whether they compute the common prompt of neighbours in a micro-batch once.
+    Ranks in a sequence- or tensor-parallel group get the same micro-batches. With sequence parallelism, the token limit
+    is multiplied by the size of the group.
+
+    `do_share_prompts` returns whether the ranks compute the common prompt of neighbors in a micro-batch once.
     """
 
     num_ranks: int
@@ -29,6 +30,7 @@ class MicroBatchPlanner:
     ranks_per_sequence: int = 1
     ranks_per_layer: int = 1
 
+    # Ask late and once: ranks answer only after their model is loaded.
     @cached_property
     def _shares_prompts(self) -> bool:
         return self.do_share_prompts()
@@ -38,12 +40,12 @@ class MicroBatchPlanner:
         return self.ranks_per_sequence * self.ranks_per_layer
 
     def plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
-        """Return the indices by rank and micro-batch; ranks that compute packs together have the same ones."""
+        """Return sequence indices per rank and micro-batch. Ranks in a group have the same ones."""
         shares = self._shares(sequences)
         return [share for share in shares for _ in range(self._ranks_per_pack)]
 
     def _shares(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
-        """Return the indices by group of ranks that compute packs together, and micro-batch."""
+        """Return sequence indices per group of ranks and micro-batch."""
         max_tokens = self.batch.max_tokens * self.ranks_per_sequence
         num_groups = self.num_ranks // self._ranks_per_pack
         if self._shares_prompts:
@@ -70,6 +72,7 @@ class MicroBatchPlanner:
             chosen = [samples[i] for i in indices]
             num_tokens = sum(sample.num_trained for sample in chosen)
             totals = StepTotals(num_tokens=num_tokens, num_sequences=len(chosen))
+            # Totals are over all ranks: losses of micro-batches are parts of one mean over the step.
             for rank, bins in enumerate(self.plan(chosen)):
                 shares[rank].steps.append([[chosen[i] for i in members] for members in bins])
                 shares[rank].totals.append(totals)

@@ -1,7 +1,7 @@
-"""One rank of each online role, its models and its methods: actor, critic, reference, teacher and reward model.
+"""One rank of each online role: actor, critic, reference, teacher and reward model.
 
-Leaves out how ranks are started and given work (start, groups). Micro-batches arrive as lists of
-sequences and are packed here, so that only token ids and numbers travel between processes.
+`start` starts ranks, and `groups` calls them. Micro-batches arrive as lists of sequences and are packed here, so that
+only token IDs and numbers are sent between processes.
 """
 
 import itertools
@@ -64,6 +64,7 @@ from rlhf_cli.models.vision.freezing import describe_frozen_parts
 
 
 def _transport(link: EngineLink, hf_model: Any) -> Transport:
+    # Rank 0 sends. The other ranks are idle but take part, because gathering weights is a collective.
     if link.adapter_alone:
         return ObjectTransport(vllm_config(hf_model.peft_config[ACTIVE])) if dist.get_rank() == 0 else Idle()
     if link.backend == "shm":
@@ -74,27 +75,27 @@ def _transport(link: EngineLink, hf_model: Any) -> Transport:
 
 
 class Packer:
-    """How a rank packs the sequences of a micro-batch: with a prompt once for neighbours that share it, or in full."""
+    """Packs the sequences of a micro-batch. Prompts shared by neighbors are packed once, if the model supports it."""
 
     def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
         attention = attention_name(hf_model.config)
         self._shares_prompts = settings.share_prompts and can_share_prompts(attention, settings.deepspeed)
 
     def shares_prompts(self) -> bool:
-        """Return whether neighbours that share a prompt have it once."""
+        """Return whether shared prompts are packed once."""
         return self._shares_prompts
 
     def __call__(self, sequences: list[TokenSequence]) -> Pack:
         return pack_groups(sequences) if self._shares_prompts else pack(sequences)
 
     def steps(self, work: RankWork, names: tuple[str, ...]) -> Iterator[tuple[list[MicroBatch], StepTotals]]:
-        """Yield a rank's share of each optimizer step, with these columns, and the totals over all ranks."""
+        """Yield this rank's micro-batches with these columns, and the totals over all ranks, per optimizer step."""
         for step, totals in zip(work.steps, work.totals, strict=True):
             yield [micro_batch(sequences, names=names, pack_sequences=self) for sequences in step], totals
 
 
 class TrainedRank:
-    """One rank of a role in training: what actor and critic have in common besides their objective."""
+    """One rank of a trained role: shared methods of actor, critic and student."""
 
     def __init__(
         self, settings: RoleSettings, hf_model: nn.Module, module: nn.Module, *, ema_beta: float | None = None
@@ -116,45 +117,45 @@ class TrainedRank:
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
 
     def update_average(self) -> None:
-        """Move the average of the weights, if one is kept, after an optimizer step."""
+        """Update the moving average of the weights, if enabled. Call it after each optimizer step."""
         if self._average is not None:
             self._average.update()
 
     def sleep(self) -> None:
-        """Leave the accelerator to others."""
+        """Move all states to host memory."""
         self.engine.sleep()
 
     def sleep_optimizer(self) -> None:
-        """Keep only the weights on the accelerator."""
+        """Move all states except the weights to host memory."""
         self.engine.sleep_optimizer()
 
     def wake(self) -> None:
-        """Be ready to compute."""
+        """Move all states to the GPU."""
         self.engine.wake()
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes that `save` writes, over all ranks, as an estimate."""
+        """Estimate the number of bytes that `save` writes on all ranks."""
         return self.engine.checkpoint_bytes() + (self._average.num_bytes() if self._average else 0)
 
     def save(self, directory: Path) -> None:
-        """Write everything that shapes the future of this role."""
+        """Save weights, optimizer, schedule, RNG states and average."""
         self.engine.save(directory)
         if self._average is not None:
             self._average.save(directory)
         describe_model(self.hf_model, self._tokenizer, directory)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote."""
+        """Load a state written by `save`."""
         self.engine.load(directory)
         if self._average is not None:
             self._average.load(directory)
 
     def save_model(self, directory: Path) -> None:
-        """Write the model in Hugging Face format."""
+        """Save the model in Hugging Face format."""
         save_whole_model(self.engine, self.hf_model, self._tokenizer, directory)
 
     def save_average(self, directory: Path) -> None:
-        """Write the moving average of the weights as a model in Hugging Face format."""
+        """Save the moving average of the weights as a model in Hugging Face format."""
         assert self._average is not None, "no average is kept"
         save_weights(self._average.weights(), self.hf_model, self._tokenizer, directory)
 
@@ -164,7 +165,7 @@ class TrainedRank:
 
 
 class SampledRank(TrainedRank):
-    """One rank of a model in training whose weights go to the engines: what policy and student have in common."""
+    """One rank of a trained model whose weights are pushed to the engines: policy or student."""
 
     def __init__(self, settings: RoleSettings, wrap: Callable[[Any, SequenceRanks | None], nn.Module]) -> None:
         hf_model = join_and_load(settings, load_causal_lm)
@@ -174,48 +175,49 @@ class SampledRank(TrainedRank):
         self._pushes_adapter = False
 
     def connect_engines(self, link: EngineLink) -> None:
-        """Open the way weights take to the engines; every rank calls it."""
+        """Connect to the engines for weight pushes. Call it on all ranks."""
+        # Called again after an engine restart: close the connection to the dead process.
         if self._sender is not None:
             self._sender.close()
         self._sender = WeightSender(_transport(link, self.hf_model))
         self._pushes_adapter = link.adapter_alone
 
     def push_weights(self, version: int) -> PushReport:
-        """Send the weights to the engines; every rank calls it, the report of rank 0 counts."""
+        """Push the weights to the engines. Call it on all ranks. The report is valid on rank 0."""
         assert self._sender is not None, "no engine is connected"
         weights = self.adapter_weights() if self._pushes_adapter else self.engine_weights()
         return self._sender.send(weights, version)
 
     def discard_push(self) -> None:
-        """Remove the files of the last push, which every engine has taken; only pushes by shared memory have any."""
+        """Remove the files of the last push after all engines have loaded it (shm only)."""
         assert self._sender is not None, "no engine is connected"
         self._sender.close()
 
     def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole weights as a checkpoint without an adapter has them; every rank must iterate to the end."""
+        """Yield full weights under checkpoint names, with the adapter merged. Every rank must iterate to the end."""
         hf_model = self.hf_model
         ordered = in_folding_order(hf_model)
         parameters = folded(dense(self.engine.whole(ordered), dict(ordered)), scales(hf_model))
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapter's whole weights under the names of PEFT's files; every rank must iterate to the end."""
+        """Yield the adapter's full weights under PEFT's names. Every rank must iterate to the end."""
         trained = self.engine.named_weights(self.hf_model, only_trained=True)
         return ((file_name(name), weight) for name, weight in trained)
 
 
 class ActorRank(SampledRank):
-    """One rank of the policy in training."""
+    """One rank of the trained policy."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, PolicyModel)
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
     def update(self, work: RankWork, on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
+        """Run the optimizer steps. Returns metrics per step. If `on_policy`, ratios use current log-probs."""
         policy = self.settings.policy
         anchor = () if on_policy else ("old_logprobs",)
         reference = ("ref_logprobs",) if policy.has_kl_loss else ()
@@ -229,18 +231,19 @@ class ActorRank(SampledRank):
         return metrics
 
     def base_logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the same as `logprobs` by the model under the adapter."""
+        """Return the same as `logprobs`, for the base model without the adapter."""
         with adapter_off(self.engine.module):
             return self.logprobs(micro_batches)
 
     def num_buckets(self) -> int:
-        """Return how many calls of `bucket` give all weights."""
+        """Return the number of buckets with weights."""
         return len(list(buckets(list(self.hf_model.named_parameters()))))
 
     def bucket(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the weights of a bucket, whole and on the CPU, on rank 0; every rank calls it."""
+        """Return the full weights of a bucket on the CPU, on rank 0. Call it on all ranks."""
         chosen = list(buckets(list(self.hf_model.named_parameters())))[number]
         gathered = self.engine.whole(chosen)
+        # Copied, because a gathered tensor is valid only until the next one.
         return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
 
     def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
@@ -269,7 +272,7 @@ class ActorRank(SampledRank):
 
 
 class CriticRank(TrainedRank):
-    """One rank of the value model in training."""
+    """One rank of the trained value model."""
 
     COLUMNS = ("old_values", "returns")
 
@@ -278,11 +281,11 @@ class CriticRank(TrainedRank):
         super().__init__(settings, hf_model, ValueModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config)))
 
     def values(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the values of the states before the trained tokens of each micro-batch, float32 [K]."""
+        """Return the values of the states before trained tokens, float32 [K] per micro-batch."""
         return _infer(self, micro_batches, lambda model, batch: model(batch))
 
     def update(self, work: RankWork) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step."""
+        """Run the optimizer steps. Returns metrics per step."""
         return [
             self.engine.train_step(micro_batches, self._loss(totals))
             for micro_batches, totals in self.packer.steps(work, self.COLUMNS)
@@ -307,7 +310,7 @@ class CriticRank(TrainedRank):
 
 
 class FrozenRank(FrozenModel):
-    """One rank of a model that is not trained."""
+    """One rank of a frozen model."""
 
     def __init__(
         self,
@@ -329,7 +332,7 @@ class FrozenPolicyRank(FrozenRank):
         super().__init__(settings, load_causal_lm, PolicyModel)
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
 
@@ -341,10 +344,9 @@ class RewardRank(FrozenRank):
         super().__init__(replace(settings, share_prompts=False), load_reward_model, ValueModel)
 
     def scores(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before
-        them.
-        """
+        """Return the scores at the marked tokens, float32 [K] per micro-batch."""
 
+        # A value is read before a target, a score at it.
         def forward(model: nn.Module, batch: Pack) -> torch.Tensor:
             values_K: torch.Tensor = model(at_targets(batch))
             return values_K
@@ -353,7 +355,7 @@ class RewardRank(FrozenRank):
 
 
 def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
-    """Join the ranks of the role and return the model by `load`, read straight onto this rank's device."""
+    """Join the role's process group, and load the model directly to this rank's device."""
     distributed.join_process_group()
     seed_everything(settings.seed)
     partition = partitioned_loading(settings.deepspeed, param_dtype=settings.model.param_dtype)
@@ -374,26 +376,28 @@ def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]
 
 
 def save_whole_model(engine: DeepSpeedEngine, hf_model: object, tokenizer: object, directory: Path) -> None:
-    """Write the model, or the adapter on it, in Hugging Face format; all ranks call it, rank 0 writes."""
+    """Save the model, or only its adapter, in Hugging Face format, on rank 0. Call it on all ranks."""
     save_weights(engine.named_weights(hf_model, only_trained=is_adapted(hf_model)), hf_model, tokenizer, directory)
 
 
 def save_weights(
     named: Iterable[tuple[str, torch.Tensor]], hf_model: object, tokenizer: object, directory: Path
 ) -> None:
-    """Write given weights of the model, or of the adapter on it; all ranks call it, rank 0 writes."""
+    """Save these weights of the model or adapter, on rank 0. Call it on all ranks."""
     is_writer = dist.get_rank() == 0
+    # All ranks iterate, because gathering is a collective. A gathered tensor is valid only until the next one.
     weights = {name: weight.to("cpu", copy=True) for name, weight in named if is_writer}
     if is_writer:
         if not is_adapted(hf_model):
             weights |= {name: buffer.cpu() for name, buffer in persistent_buffers(hf_model)}
         save = save_adapter if is_adapted(hf_model) else save_hf
         save(hf_model, tokenizer, directory, state_dict=weights)
+    # No rank may continue before the files exist.
     distributed.barrier()
 
 
 def describe_model(hf_model: object, tokenizer: object, directory: Path) -> None:
-    """Write beside a saved engine what its weights need to become a Hugging Face folder; rank 0 writes."""
+    """Save the files, next to a saved engine, with which `rlhf merge` makes a Hugging Face folder of it, on rank 0."""
     if dist.get_rank() == 0:
         folder = directory / DESCRIPTION
         folder.mkdir(exist_ok=True)

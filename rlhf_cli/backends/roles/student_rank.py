@@ -1,4 +1,4 @@
-"""One rank of a student, whose teacher lives beside it: distributions and hidden states never leave the process."""
+"""Rank of a student with its teacher in the same process, so that hidden states never leave it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from rlhf_cli.models.student import StudentModel
 
 
 class StudentRank(SampledRank):
-    """One rank of a model that learns a teacher's distributions."""
+    """One rank of a model that is trained on a teacher's distributions."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, StudentModel)
@@ -25,7 +25,7 @@ class StudentRank(SampledRank):
             self._teacher.sleep()
 
     def learn(self, work: RankWork) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step."""
+        """Run the optimizer steps. Returns metrics per step."""
         with self._awake_teacher():
             return [self._step(step, totals) for step, totals in zip(work.steps, work.totals, strict=True)]
 
@@ -38,10 +38,11 @@ class StudentRank(SampledRank):
 
     @contextmanager
     def _awake_teacher(self) -> Iterator[None]:
-        """Hold the teacher on the accelerator for the block, if the student leaves its own to others at times."""
+        """Keep the teacher on the GPU inside the block. Outside, it sleeps if the student does."""
         if not self.settings.sleeps:
             yield
             return
         self._teacher.wake()
+        # Not in a `finally`: after an error, other ranks may wait in a collective and never reply.
         yield
         self._teacher.sleep()

@@ -1,6 +1,6 @@
-"""The process of one rank or one rollout engine: a Ray actor that holds an object and calls its methods.
+"""Process of a rank or rollout engine: a Ray actor that builds an object and runs functions on it.
 
-Imports nothing heavy by itself, so that environment variables are set before torch is loaded.
+No heavy imports at module level, because environment variables must be set before torch is loaded.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rlhf_cli.environment import rest_collector, resume_collector
 
 
 class RayWorker:
-    """Holds one object, built in its own process, and calls its methods on request."""
+    """Builds an object in its process, and runs functions on it."""
 
     def __init__(self, *, environment: dict[str, str], log_file: Path) -> None:
         os.environ |= environment
@@ -25,7 +25,7 @@ class RayWorker:
         self._target: object = None
 
     def address(self) -> tuple[str, int]:
-        """Return (IP address of this node, a free port), at which the ranks of a role can meet."""
+        """Return (IP address of this node, a free port) for the rendezvous of the role's ranks."""
         import ray
 
         return ray.util.get_node_ip_address(), free_port()
@@ -35,25 +35,26 @@ class RayWorker:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def build(self, environment: dict[str, str], factory: str, *args: object) -> None:
-        """Make the object this worker holds: `factory(*args)`, of a factory named as "module:name"."""
+        """Build the object with `factory(*args)`. The factory is named as "module:name"."""
         os.environ |= environment
         self._target = _made(factory, *args)
 
     def call(self, function: Callable[..., object], *args: object) -> object:
-        """Return `function(target, *args)` of the object that this worker holds."""
+        """Return `function(object, *args)`."""
         return function(self._target, *args)
 
 
 class AsyncRayWorker(RayWorker):
-    """A worker whose object has coroutines; calls may overlap."""
+    """A worker for an object with coroutines. Calls may overlap."""
 
     async def build(self, environment: dict[str, str], factory: str, *args: object) -> None:  # type: ignore[override]
-        """Make the object this worker holds: `factory(*args)`, off the event loop."""
+        """Build the object with `factory(*args)`."""
         os.environ |= environment
+        # In a thread, because loading may take minutes and would block the event loop.
         self._target = await asyncio.to_thread(_made, factory, *args)
 
     async def call(self, function: Callable[..., Any], *args: object) -> object:
-        """Await `function(target, *args)`, a coroutine of the object that this worker holds."""
+        """Await `function(object, *args)`."""
         return await function(self._target, *args)
 
 
@@ -65,12 +66,15 @@ def _made(factory: str, *args: object) -> object:
 
 
 def log_to(path: Path) -> None:
-    """Send the output of this process and its children to a file."""
+    """Redirect the output of this process and its children to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Append: a restarted process continues the log, and children write to it at the same time.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
+    # The descriptors, not `sys.stdout`: C libraries and child processes write to them too.
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    # A crash in C code leaves a Python traceback in the log.
     faulthandler.enable(2)
