@@ -163,13 +163,13 @@ class AsyncConfig(SettingsGroup):
     """
 
     @property
-    def lag(self) -> int:
+    def staleness(self) -> int:
         """Number of iterations that sampling is ahead of training."""
         return self.max_staleness if self.async_train else 0
 
     @model_validator(mode="after")
     def _staleness_comes_of_sampling_ahead(self) -> "AsyncConfig":
-        if self.partial_rollout and not self.lag:
+        if self.partial_rollout and not self.staleness:
             raise ValueError("partial_rollout needs --max_staleness of 1 or more")
         return self
 

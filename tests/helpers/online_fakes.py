@@ -19,8 +19,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.interfaces import Roles, awake
+from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.samples import Sample
@@ -155,6 +155,7 @@ class FakeScorer:
     def __init__(self, journal: list[str], fails: Callable[[int], bool]) -> None:
         self.journal, self.fails = journal, fails
         self.asked: list[list[ScoreRequest]] = []
+        self.num_open = 0  # sessions
 
     def session(self) -> "FakeSession":
         return FakeSession(self)
@@ -172,9 +173,11 @@ class FakeSession:
         self.reported = 0
 
     def __enter__(self) -> "FakeSession":
+        self.scorer.num_open += 1
         return self
 
-    def __exit__(self, *failure: object) -> None: ...
+    def __exit__(self, *failure: object) -> None:
+        self.scorer.num_open -= 1
 
     def add(self, requests: Sequence[ScoreRequest]) -> range:
         self.requests += requests
@@ -260,7 +263,7 @@ class Run:
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
         self.evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
-        self.turns = ActorTurns()
+        self.lent_actor = LentActor()
 
     def roles(self) -> Roles:
         return Roles(
@@ -274,7 +277,7 @@ class Run:
             reward_model=self.reward_model,
             move_reference=self._move_reference,
             steps=self.steps,
-            turns=self.turns,
+            lent_actor=self.lent_actor,
         )
 
     def _move_reference(self) -> None:
@@ -283,7 +286,7 @@ class Run:
             self.reference.move()
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
-        self.turns = ActorTurns()  # the locks of a finished run cannot be reused
+        self.lent_actor = LentActor()  # that of a finished run refuses loans
         return train_online(
             self.roles(),
             RolloutSource(

@@ -28,5 +28,5 @@ def online_settings(config: OnlineConfig, row: str) -> OnlineSettings:
         reference=config.reference,
         optim=config.optim,
         dynamic=config.dynamic_sampling,
-        lag=config.asynchronous.lag,
+        staleness=config.asynchronous.staleness,
     )

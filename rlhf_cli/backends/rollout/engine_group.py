@@ -73,8 +73,8 @@ class EngineGroup:
         sync_backend: weight transfer backend.
         ranks_per_engine: GPUs per engine.
         adapter_alone: whether pushes contain only the adapter, and sleeping engines keep the base model.
-        borrowed_actor: context manager that locks the actor for a push to a restarted engine. It yields the version for
-            the actor's weights, or None for the version from the last push.
+        borrowed_actor: context manager that borrows the actor for a push to a restarted engine. It yields the version
+            of the actor's weights, or None for the version from the last push.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class EngineGroup:
             return
         self._restart({number: error})
         if self._actor is not None:
-            # Restart before locking the actor: building an engine takes long, and training can continue meanwhile.
+            # Restart before borrowing the actor: building an engine takes long, and training can continue meanwhile.
             with self._borrowed_actor() as version, self._actor.awake():
                 self.connect(self._actor)
                 self._push(self._version if version is None else version, (number,))

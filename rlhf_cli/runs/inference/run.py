@@ -1,5 +1,6 @@
 """Common parts of `rlhf generate` and `rlhf eval`: a model answers prompts chunk by chunk."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -301,7 +302,7 @@ def _answer(
 
     `first` is the index of the first prompt, which determines the seeds.
     """
-    work = sample_and_score(dict(enumerate(prompts, start=first)), answering.sampler, timer)
+    work = asyncio.run(sample_and_score(dict(enumerate(prompts, start=first)), answering.sampler, timer))
     samples = samples_of(work.whole_groups())
     with timer("reward"):
         if answering.is_scored:

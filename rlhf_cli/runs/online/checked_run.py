@@ -34,8 +34,8 @@ from rlhf_cli.runs.online.checks import (
     check_partial_rollout,
     check_step_rewards,
     check_without_estimator,
-    lag_notice,
     most_episodes,
+    staleness_notice,
 )
 from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
 from rlhf_cli.runs.online.group_files import check_state
@@ -109,7 +109,7 @@ class OnlineRun:
             # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
             distill_coef=config.teacher.weight,
             step_weight=config.reward.prm_weight,
-            lag=config.asynchronous.lag,
+            staleness=config.asynchronous.staleness,
             partial_rollout=config.asynchronous.partial_rollout,
             end_ids=self.data.end_ids,
             estimator_settings=config.settings_of_code("advantage_estimator"),
@@ -268,7 +268,7 @@ def _needs(config: OnlineConfig, models: OnlineModels) -> LayoutNeeds:
     """Return the layout requirements of the settings."""
     settings = [config.deepspeed_of(role) for role in models.loaded]
     groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
-    return LayoutNeeds(lcm(*groups), samples_ahead=config.asynchronous.lag > 0, can_sleep=_can_sleep(config))
+    return LayoutNeeds(lcm(*groups), samples_ahead=config.asynchronous.staleness > 0, can_sleep=_can_sleep(config))
 
 
 def _can_sleep(config: OnlineConfig) -> bool:
@@ -339,7 +339,7 @@ def notices(run: OnlineRun) -> list[str]:
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
     reference = reference_notice(run.models.policy) if config.policy.init_kl_coef > 0 else []
-    return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *reference, *files, *layouts]
+    return [*idle, *truncation_notice(config.rollout), *staleness_notice(config), *reference, *files, *layouts]
 
 
 def code_of_others(config: OnlineConfig) -> dict[str, str]:

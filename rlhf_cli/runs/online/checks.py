@@ -24,7 +24,7 @@ def check_without_estimator(config: OnlineConfig) -> None:
     _check_room(config)
     check_filtering(config)
     check_episodes(config)
-    check_lag(config)
+    check_staleness(config)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: requires a reference model; set --init_kl_coef")
 
@@ -134,7 +134,7 @@ def refuse_length_rewards(reward: RewardConfig) -> None:
             raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
 
 
-def check_lag(config: OnlineConfig) -> None:
+def check_staleness(config: OnlineConfig) -> None:
     """Raise UsageError if engines cannot sample during training because they share GPUs with the models."""
     placement = config.placement
     named = (
@@ -142,7 +142,7 @@ def check_lag(config: OnlineConfig) -> None:
         ("--vllm_enable_sleep", config.engine.vllm_enable_sleep),
     )
     for flag, is_given in named:
-        if config.asynchronous.lag and is_given:
+        if config.asynchronous.staleness and is_given:
             raise UsageError(f"--async_train samples during training, so engines require dedicated GPUs: drop {flag}")
 
 
@@ -155,9 +155,9 @@ def check_partial_rollout(config: OnlineConfig, *, backend: str) -> None:
         )
 
 
-def lag_notice(config: OnlineConfig) -> list[str]:
+def staleness_notice(config: OnlineConfig) -> list[str]:
     """Return a notice if stale responses are trained on without correction."""
-    if not config.asynchronous.lag or config.policy.rollout_correction != "off":
+    if not config.asynchronous.staleness or config.policy.rollout_correction != "off":
         return []
     return [
         "--rollout_correction off: with --async_train, stale responses are treated as if sampled from the current "

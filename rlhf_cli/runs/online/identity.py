@@ -80,7 +80,7 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
         **config.episodes.identity(max_len=config.prompts.max_len),
         **_role_settings(config),
         **supported_identity(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
-        "max_staleness": config.asynchronous.lag,
+        "max_staleness": config.asynchronous.staleness,
         "seed": config.batch.seed,
     }
 

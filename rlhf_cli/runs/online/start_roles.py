@@ -30,8 +30,8 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
 from rlhf_cli.runs.trained_model import ModelPlan
-from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.interfaces import Engines, FrozenPolicy, Roles, SampledT
+from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
@@ -51,14 +51,14 @@ class OnlineRoles(Started):
     ) -> None:
         self._config = config
         self._models = models
-        # Create the lock before the engines, because a restarted engine asks for the actor.
-        self._turns = ActorTurns()
+        # Before the engines, because a restarted engine borrows the actor.
+        self._lent_actor = LentActor()
         super().__init__(
             processes,
             [role_plan(config, models, role, total_steps=total_steps, end_ids=end_ids) for role in models.by_role],
             engine_plan(config, models.policy, backend, processes),
             takes_turns=bool(config.placement.deepspeed_enable_sleep),
-            borrowed_actor=self._turns.borrowed,
+            borrowed_actor=self._lent_actor.borrowed,
         )
         self.actor: ActorRole | StudentRole = self.roles["actor"]
         self.critic: CriticRole | None = self.roles.get("critic")
@@ -86,7 +86,7 @@ class OnlineRoles(Started):
             reward_model=None if steps else self.reward_model,
             move_reference=self._move_reference(),
             steps=steps,
-            turns=self._turns,
+            lent_actor=self._lent_actor,
         )
 
     def _move_reference(self) -> Callable[[], None] | None:

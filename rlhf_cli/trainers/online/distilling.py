@@ -14,7 +14,6 @@ from rlhf_cli.data.sampling import SEED_MASK, StepBatches
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.interfaces import Roles, RunTracker, Student
-from rlhf_cli.trainers.online.lookahead import Lookahead
 from rlhf_cli.trainers.online.loop import (
     Iterations,
     OnlineHooks,
@@ -27,6 +26,7 @@ from rlhf_cli.trainers.online.loop import (
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
+from rlhf_cli.trainers.online.schedule import Schedule
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
 
@@ -75,8 +75,8 @@ def train_student(
 ) -> Finished:
     """Train a student on a teacher's distributions, like `run_iterations`. Rewards are only logged."""
     settings = source.settings
-    with Lookahead(source, roles.engines, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
-        iterations: Iterations[Batch] = Distilling(roles, settings, mixture, lookahead, hooks.tracker)
+    with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
+        iterations: Iterations[Batch] = Distilling(roles, settings, mixture, schedule, hooks.tracker)
         return run_iterations(
             iterations,
             state=state,
@@ -94,13 +94,13 @@ class Distilling:
     roles: Roles[Student]
     settings: OnlineSettings
     mixture: Mixture
-    lookahead: Lookahead
+    schedule: Schedule
     tracker: RunTracker
 
     def collect(self, state: LoopState, timer: PhaseTimer) -> Batch | None:
         """Return the next iteration's data."""
         if self.mixture.is_own(state.iteration):
-            return collect_batch(self.roles, self.settings, self.lookahead, state, timer)
+            return collect_batch(self.roles, self.settings, self.schedule, state, timer)
         self.roles.engines.sleep()  # free their memory: this iteration samples nothing
         return self.mixture.fixed_batch(state.iteration)
 
@@ -126,8 +126,8 @@ class Distilling:
 
     def is_used_up(self, state: LoopState) -> bool:
         """Return whether no prompts remain."""
-        return self.lookahead.is_used_up(state)
+        return self.schedule.is_used_up(state)
 
     def leave_engines(self) -> None:
         """Give up sampling after an error."""
-        self.lookahead.leave()
+        self.schedule.leave()

@@ -108,7 +108,7 @@ class DynamicBatch:
         return replace(state, surplus=self._surplus, postponed=self._postponed, num_taken=self._num_taken)
 
 
-def sample_until_full(
+async def sample_until_full(
     sampler: Sampler,
     batch: DynamicBatch,
     prompt_at: Callable[[int], Prompt],
@@ -133,7 +133,7 @@ def sample_until_full(
     with timer("generate"):
         sampler.engines.wake_cache()
     while places := batch.next_round():
-        work = sample_and_score({place: prompt_at(place) for place in places}, sampler, timer, enough=enough)
+        work = await sample_and_score({place: prompt_at(place) for place in places}, sampler, timer, enough=enough)
         batch.add(places, work.groups())
         # Check after each round, so that a broken reward does not consume all rounds.
         batch.stop_if_too_many_failed(max_failures, num_samples=sampler.num_samples)

@@ -4,6 +4,7 @@ Metrics equal `rlhf eval` (rewards/evaluation.py). Evaluation does not affect tr
 and controllers ignore its metrics.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -159,12 +160,14 @@ class Evaluator:
         # Use the same seeds each time, so that differences are due to the model.
         seed = task.seed ^ EVALUATION
         sampler = Sampler(roles.engines, roles.scorer, task.decode, task.sampling, num_samples, seed)
-        work = sample_and_score(
-            dict(enumerate(task.prompts)),
-            sampler,
-            PhaseTimer(),
-            prompts_at_once=task.prompts_at_once,
-            wakes_engines=True,
+        work = asyncio.run(
+            sample_and_score(
+                dict(enumerate(task.prompts)),
+                sampler,
+                PhaseTimer(),
+                prompts_at_once=task.prompts_at_once,
+                wakes_engines=True,
+            )
         )
         samples = scored_by_all(samples_of(work.whole_groups()), roles.reward_model, task.reward)
         answers = [

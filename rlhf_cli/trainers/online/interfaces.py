@@ -11,7 +11,7 @@ from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.trainers.online.actor_turns import ActorTurns
+from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.samples import Sample
 
 
@@ -177,7 +177,7 @@ class Roles(Generic[SampledT_co]):
 
     - `frozen_policies`: by role, `{"ref": ..., "teacher": ...}`.
     - `move_reference`: updates the reference toward the actor, which must be idle; None if the reference is fixed.
-    - `turns`: prevents restarted engines from reading an actor in training.
+    - `lent_actor`: through which restarted engines read the actor, never in the middle of an update.
     """
 
     actor: SampledT_co
@@ -188,4 +188,4 @@ class Roles(Generic[SampledT_co]):
     reward_model: RewardModel | None = None
     move_reference: Callable[[], None] | None = None
     steps: Steps | None = None
-    turns: ActorTurns = field(default_factory=ActorTurns)
+    lent_actor: LentActor = field(default_factory=LentActor)

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import next_weights
 from rlhf_cli.config.policy import PolicyConfig
@@ -20,26 +18,26 @@ from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
-from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples
 from rlhf_cli.trainers.online.forward import fill_in_outputs
 from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled, awake
-from rlhf_cli.trainers.online.lookahead import Lookahead
 from rlhf_cli.trainers.online.metrics import (
     clip_metrics,
     clipped_flat,
+    controlled,
     failure_metrics,
     greedy_metrics,
     length_metrics,
+    mean_of_steps,
     rollout_metrics,
     source_metrics,
-    staleness_metrics,
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import Rollout, add_model_scores
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
 from rlhf_cli.trainers.online.samples import Responses, samples_of, scores_of
+from rlhf_cli.trainers.online.schedule import Schedule, staleness_metrics
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.step_scoring import step_metrics
 from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
@@ -92,41 +90,28 @@ def train_online(
     signal.
     """
     settings = source.settings
-    with Lookahead(
-        source,
-        roles.engines,
-        roles.turns,
-        lag=settings.lag,
-        total_iterations=total_iterations,
-        partial_rollout=settings.partial_rollout,
-    ) as lookahead:
+    with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
         return run_iterations(
-            PolicyGradient(roles, settings, lookahead, hooks.tracker),
+            PolicyGradient(roles, settings, schedule, hooks.tracker),
             state=state,
             total_iterations=total_iterations,
             save_steps=save_steps,
             max_skipped_steps=settings.optim.max_skipped_steps,
-            hooks=_beside_sampling(hooks, lookahead, roles.turns),
+            hooks=_with_idle_engines(hooks, schedule),
         )
 
 
-def _beside_sampling(hooks: OnlineHooks, lookahead: Lookahead, turns: ActorTurns) -> OnlineHooks:
-    """Adapt the hooks to engines that may sample between iterations: evaluations wait until they are idle, and
-    checkpoints keep restarted engines from the actor.
-    """
+def _with_idle_engines(hooks: OnlineHooks, schedule: Schedule) -> OnlineHooks:
+    """Let evaluations wait until engines that sample between iterations are idle."""
 
     def evaluate(iteration: int, is_last: bool) -> None:
         if hooks.evaluation_is_due(iteration, is_last):
             hooks.tracker.phase("generate")
-            lookahead.rest()
+            schedule.rest()
             hooks.tracker.phase(None)
         hooks.evaluate(iteration, is_last)
 
-    def save_checkpoint(state: LoopState) -> None:
-        with turns.kept():
-            hooks.save_checkpoint(state)
-
-    return replace(hooks, evaluate=evaluate, save_checkpoint=save_checkpoint)
+    return replace(hooks, evaluate=evaluate)
 
 
 def run_iterations(
@@ -236,15 +221,15 @@ class ScoredBatch:
 
 
 def collect_batch(
-    roles: Roles[Sampled], settings: OnlineSettings, lookahead: Lookahead, state: LoopState, timer: PhaseTimer
+    roles: Roles[Sampled], settings: OnlineSettings, schedule: Schedule, state: LoopState, timer: PhaseTimer
 ) -> ScoredBatch | None:
     """Return sampled and scored responses; None if no data remains."""
-    taken = lookahead.take(state, timer)
+    taken = schedule.take(state, timer)
     if taken is None:
         return_weights(roles, state.iteration)  # for the final evaluation
         return None
     rollout, after = taken
-    with lookahead.ended_on_failure(), timer("reward"):
+    with schedule.ended_on_failure(), timer("reward"):
         sampled, greedy = Responses(samples_of(rollout.groups)), Responses(samples_of(rollout.greedy))
         if roles.reward_model is not None and len(sampled):
             # Score both in one call, so that the model is loaded only once.
@@ -276,19 +261,19 @@ class PolicyGradient:
 
     roles: Roles[Actor]
     settings: OnlineSettings
-    lookahead: Lookahead
+    schedule: Schedule
     tracker: RunTracker
 
     def collect(self, state: LoopState, timer: PhaseTimer) -> ScoredBatch | None:
         """Return sampled and scored responses; None if the last prompts left nothing to train on."""
-        return collect_batch(self.roles, self.settings, self.lookahead, state, timer)
+        return collect_batch(self.roles, self.settings, self.schedule, state, timer)
 
     def learn(self, batch: ScoredBatch, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
         """Return (state, metrics) after the rest of an iteration, from log-probs to the weight push.
 
         The order of sleep and wake-up minimizes peak memory on shared GPUs.
         """
-        roles, settings, lookahead, tracker = self.roles, self.settings, self.lookahead, self.tracker
+        roles, settings, schedule, tracker = self.roles, self.settings, self.schedule, self.tracker
         iteration, responses = state.iteration + 1, batch.trainable
         is_skipped = batch.is_empty(settings.policy)
         if is_skipped:
@@ -301,16 +286,16 @@ class PolicyGradient:
             roles.actor.wake()  # as after an update: engines need weights after sleeping
         else:
             metrics, updates = self._update_models(batch, state, timer)
-        waited, found = lookahead.wait(batch.state, timer, version=iteration)
-        with lookahead.engines(timer):
-            if settings.lag:
+        waited, found = schedule.wait(batch.state, timer, version=iteration)
+        with schedule.engines(timer):
+            if settings.staleness:
                 roles.actor.wake()  # a push to a restarted engine has put it to sleep
             metrics |= found | push_weights(roles, iteration, timer)
             if roles.move_reference is not None and settings.reference_moves(iteration):
                 with timer("transfer"):
                     roles.move_reference()
         metrics |= batch_metrics(batch, settings.reward)
-        if settings.lag and len(responses):
+        if settings.staleness and len(responses):
             metrics |= staleness_metrics(responses, iteration=iteration)
         after = _next_state(settings, metrics, updates, state=waited, num_sequences=len(responses))
         if is_skipped:
@@ -333,7 +318,7 @@ class PolicyGradient:
         plan = _plan(settings, responses, iteration=iteration, num_sampled=len(batch.sampled))
         # Carried-over and asynchronous batches were sampled by older weights, so ratios need the current policy's
         # log-probs.
-        on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
+        on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.staleness
         with timer("forward"):
             fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
         with timer("advantage"):
@@ -352,11 +337,11 @@ class PolicyGradient:
 
     def is_used_up(self, state: LoopState) -> bool:
         """Return whether no prompts remain."""
-        return self.lookahead.is_used_up(state)
+        return self.schedule.is_used_up(state)
 
     def leave_engines(self) -> None:
         """Give up sampling after an error."""
-        self.lookahead.leave()
+        self.schedule.leave()
 
 
 def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> dict[str, float]:
@@ -419,13 +404,6 @@ def return_weights(roles: Roles[Sampled], version: int) -> None:
     roles.actor.sleep()
 
 
-def mean_of_steps(steps: Sequence[dict[str, float]], *, prefix: str = "") -> dict[str, float]:
-    """Merge metrics over an iteration's optimizer steps: means, and maxima for counts and names that end in `_max`."""
-    names = steps[0].keys()
-    merge = {name: np.max if name.endswith("_max") or name.startswith("skipped_") else np.mean for name in names}
-    return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
-
-
 def _next_state(
     settings: OnlineSettings,
     metrics: dict[str, float],
@@ -455,9 +433,3 @@ def _next_state(
         ahead=state.ahead,
         skipped=state.skipped,
     )
-
-
-def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
-    """Return the controlled loss weights at the start of an iteration, as metrics."""
-    kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
-    return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}

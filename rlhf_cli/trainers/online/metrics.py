@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from rlhf_cli.algorithms.groups import is_alike
-from rlhf_cli.algorithms.importance_correction import mismatch
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.samples import Responses, Sample
+from rlhf_cli.trainers.online.state import LoopState
 
 MAX_SOURCES = 32
 """Maximum number of sources with separate metrics: a column with more values is not a source."""
@@ -142,25 +142,14 @@ def _program_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, float]:
-    """Return staleness: number of pushes between the weights that sampled each token and the weights before this
-    update.
+def mean_of_steps(steps: Sequence[dict[str, float]], *, prefix: str = "") -> dict[str, float]:
+    """Merge metrics over an iteration's optimizer steps: means, and maxima for counts and names that end in `_max`."""
+    names = steps[0].keys()
+    merge = {name: np.max if name.endswith("_max") or name.startswith("skipped_") else np.mean for name in names}
+    return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
 
-    With pushes during responses, also return the share of such responses, and the engine-trainer mismatch
-    (`rollout_k3`) over tokens sampled by the current weights, which excludes policy changes.
-    """
-    runs = [run for generation in responses.responses for run in generation.runs]
-    versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
-    # `iteration - 1` pushes precede this update, and the first weights have version 0.
-    staleness_N = iteration - 1 - np.repeat(versions, counts)
-    metrics = {"staleness/mean": float(staleness_N.mean()), "staleness/max": float(staleness_N.max())}
-    mixed = [bool(generation.version_runs) for generation in responses.responses]
-    if not any(mixed):
-        return metrics
-    metrics["staleness/mixed"] = float(np.mean(mixed))
-    is_current_N = staleness_N == 0
-    if responses.old_logprobs is not None and is_current_N.any():
-        old_N, rollout_N = map(np.concatenate, (responses.old_logprobs, responses.rollout_logprobs))
-        apart = mismatch(torch.from_numpy(old_N[is_current_N]), torch.from_numpy(rollout_N[is_current_N]))
-        metrics["rollout_k3_current"] = float(apart["k3"].mean())
-    return metrics
+
+def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
+    """Return the controlled loss weights at the start of an iteration, as metrics."""
+    kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
+    return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}

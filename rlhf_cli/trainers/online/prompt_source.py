@@ -56,7 +56,7 @@ def prompt_at(place: int, prompts: Sequence[Prompt], settings: OnlineSettings) -
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """Source of an iteration's responses. `check_wanted` raises when they are no longer needed."""
+    """Source of an iteration's responses."""
 
     engines: SamplingEngines
     scorer: Scoring
@@ -64,14 +64,13 @@ class RolloutSource:
     prompts: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
     tell: Callable[[str], None]
-    check_wanted: Callable[[], None] = lambda: None
 
     def is_used_up(self, state: SourceState) -> bool:
         """Return whether no data remains. Known in advance only with dynamic sampling."""
         is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
         return self.settings.dynamic is not None and is_taken
 
-    def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[Rollout | None, SourceState]:
+    async def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[Rollout | None, SourceState]:
         """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch
         without groups skips the iteration.
 
@@ -79,7 +78,7 @@ class RolloutSource:
             RunError: no prompt in the run gave a group, or too many rewards failed.
         """
         if self.settings.dynamic is None:
-            rollout = sample_once(self._sampler(state), self._prompts_of_next(state), timer)
+            rollout = await sample_once(self._sampler(state), self._prompts_of_next(state), timer)
             self._check_scores(rollout, state)
             return rollout, self._after(state, rollout)
         batch = DynamicBatch(
@@ -88,7 +87,7 @@ class RolloutSource:
             batch_size=self.settings.rollout.rollout_batch_size,
             num_places=self._num_places,
         )
-        rollout = sample_until_full(
+        rollout = await sample_until_full(
             self._sampler(state),
             batch,
             partial(prompt_at, prompts=self.prompts, settings=self.settings),
@@ -133,7 +132,6 @@ class RolloutSource:
             seed=self.settings.batch.seed,
             greedy=self.settings.estimator.greedy,
             expected_tokens=partial(_expected_tokens, state),
-            check_wanted=self.check_wanted,
         )
 
     def _prompts_of_next(self, state: SourceState) -> dict[int, Prompt]:

@@ -20,7 +20,7 @@ from rlhf_cli.trainers.online.samples import Group, Sample, scores_of
 ZERO = Score(0.0, "scored")
 """Score of a response without rewards."""
 
-_LOOK_SECONDS = 0.1  # polling interval for scores that may complete the batch, and for cancellation
+_LOOK_SECONDS = 0.1  # interval for scores that may complete the batch, for pushes, and for cancellation
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class Sampler:
     - `seed`: requests and environments use seeds derived from it by group and sample.
     - `greedy`: adds a greedy response per prompt.
     - `expected_tokens`: estimates the response length for a prompt, to balance the load of engines.
-    - `check_wanted`: raises to stop sampling when responses are no longer needed.
     """
 
     engines: SamplingEngines
@@ -42,7 +41,6 @@ class Sampler:
     seed: int
     greedy: bool = False
     expected_tokens: Callable[[Prompt], int] = lambda prompt: 0
-    check_wanted: Callable[[], None] = lambda: None
 
 
 class Round:
@@ -56,7 +54,7 @@ class Round:
         self._scores: dict[int, Score] = {}
         self._added: list[int] = []  # request numbers, in scoring order
 
-    def generate(self, *, prompts_at_once: int | None, enough: Callable[["Round"], int | None] | None) -> None:
+    async def generate(self, *, prompts_at_once: int | None, enough: Callable[["Round"], int | None] | None) -> None:
         """Generate responses, and pass finished ones to the scorer.
 
         As soon as `enough` returns a number of tokens, longer responses are dropped.
@@ -69,17 +67,17 @@ class Round:
         ]
         size = (prompts_at_once or len(self._prompts)) * num_samples
         for first in range(0, len(requests), size):
-            self._collect(first, requests[first : first + size], sampler.sampling, enough)
+            await self._collect(first, requests[first : first + size], sampler.sampling, enough)
         if sampler.greedy:
             likeliest = [self._request(group, prompt, 0) for group, prompt in self._prompts]
-            self._collect(len(requests), likeliest, replace(sampler.sampling, greedy=True), None)
+            await self._collect(len(requests), likeliest, replace(sampler.sampling, greedy=True), None)
 
-    def finish(self, *, is_all: bool) -> None:
+    async def finish(self, *, is_all: bool) -> None:
         """Wait for remaining scores. Raises RunError if they complete an iteration and too many failed."""
         if self._session is None:
             self._scores = dict.fromkeys(self._added, ZERO)
         else:
-            found = asyncio.run(self._session.finish(is_all=is_all))
+            found = await self._session.finish(is_all=is_all)
             self._scores |= {self._added[number]: score for number, score in found.items()}
 
     def group(self, slot: int) -> Group | None:
@@ -105,7 +103,7 @@ class Round:
         sampler = self._sampler
         return request_of(prompt, seed, sampler.expected_tokens(prompt), scattered_seed(sampler.seed, group))
 
-    def _collect(
+    async def _collect(
         self,
         first: int,
         requests: list[GenerationRequest],
@@ -116,7 +114,8 @@ class Round:
         engines, is_cut = self._sampler.engines, enough is None
         engines.begin(requests, sampling)
         while engines.is_generating:
-            self._sampler.check_wanted()
+            # Between two looks a push may use the engines, and a cancellation ends the batch.
+            await asyncio.sleep(0)
             self._take([(first + number, response) for number, response in engines.collect(_LOOK_SECONDS)])
             if not is_cut and enough is not None and self._has_new_scores():
                 longest = enough(self)
@@ -164,7 +163,7 @@ class Round:
         return bool(ready)
 
 
-def sample_and_score(
+async def sample_and_score(
     prompts: Mapping[int, Prompt],
     sampler: Sampler,
     timer: PhaseTimer,
@@ -190,11 +189,11 @@ def sample_and_score(
         with timer("generate"):
             if wakes_engines:
                 sampler.engines.wake_cache()
-            work.generate(prompts_at_once=prompts_at_once, enough=enough)
+            await work.generate(prompts_at_once=prompts_at_once, enough=enough)
             if wakes_engines:
                 sampler.engines.sleep()
         with timer("reward"):
-            work.finish(is_all=enough is None)
+            await work.finish(is_all=enough is None)
     return work
 
 
@@ -217,9 +216,9 @@ class Rollout:
     metrics: dict[str, float]
 
 
-def sample_once(sampler: Sampler, prompts: Mapping[int, Prompt], timer: PhaseTimer) -> Rollout:
+async def sample_once(sampler: Sampler, prompts: Mapping[int, Prompt], timer: PhaseTimer) -> Rollout:
     """Return each prompt's group, regardless of scores."""
-    work = sample_and_score(prompts, sampler, timer, wakes_engines=True)
+    work = await sample_and_score(prompts, sampler, timer, wakes_engines=True)
     return Rollout(work.whole_groups(), work.greedy_groups(), [], 0, {})
 
 

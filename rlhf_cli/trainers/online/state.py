@@ -35,7 +35,7 @@ class OnlineSettings:
     dynamic: DynamicSamplingConfig | None = None  # None to train on all groups
     distill_coef: float | None = None  # None without a teacher
     step_weight: float = 1.0  # weight of step rewards
-    lag: int = 0  # number of batches sampled ahead of training
+    staleness: int = 0  # number of batches sampled ahead of training
     partial_rollout: bool = False  # push weights during responses
     end_ids: tuple[int, ...] = ()  # additional end-of-response tokens
     estimator_settings: SettingsGroup | None = None  # of a user-defined estimator; None for the policy settings

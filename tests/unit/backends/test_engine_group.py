@@ -15,7 +15,7 @@ from rlhf_cli.backends.rollout.engine_group import EngineGroup, balanced_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied
-from rlhf_cli.trainers.online.actor_turns import ActorTurns, NotWanted
+from rlhf_cli.trainers.online.lent_actor import LentActor, NotWanted
 
 REQUESTS = [GenerationRequest([number], seed=number) for number in range(6)]
 VERSION = 4
@@ -193,16 +193,16 @@ def test_an_engine_is_started_again_before_a_push_while_the_actor_sleeps_if_they
 def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_actor_has_when_it_is_free(
     backend, pushed
 ):
-    turns = ActorTurns()
-    group, started = make_group(backend, takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
+    lent = LentActor()
+    group, started = make_group(backend, takes_turns=False, dying={1}, borrowed_actor=lent.borrowed)
     shares = balanced_shares(REQUESTS, 3)
-    turns.take()
     with ThreadPoolExecutor(1) as thread:
         sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
         while len(started) == 3:  # the new engine starts while the actor trains
             assert not sampling.done()
         assert started[3].version == 0
-        turns.give(VERSION + 1)
+        lent.version = VERSION + 1
+        lent.wait(sampling)
         found = dict(sampling.result(30))
     assert all(found[number] == VERSION + 1 for number in shares[1])
     assert {engine for engine in range(3) if found[shares[engine][-1]] == VERSION + 1} == pushed
@@ -239,30 +239,29 @@ def test_turns_go_to_an_engine_that_died_at_rest_and_that_a_push_has_started_aga
 
 
 def test_an_actor_in_training_hears_nothing_of_an_engine_that_is_started_again():
-    turns = ActorTurns()
-    group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
+    lent = LentActor()
+    group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=lent.borrowed)
     actor = actor_of(group)
     links = actor.links
-    turns.take()
     with ThreadPoolExecutor(1) as thread:
         sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
         while len(started) == 3:
             assert not sampling.done()
         assert actor.links == links
-        turns.give(VERSION)
-        sampling.result(30)
+        lent.version = VERSION
+        lent.wait(sampling)
+        sampling.result()
     assert actor.links == links + 1
 
 
 def test_a_run_that_ends_does_not_wait_for_an_engine_that_waits_for_the_actor():
-    turns = ActorTurns()
-    group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
-    turns.take()
+    lent = LentActor()
+    group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=lent.borrowed)
     with ThreadPoolExecutor(1) as thread:
         sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
         while len(started) == 3:
             assert not sampling.done()
-        turns.end()
+        lent.end()
         with pytest.raises(NotWanted):
             sampling.result(30)
     assert started[3].version == 0

@@ -21,13 +21,13 @@ OLD = Path(__file__).parents[2] / "data" / "old_run"
 
 def dynamic_run() -> Run:
     dynamic = DynamicSamplingConfig(dynamic_filtering=True, dynamic_oversample=1.0)
-    run = Run(algorithm="rloo", dynamic=dynamic, episodes=8, lag=1)
+    run = Run(algorithm="rloo", dynamic=dynamic, episodes=8, staleness=1)
     run.engines.longest = 6
     return run
 
 
 def remax_run() -> Run:
-    return Run(algorithm="remax", episodes=8, lag=1)
+    return Run(algorithm="remax", episodes=8, staleness=1)
 
 
 @pytest.mark.parametrize(("name", "make"), [("dynamic", dynamic_run), ("remax", remax_run)])

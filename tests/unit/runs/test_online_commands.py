@@ -18,11 +18,11 @@ from rlhf_cli.runs.online.checks import (
     check_batches,
     check_episodes,
     check_filtering,
-    check_lag,
     check_partial_rollout,
+    check_staleness,
     check_step_rewards,
-    lag_notice,
     most_episodes,
+    staleness_notice,
 )
 from rlhf_cli.runs.online.evaluation import evaluation_task
 from rlhf_cli.runs.online.group_files import check_state
@@ -289,12 +289,9 @@ def test_a_run_without_reward_and_teacher_is_refused(command):
 
 @pytest.mark.parametrize("command", POLICY_GRADIENT)
 def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
-    assert [resolve(command, **given).asynchronous.lag for given in ({}, AHEAD, AHEAD | {"max_staleness": 3})] == [
-        0,
-        1,
-        3,
-    ]
-    assert resolve(command, **AHEAD, max_staleness=0).asynchronous.lag == 0
+    found = (resolve(command, **given).asynchronous for given in ({}, AHEAD, AHEAD | {"max_staleness": 3}))
+    assert [one.staleness for one in found] == [0, 1, 3]
+    assert resolve(command, **AHEAD, max_staleness=0).asynchronous.staleness == 0
     with pytest.raises(UsageError, match="max_staleness"):
         resolve(command, **AHEAD, max_staleness=-1)
 
@@ -316,15 +313,15 @@ def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command)
 @pytest.mark.parametrize("flag", ["colocate_all_models", "vllm_enable_sleep"])
 def test_engines_that_give_their_gpus_to_training_do_not_sample_ahead(flag):
     with pytest.raises(UsageError, match=f"engines require dedicated GPUs: drop --{flag}"):
-        check_lag(resolve("grpo", **AHEAD, **{flag: "true"}))
-    check_lag(resolve("grpo", **AHEAD, max_staleness=0, **{flag: "true"}))
-    check_lag(resolve("grpo", **AHEAD, colocate_actor_ref="true"))
+        check_staleness(resolve("grpo", **AHEAD, **{flag: "true"}))
+    check_staleness(resolve("grpo", **AHEAD, max_staleness=0, **{flag: "true"}))
+    check_staleness(resolve("grpo", **AHEAD, colocate_actor_ref="true"))
 
 
 def test_a_run_without_a_correction_of_older_policies_is_reported():
-    assert not lag_notice(resolve("grpo", rollout_correction="off"))
-    assert not lag_notice(resolve("grpo", **AHEAD))
-    (line,) = lag_notice(resolve("grpo", **AHEAD, rollout_correction="off"))
+    assert not staleness_notice(resolve("grpo", rollout_correction="off"))
+    assert not staleness_notice(resolve("grpo", **AHEAD))
+    (line,) = staleness_notice(resolve("grpo", **AHEAD, rollout_correction="off"))
     assert line.startswith("--rollout_correction off: with --async_train")
 
 

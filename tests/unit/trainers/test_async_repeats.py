@@ -36,9 +36,9 @@ def assert_same(first: Found, second: Found, *, after: int = 0) -> None:
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
 
 
-@pytest.mark.parametrize(("command", "lag"), [("ppo", 1), ("grpo", 2), ("remax", 1)])
-def test_a_run_that_samples_ahead_repeats_and_goes_on_as_if_never_stopped(command, lag, tiny_model_dir, tmp_path):
-    ahead = {"async_train": "true", "max_staleness": str(lag)}
+@pytest.mark.parametrize(("command", "staleness"), [("ppo", 1), ("grpo", 2), ("remax", 1)])
+def test_a_run_that_samples_ahead_repeats_and_goes_on_as_if_never_stopped(command, staleness, tiny_model_dir, tmp_path):
+    ahead = {"async_train": "true", "max_staleness": str(staleness)}
     config = resolve(command, pretrain=tiny_model_dir, param_dtype="fp32", init_kl_coef=0.1, **SMALL, **ahead)
 
     def run(folder: Path | None) -> Found:
@@ -47,15 +47,15 @@ def test_a_run_that_samples_ahead_repeats_and_goes_on_as_if_never_stopped(comman
     whole, again, resumed = run(tmp_path / "saved"), run(None), run(tmp_path / "saved")
     assert_same(whole, again)
     assert_same(whole, resumed, after=1)
-    staleness = [metrics["staleness/max"] for _, metrics in whole[0]]
-    assert staleness == [float(min(lag, number)) for number in range(4)]
+    oldest = [metrics["staleness/max"] for _, metrics in whole[0]]
+    assert oldest == [float(min(staleness, number)) for number in range(4)]
     assert not undocumented(command, whole[0][0][1])
     # Samples of an older policy differ from the current policy once it has been trained in between.
     differences = [metrics["rollout_diff_max"] for _, metrics in whole[0]]
     assert differences[0] < 1e-5 < differences[-1]
 
 
-def test_a_lag_of_0_is_the_run_without_sampling_ahead(tiny_model_dir, tmp_path):
+def test_staleness_0_is_the_run_without_sampling_ahead(tiny_model_dir, tmp_path):
     common = {"pretrain": tiny_model_dir, "param_dtype": "fp32", "init_kl_coef": 0.1, **SMALL}
     plain = train(resolve("ppo", **common), "ppo", tmp_path)
     assert_same(plain, train(resolve("ppo", **common, async_train="true", max_staleness="0"), "ppo", tmp_path))
@@ -94,10 +94,10 @@ def test_episodes_that_are_sampled_ahead_go_on_as_if_never_stopped(command, tiny
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_the_answer_to_an_observation_is_learned_on_responses_of_older_policies(lag, tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_the_answer_to_an_observation_is_learned_on_responses_of_older_policies(staleness, tiny_model_dir, tmp_path):
     logged, _, _ = train(
-        episodes_config("grpo", tiny_model_dir, seed=1, async_train="true", max_staleness=str(lag)),
+        episodes_config("grpo", tiny_model_dir, seed=1, async_train="true", max_staleness=str(staleness)),
         "grpo",
         tmp_path,
         episode_prompts(240),

@@ -3,7 +3,6 @@
 Only Ray is left out: ranks and the rollout engine are called in this process.
 """
 
-import asyncio
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,7 @@ from rlhf_cli.data.formats.conversations import Message, plain_message
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams
+from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.models.adapters import plan_adapter
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
@@ -79,13 +79,14 @@ class OneEngine:
 
     def __init__(self, pretrain: str, actor: SampledRank, folder: Path) -> None:
         settings = EngineSettings(max_model_len=64, dtype="fp32", max_images_per_prompt=2)
+        self._thread = LoopThread("engine")
         self._engine = TransformersEngine(pretrain, settings)
         self._actor = actor
         self._sender = WeightSender(ShmTransport(folders=(str(folder),)))
         self._left: list[tuple[int, Generation]] = []
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        return asyncio.run(self._engine.generate(requests, sampling))
+        return self._thread.run(self._engine.generate(requests, sampling))
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self._left = list(enumerate(self.generate(requests, sampling)))
@@ -112,12 +113,12 @@ class OneEngine:
             await self._engine.update_weights(manifest or {})
             await self._engine.finish_weight_update(version)
 
-        asyncio.run(push())
+        self._thread.run(push())
         return {}
 
     def end(self) -> None:
         self._sender.close()
-        asyncio.run(self._engine.shutdown())
+        self._thread.end(self._engine.shutdown)
 
 
 class Scorer(FakeScorer):

@@ -1,13 +1,15 @@
 """Weight updates during batches, with fake models, engines and rewards: versions, limits, resumes, ends."""
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from online_fakes import NUM_PROMPTS, PROMPTS, WITHOUT_REFERENCE, FakeEngines, Run
+from online_fakes import NUM_PROMPTS, PROMPTS, WITHOUT_REFERENCE, FakeEngines, FakeSession, Run
 from saved_loops import through_files
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
@@ -15,7 +17,6 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.engine_turns import EngineTurns
 
 WAIT = 30.0  # timeout of a test in seconds
 
@@ -66,8 +67,8 @@ class EnginesInFlight(FakeEngines):
         return Alone()
 
 
-def run(lag: int = 1, **settings: Any) -> Run:
-    made = Run(lag=lag, partial_rollout=True, **settings)
+def run(staleness: int = 1, **settings: Any) -> Run:
+    made = Run(staleness=staleness, partial_rollout=True, **settings)
     made.engines = EnginesInFlight(made.journal)
     return made
 
@@ -125,24 +126,24 @@ def test_a_push_comes_in_the_middle_of_a_batch_whose_later_tokens_are_of_the_new
     assert not threads()
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
-def test_no_token_is_older_than_the_bound_and_every_prompt_is_trained_once(lag):
-    made, whole = run(lag, episodes=5), Run(episodes=5)
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_no_token_is_older_than_the_bound_and_every_prompt_is_trained_once(staleness):
+    made, whole = run(staleness, episodes=5), Run(episodes=5)
     assert made(total_iterations=10) == Finished(10, interrupted=False)
     whole(total_iterations=10)
     assert trained(made) == trained(whole)
-    assert all(version >= number - lag for number, version in enumerate(in_flight(made).versions))
-    assert max(metrics["staleness/max"] for _, metrics in made.tracker.logged) <= lag
+    assert all(version >= number - staleness for number, version in enumerate(in_flight(made).versions))
+    assert max(metrics["staleness/max"] for _, metrics in made.tracker.logged) <= staleness
     assert made.actor.on_policy == [False] * 10
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_a_run_that_goes_on_from_any_checkpoint_loses_no_prompt_and_trains_none_twice(lag, tmp_path):
-    whole = run(lag, policy=WITHOUT_REFERENCE, episodes=4)
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_run_that_goes_on_from_any_checkpoint_loses_no_prompt_and_trains_none_twice(staleness, tmp_path):
+    whole = run(staleness, policy=WITHOUT_REFERENCE, episodes=4)
     whole(save_steps=1, total_iterations=8)
     assert len(whole.saved) == 8
     for state in whole.saved[:-1]:
-        again = run(lag, episodes=4)
+        again = run(staleness, episodes=4)
         again.engines.version = state.iteration
         folder = tmp_path / f"{state.iteration}"
         again(state=through_files(state, folder, PROMPTS, whole.settings), total_iterations=8)
@@ -213,7 +214,7 @@ def test_a_checkpoint_keeps_the_actor_from_an_engine_that_is_started_again():
         if len(engines.versions) == 3 and not looked.is_set():
             assert saving.wait(WAIT)
             looked.set()
-            with made.turns.borrowed():
+            with made.lent_actor.borrowed():
                 order.append("engine")
         return EnginesInFlight.collect(engines, timeout)
 
@@ -275,7 +276,7 @@ def test_an_engine_that_needs_the_actor_and_a_push_do_not_wait_for_each_other():
         if number == 2 and not versions:
             assert trains_now.wait(WAIT)
             asks.set()
-            with made.turns.borrowed() as version:
+            with made.lent_actor.borrowed() as version:
                 versions.append(version)
 
     in_flight(made).before_look = before_look
@@ -336,28 +337,92 @@ def test_too_many_skipped_steps_end_the_sampling_before_the_checkpoint():
     assert not threads()
 
 
-def test_a_push_comes_before_the_next_look_and_looks_wait_for_its_end():
-    turns, order, looking, go = EngineTurns(), [], threading.Event(), threading.Event()
+ERRORS = {"fails": RunError("in an update"), "is interrupted": KeyboardInterrupt()}
 
-    def looks() -> None:
-        with turns.look():
-            looking.set()
-            assert go.wait(WAIT)
-            order.append("look")
-        with turns.look():
-            order.append("second look")
 
-    def pushes() -> None:
-        with turns.push():
-            order.append("push")
+def calls_first(arrives: Callable[..., None], made: Run, place: str) -> None:
+    """Call a function in this place of the main thread."""
+    update = made.actor.update
+    if place in ("trains", *ERRORS):
+        made.actor.update = lambda *given, **named: (arrives(), update(*given, **named))[1]  # type: ignore[func-returns-value, method-assign]
+    elif place == "saves":
+        made.saved = SimpleNamespace(append=arrives)  # type: ignore[assignment]
+    elif place == "evaluates":
+        made.evaluation_is_due = lambda iteration, is_last: (arrives(), iteration == 1)[1]  # type: ignore[func-returns-value]
+    else:
+        phase = {"pushes": "transfer", "waits for a batch": "generate"}[place]
+        made.tracker.phase = lambda name: arrives() if name == phase else None  # type: ignore[method-assign]
 
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(looks)
-        assert looking.wait(WAIT)
-        second = pool.submit(pushes)
-        while not turns._push_waits:
-            assert not second.done()
-        go.set()
-        first.result(WAIT)
-        second.result(WAIT)
-    assert order == ["look", "push", "second look"]
+
+@pytest.mark.parametrize("place", ["trains", "saves", "evaluates", "waits for a batch", "pushes", *ERRORS])
+def test_an_engine_may_need_the_actor_whatever_the_main_thread_does(place):
+    """The engine is restarted in the middle of batch 3, after iteration 1."""
+    made, arrived, asks, versions = run(2, episodes=4), threading.Event(), threading.Event(), list[int | None]()
+    engines = in_flight(made)
+
+    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if len(engines.versions) == 3 and not arrived.is_set():
+            return []
+        if len(engines.versions) == 3 and not asks.is_set():
+            asks.set()
+            with made.lent_actor.borrowed() as version:
+                versions.append(version)
+        return EnginesInFlight.collect(engines, timeout)
+
+    def arrives(*given: Any, **named: Any) -> None:
+        if made.tracker.logged and not arrived.is_set():
+            arrived.set()
+            # A push may hold the sampling before the engine asks.
+            assert place == "pushes" or (asks.wait(WAIT) and not versions)
+            if place in ERRORS:
+                raise ERRORS[place]
+
+    engines.collect = collect  # type: ignore[method-assign]
+    calls_first(arrives, made, place)
+    if place in ERRORS:
+        with pytest.raises(type(ERRORS[place])):
+            made(total_iterations=8)
+    else:
+        assert made(total_iterations=8, save_steps=1) == Finished(8, interrupted=False)
+    assert versions == ([] if place in ERRORS else [1 if place == "evaluates" else 2])
+    assert not threads()
+    assert not made.scorer.num_open
+
+
+def test_a_push_does_not_wait_for_rewards_and_the_next_look_waits_for_the_push():
+    made, awaits, pushed = run(), threading.Event(), threading.Event()
+    engines, receive, session, update = (
+        in_flight(made),
+        made.engines.receive_weights,
+        made.scorer.session,
+        made.actor.update,
+    )
+
+    def receives(version: int) -> dict[str, float]:
+        looks = len(engines.arrived)
+        found = receive(version)
+        time.sleep(0.01)
+        assert len(engines.arrived) == looks
+        pushed.set()
+        return found
+
+    def slow_session() -> FakeSession:
+        made_now, number = session(), len(engines.versions) + 1
+
+        async def finish(*, is_all: bool = False) -> dict[int, Score]:
+            if number == 2:
+                awaits.set()
+                while not pushed.is_set():
+                    await asyncio.sleep(0.001)
+            return await FakeSession.finish(made_now, is_all=is_all)
+
+        made_now.finish = finish  # type: ignore[method-assign]
+        return made_now
+
+    def trains(*given: Any, **named: Any) -> Any:
+        assert awaits.wait(WAIT)
+        return update(*given, **named)
+
+    made.scorer.session = slow_session  # type: ignore[method-assign]
+    engines.receive_weights, made.actor.update = receives, trains  # type: ignore[method-assign]
+    assert made() == Finished(4, interrupted=False)

@@ -59,14 +59,14 @@ def test_a_response_that_is_not_trained_on_has_no_advantage():
     assert {row["advantage"] for row in truncated + failed} == {None}
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_an_id_is_unique_and_leads_to_its_row_and_its_weights(lag):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_id_is_unique_and_leads_to_its_row_and_its_weights(staleness):
     def even(request: ScoreRequest) -> Score:
         is_right = sum(map(int, request.response)) % 2 == 0
         return Score(float(is_right), "correct" if is_right else "wrong")
 
     dynamic = DynamicSamplingConfig(dynamic_filtering=True, dynamic_oversample=1.0)
-    run = Run(algorithm="rloo", dynamic=dynamic, episodes=8, lag=lag)
+    run = Run(algorithm="rloo", dynamic=dynamic, episodes=8, staleness=staleness)
     run.scorer.judge = even  # type: ignore[method-assign]
     run(total_iterations=6, save_steps=1)
     assert any(state.source.surplus for state in run.saved)
@@ -79,7 +79,7 @@ def test_an_id_is_unique_and_leads_to_its_row_and_its_weights(lag):
             assert 0 <= row["weight_version"] <= step - 1
     first = [row["weight_version"] for row in run.tracker.rows[0][1]]
     assert set(first) == {0}
-    if not lag:
+    if not staleness:
         assert max(row["weight_version"] for row in run.tracker.rows[3][1]) == 3
 
 

@@ -1,6 +1,7 @@
 """Asynchronous sampling with fake models, engines and rewards: versions, repeats, resumes, failures, ends."""
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.schedule import sampling_seconds
 from rlhf_cli.trainers.online.state import LoopState
 
 WAIT = 30.0  # timeout of a test in seconds
@@ -38,9 +40,11 @@ class WatchedEngines(FakeEngines):
         self.versions: list[int] = []
         self.begun: Callable[[], None] = lambda: None
         self.held: threading.Event | None = None  # no response is returned before it is set
+        self.threads: set[str] = set()  # that sample
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self.versions.append(self.version)
+        self.threads.add(threading.current_thread().name)
         super().begin(requests, sampling)
         self.begun()
 
@@ -59,8 +63,8 @@ class WatchedEngines(FakeEngines):
         )
 
 
-def run(lag: int, **settings: Any) -> Run:
-    made = Run(lag=lag, **settings)
+def run(staleness: int, **settings: Any) -> Run:
+    made = Run(staleness=staleness, **settings)
     made.engines = WatchedEngines(made.journal)
     return made
 
@@ -93,19 +97,20 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("sampling")]
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2, 3])
-def test_the_number_of_a_batch_decides_about_the_weights_that_sample_it(lag):
-    made = run(lag)
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_the_number_of_a_batch_decides_about_the_weights_that_sample_it(staleness):
+    made = run(staleness)
     assert made() == Finished(4, interrupted=False)
-    assert watched(made).versions == [max(0, number - 1 - lag) for number in (1, 2, 3, 4)]
+    assert watched(made).versions == [max(0, number - 1 - staleness) for number in (1, 2, 3, 4)]
+    assert watched(made).threads == {"sampling" if staleness else threading.current_thread().name}
     own = [[request.prompt_ids for request in batch] for batch in made.engines.requests]
     whole = run(0)
     whole()
     assert own == [[request.prompt_ids for request in batch] for batch in whole.engines.requests]
     assert not threads()
-    if lag:
-        staleness = [(metrics["staleness/mean"], metrics["staleness/max"]) for _, metrics in made.tracker.logged]
-        assert staleness == [(min(lag, number - 1),) * 2 for number in (1, 2, 3, 4)]
+    if staleness:
+        found = [(metrics["staleness/mean"], metrics["staleness/max"]) for _, metrics in made.tracker.logged]
+        assert found == [(min(staleness, number - 1),) * 2 for number in (1, 2, 3, 4)]
     else:
         assert not [name for _, metrics in made.tracker.logged for name in metrics if name.startswith("staleness")]
 
@@ -164,14 +169,14 @@ def test_a_push_waits_for_the_batch_in_flight_and_old_policies_are_corrected():
     assert all("old_logprobs" in sample.columns for samples, _ in made.actor.updates for sample in samples)
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize("algorithm", ["ppo", "remax"])
-def test_a_run_that_goes_on_after_any_iteration_equals_the_run_that_never_stopped(lag, algorithm, tmp_path):
-    whole = run(lag, algorithm=algorithm, policy=WITHOUT_REFERENCE)
+def test_a_run_that_goes_on_after_any_iteration_equals_the_run_that_never_stopped(staleness, algorithm, tmp_path):
+    whole = run(staleness, algorithm=algorithm, policy=WITHOUT_REFERENCE)
     whole(save_steps=1)
-    assert [len(state.ahead) for state in whole.saved] == [min(lag, 4 - number) for number in (1, 2, 3, 4)]
+    assert [len(state.ahead) for state in whole.saved] == [min(staleness, 4 - number) for number in (1, 2, 3, 4)]
     for state in whole.saved[:-1]:
-        again = run(lag, algorithm=algorithm)
+        again = run(staleness, algorithm=algorithm)
         goes_on(through_files(state, tmp_path / f"{state.iteration}", PROMPTS, whole.settings), again)
         assert trained(again) == trained(whole)[state.iteration :]
         assert logged(again) == logged(whole)[state.iteration :]
@@ -250,6 +255,7 @@ def test_an_error_beside_the_sampling_ends_it(place):
         goes_on(whole.saved[0], broken)
     assert raised.value is error
     assert not threads()
+    assert not broken.scorer.num_open
     assert not broken.saved  # the state before the iteration is that of a checkpoint
 
 
@@ -297,9 +303,9 @@ def even(request: ScoreRequest) -> Score:
     return Score(1.0, "correct") if sum(map(int, request.response)) % 2 == 0 else Score(0.0, "wrong")
 
 
-def filtered(lag: int, **settings: Any) -> Run:
+def filtered(staleness: int, **settings: Any) -> Run:
     dynamic = DynamicSamplingConfig(dynamic_filtering=True, dynamic_oversample=3.0, dynamic_max_rounds=8)
-    made = run(lag, algorithm="rloo", policy=WITHOUT_REFERENCE, dynamic=dynamic, episodes=8, **settings)
+    made = run(staleness, algorithm="rloo", policy=WITHOUT_REFERENCE, dynamic=dynamic, episodes=8, **settings)
     made.scorer.judge = even  # type: ignore[method-assign]
     made.engines.longest = 60
     return made
@@ -325,3 +331,11 @@ def test_replaced_prompts_are_neither_lost_nor_trained_on_twice(tmp_path):
         )
         assert trained(again) == trained(made)[state.iteration :]
         assert logged(again) == logged(made)[state.iteration :]
+
+
+def test_the_seconds_of_sampling_are_those_between_two_times():
+    spans = [(1.0, 3.0), (4.0, 8.0), (9.0, math.inf)]  # the last batch is in flight
+    assert sampling_seconds(spans, 0.0, 10.0) == 7.0
+    assert sampling_seconds(spans, 2.0, 5.0) == 2.0
+    assert sampling_seconds(spans, 8.0, 9.0) == 0.0
+    assert sampling_seconds([], 0.0, 10.0) == 0.0
