@@ -24,8 +24,8 @@ class _Loan:
 class LentActor:
     """The actor, owned by the thread that creates this object.
 
-    A restarted engine needs the actor's weights. The owner lends the actor only while it waits for another thread, so
-    no lock is needed: the weights never change during a loan, and neither thread can wait for the other.
+    A restarted engine needs the actor's weights. The owner lends the actor only while it waits for another thread.
+    Therefore the weights never change during a loan, and two threads that need each other cannot deadlock.
 
     `version` is that of the actor's weights, None if the engines have the same version.
     """

@@ -196,7 +196,7 @@ class Schedule:
         """Sample a batch, from `source` if no other is in flight before it."""
         if before is not None:
             # A failed batch raises its error again here, so that later batches fail instead of using a wrong state.
-            # The shield keeps the one before from a cancel that is for this one.
+            # Without the shield, a cancel of this batch would mark the one before as done while it still runs.
             _, source = await asyncio.shield(asyncio.wrap_future(before))
             if self._rests:
                 raise asyncio.CancelledError
