@@ -13,13 +13,12 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maximum, sequence_mean, token_mean
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
-from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, PolicyColumns, TokenLoss, log_ratio
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
 from rlhf_cli.config.plugins import load_target
-from rlhf_cli.config.policy import POLICY_LOSSES, PolicyConfig
+from rlhf_cli.config.policy import POLICY_LOSSES, LossAgg, PolicyConfig
 from rlhf_cli.errors import RunError
 
 # Metrics with this prefix are raw moments. They add up over micro-batches and ranks; a variance or correlation does
@@ -132,7 +131,8 @@ def value_objective(
     old_values_K: Tensor,
     returns_K: Tensor,
     cu: Tensor,
-    settings: ActorCriticPolicyConfig,
+    value_clip: float,
+    loss_agg: LossAgg,
     totals: StepTotals,
     max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
@@ -140,8 +140,8 @@ def value_objective(
 
     `cu` int64 `[B+1]` marks sequence boundaries.
     """
-    loss_K, clipped_K = clipped_value_loss(values_K, old_values_K, returns_K, value_clip=settings.value_clip)
-    loss = aggregate(loss_K, cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
+    loss_K, clipped_K = clipped_value_loss(values_K, old_values_K, returns_K, value_clip=value_clip)
+    loss = aggregate(loss_K, cu, totals, kind=loss_agg, max_new_tokens=max_new_tokens)
     # float64: explained variance subtracts squared means from mean squares, which cancels most float32 digits.
     returns, errors = returns_K.double(), (returns_K - values_K.detach()).double()
     return loss, {

@@ -138,6 +138,10 @@ class CriticConfig(SettingsGroup):
     """Optimizer steps of the critic per pass over the responses. Default: as many as the actor."""
     freezing_actor_steps: int = Field(0, ge=-1)
     """Initial iterations that train only the critic, while the engines keep their weights; -1 is 0."""
+    value_clip: float = Field(0.5, gt=0)
+    """Maximum change of a value per iteration in the loss, in the unit of the rewards."""
+    bootstrap_truncated: bool = False
+    """Bootstrap truncated responses from the critic's value of their final state instead of 0."""
     critic_num_nodes: int | None = Field(None, gt=0)
     """Nodes for the critic."""
     critic_num_gpus_per_node: int | None = Field(None, gt=0)

@@ -22,6 +22,7 @@ def site_hooks() -> Any:
 
 def undocumented(command: str, names: Iterable[str]) -> list[str]:
     """Return the metrics missing on the command's page."""
-    documented = [metric["name"] for metric in site_hooks().metrics_of(command)]
+    # The pattern is for estimators from outside: each number of a built-in one has its own entry.
+    documented = [name for metric in site_hooks().metrics_of(command) if (name := metric["name"]) != "advantage/<name>"]
     patterns = [re.compile(re.sub(r"<[^>]*>", ".+", re.escape(name))) for name in documented]
     return sorted(name for name in set(names) if not any(pattern.fullmatch(name) for pattern in patterns))

@@ -107,7 +107,7 @@ def test_the_page_of_each_command_has_its_files_its_advice_and_its_flags(name):
     assert {"Output", "Troubleshooting", "Flags"} <= set(headings)
     trains = name in TRAINING
     assert not trains or {"Formulas", "Metrics"} <= set(headings)
-    assert not trains or re.search(r"arXiv\s+\d{4}\.\d{5}", page)
+    assert not trains or re.search(r"arXiv\s+\d{4}\.\d{5}|[Nn]o paper", page)
 
 
 def test_the_search_of_a_page_that_is_opened_as_a_file_has_its_index_and_its_worker(site):

@@ -13,15 +13,6 @@ class ActorCriticPolicyConfig(PolicyConfig):
     """Discount per token."""
     lambd: float = Field(1.0, ge=0, le=1)
     """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
-    value_clip: float = Field(0.5, gt=0)
-    """Clip of the change of a value per iteration, in the unit of the rewards."""
-    bootstrap_truncated: bool = False
-    """Take the critic's value of the state a cut response ended in for what would have come, instead of 0."""
-
-
-def bootstraps(policy: PolicyConfig) -> bool:
-    """Return whether a critic values the states in which responses were truncated."""
-    return isinstance(policy, ActorCriticPolicyConfig) and policy.bootstrap_truncated
 
 
 def ppo(experience: Experience, settings: ActorCriticPolicyConfig) -> Advantages:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
-from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
 from rlhf_cli.backends.roles.serialization import RankWork
@@ -292,8 +291,7 @@ class CriticRank(TrainedRank):
         ]
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
-        policy, max_new_tokens = self.settings.policy, self.settings.max_new_tokens
-        assert isinstance(policy, ActorCriticPolicyConfig)
+        settings = self.settings
 
         def loss(model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
             return value_objective(
@@ -301,9 +299,10 @@ class CriticRank(TrainedRank):
                 old_values_K=batch.columns["old_values"],
                 returns_K=batch.columns["returns"],
                 cu=batch.pack.cu_trained,
-                settings=policy,
+                value_clip=settings.critic.value_clip,
+                loss_agg=settings.policy.loss_agg,
                 totals=totals,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=settings.max_new_tokens,
             )
 
         return loss

@@ -14,6 +14,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.backends.weight_sync.vllm_trainer import CallEngines, Rendezvous
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.packs import Pack
@@ -48,6 +49,7 @@ class RoleSettings:
     temperature: float = 1.0
     max_new_tokens: int = 1
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     share_prompts: bool = False
     adapter: AdapterPlan | None = None
     ema_beta: float | None = None

@@ -6,9 +6,10 @@ No module-level import of torch: these checks run before anything heavy is loade
 import math
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.algorithms.estimators.gae import bootstraps
+from rlhf_cli.algorithms.estimators.group import PRESETS
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
@@ -25,8 +26,23 @@ def check_without_estimator(config: OnlineConfig) -> None:
     check_filtering(config)
     check_episodes(config)
     check_staleness(config)
+    _check_estimator_settings(config)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: requires a reference model; set --init_kl_coef")
+
+
+def _check_estimator_settings(config: OnlineConfig) -> None:
+    """Raise UsageError if a setting of the command's estimator is given, but the user's estimator has its own."""
+    if config.settings_of_code("advantage_estimator") is None:
+        return
+    policy = config.policy
+    # A preset also sets the loss, so it is allowed with the settings that it implies.
+    by_preset = {"preset", *PRESETS.get(getattr(policy, "preset", None) or "", {})}
+    own = (name for name in type(policy).model_fields if name not in {*PolicyConfig.model_fields, *by_preset})
+    if given := policy.changed(*own):
+        raise UsageError(
+            f"--{given}: --advantage_estimator {policy.advantage_estimator} reads its own settings instead"
+        )
 
 
 def check_batches(config: OnlineConfig, estimator: Estimator) -> None:
@@ -85,7 +101,7 @@ def _check_room(config: OnlineConfig) -> None:
     room = f"--train_max_tokens_per_gpu {batch.max_tokens}" + (f" on {ranks} ranks" if ranks > 1 else "")
     max_tokens, max_len = batch.max_tokens * ranks, config.prompts.max_len
     # The value after a truncated response is read at one extra position.
-    if bootstraps(config.policy) and max_tokens == max_len:
+    if config.critic.bootstrap_truncated and max_tokens == max_len:
         raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
     if max_tokens < max_len:
         raise UsageError(f"{room} cannot fit one sequence of --max_len {max_len}: raise the former or lower the latter")

@@ -199,6 +199,7 @@ def role_settings(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         policy=config.policy,
+        critic=config.critic,
         share_prompts=config.batch.share_prompts,
         adapter=adapter,
         ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,

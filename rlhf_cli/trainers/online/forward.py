@@ -17,8 +17,8 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, responses: Re
             responses.old_logprobs = responses.by_response(roles.actor.logprobs(responses.sequences))
     if roles.critic is not None:
         with awake(roles.critic):
-            asked = with_bootstrap_targets(responses) if settings.bootstraps else responses.sequences
+            asked = with_bootstrap_targets(responses) if settings.critic.bootstrap_truncated else responses.sequences
             values = responses.by_response(roles.critic.values(asked))
-        if settings.bootstraps:
+        if settings.critic.bootstrap_truncated:
             values, responses.bootstrap = split_last_values(values, responses.truncated_B)
         responses.values = values

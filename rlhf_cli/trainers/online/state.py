@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.algorithms.estimators.gae import bootstraps
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import ReferenceConfig
@@ -63,11 +62,6 @@ class OnlineSettings:
     def reference_moves(self, iteration: int) -> bool:
         """Return whether the reference is updated after this iteration."""
         return self.reference.ref_sync_steps > 0 and iteration % self.reference.ref_sync_steps == 0
-
-    @property
-    def bootstraps(self) -> bool:
-        """Whether the critic values the final states of truncated responses."""
-        return bootstraps(self.policy)
 
 
 @dataclass(frozen=True)

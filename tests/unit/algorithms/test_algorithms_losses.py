@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
 from rlhf_cli.algorithms.entropy import EntropyState
-from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.objective import (
@@ -324,7 +323,8 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
             old_values_K=columns["old_values_K"][first:last],
             returns_K=columns["returns_K"][first:last],
             cu=torch.tensor([0, last - first]),
-            settings=ActorCriticPolicyConfig(value_clip=0.2),
+            value_clip=0.2,
+            loss_agg="token_mean",
             totals=totals,
             max_new_tokens=9,
         )
@@ -356,7 +356,8 @@ def test_the_mean_of_the_value_loss_is_the_actors(kind: LossAgg, weights: list[f
         old_values_K=values_K.detach(),
         returns_K=torch.zeros(4),
         cu=torch.tensor([0, 3, 4]),
-        settings=ActorCriticPolicyConfig(loss_agg=kind),
+        value_clip=0.5,
+        loss_agg=kind,
         totals=StepTotals(num_tokens=4, num_sequences=2),
         max_new_tokens=5,
     )

@@ -14,6 +14,7 @@ from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.foreign.translation import translate, translate_settings
 from rlhf_cli.options import from_yaml, to_yaml
+from rlhf_cli.runs.online.checks import check_without_estimator
 from rlhf_cli.runs.online.identity import settings_identity
 
 # Five responses with one token each, except that the second has two; three belong to the first prompt.
@@ -52,6 +53,19 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
     assert found.per_token_N.mean().item() == pytest.approx(0, abs=1e-6)
     with pytest.raises(UsageError, match="this command trains a critic, and critic is False"):
         estimator_from_code(config.policy.advantage_estimator, ESTIMATORS["ppo"])
+
+
+def test_settings_of_the_command_s_estimator_are_refused_if_the_own_one_has_settings(tmp_path) -> None:
+    path = page_file(tmp_path, "median_baseline.py")
+    code = f"{path}:whitened"
+    check_without_estimator(resolve("grpo", advantage_estimator=code, quantile="0.75", preset="dr_grpo"))
+    check_without_estimator(resolve("grpo", advantage_estimator=f"{path}:less_median", advantage_std="none"))
+    with pytest.raises(UsageError, match=r"--advantage_std: --advantage_estimator .* reads its own settings"):
+        check_without_estimator(resolve("grpo", advantage_estimator=code, advantage_std="none"))
+
+
+def test_settings_of_built_in_estimators_are_the_command_s_policy_settings() -> None:
+    assert not [row.name for row in ESTIMATORS.values() if row.settings]
 
 
 def test_an_estimator_s_setting_is_a_flag_a_line_of_the_file_and_part_of_the_run_s_identity(tmp_path, capsys) -> None:

@@ -26,7 +26,6 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
-from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import value_objective
 from rlhf_cli.backends.training.deepspeed_engine import seed_everything
 from rlhf_cli.backends.training.frozen_model import FrozenEngine
@@ -169,7 +168,8 @@ def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage, loss_agg):
             old_values_K=batch.columns["old_values"],
             returns_K=batch.columns["returns"],
             cu=batch.pack.cu_trained,
-            settings=ActorCriticPolicyConfig(loss_agg=loss_agg),
+            value_clip=0.5,
+            loss_agg=loss_agg,
             totals=totals,
             max_new_tokens=9,
         )

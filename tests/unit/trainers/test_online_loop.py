@@ -494,7 +494,7 @@ def test_the_reference_moves_when_it_is_due_and_the_actor_rests():
 
 
 def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
-    plain, run = Run(), Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.0, bootstrap_truncated=True))
+    plain, run = Run(), Run(critic=CriticConfig(bootstrap_truncated=True))
     plain(total_iterations=1)
     run(total_iterations=1)
     cut = [row["finish_reason"] == "length" for row in run.tracker.rows[0][1]]
