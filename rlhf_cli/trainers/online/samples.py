@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -125,14 +124,15 @@ class Responses:
 
     def only(self, keep_B: Sequence[bool]) -> "Responses":
         """Return the selected samples, in order."""
-        numbers = [number for number, is_kept in enumerate(keep_B) if is_kept]
-
-        def kept(column: Any) -> Any:
-            if isinstance(column, dict):
-                return {name: kept(values) for name, values in column.items()}
-            return None if column is None else [column[number] for number in numbers]
-
-        return replace(self, **{column.name: kept(getattr(self, column.name)) for column in fields(self)})
+        names = (column.name for column in fields(self) if column.name != "frozen_logprobs")
+        columns = {name: column for name in names if (column := getattr(self, name)) is not None}
+        kept = [number for number, is_kept in enumerate(keep_B) if is_kept]
+        of_roles = self.frozen_logprobs.items()
+        return replace(
+            self,
+            frozen_logprobs={role: [column[number] for number in kept] for role, column in of_roles},
+            **{name: [column[number] for number in kept] for name, column in columns.items()},
+        )
 
     def scored(self) -> "Responses":
         """Return the samples with a valid score."""
