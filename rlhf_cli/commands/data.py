@@ -40,7 +40,7 @@ class DataCommandConfig(CommandConfig):
     def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
         if self.episodes.environment is not None and self.show.for_ not in POLICY_GRADIENT:
             raise ValueError(
-                "environment: an episode begins with a prompt of an online command: give --for "
+                "environment: an episode starts with a prompt for an online command: set --for "
                 f"{listed(POLICY_GRADIENT, 'or')}"
             )
         return self

@@ -29,7 +29,7 @@ class EvalConfig(InferenceConfig):
         if not self.reward.is_given:
             names = ", ".join(REWARDS)
             raise ValueError(
-                f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py, "
+                f"no reward: set --reward_funcs ({names}), --reward_func FILE.py, "
                 "--reward_pretrain MODEL or --remote_rm_url URL"
             )
         self.reward.require_model_to_normalize()
@@ -39,7 +39,7 @@ class EvalConfig(InferenceConfig):
     def _there_are_k_samples(self) -> "EvalConfig":
         samples = self.sampling.n_samples_per_prompt
         if max(self.ks, default=1) > samples:
-            raise ValueError(f"k {max(self.ks)} is more than the samples there are: n_samples_per_prompt {samples}")
+            raise ValueError(f"k {max(self.ks)} exceeds n_samples_per_prompt {samples}")
         return self
 
     @model_validator(mode="after")
@@ -52,19 +52,17 @@ class EvalConfig(InferenceConfig):
             ("prm_pretrain", self.reward.prm_pretrain),
         ):
             if is_given:
-                raise ValueError(
-                    f"{name} counts right responses: name a verifier in --reward_funcs, or give --pass_score"
-                )
+                raise ValueError(f"{name} counts correct responses: set a verifier in --reward_funcs, or --pass_score")
         return self
 
     @model_validator(mode="after")
     def _there_is_a_choice(self) -> "EvalConfig":
         if self.reward.prm_pretrain is not None and not any(k > 1 for k in self.ks):
-            raise ValueError("prm_pretrain chooses among the samples of a prompt: give --n_samples_per_prompt above 1")
+            raise ValueError("prm_pretrain selects among the samples for a prompt: set --n_samples_per_prompt above 1")
         return self
 
     @model_validator(mode="after")
     def _pass_rates_are_of_one_model(self) -> "EvalConfig":
         if self.out.write_pass_rate is not None and len(self.model.names) > 1:
-            raise ValueError(f"write_pass_rate is of a single model, and pretrain names {len(self.model.names)}")
+            raise ValueError(f"write_pass_rate supports one model, but pretrain lists {len(self.model.names)}")
         return self

@@ -18,8 +18,8 @@ class GenerateConfig(InferenceConfig):
     def _selection_has_prompts(self) -> "GenerateConfig":
         if self.episodes.agent_command is not None and self.out.select != "none":
             raise ValueError(
-                f"select {self.out.select} writes rows with the run's prompts, and an agent program writes its "
-                "own: take the messages from the file of responses"
+                f"select {self.out.select} writes rows with the run's prompts, but an agent program writes its own: "
+                "use the messages in samples.jsonl"
             )
         return self
 
@@ -29,5 +29,5 @@ class GenerateConfig(InferenceConfig):
         if self.reward.is_given or not self.needs_scores:
             return self
         if self.out.select in ("best", "best_worst"):
-            raise ValueError(f"select {self.out.select} compares scores: give a reward")
-        raise ValueError("min_score needs scores: give a reward")
+            raise ValueError(f"select {self.out.select} compares scores: set a reward")
+        raise ValueError("min_score requires scores: set a reward")

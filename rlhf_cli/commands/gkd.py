@@ -36,11 +36,11 @@ class GKDConfig(OnlineConfig):
     def _fixed_rows_have_a_share(self) -> "GKDConfig":
         given = self.rows.changed(*type(self.rows).model_fields)
         if given and self.distillation.lmbda == 1.0:
-            raise ValueError(f"{given} is about responses of the data, which have no share at lmbda 1")
+            raise ValueError(f"{given} applies to dataset responses, which are not used with lmbda 1")
         given = self.template.changed("prompt_template", "format_prompt")
         if self.distillation.lmbda < 1.0 and given:
             raise ValueError(
-                f"{given} makes prompts alone, and lmbda below 1 reads responses of the data too: give a chat "
-                "template or input_template, or --lmbda 1"
+                f"{given} renders only prompts, but lmbda below 1 also reads dataset responses: use a chat template or "
+                "input_template, or set --lmbda 1"
             )
         return self

@@ -198,8 +198,8 @@ class OnlineConfig(CommandConfig):
         has_teacher = "teacher" in self.hosted_roles or self.teacher.teacher_pretrain is not None
         if not has_teacher and not self.reward.is_given:
             raise ValueError(
-                f"no reward: give --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
-                "--reward_pretrain MODEL, --remote_rm_url URL or a --teacher_pretrain MODEL"
+                f"no reward: set --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
+                "--reward_pretrain MODEL, --remote_rm_url URL or --teacher_pretrain MODEL"
             )
         return self
 
@@ -213,16 +213,14 @@ class OnlineConfig(CommandConfig):
         shaping = self.reward.changed("reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef")
         given = self.evaluation.changed("eval_dataset") or shaping
         if given and not self.reward.is_given:
-            raise ValueError(f"{given} is about scores, and a teacher gives none: give a reward too")
+            raise ValueError(f"{given} applies to scores: set a reward in addition to the teacher")
         return self
 
     @model_validator(mode="after")
     def _best_is_judged(self) -> Self:
         key = self.evaluation.best_metric_key
         if key is not None and key != "eval/reward" and not self.reward.has_verifier:
-            raise ValueError(
-                f"best_metric_key {key} counts right responses: name a verifier in --reward_funcs, or take eval/reward"
-            )
+            raise ValueError(f"best_metric_key {key} requires a verifier in --reward_funcs; or use eval/reward")
         return self
 
     @model_validator(mode="after")
@@ -232,15 +230,15 @@ class OnlineConfig(CommandConfig):
         policy = self.policy
         if policy.init_kl_coef > 0 and not policy.use_kl_loss:
             raise ValueError(
-                "init_kl_coef is taken off the reward, and only the teacher counts here: give --use_kl_loss with "
+                "init_kl_coef is a penalty on the reward, but only the teacher is used: set --use_kl_loss with "
                 "--kl_estimator k3, or --init_kl_coef 0"
             )
         if self.reward.prm_pretrain is not None:
-            raise ValueError("prm_pretrain adds rewards of steps to others, and only the teacher counts here")
+            raise ValueError("prm_pretrain adds step rewards to other rewards, but only the teacher is used")
         if self.dynamic.dynamic_filtering:
-            raise ValueError("dynamic_filtering replaces prompts by their rewards, and only the teacher counts here")
+            raise ValueError("dynamic_filtering selects prompts by reward, but only the teacher is used")
         if self.compares_rewards:
             names = (name for name in POLICY_GRADIENT if not COMMANDS[name].config_class.compares_rewards)
-            alone = f"rlhf {listed(names)} learn from a teacher alone"
-            raise ValueError(f"{self.compares_rewards}, and only the teacher counts here: {alone}")
+            alone = f"rlhf {listed(names)} can train with only a teacher"
+            raise ValueError(f"{self.compares_rewards}, but only the teacher is used: {alone}")
         return self

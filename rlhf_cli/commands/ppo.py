@@ -10,6 +10,6 @@ class PPOConfig(OnlineConfig):
     command = "ppo"
 
     unsupported = NEVER_ONLINE
-    compares_rewards = "a critic values rewards"
+    compares_rewards = "the critic predicts rewards"
 
     policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()

@@ -45,7 +45,7 @@ class ServeRMConfig(CommandConfig):
         if not self.reward.is_given:
             names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE and not row.by_row)
             raise ValueError(
-                f"nothing to serve: give --reward_pretrain MODEL, --reward_funcs ({names}) or --reward_func FILE.py"
+                f"nothing to serve: set --reward_pretrain MODEL, --reward_funcs ({names}) or --reward_func FILE.py"
             )
         self.reward.require_model_to_normalize()
         return self
@@ -54,11 +54,11 @@ class ServeRMConfig(CommandConfig):
     def _requests_carry_what_is_needed(self) -> Self:
         if self.reward.is_by_row:
             raise ValueError(
-                "reward_funcs by_row goes by rows, which requests do not carry: give it to the run that asks"
+                "reward_funcs by_row requires dataset rows, which requests do not contain: set it in the training run"
             )
         if unknown := [call.name for call in self.reward.rewards if call.row.kind in UNSERVABLE]:
             raise ValueError(
-                f"reward_funcs {unknown[0]} goes by the number of tokens of a response, which requests do not carry: "
-                "give it to the run that asks, beside --remote_rm_url"
+                f"reward_funcs {unknown[0]} requires the response length in tokens, which requests do not contain: "
+                "set it in the training run, in addition to --remote_rm_url"
             )
         return self

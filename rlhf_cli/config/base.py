@@ -104,7 +104,8 @@ class SettingsGroup(BaseModel):
     @classmethod
     def _home_is_meant_by_a_tilde(cls, path: str | None) -> str | None:
         if path is not None and not path.strip():
-            raise ValueError("the name of a folder or file is empty")  # as of a variable that is not set
+            # Typically an unset shell variable.
+            raise ValueError("the name of a folder or file is empty")
         return path if path is None else os.path.expanduser(path)
 
     @classmethod
@@ -132,7 +133,7 @@ class SettingsGroup(BaseModel):
             if need is not None and not need.is_met(self, command):
                 raise ValueError(f"{name} needs {need}")
             if other := self.changed(*self.excluded_by(name)):
-                raise ValueError(f"{name} and {other} exclude each other: give one of them")
+                raise ValueError(f"{name} and {other} exclude each other: set only one")
 
     def changed(self, *names: str) -> str | None:
         """Return the first of these settings with a non-default value."""

@@ -219,5 +219,5 @@ class PromptConfig(SettingsGroup):
     def _range_of_pass_rates_is_not_empty(self) -> "PromptConfig":
         if self.pass_rate_range is not None and not 0 <= self.pass_rate_range[0] <= self.pass_rate_range[1] <= 1:
             low, high = self.pass_rate_range
-            raise ValueError(f"pass_rate_range {low:g} {high:g}: two shares from 0 to 1, the smaller one first")
+            raise ValueError(f"pass_rate_range {low:g} {high:g}: must be two ascending fractions from 0 to 1")
         return self

@@ -107,7 +107,7 @@ class EpisodeConfig(SettingsGroup):
         except ValueError as error:
             raise ValueError(f"agent_command {self.agent_command}: {error}") from None
         if not words:
-            raise ValueError('agent_command is empty: give a command like "python my_agent.py"')
+            raise ValueError('agent_command is empty: set a command like "python my_agent.py"')
         return self
 
 
@@ -135,6 +135,6 @@ def check_environment_reward(episodes: EpisodeConfig, reward: RewardConfig) -> N
     if not any(call.name == ENVIRONMENT for call in reward.rewards):
         return
     if not episodes.plays_episodes:
-        raise ValueError(f"reward_funcs {ENVIRONMENT} is the reward of an environment: give --environment FILE.py")
+        raise ValueError(f"reward_funcs {ENVIRONMENT} is the reward of an environment: set --environment FILE.py")
     if episodes.environment is not None and environment_kind(episodes.environment) == "mcp":
         raise ValueError(f"reward_funcs {ENVIRONMENT}: an MCP server has tools and no reward; name another reward")

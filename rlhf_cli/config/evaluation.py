@@ -27,10 +27,10 @@ class EvaluatedModelConfig(ModelSource):
     @model_validator(mode="after")
     def _models_differ(self) -> "EvaluatedModelConfig":
         if not self.names:
-            raise ValueError(f"pretrain {self.pretrain!r} names no model")
+            raise ValueError(f"pretrain {self.pretrain!r} lists no model")
         # Results are stored by model name, so names must be unique.
         if len(set(self.names)) < len(self.names):
-            raise ValueError(f"pretrain {self.pretrain} names a model twice")
+            raise ValueError(f"pretrain {self.pretrain} lists a model twice")
         return self
 
 
@@ -46,9 +46,9 @@ class StatisticsConfig(SettingsGroup):
     def _numbers_of_samples(self) -> "StatisticsConfig":
         # An empty list is allowed and selects the default.
         if min(self.k, default=1) < 1:
-            raise ValueError(f"k counts samples: {min(self.k)} is less than 1")
+            raise ValueError(f"k must be at least 1, not {min(self.k)}")
         if len(set(self.k)) < len(self.k):
-            raise ValueError("k names a number twice")
+            raise ValueError("k lists a number twice")
         return self
 
 
@@ -82,8 +82,8 @@ class EvaluationConfig(SettingsGroup):
     def _samples_differ(self) -> "EvaluationConfig":
         if self.eval_temperature == 0 and self.eval_n_samples_per_prompt > 1:
             raise ValueError(
-                "temperature 0 gives the same response each time: eval_n_samples_per_prompt "
-                f"{self.eval_n_samples_per_prompt} needs an eval_temperature above 0"
+                "temperature 0 generates the same response each time: eval_n_samples_per_prompt "
+                f"{self.eval_n_samples_per_prompt} requires an eval_temperature above 0"
             )
         return self
 
@@ -91,5 +91,5 @@ class EvaluationConfig(SettingsGroup):
     def _best_can_be_told(self) -> "EvaluationConfig":
         # A wrong name would otherwise be noticed only after the first evaluation.
         if self.best_metric_key is not None and self.best_metric_key not in self.metrics:
-            raise ValueError(f"best_metric_key {self.best_metric_key}: there are {', '.join(self.metrics)}")
+            raise ValueError(f"best_metric_key {self.best_metric_key}: must be one of {', '.join(self.metrics)}")
         return self

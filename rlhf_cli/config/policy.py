@@ -118,11 +118,11 @@ class PolicyConfig(SettingsGroup):
         # Both forms of the setting give these two values.
         low, high = self.eps_clip_low, self.eps_clip_high
         if not (0 < low <= 1 and high > 0):
-            raise ValueError(f"clip of {low:g} below and {high:g} above 1: need 0 < below <= 1 and above > 0")
+            raise ValueError(f"clip range {low:g} below and {high:g} above 1: requires 0 < below <= 1 and above > 0")
         low, high = self.rollout_correction_range
         # The ratio is 1 on-policy, which must never be corrected.
         if not 0 <= low < 1 < high:
-            raise ValueError(f"rollout_correction_range {low:g} {high:g} must reach from below 1 to above 1")
+            raise ValueError(f"rollout_correction_range {low:g} {high:g} must contain 1")
         if min(self.sapo_tau) <= 0:
             raise ValueError(f"sapo_tau {self.sapo_tau[0]:g} {self.sapo_tau[1]:g}: both must be above 0")
         return self
@@ -130,11 +130,11 @@ class PolicyConfig(SettingsGroup):
     @model_validator(mode="after")
     def _divergence_has_a_weight(self) -> "PolicyConfig":
         if self.kl_target is not None and not self.init_kl_coef:
-            raise ValueError("kl_target steers init_kl_coef, which is 0: then no KL divergence is measured")
+            raise ValueError("kl_target adapts init_kl_coef, but with init_kl_coef 0 no KL divergence is computed")
         if self.use_kl_loss and self.kl_estimator == "k1":
             raise ValueError(
-                "kl_estimator k1 in the loss has a gradient of zero expectation: with use_kl_loss give k2 or k3"
+                "kl_estimator k1 in the loss has a gradient with zero expectation: with use_kl_loss, set k2 or k3"
             )
         if self.entropy_target is not None and self.entropy_loss_coef > self.entropy_max:
-            raise ValueError(f"entropy_loss_coef {self.entropy_loss_coef:g} is above entropy_max {self.entropy_max:g}")
+            raise ValueError(f"entropy_loss_coef {self.entropy_loss_coef:g} exceeds entropy_max {self.entropy_max:g}")
         return self

@@ -213,7 +213,7 @@ def read_calls(texts: Iterable[str]) -> list[RewardCall]:
     names = [call.name for call in calls]
     # Equal names would have the same metric.
     if len(set(names)) < len(names):
-        raise ValueError(f"one is named twice: {' '.join(names)}; give it a weight instead")
+        raise ValueError(f"a reward is listed twice: {' '.join(names)}; use a weight instead")
     blind = [call.name for call in calls if call.row.needs_verdict]
     if blind and not any(call.row.kind == "verifier" for call in calls):
         verifiers = ", ".join(name for name, row in REWARDS.items() if row.kind == "verifier")

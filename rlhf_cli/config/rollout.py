@@ -120,7 +120,7 @@ class SamplingConfig(SettingsGroup):
     @classmethod
     def _stop_strings_are_no_ends_by_themselves(cls, stop: list[str]) -> list[str]:
         if "" in stop:
-            raise ValueError("an empty text is in every response; blanks alone can be given as a list in YAML")
+            raise ValueError("an empty string is in every response; to stop at spaces, use a list in YAML")
         return stop
 
     @model_validator(mode="after")
@@ -128,11 +128,11 @@ class SamplingConfig(SettingsGroup):
         # With temperature 0 these settings would be ignored silently.
         given = self.changed("top_p", "top_k", "min_p")
         if self.temperature == 0 and given:
-            raise ValueError(f"{given} chooses among tokens, and temperature 0 takes the likeliest: raise temperature")
+            raise ValueError(f"{given} has no effect with temperature 0: raise temperature")
         if self.temperature == 0 and self.n_samples_per_prompt > 1:
             raise ValueError(
-                f"temperature 0 gives the same response each time: n_samples_per_prompt {self.n_samples_per_prompt} "
-                "needs a temperature above 0"
+                "temperature 0 generates the same response each time: n_samples_per_prompt "
+                f"{self.n_samples_per_prompt} requires a temperature above 0"
             )
         return self
 

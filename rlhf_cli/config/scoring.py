@@ -163,7 +163,7 @@ class RewardConfig(SettingsGroup):
         Online commands only print a notice: OpenRLHF scripts with a reward file also set --normalize_reward.
         """
         if self.normalize_reward and self.reward_pretrain is None:
-            raise ValueError("normalize_reward needs --reward_pretrain")
+            raise ValueError("normalize_reward requires --reward_pretrain")
 
     @field_validator("reward_funcs")
     @classmethod
@@ -177,9 +177,9 @@ class RewardConfig(SettingsGroup):
         for url in urls:
             # Check the form here: a wrong URL would fail only after generation.
             if problem := _url_problem(url):
-                raise ValueError(f"{url!r} {problem}; it has to be like http://10.0.0.5:5000/get_reward")
+                raise ValueError(f"{url!r} {problem}; use a URL such as http://10.0.0.5:5000/get_reward")
         if len(set(urls)) < len(urls):
-            raise ValueError("names a server twice")
+            raise ValueError("lists a server twice")
         return urls
 
     @model_validator(mode="after")
@@ -197,7 +197,7 @@ class RewardConfig(SettingsGroup):
         if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
             raise ValueError(
                 f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
-                f"all tests of a response get {CODE_SHARE:.0%} of that; raise the one or lower the other"
+                f"all tests of a response get {CODE_SHARE:.0%} of that; raise reward_timeout or lower the code timeout"
             )
         return self
 
@@ -213,7 +213,7 @@ class RewardConfig(SettingsGroup):
         # Duplicates would give equal metrics.
         if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
             names = ", ".join(STEP_AGGREGATIONS)
-            raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} has to name some of {names}, each once")
+            raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} must list some of {names}, each once")
         return self
 
 

@@ -23,8 +23,8 @@ class ServedModelConfig(SettingsGroup):
     def _a_text_fits(self) -> "ServedModelConfig":
         if self.max_len > self.max_tokens_per_gpu:
             raise ValueError(
-                f"max_tokens_per_gpu {self.max_tokens_per_gpu} cannot hold a text of max_len {self.max_len}: raise the "
-                "one or lower the other"
+                f"max_tokens_per_gpu {self.max_tokens_per_gpu} is less than max_len {self.max_len}: raise "
+                "max_tokens_per_gpu or lower max_len"
             )
         return self
 
@@ -52,5 +52,5 @@ class ServeConfig(SettingsGroup):
     @model_validator(mode="after")
     def _a_request_fits(self) -> "ServeConfig":
         if self.max_texts > self.max_queue:
-            raise ValueError(f"max_queue {self.max_queue} has no room for a request of max_texts {self.max_texts}")
+            raise ValueError(f"max_queue {self.max_queue} is less than max_texts {self.max_texts} of a request")
         return self

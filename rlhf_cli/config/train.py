@@ -141,7 +141,7 @@ class DeepSpeedConfig(SettingsGroup):
     def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
         # Ring attention passes keys between ranks, Ulysses exchanges heads.
         if self.ring_flash_attn and self.sequence_parallel_mode == "ulysses":
-            raise ValueError("ring_flash_attn gathers keys: drop --sequence_parallel_mode ulysses")
+            raise ValueError("ring_flash_attn gathers keys: remove --sequence_parallel_mode ulysses")
         return self
 
     @property
@@ -180,7 +180,7 @@ class CheckpointConfig(SettingsGroup):
     @model_validator(mode="after")
     def _restarts_need_checkpoints(self) -> "CheckpointConfig":
         if self.max_restarts and self.save_steps < 1:
-            raise ValueError("max_restarts goes on from the last checkpoint, and none is saved: give save_steps")
+            raise ValueError("max_restarts resumes from the last checkpoint, but none is saved: set save_steps")
         return self
 
 

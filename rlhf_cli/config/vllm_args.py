@@ -8,34 +8,34 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-_PLACES = "Ray places the engines: --vllm_num_engines and --vllm_tensor_parallel_size set their number and size"
-_TOKENS = "engines take and return token ids: --pretrain names model and tokenizer"
-_SAMPLING = "give --temperature, --top_p, --top_k or --min_p"
-_WORKER = "weights are pushed through this program's worker: --vllm_sync_backend chooses how"
-_ADAPTER = "--lora_push adapter of the online commands has vLLM add the adapter"
-_SCHEDULER = "stop strings and reproducible batches need this program's scheduler"
+_PLACES = "Ray places the engines; use --vllm_num_engines and --vllm_tensor_parallel_size"
+_TOKENS = "engines process token ids of the trainer's tokenizer, from --pretrain"
+_SAMPLING = "use --temperature, --top_p, --top_k or --min_p"
+_WORKER = "weights are pushed to this program's worker; use --vllm_sync_backend"
+_ADAPTER = "use --lora_push adapter in online commands"
+_SCHEDULER = "stop strings and reproducible batches require this program's scheduler"
 
 # vLLM would accept these, but a run would break or train on other log-probs.
 DECIDED: dict[str, str] = {
-    "model": "give --pretrain",
+    "model": "use --pretrain",
     **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"), _TOKENS),
-    **dict.fromkeys(("revision", "code_revision"), "give the folder of that revision as --pretrain"),
-    **dict.fromkeys(("runner", "convert"), "its engines generate, and --reward_pretrain scores"),
-    "trust_remote_code": "give --trust_remote_code",
-    "dtype": "give --param_dtype",
-    "seed": "give --seed",
-    "max_model_len": "give --max_len",
-    "enforce_eager": "give --enforce_eager or --no_enforce_eager",
-    "enable_prefix_caching": "give --enable_prefix_caching or --no_enable_prefix_caching",
-    "enable_chunked_prefill": "it is vLLM's choice on a GPU, and on a CPU it ends the engine",
+    **dict.fromkeys(("revision", "code_revision"), "pass the revision's folder as --pretrain"),
+    **dict.fromkeys(("runner", "convert"), "engines only generate; for scoring, use --reward_pretrain"),
+    "trust_remote_code": "use --trust_remote_code",
+    "dtype": "use --param_dtype",
+    "seed": "use --seed",
+    "max_model_len": "use --max_len",
+    "enforce_eager": "use --enforce_eager or --no_enforce_eager",
+    "enable_prefix_caching": "use --enable_prefix_caching or --no_enable_prefix_caching",
+    "enable_chunked_prefill": "vLLM selects it on a GPU, and crashes with it on a CPU",
     **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTER),
-    "limit_mm_per_prompt": "give --max_images_per_prompt",
-    "mm_processor_kwargs": "engines get the trainer's pixels; give --min_pixels or --max_pixels",
-    "skip_mm_profiling": "it is decided by the device",
-    "enable_sleep_mode": "give --vllm_enable_sleep",
-    "gpu_memory_utilization": "give --vllm_gpu_memory_utilization",
-    "tensor_parallel_size": "give --vllm_tensor_parallel_size",
-    "logprobs_mode": "training reads the log-probabilities of the distribution that tokens are drawn from",
+    "limit_mm_per_prompt": "use --max_images_per_prompt",
+    "mm_processor_kwargs": "engines receive the trainer's pixels; use --min_pixels or --max_pixels",
+    "skip_mm_profiling": "it depends on the device",
+    "enable_sleep_mode": "use --vllm_enable_sleep",
+    "gpu_memory_utilization": "use --vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "use --vllm_tensor_parallel_size",
+    "logprobs_mode": "training requires the log-probs of the sampling distribution",
     **dict.fromkeys(("generation_config", "override_generation_config"), _SAMPLING),
     **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _WORKER),
     **dict.fromkeys(("scheduler_cls", "async_scheduling", "scheduling_policy"), _SCHEDULER),
@@ -60,7 +60,7 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 def _require_sampled(temperature: float) -> float:
     """Return the temperature. Raises ValueError if engines would change it."""
     if 0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(f"{temperature:g} is too low to sample at: give 0, or at least {LOWEST_TEMPERATURE:g}")
+        raise ValueError(f"{temperature:g} is too low for sampling: use 0, or at least {LOWEST_TEMPERATURE:g}")
     return temperature
 
 

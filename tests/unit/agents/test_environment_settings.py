@@ -44,7 +44,7 @@ def test_a_url_of_an_mcp_server_without_a_host_or_of_another_scheme_is_refused(u
 def test_a_server_has_its_own_reward_by_default_and_an_mcp_server_needs_another_one() -> None:
     config = build_config(GRPOConfig, {**NEEDED, "environment": "ws://host:8000"})
     assert [call.name for call in config.reward.rewards] == ["environment"]
-    with pytest.raises(UsageError, match="no reward: give --reward_funcs"):
+    with pytest.raises(UsageError, match="no reward: set --reward_funcs"):
         build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py"})
     with pytest.raises(UsageError, match="an MCP server has tools and no reward; name another reward"):
         build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py", "reward_funcs": "environment,math"})

@@ -377,15 +377,15 @@ def test_explained_variance_of_a_perfect_critic_is_one_and_of_constant_returns_z
     ("settings", "message"),
     [
         ({"sapo_tau": (1.0, 0.0), "policy_loss": "sapo"}, "both must be above 0"),
-        ({"use_kl_loss": True}, "k1 in the loss has a gradient of zero expectation: with use_kl_loss give k2 or k3"),
+        ({"use_kl_loss": True}, "k1 in the loss has a gradient with zero expectation: with use_kl_loss, set k2 or k3"),
         ({"dual_clip": 3.0, "policy_loss": "sapo"}, "dual_clip needs --policy_loss clip"),
         ({"eps_clip": 0.1, "policy_loss": "cispo"}, "eps_clip needs --policy_loss clip or gspo"),
-        ({"entropy_target": 0.2, "entropy_loss_coef": 0.1}, r"entropy_loss_coef 0\.1 is above entropy_max 0\.005"),
-        ({"eps_clip_low_high": (1.2, 0.2)}, r"clip of 1\.2 below"),
+        ({"entropy_target": 0.2, "entropy_loss_coef": 0.1}, r"entropy_loss_coef 0\.1 exceeds entropy_max 0\.005"),
+        ({"eps_clip_low_high": (1.2, 0.2)}, r"clip range 1\.2 below"),
         ({"eps_clip_low_high": (0.2, 0.0)}, "above > 0"),
         (
             {"rollout_correction": "seq_mask", "rollout_correction_range": (1.5, 5.0)},
-            r"rollout_correction_range 1\.5 5 must reach",
+            r"rollout_correction_range 1\.5 5 must contain 1",
         ),
     ],
 )

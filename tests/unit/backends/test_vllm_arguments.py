@@ -46,9 +46,9 @@ def test_every_setting_that_is_named_instead_exists():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"max_model_len": 5}', "this program sets max_model_len: give --max_len"),
-        ('{"max_num_seqs": 5, "dtype": "half"}', "this program sets dtype: give --param_dtype"),
-        ('{"data_parallel_size": 2}', "Ray places the engines: --vllm_num_engines"),
+        ('{"max_model_len": 5}', "this program sets max_model_len: use --max_len"),
+        ('{"max_num_seqs": 5, "dtype": "half"}', "this program sets dtype: use --param_dtype"),
+        ('{"data_parallel_size": 2}', "Ray places the engines; use --vllm_num_engines"),
         ("[1]", "must be a JSON object"),
     ],
 )

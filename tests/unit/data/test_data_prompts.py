@@ -166,7 +166,7 @@ def test_a_filter_that_leaves_no_prompt_says_so(tmp_path):
 
 @pytest.mark.parametrize("limits", [(0.5, 0.25), (-0.5, 0.5), (0.5, 1.5)])
 def test_a_range_of_pass_rates_that_holds_nothing_is_refused(limits):
-    with pytest.raises(ValidationError, match="two shares from 0 to 1"):
+    with pytest.raises(ValidationError, match="must be two ascending fractions"):
         PromptConfig(prompt_data="p", pass_rate_range=limits)
 
 

@@ -101,7 +101,7 @@ def test_prompts_are_shared_if_the_kernel_takes_keys_in_any_order() -> None:
     [
         (
             {"sequence_parallel_size": 2, "sequence_parallel_mode": "ulysses", "ring_flash_attn": True},
-            "ring_flash_attn gathers keys: drop",
+            "ring_flash_attn gathers keys: remove",
         ),
     ],
 )

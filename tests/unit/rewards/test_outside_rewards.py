@@ -100,7 +100,7 @@ def test_paths_are_absolute_in_the_settings_and_bare_in_the_identity_of_a_run(pa
 
 
 def test_the_same_name_twice_is_refused(page: Path) -> None:
-    with pytest.raises(ValidationError, match="one is named twice: near near"):
+    with pytest.raises(ValidationError, match="a reward is listed twice: near near"):
         config(reward_funcs=[f"{page}:near(tolerance=1)", f"{page}:near(tolerance=2)"])
     assert read_call(f"{page}:near").parameters == {"tolerance": 0.5}
 

@@ -561,11 +561,11 @@ def test_a_scorer_needs_its_servers_and_shows_them_the_key_of_the_environment(se
     ("settings", "said"),
     [
         ({"remote_rm_url": ["10.0.0.5:5000"]}, "'10.0.0.5:5000' does not begin with http:// or https://"),
-        ({"remote_rm_url": ["http://"]}, "'http://' names no host; it has to be like http://"),
+        ({"remote_rm_url": ["http://"]}, "'http://' names no host; use a URL such as http://"),
         ({"remote_rm_url": ["http://a:99999/"]}, "is no URL (Port out of range"),
         ({"remote_rm_url": ["http://me:secret@a/get_reward"]}, "has a name or password in it"),
         ({"remote_rm_url": ["http://a/get_reward?key=1"]}, "has a query or fragment"),
-        ({"remote_rm_url": ["http://a", "http://a"]}, "names a server twice"),
+        ({"remote_rm_url": ["http://a", "http://a"]}, "lists a server twice"),
     ],
 )
 def test_bad_settings_of_reward_servers_are_refused(settings, said):

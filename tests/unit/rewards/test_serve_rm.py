@@ -480,7 +480,7 @@ def test_a_port_that_is_taken_or_an_address_that_is_not_here_is_told():
 
 def test_a_reward_that_goes_by_rows_is_refused_and_has_no_settings_here(capsys):
     assert cli.main(["serve-rm", "--reward_funcs", "by_row"]) == 2
-    assert "by_row goes by rows, which requests do not carry" in capsys.readouterr().err
+    assert "by_row requires dataset rows, which requests do not contain" in capsys.readouterr().err
     for flag in ("--reward_key", "--reward_by_source"):
         assert cli.main(["serve-rm", "--reward_funcs", "math", flag, "x"]) == 2
         assert f"unknown flag {flag}" in capsys.readouterr().err
@@ -493,9 +493,7 @@ def test_rewards_that_go_by_tokens_are_refused_in_one_sentence(funcs, capsys):
     assert cli.main(["serve-rm", "--reward_funcs", ",".join(funcs)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     name = funcs[-1].partition("(")[0]
-    assert line.startswith(
-        f"rlhf serve-rm: reward_funcs {name} goes by the number of tokens of a response, which requests"
-    )
+    assert line.startswith(f"rlhf serve-rm: reward_funcs {name} requires the response length in tokens, which requests")
 
 
 def test_a_model_that_is_no_reward_model_is_refused(tiny_model_dir):

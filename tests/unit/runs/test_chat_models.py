@@ -175,7 +175,7 @@ def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_ar
         found_speakers(chat_config(without_template(tiny_model_dir, tmp_path), system_prompt="Be kind."))
     with pytest.raises(UsageError, match="--chat_template_kwargs requires a chat template"):
         found_speakers(chat_config(tmp_path / "base", chat_template_kwargs='{"a": 1}'))
-    with pytest.raises(UsageError, match="names a model twice"):
+    with pytest.raises(UsageError, match="lists a model twice"):
         chat_config(f"{tiny_model_dir},{tiny_model_dir}")
 
 

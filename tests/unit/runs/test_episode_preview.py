@@ -329,8 +329,8 @@ def test_turns_of_a_file_are_its_lines_or_a_list_of_texts(files):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"for": "sft", "environment": "calculator.py"}, "environment: an episode begins with a prompt"),
-        ({"for": "gkd", "environment": "calculator.py"}, "environment: an episode begins with a prompt"),
+        ({"for": "sft", "environment": "calculator.py"}, "environment: an episode starts with a prompt"),
+        ({"for": "gkd", "environment": "calculator.py"}, "environment: an episode starts with a prompt"),
         ({"for": "ppo", "environment": "none.py"}, "--environment none.py: there is no such file"),
         ({"for": "ppo", "environment": "higher.py"}, "needs the column 'number' in reset"),
         (

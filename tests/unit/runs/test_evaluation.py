@@ -157,15 +157,15 @@ def config(**settings: Any) -> EvalConfig:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"n_samples_per_prompt": 4}, "temperature 0 gives the same response each time"),
-        ({"k": "8", "n_samples_per_prompt": 4, "temperature": 1}, "k 8 is more than the samples there are"),
-        ({"k": "0,1"}, "k counts samples: 0 is less than 1"),
-        ({"reward_funcs": ""}, "nothing to judge responses by"),
-        ({"reward_funcs": "", "reward_func": "r.py", "k": "1"}, "k counts right responses: name a verifier in"),
-        ({"reward_funcs": "format", "k": "1"}, "k counts right responses: name a verifier in"),
-        ({"reward_funcs": "", "reward_func": "r.py", "write_pass_rate": "r"}, "write_pass_rate counts right"),
-        ({"pretrain": "a,b", "write_pass_rate": "rates"}, "write_pass_rate is of a single model"),
-        ({"pretrain": "a, a"}, "names a model twice"),
+        ({"n_samples_per_prompt": 4}, "temperature 0 generates the same response each time"),
+        ({"k": "8", "n_samples_per_prompt": 4, "temperature": 1}, "k 8 exceeds n_samples_per_prompt 4"),
+        ({"k": "0,1"}, "k must be at least 1, not 0"),
+        ({"reward_funcs": ""}, "no reward: set --reward_funcs"),
+        ({"reward_funcs": "", "reward_func": "r.py", "k": "1"}, "k counts correct responses: set a verifier in"),
+        ({"reward_funcs": "format", "k": "1"}, "k counts correct responses: set a verifier in"),
+        ({"reward_funcs": "", "reward_func": "r.py", "write_pass_rate": "r"}, "write_pass_rate counts correct"),
+        ({"pretrain": "a,b", "write_pass_rate": "rates"}, "write_pass_rate supports one model"),
+        ({"pretrain": "a, a"}, "lists a model twice"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, complaint):
@@ -317,13 +317,13 @@ def test_the_steps_of_kept_responses_are_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"prm_pretrain": "m"}, "chooses among the samples of a prompt: give --n_samples_per_prompt above 1"),
+        ({"prm_pretrain": "m"}, "selects among the samples for a prompt: set --n_samples_per_prompt above 1"),
         (
             {"prm_pretrain": "m", "prm_aggregation": "min,min"},
-            "prm_aggregation min,min has to name some of .*, each once",
+            "prm_aggregation min,min must list some of .*, each once",
         ),
-        ({"prm_pretrain": "m", "prm_aggregation": "max"}, "prm_aggregation max has to name some of"),
-        ({"prm_pretrain": "m", "reward_funcs": "format"}, "prm_pretrain counts right responses: name a verifier"),
+        ({"prm_pretrain": "m", "prm_aggregation": "max"}, "prm_aggregation max must list some of"),
+        ({"prm_pretrain": "m", "reward_funcs": "format"}, "prm_pretrain counts correct responses: set a verifier"),
     ],
 )
 def test_settings_of_a_process_reward_model_that_contradict_others_are_refused(settings, complaint):

@@ -390,14 +390,14 @@ def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"select": "best"}, "select best compares scores: give a reward"),
-        ({"select": "all", "min_score": 1}, "min_score needs scores"),
-        ({"temperature": 0, "n_samples_per_prompt": 2}, "temperature 0 gives the same response each time"),
-        ({"temperature": 0, "top_k": 20}, "top_k chooses among tokens, and temperature 0 takes the likeliest"),
+        ({"select": "best"}, "select best compares scores: set a reward"),
+        ({"select": "all", "min_score": 1}, "min_score requires scores"),
+        ({"temperature": 0, "n_samples_per_prompt": 2}, "temperature 0 generates the same response each time"),
+        ({"temperature": 0, "top_k": 20}, "top_k has no effect with temperature 0"),
         ({"top_k": -2}, "must be"),
         ({"min_p": 1.5}, "must be"),
         ({"repetition_penalty": 0}, "must be"),
-        ({"normalize_reward": True}, "normalize_reward needs --reward_pretrain"),
+        ({"normalize_reward": True}, "normalize_reward requires --reward_pretrain"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, complaint):

@@ -118,8 +118,8 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
     ("command", "given", "message"),
     [
         ("grpo", {"preset": "dpo"}, "--preset dpo: must be dr_grpo, dapo, gspo, cispo or sapo"),
-        ("grpo", {"kl_estimator": "k1"}, "k1 in the loss has a gradient of zero expectation"),
-        ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient of zero expectation"),
+        ("grpo", {"kl_estimator": "k1"}, "k1 in the loss has a gradient with zero expectation"),
+        ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient with zero expectation"),
         ("grpo", {"critic_learning_rate": "1"}, "unknown setting --critic_learning_rate"),
         ("grpo", {"advantage": "passk", "advantage_std": "none"}, "it takes no advantage_std none"),
         ("grpo", {"aggregate": "normalize_then_sum", "advantage": "passk"}, "takes no advantage passk"),
@@ -127,14 +127,14 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("rloo", {"aggregate": "normalize_then_sum"}, "unknown setting --aggregate"),
         ("reinforce++", {"baseline": "group", "gamma": "0.9"}, "baseline group compares whole responses"),
         ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip needs --policy_loss clip or gspo"),
-        ("ppo", {"stop": "User:, "}, "--stop User:, : an empty text is in every response"),
-        ("ppo", {"stop": [""]}, "an empty text is in every response"),
+        ("ppo", {"stop": "User:, "}, "--stop User:, : an empty string is in every response"),
+        ("ppo", {"stop": [""]}, "an empty string is in every response"),
         (
             "ppo",
             {"max_restarts": "2"},
-            "from the last checkpoint, and none is saved: give save_steps",
+            "from the last checkpoint, but none is saved: set save_steps",
         ),
-        ("grpo", {"preset": "dapo", "kl_target": "6"}, "kl_target steers init_kl_coef, which is 0"),
+        ("grpo", {"preset": "dapo", "kl_target": "6"}, "kl_target adapts init_kl_coef, but"),
         ("ppo", {"adam_betas": ["1.0", "0.9"]}, "adam_betas 1 0.9: both from 0 to below 1"),
         ("ppo", {"seed": str(2**64)}, "--seed 18446744073709551616: must be an integer"),
         ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
@@ -216,7 +216,7 @@ def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command,
     [
         ("grpo_passk", {"advantage": "passk"}, "grpo_passk uses one reward per response; step rewards: ppo, "),
         ("gdpo", {"aggregate": "normalize_then_sum"}, "gdpo uses one reward per response"),
-        ("grpo", {"advantage_std": "none"}, "normalised by their std, and advantage_std is none"),
+        ("grpo", {"advantage_std": "none"}, "divides step rewards by their std, but advantage_std is none"),
     ],
 )
 def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint):
@@ -227,7 +227,7 @@ def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds rewards of steps to others"),
+        ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds step rewards to other rewards"),
     ],
 )
 def test_settings_of_steps_that_contradict_others_are_refused(given, complaint):
@@ -262,17 +262,17 @@ def test_a_reward_of_weight_zero_is_measured_alone():
 @pytest.mark.parametrize(
     ("command", "given", "message"),
     [
-        ("ppo", {}, "a critic values rewards, and only the teacher counts here: rlhf reinforce"),
-        ("remax", {}, "greedy responses are compared by their reward, and only the teacher counts"),
-        ("grpo", {"aggregate": "normalize_then_sum"}, "normalize_then_sum compares rewards, and only the teacher"),
-        ("grpo", {"dynamic_filtering": "true"}, "dynamic_filtering replaces prompts by their rewards, and only the te"),
-        ("reinforce++", {"init_kl_coef": "0.1"}, "init_kl_coef is taken off the reward, and only the teacher counts"),
+        ("ppo", {}, "the critic predicts rewards, but only the teacher is used: rlhf reinforce"),
+        ("remax", {}, "the baseline is the reward of the greedy response, but only the teacher"),
+        ("grpo", {"aggregate": "normalize_then_sum"}, "normalize_then_sum normalizes rewards, but only the teacher"),
+        ("grpo", {"dynamic_filtering": "true"}, "dynamic_filtering selects prompts by reward, but only the teacher"),
+        ("reinforce++", {"init_kl_coef": "0.1"}, "init_kl_coef is a penalty on the reward, but only the teacher"),
         (
             "grpo",
             {"preset": "dapo"},
-            "overlong_buffer_len is about scores, and a teacher gives none: give a reward too",
+            "overlong_buffer_len applies to scores: set a reward in addition to the teacher",
         ),
-        ("rloo", {"eval_dataset": "x"}, "eval_dataset is about scores, and a teacher gives none"),
+        ("rloo", {"eval_dataset": "x"}, "eval_dataset applies to scores: set a reward"),
         ("rloo", {"distill_coef": "0"}, "distill_coef 0: must be a number > 0"),
     ],
 )
@@ -283,7 +283,7 @@ def test_settings_that_need_a_reward_are_refused_beside_a_teacher_alone(command,
 
 @pytest.mark.parametrize("command", POLICY_GRADIENT)
 def test_a_run_without_reward_and_teacher_is_refused(command):
-    with pytest.raises(UsageError, match=r"no reward: give --reward_funcs .* or a --teacher_pretrain MODEL"):
+    with pytest.raises(UsageError, match=r"no reward: set --reward_funcs .* or --teacher_pretrain MODEL"):
         resolve_alone(command, teacher_pretrain=None)
 
 

@@ -140,9 +140,9 @@ def test_a_continued_loop_learns_on_what_it_would_have():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lmbda": "1", "dataset": "d"}, "dataset is about responses of the data, which have no share at lmbda 1"),
-        ({"prompt_template": "t"}, "prompt_template makes prompts alone, and lmbda below 1 reads responses"),
-        ({"format_prompt": "t"}, "format_prompt makes prompts alone, and lmbda below 1 reads responses"),
+        ({"lmbda": "1", "dataset": "d"}, "dataset applies to dataset responses, which are not used with lmbda 1"),
+        ({"prompt_template": "t"}, "prompt_template renders only prompts, but lmbda below 1 also reads"),
+        ({"format_prompt": "t"}, "format_prompt renders only prompts, but lmbda below 1 also reads"),
         ({"lmbda": "1.5"}, "lmbda 1.5: must be a number from 0 to 1"),
     ],
 )

@@ -296,10 +296,10 @@ def journal_of(run: Evaluated) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"eval_dataset": "e", "eval_n_samples_per_prompt": 4}, "needs an eval_temperature above 0"),
+        ({"eval_dataset": "e", "eval_n_samples_per_prompt": 4}, "requires an eval_temperature above 0"),
         (
             {"eval_dataset": "e", "best_metric_key": "eval/pass@8"},
-            "best_metric_key eval/pass@8: there are eval/accuracy",
+            "best_metric_key eval/pass@8: must be one of eval/accuracy",
         ),
         (
             {"eval_dataset": "e", "best_metric_key": "eval/accuracy", "reward_funcs": "", "reward_func": "r.py"},
