@@ -1,4 +1,4 @@
-"""How sequences travel to ranks: as a few long arrays.
+"""Sends sequences to ranks as a few long arrays.
 
 Pickling thousands of short arrays takes longer than copying their bytes, and grows faster than their number.
 """
@@ -17,18 +17,19 @@ Reduced = tuple[Callable[..., object], tuple[object, ...]]
 Pictures = dict[int, tuple[PlacedPicture, ...]]
 JoinedColumns = dict[str, tuple[np.ndarray, np.ndarray]]
 JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, Pictures, JoinedColumns]
-"""Token ids and loss masks end to end, the bounds between them, the pictures by number of the sequence, and the columns
-end to end with their bounds."""
+"""Concatenated token ids and loss masks, sequence bounds, images by sequence number, and concatenated columns with
+bounds."""
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """One rank's share of a call: the micro-batches of each optimizer step. A forward pass is one step without totals.
+    """Work for one rank: micro-batches per optimizer step, with totals over all ranks. A forward pass is one step
+    without totals.
 
-    All sequences have the same columns. Those of several steps travel once.
+    All sequences must have the same columns. A sequence in multiple steps is sent once.
 
-    Example: `RankWork([[[a, b], [c]]], [StepTotals(num_tokens=9, num_sequences=5)])` is one step. The rank accumulates
-    the gradients of two micro-batches, which have three of the five sequences that all ranks train on in this step.
+    Example: `RankWork([[[a, b], [c]]], [StepTotals(num_tokens=9, num_sequences=5)])` is a step with two micro-batches.
+    This rank trains on three sequences, and the other ranks on two.
     """
 
     steps: list[list[list[TokenSequence]]]
@@ -60,7 +61,7 @@ def _joined_sequences(sequences: Sequence[TokenSequence]) -> JoinedSequences:
 
 
 def _pictures(sequences: Sequence[TokenSequence]) -> Pictures:
-    """Return the pictures by number of the sequence, equal ones as one object, whose pixels travel once."""
+    """Return images by sequence number. Equal images become one object, so that pixels are sent once."""
     known: dict[Picture, Picture] = {}
     return {
         number: tuple(
@@ -83,7 +84,7 @@ def _split_sequences(
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the arrays end to end, the bounds between them)."""
+    """Return (concatenated arrays, bounds)."""
     bounds = np.cumsum([0, *(array.size for array in arrays)])
     return (np.concatenate(arrays) if arrays else np.zeros(0)), bounds
 

@@ -69,6 +69,7 @@ class Asking:
             return all(self._answer_with_adapter(models, number) for number in numbers)
 
     def _answer_with_adapter(self, models: Started, number: int) -> bool:
+        # Version 0 is the model that the engines load at startup.
         tested, version = self.models[number], number + 1
         self._name(number)
         with started_scorer(tested, self.hooks) as scorer:
