@@ -1,4 +1,4 @@
-"""GRPO and its variants: responses compared within the group that answers a prompt (arXiv 2402.03300)."""
+"""GRPO and variants: advantages relative to the other responses to the prompt (arXiv 2402.03300)."""
 
 from typing import Literal
 
@@ -21,26 +21,27 @@ PRESETS: dict[str, dict[str, object]] = {
     "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
 }
-"""Settings of the papers, without those of the data."""
+"""Hyperparameters from the papers, without batch sizes and lengths."""
 
 
 class GroupPolicyConfig(PolicyConfig):
     """Policy objective"""
 
     preset: Literal[*PRESETS] | None = None  # type: ignore[valid-type]
-    """Defaults of a paper for the loss, its mean, clip, KL and length penalty; settings that are given win, and with
-    use_kl_loss there is KL again."""
+    """Defaults from a paper for loss, aggregation, clipping, KL and length penalty. Explicit settings take precedence;
+    with use_kl_loss, init_kl_coef keeps its default.
+    """
     advantage: Literal["group", "passk"] = "group"
-    """Each response against the mean of its prompt, or the best one against the second best."""
+    """group: reward minus the prompt's mean reward. passk: best minus second-best reward, 0 for the others."""
     advantage_std: Literal["group", "none"] = "group"
-    """What advantages are divided by: the spread of the prompt's rewards, or nothing (Dr. GRPO)."""
+    """Divide advantages by the standard deviation of the prompt's rewards (group), or not (none, Dr. GRPO)."""
     aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Compare the sum of several rewards, or each of them apart, and then their weighted sum in the batch (GDPO)."""
+    """Normalize the sum of all rewards, or each reward separately before the weighted sum (GDPO)."""
 
     @model_validator(mode="after")
     def _passk_has_its_own_scale(self) -> "GroupPolicyConfig":
         if self.advantage == "passk" and self.advantage_std == "none":
-            raise ValueError("advantage passk divides by the prompt's spread: it takes no advantage_std none")
+            raise ValueError("advantage passk divides by the std and does not support advantage_std none")
         return self
 
     @model_validator(mode="after")
@@ -49,14 +50,14 @@ class GroupPolicyConfig(PolicyConfig):
             return self
         for name in ("advantage", "advantage_std"):
             if getattr(self, name) != "group":
-                raise ValueError(f"aggregate normalize_then_sum takes no {name} {getattr(self, name)}")
+                raise ValueError(f"aggregate normalize_then_sum does not support {name} {getattr(self, name)}")
         if self.init_kl_coef > 0 and not self.use_kl_loss:
-            raise ValueError("aggregate normalize_then_sum compares rewards apart: the KL divergence needs use_kl_loss")
+            raise ValueError("aggregate normalize_then_sum requires the KL penalty in the loss: set use_kl_loss")
         return self
 
     @property
     def estimator(self) -> str:
-        """The name of the estimator that the settings choose."""
+        """Name of the estimator for these settings."""
         if self.aggregate == "normalize_then_sum":
             return "gdpo"
         return "grpo_passk" if self.advantage == "passk" else "grpo"
@@ -78,7 +79,7 @@ def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
 
 
 def passk(experience: Experience, _: object) -> Advantages:
-    """Return the lead of the best response of the group over the second best, 0 for the others."""
+    """Return best minus second-best reward for the best response in a group, and 0 for the others."""
     from rlhf_cli.algorithms.advantages import at_every_token
     from rlhf_cli.algorithms.groups import best_over_second
 
@@ -87,7 +88,7 @@ def passk(experience: Experience, _: object) -> Advantages:
 
 
 def gdpo(experience: Experience, _: object) -> Advantages:
-    """Return the weighted sum of each reward's own `(R_i - mean) / std`, whitened over the responses."""
+    """Return the weighted sum of `(R_i - mean) / std` over all rewards, whitened over all responses."""
     import torch
 
     from rlhf_cli.algorithms.advantages import at_every_token, whiten

@@ -1,4 +1,4 @@
-"""REINFORCE++: token returns or rewards less their group's mean, whitened over the rollout (arXiv 2501.03262)."""
+"""REINFORCE++: token returns, or rewards minus the group mean, whitened over the rollout (arXiv 2501.03262)."""
 
 from typing import Literal
 
@@ -12,19 +12,19 @@ class ReinforcePolicyConfig(PolicyConfig):
     """Policy objective"""
 
     baseline: Literal["none", "group"] = "none"
-    """Baseline of a reward before whitening; group: the mean of its prompt, with the KL in the loss (k2)."""
+    """Baseline subtracted before whitening. group: mean reward of the prompt's responses, with KL in the loss (k2)."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
 
     @model_validator(mode="after")
     def _groups_have_no_discount(self) -> "ReinforcePolicyConfig":
         if self.baseline == "group" and self.gamma != 1.0:
-            raise ValueError("gamma discounts the rewards of tokens; baseline group compares whole responses")
+            raise ValueError("gamma discounts token rewards, but baseline group uses one reward per response")
         return self
 
 
 def reinforce(experience: Experience, settings: ReinforcePolicyConfig) -> Advantages:
-    """Return the discounted rewards of each token and those after it."""
+    """Return discounted rewards-to-go."""
     from rlhf_cli.algorithms.advantages import returns_to_go
 
     return Advantages(returns_to_go(experience.rewards_N, experience.cu, gamma=settings.gamma))

@@ -1,10 +1,10 @@
-"""ReMax: each response against the greedy response to its prompt (arXiv 2310.10505)."""
+"""ReMax: reward minus the reward of the greedy response (arXiv 2310.10505)."""
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 
 
 def remax(experience: Experience, _: object) -> Advantages:
-    """Return the reward less the greedy response's reward, at every token."""
+    """Return the reward minus the reward of the greedy response, at every token."""
     from rlhf_cli.algorithms.advantages import at_every_token
 
     assert experience.greedy_B is not None, "ReMax needs greedy responses"

@@ -1,10 +1,10 @@
-"""RLOO: each response against the mean of the other responses to its prompt (arXiv 2402.14740)."""
+"""RLOO: reward minus the mean reward of the other responses (arXiv 2402.14740)."""
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 
 
 def rloo(experience: Experience, _: object) -> Advantages:
-    """Return `R_i - mean` over the other responses of the group, at every token."""
+    """Return `R_i - mean`, with the mean over the other responses in the group, at every token."""
     from rlhf_cli.algorithms.advantages import at_every_token
     from rlhf_cli.algorithms.groups import less_mean_of_others
 

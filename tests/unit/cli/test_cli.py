@@ -145,7 +145,7 @@ def test_every_mistake_of_real_settings_is_in_the_line():
 
 def test_cross_field_errors_are_plain_sentences():
     done = rlhf("ppo", "--pretrain", "m", "--prompt_data", "d", "--output", "o")
-    assert (done.returncode, done.stderr[:29]) == (2, "rlhf ppo: no reward: set --r")
+    assert (done.returncode, done.stderr[:29]) == (2, "rlhf ppo: no reward: set --re")
 
 
 def test_version():

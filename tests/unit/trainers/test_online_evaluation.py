@@ -303,7 +303,7 @@ def journal_of(run: Evaluated) -> list[str]:
         ),
         (
             {"eval_dataset": "e", "best_metric_key": "eval/accuracy", "reward_funcs": "", "reward_func": "r.py"},
-            "counts",
+            "requires a verifier",
         ),
     ],
 )
