@@ -37,7 +37,7 @@ class DataCommandConfig(CommandConfig):
     episodes: EpisodeConfig = EpisodeConfig()
 
     @model_validator(mode="after")
-    def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
+    def _check_episodes_read_prompts(self) -> "DataCommandConfig":
         if self.episodes.environment is not None and self.show.for_ not in POLICY_GRADIENT:
             raise ValueError(
                 "environment: an episode starts with a prompt for an online command: set --for "

@@ -25,7 +25,7 @@ class EvalConfig(InferenceConfig):
         return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
 
     @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "EvalConfig":
+    def _check_reward(self) -> "EvalConfig":
         if not self.reward.is_given:
             names = ", ".join(REWARDS)
             raise ValueError(
@@ -36,14 +36,14 @@ class EvalConfig(InferenceConfig):
         return self
 
     @model_validator(mode="after")
-    def _there_are_k_samples(self) -> "EvalConfig":
+    def _check_num_samples(self) -> "EvalConfig":
         samples = self.sampling.n_samples_per_prompt
         if max(self.ks, default=1) > samples:
             raise ValueError(f"k {max(self.ks)} exceeds n_samples_per_prompt {samples}")
         return self
 
     @model_validator(mode="after")
-    def _right_can_be_told_from_wrong(self) -> "EvalConfig":
+    def _check_correctness(self) -> "EvalConfig":
         if self.reward.has_verifier or self.statistics.pass_score is not None:
             return self
         for name, is_given in (
@@ -56,13 +56,13 @@ class EvalConfig(InferenceConfig):
         return self
 
     @model_validator(mode="after")
-    def _there_is_a_choice(self) -> "EvalConfig":
+    def _check_reranking(self) -> "EvalConfig":
         if self.reward.prm_pretrain is not None and not any(k > 1 for k in self.ks):
             raise ValueError("prm_pretrain selects among the samples for a prompt: set --n_samples_per_prompt above 1")
         return self
 
     @model_validator(mode="after")
-    def _pass_rates_are_of_one_model(self) -> "EvalConfig":
+    def _check_pass_rates(self) -> "EvalConfig":
         if self.out.write_pass_rate is not None and len(self.model.names) > 1:
             raise ValueError(f"write_pass_rate supports one model, but pretrain lists {len(self.model.names)}")
         return self

@@ -15,7 +15,7 @@ class GenerateConfig(InferenceConfig):
     out: GenerateOutputConfig
 
     @model_validator(mode="after")
-    def _selection_has_prompts(self) -> "GenerateConfig":
+    def _check_selection_prompts(self) -> "GenerateConfig":
         if self.episodes.agent_command is not None and self.out.select != "none":
             raise ValueError(
                 f"select {self.out.select} writes rows with the run's prompts, but an agent program writes its own: "
@@ -24,7 +24,7 @@ class GenerateConfig(InferenceConfig):
         return self
 
     @model_validator(mode="after")
-    def _selection_has_scores(self) -> "GenerateConfig":
+    def _check_selection_scores(self) -> "GenerateConfig":
         self.reward.require_model_to_normalize()
         if self.reward.is_given or not self.needs_scores:
             return self

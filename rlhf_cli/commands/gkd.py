@@ -33,7 +33,7 @@ class GKDConfig(OnlineConfig):
     optim: OptimConfig = OptimConfig(actor_learning_rate=5e-6)
 
     @model_validator(mode="after")
-    def _fixed_rows_have_a_share(self) -> "GKDConfig":
+    def _check_fixed_rows(self) -> "GKDConfig":
         given = self.rows.changed(*type(self.rows).model_fields)
         if given and self.distillation.lmbda == 1.0:
             raise ValueError(f"{given} applies to dataset responses, which are not used with lmbda 1")

@@ -27,13 +27,13 @@ class GRPOConfig(OnlineConfig):
         return super().implied(given) | defaults_of_preset(given)
 
     @model_validator(mode="after")
-    def _several_rewards_are_compared(self) -> "GRPOConfig":
+    def _check_aggregate_with_teacher(self) -> "GRPOConfig":
         if self.distils_alone and self.policy.aggregate == "normalize_then_sum":
             raise ValueError("aggregate normalize_then_sum normalizes rewards, but only the teacher is used")
         return self
 
     @model_validator(mode="after")
-    def _step_rewards_are_divided_by_their_std(self) -> "GRPOConfig":
+    def _check_step_rewards(self) -> "GRPOConfig":
         if self.reward.prm_pretrain is not None and self.policy.advantage_std == "none":
             raise ValueError("prm_pretrain divides step rewards by their std, but advantage_std is none")
         return self

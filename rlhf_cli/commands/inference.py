@@ -56,6 +56,6 @@ class InferenceConfig(CommandConfig):
         return defaults_of_environment(given)
 
     @model_validator(mode="after")
-    def _episodes_have_an_environment(self) -> Self:
+    def _check_environment(self) -> Self:
         check_environment_reward(self.episodes, self.reward)
         return self

@@ -194,7 +194,7 @@ class OnlineConfig(CommandConfig):
         return self.teacher.teacher_pretrain is not None and not self.reward.has_weight
 
     @model_validator(mode="after")
-    def _there_is_something_to_learn_from(self) -> Self:
+    def _check_reward_or_teacher(self) -> Self:
         has_teacher = "teacher" in self.hosted_roles or self.teacher.teacher_pretrain is not None
         if not has_teacher and not self.reward.is_given:
             raise ValueError(
@@ -204,12 +204,12 @@ class OnlineConfig(CommandConfig):
         return self
 
     @model_validator(mode="after")
-    def _episodes_have_an_environment(self) -> Self:
+    def _check_environment(self) -> Self:
         check_environment_reward(self.episodes, self.reward)
         return self
 
     @model_validator(mode="after")
-    def _scores_have_a_reward(self) -> Self:
+    def _check_scoring(self) -> Self:
         shaping = self.reward.changed("reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef")
         given = self.evaluation.changed("eval_dataset") or shaping
         if given and not self.reward.is_given:
@@ -217,14 +217,14 @@ class OnlineConfig(CommandConfig):
         return self
 
     @model_validator(mode="after")
-    def _best_is_judged(self) -> Self:
+    def _check_best_metric_has_verifier(self) -> Self:
         key = self.evaluation.best_metric_key
         if key is not None and key != "eval/reward" and not self.reward.has_verifier:
             raise ValueError(f"best_metric_key {key} requires a verifier in --reward_funcs; or use eval/reward")
         return self
 
     @model_validator(mode="after")
-    def _nothing_else_needs_a_reward(self) -> Self:
+    def _check_teacher_only(self) -> Self:
         if not self.distils_alone:
             return self
         policy = self.policy

@@ -30,7 +30,7 @@ class QuickstartGroup(SettingsGroup):
 
     @field_validator("output")
     @classmethod
-    def _models_can_be_listed(cls, output: str) -> str:
+    def _check_output_name(cls, output: str) -> str:
         if "," in output:
             raise ValueError(f"{output!r} has a comma, which separates models on a command line")
         return output

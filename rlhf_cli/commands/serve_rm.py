@@ -41,7 +41,7 @@ class ServeRMConfig(CommandConfig):
     server: ServeConfig = ServeConfig()
 
     @model_validator(mode="after")
-    def _there_is_a_reward(self) -> Self:
+    def _check_reward(self) -> Self:
         if not self.reward.is_given:
             names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE and not row.by_row)
             raise ValueError(
@@ -51,7 +51,7 @@ class ServeRMConfig(CommandConfig):
         return self
 
     @model_validator(mode="after")
-    def _requests_carry_what_is_needed(self) -> Self:
+    def _check_requests(self) -> Self:
         if self.reward.is_by_row:
             raise ValueError(
                 "reward_funcs by_row requires dataset rows, which requests do not contain: set it in the training run"

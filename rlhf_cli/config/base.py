@@ -102,7 +102,7 @@ class SettingsGroup(BaseModel):
 
     @field_validator(*OUTPUTS, check_fields=False)
     @classmethod
-    def _home_is_meant_by_a_tilde(cls, path: str | None) -> str | None:
+    def _expand_home(cls, path: str | None) -> str | None:
         if path is not None and not path.strip():
             # Typically an unset shell variable.
             raise ValueError("the name of a folder or file is empty")

@@ -47,7 +47,7 @@ class TemplateConfig(SettingsGroup):
     """Jinja file that reformats the last message from {{ content }} before the chat template, as in EasyR1."""
 
     @model_validator(mode="after")
-    def _one_way_of_rendering(self) -> Self:
+    def _check_rendering(self) -> Self:
         if self.input_template is not None and "{}" not in self.input_template:
             raise ValueError(f"input_template {self.input_template!r} has no {{}} for the prompt")
         if taken := sorted(RESERVED & json.loads(self.chat_template_kwargs).keys()):
@@ -101,7 +101,7 @@ class DataConfig(OfflineDataConfig):
     """Train on all tokens instead of only the assistant's."""
 
     @model_validator(mode="after")
-    def _output_key_is_read(self) -> "DataConfig":
+    def _check_output_key(self) -> "DataConfig":
         if self.output_key is not None and known_format(self.data_format) not in ("auto", "prompt_response"):
             raise ValueError(
                 f"output_key {self.output_key!r} names the response of data_format prompt_response, and rows are read "
@@ -123,7 +123,7 @@ class PreferenceDataConfig(OfflineDataConfig):
     """
 
     @model_validator(mode="after")
-    def _prompt_is_read(self) -> "PreferenceDataConfig":
+    def _check_input_key(self) -> "PreferenceDataConfig":
         if self.input_key is not None and self.data_format == "shared_prompt":
             raise ValueError(
                 f"input_key {self.input_key!r} names the prompt of data_format explicit_prompt, and rows are read as "
@@ -151,7 +151,7 @@ class LabelledDataConfig(OfflineDataConfig):
     """Column with the label (desirable or not). Default: detected by name."""
 
     @model_validator(mode="after")
-    def _keys_are_of_one_format(self) -> "LabelledDataConfig":
+    def _check_keys(self) -> "LabelledDataConfig":
         given = {form: [key for key in keys if getattr(self, key)] for form, keys in KEYS_OF_LABELLED.items()}
         read = known_format(self.data_format)
         read = "unpaired" if read == "auto" and given["unpaired"] else read
@@ -216,7 +216,7 @@ class PromptConfig(SettingsGroup):
     """Maximum number of rows to load."""
 
     @model_validator(mode="after")
-    def _range_of_pass_rates_is_not_empty(self) -> "PromptConfig":
+    def _check_pass_rate_range(self) -> "PromptConfig":
         if self.pass_rate_range is not None and not 0 <= self.pass_rate_range[0] <= self.pass_rate_range[1] <= 1:
             low, high = self.pass_rate_range
             raise ValueError(f"pass_rate_range {low:g} {high:g}: must be two ascending fractions from 0 to 1")

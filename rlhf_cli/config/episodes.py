@@ -83,7 +83,7 @@ class EpisodeConfig(SettingsGroup):
         return {"environment": source, "max_turns": self.max_turns, "max_len": max_len}
 
     @model_validator(mode="after")
-    def _a_url_has_a_host(self) -> Self:
+    def _check_urls_have_hosts(self) -> Self:
         # MCP servers have a prefix, because their URLs look like those of OpenEnv.
         url = (self.environment or "").removeprefix(MCP_PREFIX)
         if not is_url(url):
@@ -98,7 +98,7 @@ class EpisodeConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _agent_command_is_one(self) -> Self:
+    def _check_agent_command(self) -> Self:
         if self.agent_command is None:
             return self
         try:

@@ -25,7 +25,7 @@ class EvaluatedModelConfig(ModelSource):
         return [name.strip() for name in self.pretrain.split(",") if name.strip()]
 
     @model_validator(mode="after")
-    def _models_differ(self) -> "EvaluatedModelConfig":
+    def _check_models_differ(self) -> "EvaluatedModelConfig":
         if not self.names:
             raise ValueError(f"pretrain {self.pretrain!r} lists no model")
         # Results are stored by model name, so names must be unique.
@@ -43,7 +43,7 @@ class StatisticsConfig(SettingsGroup):
     """Minimum score of a correct response. Default: the first verifier in reward_funcs decides."""
 
     @model_validator(mode="after")
-    def _numbers_of_samples(self) -> "StatisticsConfig":
+    def _check_k_values(self) -> "StatisticsConfig":
         # An empty list is allowed and selects the default.
         if min(self.k, default=1) < 1:
             raise ValueError(f"k must be at least 1, not {min(self.k)}")
@@ -79,7 +79,7 @@ class EvaluationConfig(SettingsGroup):
         return ["eval/accuracy", "eval/reward", *([f"eval/pass@{samples}"] if samples > 1 else [])]
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> "EvaluationConfig":
+    def _check_samples_differ(self) -> "EvaluationConfig":
         if self.eval_temperature == 0 and self.eval_n_samples_per_prompt > 1:
             raise ValueError(
                 "temperature 0 generates the same response each time: eval_n_samples_per_prompt "
@@ -88,7 +88,7 @@ class EvaluationConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _best_can_be_told(self) -> "EvaluationConfig":
+    def _check_best_metric(self) -> "EvaluationConfig":
         # A wrong name would otherwise be noticed only after the first evaluation.
         if self.best_metric_key is not None and self.best_metric_key not in self.metrics:
             raise ValueError(f"best_metric_key {self.best_metric_key}: must be one of {', '.join(self.metrics)}")

@@ -32,7 +32,7 @@ class ModelSource(SettingsGroup):
 
     @model_validator(mode="before")
     @classmethod
-    def _auto_is_the_default(cls, values: Any) -> Any:
+    def _drop_auto(cls, values: Any) -> Any:
         # "auto" comes from scripts of other tools.
         is_auto = isinstance(values, dict) and values.get("param_dtype") == "auto"
         return {name: value for name, value in values.items() if name != "param_dtype"} if is_auto else values

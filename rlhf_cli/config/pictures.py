@@ -20,7 +20,7 @@ class PicturesConfig(SettingsGroup):
     """Maximum number of images per row."""
 
     @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> "PicturesConfig":
+    def _check_pixel_bounds(self) -> "PicturesConfig":
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels {self.min_pixels:,} is more than max_pixels {self.max_pixels:,}")
         return self

@@ -114,7 +114,7 @@ class PolicyConfig(SettingsGroup):
         return self.use_kl_loss and self.init_kl_coef > 0
 
     @model_validator(mode="after")
-    def _ranges_hold_a_ratio_of_one(self) -> "PolicyConfig":
+    def _check_ranges(self) -> "PolicyConfig":
         # Both forms of the setting give these two values.
         low, high = self.eps_clip_low, self.eps_clip_high
         if not (0 < low <= 1 and high > 0):
@@ -128,7 +128,7 @@ class PolicyConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _divergence_has_a_weight(self) -> "PolicyConfig":
+    def _check_kl(self) -> "PolicyConfig":
         if self.kl_target is not None and not self.init_kl_coef:
             raise ValueError("kl_target adapts init_kl_coef, but with init_kl_coef 0 no KL divergence is computed")
         if self.use_kl_loss and self.kl_estimator == "k1":

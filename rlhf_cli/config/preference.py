@@ -98,7 +98,7 @@ class PairLossConfig(SettingsGroup):
     """Weight of the mean negative log-likelihood per token of chosen responses."""
 
     @model_validator(mode="after")
-    def _known_losses(self) -> "PairLossConfig":
+    def _check_losses(self) -> "PairLossConfig":
         if not self.loss:
             raise ValueError(f"loss names none of {', '.join(PAIR_LOSSES)}")
         if self.loss_weights and len(self.loss_weights) != len(self.loss):

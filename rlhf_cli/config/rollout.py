@@ -71,7 +71,7 @@ class EngineConfig(SettingsGroup):
 
     @field_validator("vllm_args")
     @classmethod
-    def _engine_arguments_are_not_settings(cls, text: str) -> str:
+    def _check_engine_arguments(cls, text: str) -> str:
         if fault := fault_of_vllm_args(json.loads(text)):
             raise ValueError(fault)
         return text
@@ -112,19 +112,19 @@ class SamplingConfig(SettingsGroup):
 
     @field_validator("top_k")
     @classmethod
-    def _no_bound_has_one_spelling(cls, top_k: int) -> int:
+    def _normalize_unbounded(cls, top_k: int) -> int:
         # vLLM disables top-k with -1 or 0; one value keeps run identities equal.
         return max(top_k, 0)
 
     @field_validator("stop")
     @classmethod
-    def _stop_strings_are_no_ends_by_themselves(cls, stop: list[str]) -> list[str]:
+    def _check_stop_strings(cls, stop: list[str]) -> list[str]:
         if "" in stop:
             raise ValueError("an empty string is in every response; to stop at spaces, use a list in YAML")
         return stop
 
     @model_validator(mode="after")
-    def _the_likeliest_token_has_no_rivals(self) -> Self:
+    def _check_greedy(self) -> Self:
         # With temperature 0 these settings would be ignored silently.
         given = self.changed("top_p", "top_k", "min_p")
         if self.temperature == 0 and given:
@@ -168,9 +168,9 @@ class AsyncConfig(SettingsGroup):
         return self.max_staleness if self.async_train else 0
 
     @model_validator(mode="after")
-    def _staleness_comes_of_sampling_ahead(self) -> "AsyncConfig":
+    def _check_partial_rollout(self) -> "AsyncConfig":
         if self.partial_rollout and not self.staleness:
-            raise ValueError("partial_rollout needs --max_staleness of 1 or more")
+            raise ValueError("partial_rollout requires --max_staleness of at least 1")
         return self
 
 

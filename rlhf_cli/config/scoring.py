@@ -167,13 +167,13 @@ class RewardConfig(SettingsGroup):
 
     @field_validator("reward_funcs")
     @classmethod
-    def _rewards_exist(cls, texts: list[str]) -> list[str]:
+    def _check_rewards(cls, texts: list[str]) -> list[str]:
         read_calls(texts)
         return texts
 
     @field_validator("remote_rm_url")
     @classmethod
-    def _urls_are_whole(cls, urls: list[str]) -> list[str]:
+    def _check_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
             # Check the form here: a wrong URL would fail only after generation.
             if problem := _url_problem(url):
@@ -183,7 +183,7 @@ class RewardConfig(SettingsGroup):
         return urls
 
     @model_validator(mode="after")
-    def _weights_fit(self) -> Self:
+    def _check_reward_weights(self) -> Self:
         if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
@@ -191,7 +191,7 @@ class RewardConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _code_fits(self) -> Self:
+    def _check_code_timeout(self) -> Self:
         code = next((call for call in self.rewards if call.row.runs_code), None)
         # The worker's own limit must not end a response before its tests can.
         if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
@@ -202,13 +202,13 @@ class RewardConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
-    def _rows_name_verifiers(self) -> Self:
+    def _check_by_row(self) -> Self:
         if fault := fault_of_sources(self.own_sources):
             raise ValueError(f"reward_by_source: {fault}")
         return self
 
     @model_validator(mode="after")
-    def _aggregations_are_known(self) -> Self:
+    def _check_aggregations(self) -> Self:
         named = set(self.prm_aggregation)
         # Duplicates would give equal metrics.
         if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):

@@ -26,7 +26,7 @@ class ArchitectureConfig(SettingsGroup):
     """Use the input embedding as output matrix."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ArchitectureConfig":
+    def _check_heads(self) -> "ArchitectureConfig":
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be an even multiple of num_attention_heads "
@@ -64,7 +64,7 @@ class VisionTowerConfig(SettingsGroup):
         return (self.image_size // self.patch_size // self.scale_factor) ** 2
 
     @model_validator(mode="after")
-    def _parts_divide(self) -> "VisionTowerConfig":
+    def _check_image_sizes(self) -> "VisionTowerConfig":
         if self.image_size % (self.patch_size * self.scale_factor):
             raise ValueError(
                 f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size} times scale_factor "

@@ -20,7 +20,7 @@ class ServedModelConfig(SettingsGroup):
     """Run Python code included with the model."""
 
     @model_validator(mode="after")
-    def _a_text_fits(self) -> "ServedModelConfig":
+    def _check_token_limit(self) -> "ServedModelConfig":
         if self.max_len > self.max_tokens_per_gpu:
             raise ValueError(
                 f"max_tokens_per_gpu {self.max_tokens_per_gpu} is less than max_len {self.max_len}: raise "
@@ -50,7 +50,7 @@ class ServeConfig(SettingsGroup):
     """Maximum request size in MB (status 413)."""
 
     @model_validator(mode="after")
-    def _a_request_fits(self) -> "ServeConfig":
+    def _check_queue_size(self) -> "ServeConfig":
         if self.max_texts > self.max_queue:
             raise ValueError(f"max_queue {self.max_queue} is less than max_texts {self.max_texts} of a request")
         return self

@@ -91,7 +91,7 @@ class OptimConfig(SettingsGroup):
     """Decay of the average per optimizer step."""
 
     @model_validator(mode="after")
-    def _rates_decay(self) -> "OptimConfig":
+    def _check_betas(self) -> "OptimConfig":
         # Pydantic has no bounds for the elements of a tuple.
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas {' '.join(f'{beta:g}' for beta in self.adam_betas)}: both from 0 to below 1")
@@ -138,7 +138,7 @@ class DeepSpeedConfig(SettingsGroup):
     """Overlap key gathering with computation by ring-flash-attn. Requires a GPU and the extras flash and ring."""
 
     @model_validator(mode="after")
-    def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
+    def _check_sequence_parallel_mode(self) -> "DeepSpeedConfig":
         # Ring attention passes keys between ranks, Ulysses exchanges heads.
         if self.ring_flash_attn and self.sequence_parallel_mode == "ulysses":
             raise ValueError("ring_flash_attn gathers keys: remove --sequence_parallel_mode ulysses")
@@ -178,7 +178,7 @@ class CheckpointConfig(SettingsGroup):
     """Maximum automatic restarts from the last checkpoint after a process has died."""
 
     @model_validator(mode="after")
-    def _restarts_need_checkpoints(self) -> "CheckpointConfig":
+    def _check_restarts(self) -> "CheckpointConfig":
         if self.max_restarts and self.save_steps < 1:
             raise ValueError("max_restarts resumes from the last checkpoint, but none is saved: set save_steps")
         return self

@@ -39,13 +39,13 @@ class GroupPolicyConfig(PolicyConfig):
     """Normalize the sum of all rewards, or each reward separately before the weighted sum (GDPO)."""
 
     @model_validator(mode="after")
-    def _passk_has_its_own_scale(self) -> "GroupPolicyConfig":
+    def _check_passk(self) -> "GroupPolicyConfig":
         if self.advantage == "passk" and self.advantage_std == "none":
             raise ValueError("advantage passk divides by the std and does not support advantage_std none")
         return self
 
     @model_validator(mode="after")
-    def _each_reward_apart_has_one_form(self) -> "GroupPolicyConfig":
+    def _check_aggregate(self) -> "GroupPolicyConfig":
         if self.aggregate == "sum_then_normalize":
             return self
         for name in ("advantage", "advantage_std"):

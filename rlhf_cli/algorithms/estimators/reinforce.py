@@ -17,7 +17,7 @@ class ReinforcePolicyConfig(PolicyConfig):
     """Discount per token."""
 
     @model_validator(mode="after")
-    def _groups_have_no_discount(self) -> "ReinforcePolicyConfig":
+    def _check_gamma(self) -> "ReinforcePolicyConfig":
         if self.baseline == "group" and self.gamma != 1.0:
             raise ValueError("gamma discounts token rewards, but baseline group uses one reward per response")
         return self

@@ -306,7 +306,7 @@ def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command)
     check_partial_rollout(resolve(command, **AHEAD), backend="transformers")
     with pytest.raises(UsageError, match=r"requires vLLM.*; transformers updates them between batches"):
         check_partial_rollout(config, backend="transformers")
-    with pytest.raises(UsageError, match="needs --max_staleness of 1 or more"):
+    with pytest.raises(UsageError, match="requires --max_staleness of at least 1"):
         resolve(command, **AHEAD, **partial, max_staleness=0)
 
 
