@@ -1,7 +1,7 @@
 """Rollout engines, sampling, and dynamic prompt selection."""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -65,7 +65,7 @@ class EngineConfig(SettingsGroup):
     """Weight transfer to engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
     @property
-    def engine_arguments(self) -> dict[str, Any]:
+    def engine_arguments(self) -> dict[str, object]:
         """Additional vLLM engine arguments."""
         return dict(json.loads(self.vllm_args))
 

@@ -1,7 +1,5 @@
 """Tensor parallelism with DeepSpeed's AutoTP: configuration, and gathering of full weights."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
@@ -11,7 +9,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.models.tensor_parallel import split_dimension, split_layers
 
 
-def tensor_parallel_config(module: nn.Module, size: int) -> dict[str, Any]:
+def tensor_parallel_config(module: nn.Module, size: int) -> dict[str, object]:
     """Return the DeepSpeed config entries that split the model over `size` ranks; {} for one rank."""
     if size == 1:
         return {}

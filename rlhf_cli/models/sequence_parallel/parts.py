@@ -6,7 +6,6 @@ covers its local tokens, so the sum over ranks is the gradient of the full pack.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ class Runs:
     max_keys: int
     index_U: torch.Tensor | None = None
 
-    def as_arguments(self) -> dict[str, Any]:
+    def as_arguments(self) -> dict[str, object]:
         """Return the runs under the argument names that transformers passes to attention functions."""
         index = {} if self.index_U is None else {"key_index": self.index_U}
         return {
