@@ -2,7 +2,7 @@
 
 To add a role, add a row and a group of settings here, and the group to `OnlineConfig` (`commands/online.py`). Flags,
 model search, placement, startup, checks and identity derive from them. The log-probs of a frozen policy are in
-`Responses.frozen_logprobs`; other drivers need a field in `Roles` (`trainers/online/interfaces.py`).
+`Rollout.frozen_logprobs`; other drivers need a field in `Roles` (`trainers/online/interfaces.py`).
 """
 
 from dataclasses import dataclass, replace

@@ -15,13 +15,13 @@ RECORDS = {
     "ScoreRequest": "rewards/records.py",
     "Score": "rewards/records.py",
     "Sample": "trainers/online/samples.py",
-    "Responses": "trainers/online/samples.py",
+    "Rollout": "trainers/online/samples.py",
     "Experience": "algorithms/estimators/estimator.py",
     "TokenSequence": "data/packing/packs.py",
     "MicroBatch": "data/packing/packs.py",
     "PolicyColumns": "algorithms/policy_loss.py",
 }
-WITH_LOGPROBS = {"Generation", "Responses", "PolicyColumns", "EpisodeProgress"}
+WITH_LOGPROBS = {"Generation", "Rollout", "PolicyColumns", "EpisodeProgress"}
 """Classes with log-probs as fields; `TokenSequence` and `MicroBatch` have them as columns. `EpisodeProgress` is an
 episode being played, from which a `Generation` is made.
 """

@@ -15,7 +15,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.rollout import SampledGroups
 from rlhf_cli.trainers.online.samples import Group, Sample
 from rlhf_cli.trainers.online.state import LoopState
 
@@ -57,16 +57,16 @@ def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Group
     return [_group(row, prompt_at(row["place"])) for row in _read(folder / SURPLUS)]
 
 
-def save_ahead(folder: Path, rollouts: Sequence[Rollout]) -> None:
+def save_ahead(folder: Path, batches: Sequence[SampledGroups]) -> None:
     """Write completed batches to a checkpoint folder, like `save_surplus`; no file if there are none."""
-    if rollouts:
-        _write(folder / AHEAD, map(_plain_rollout, rollouts))
+    if batches:
+        _write(folder / AHEAD, map(_plain_batch, batches))
 
 
-def load_ahead(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Rollout]:
+def load_ahead(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[SampledGroups]:
     """Load completed batches from a checkpoint, like `load_surplus`."""
     rows = _read(folder / AHEAD) if (folder / AHEAD).exists() else []
-    return [_rollout(row, prompt_at) for row in rows]
+    return [_batch(row, prompt_at) for row in rows]
 
 
 def _write(path: Path, rows: Iterable[object]) -> None:
@@ -81,17 +81,17 @@ def _read(path: Path) -> list[Any]:
         return [json.loads(line) for line in file]
 
 
-def _plain_rollout(rollout: Rollout) -> dict[str, object]:
-    groups = {name: [_plain(group) for group in getattr(rollout, name)] for name in ("groups", "greedy", "filtered")}
-    return groups | {"num_carried": rollout.num_carried, "metrics": rollout.metrics}
+def _plain_batch(batch: SampledGroups) -> dict[str, object]:
+    groups = {name: [_plain(group) for group in getattr(batch, name)] for name in ("groups", "greedy", "filtered")}
+    return groups | {"num_carried": batch.num_carried, "metrics": batch.metrics}
 
 
-def _rollout(row: Mapping[str, Any], prompt_at: Callable[[int], Prompt]) -> Rollout:
+def _batch(row: Mapping[str, Any], prompt_at: Callable[[int], Prompt]) -> SampledGroups:
     groups, greedy, filtered = (
         [_group(one, prompt_at(one["place"]), is_greedy=name == "greedy") for one in row[name]]
         for name in ("groups", "greedy", "filtered")
     )
-    return Rollout(groups, greedy, filtered, row["num_carried"], row["metrics"])
+    return SampledGroups(groups, greedy, filtered, row["num_carried"], row["metrics"])
 
 
 def _plain(group: Group) -> dict[str, object]:

@@ -20,20 +20,20 @@ from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
-from rlhf_cli.trainers.online.samples import Responses
+from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import Steps, UpdatePlan
 
 
-def with_bootstrap_targets(responses: Responses) -> list[TokenSequence]:
+def with_bootstrap_targets(rollout: Rollout) -> list[TokenSequence]:
     """Append one target to truncated sequences, so that the critic also values the final state.
 
     The token does not matter, because the state before it cannot see it.
     """
-    sequences = list(responses.sequences)
+    sequences = list(rollout.sequences)
     # Only the last branch of an episode has the final state.
-    lasts = responses.sequence_bounds[1:] - 1
-    for place in lasts[responses.truncated_B.numpy()].tolist():
+    lasts = rollout.sequence_bounds[1:] - 1
+    for place in lasts[rollout.truncated_B.numpy()].tolist():
         s = sequences[place]
         sequences[place] = TokenSequence(
             np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True), s.pictures
@@ -49,39 +49,39 @@ def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -
 
 
 def learning_samples(
-    responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, kl_coef: float
+    rollout: Rollout, greedy: Rollout | None, settings: OnlineSettings, *, kl_coef: float
 ) -> tuple[list[TokenSequence], dict[str, float]]:
     """Return one sample per trained sequence, and KL and advantage metrics.
 
     `greedy` are greedy responses to the same prompts, used as baselines. `kl` is the per-response KL divergence
     averaged over responses, which the adaptive controller targets. It is a metric here if it is part of the reward.
     """
-    policy, cu = settings.policy, responses.cu
+    policy, cu = settings.policy, rollout.cu
     # With a KL loss the divergence is part of the objective instead of the reward.
-    kl_N = None if policy.has_kl_loss else _kl(responses, policy)
-    rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
+    kl_N = None if policy.has_kl_loss else _kl(rollout, policy)
+    rewards_N = token_rewards(_rewards(rollout, settings), kl_N, cu, kl_coef=kl_coef)
     # NaN marks tokens that do not end a step.
-    if settings.estimator.steps == "tokens" and responses.step_rewards is not None:
-        rewards_N = rewards_N + settings.step_weight * _flat(responses.step_rewards).nan_to_num(0.0)
+    if settings.estimator.steps == "tokens" and rollout.step_rewards is not None:
+        rewards_N = rewards_N + settings.step_weight * _flat(rollout.step_rewards).nan_to_num(0.0)
     # Token-level estimators use the time of rewards, so assign turn rewards to the turns.
-    if settings.estimator.steps == "tokens" and any(one.episode is not None for one in responses.responses):
-        rewards_N = rewards_N + _moved_to_turns(responses, settings.reward)
-    experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
+    if settings.estimator.steps == "tokens" and any(one.episode is not None for one in rollout.responses):
+        rewards_N = rewards_N + _moved_to_turns(rollout, settings.reward)
+    experience = _experience(rollout, greedy, settings, rewards_N=rewards_N)
     found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
     advantages_N, trained_B = found.per_token_N, experience.trained_B
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     # Add the teacher's term after normalization, whose scale depends on rewards only.
     if settings.distill_coef is not None:
-        log_ratio_N = _log_ratio_to_teacher(responses)
+        log_ratio_N = _log_ratio_to_teacher(rollout)
         advantages_N = drawn_to_teacher(advantages_N, log_ratio_N, coef=settings.distill_coef)
-        metrics |= _teacher_metrics(responses, log_ratio_N)
+        metrics |= _teacher_metrics(rollout, log_ratio_N)
     # Keep the advantages for samples.jsonl.
-    responses.advantages = _split(advantages_N, cu)
-    columns = _columns(responses, policy, responses.advantages, returns_N=found.returns_N)
+    rollout.advantages = _split(advantages_N, cu)
+    columns = _columns(rollout, policy, rollout.advantages, returns_N=found.returns_N)
     samples = [
         sample
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
-        for sample in _samples_of(responses, i, {name: values[i] for name, values in columns.items()})
+        for sample in _samples_of(rollout, i, {name: values[i] for name, values in columns.items()})
     ]
     # Masked responses have advantages but are not trained on, so exclude them from the mean.
     metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())
@@ -90,10 +90,10 @@ def learning_samples(
     return samples, metrics
 
 
-def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray]) -> list[TokenSequence]:
+def _samples_of(rollout: Rollout, number: int, columns: dict[str, np.ndarray]) -> list[TokenSequence]:
     """Return a response's samples, one per sequence, from its token columns."""
-    first, end = responses.sequence_bounds[number : number + 2].tolist()
-    sequences = responses.sequences[first:end]
+    first, end = rollout.sequence_bounds[number : number + 2].tolist()
+    sequences = rollout.sequences[first:end]
     cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
     pieces = {name: np.split(values, cuts) for name, values in columns.items()}
     return [
@@ -102,9 +102,9 @@ def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray
     ]
 
 
-def plan_over_samples(plan: UpdatePlan, responses: Responses, policy: PolicyConfig) -> UpdatePlan:
+def plan_over_samples(plan: UpdatePlan, rollout: Rollout, policy: PolicyConfig) -> UpdatePlan:
     """Convert a plan over trained responses to a plan over the samples from `learning_samples`."""
-    counts_B = np.diff(responses.sequence_bounds)[responses.trained_B(policy).numpy()]
+    counts_B = np.diff(rollout.sequence_bounds)[rollout.trained_B(policy).numpy()]
     firsts_B = np.cumsum(counts_B) - counts_B
     places = [np.arange(first, first + count) for first, count in zip(firsts_B, counts_B, strict=True)]
 
@@ -114,16 +114,16 @@ def plan_over_samples(plan: UpdatePlan, responses: Responses, policy: PolicyConf
     return UpdatePlan(over_samples(plan.actor), over_samples(plan.critic))
 
 
-def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
+def _moved_to_turns(rollout: Rollout, reward: RewardConfig) -> torch.Tensor:
     """Return the reward change per token, `[N]`, that moves each turn's environment reward from the response's last
     token to the turn's last token. It sums to 0 per response.
 
     Cumulative rewards are clipped like the total score; otherwise the last token would compensate for the clipped part.
     """
     # float64, because the moved rewards of a response must cancel.
-    moved_N = torch.zeros(int(responses.cu[-1]), dtype=torch.float64)
+    moved_N = torch.zeros(int(rollout.cu[-1]), dtype=torch.float64)
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
-    for end, generation in zip(responses.cu[1:].tolist(), responses.responses, strict=True):
+    for end, generation in zip(rollout.cu[1:].tolist(), rollout.responses, strict=True):
         if weight and generation.episode is not None:
             lengths = np.array([stop - start for start, stop in generation.turns])
             ends = end - lengths.sum() + lengths.cumsum() - 1
@@ -136,89 +136,89 @@ def _moved_to_turns(responses: Responses, reward: RewardConfig) -> torch.Tensor:
 
 
 def _experience(
-    responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, rewards_N: torch.Tensor
+    rollout: Rollout, greedy: Rollout | None, settings: OnlineSettings, *, rewards_N: torch.Tensor
 ) -> Experience:
     """Return the input for advantage estimation."""
     return Experience(
         rewards_N=rewards_N,
-        parts=weighted_parts(responses, settings.reward) if settings.estimator.rewards_apart else (),
-        values_N=None if responses.values is None else _flat(responses.values),
-        bootstrap_B=None if responses.bootstrap is None else torch.tensor(responses.bootstrap),
-        cu=responses.cu,
-        groups_B=responses.groups_B,
-        trained_B=responses.trained_B(settings.policy),
-        greedy_B=None if greedy is None else _of_groups(_rewards(greedy, settings), greedy, responses),
-        steps_N=None if responses.step_rewards is None else _flat(responses.step_rewards),
+        parts=weighted_parts(rollout, settings.reward) if settings.estimator.rewards_apart else (),
+        values_N=None if rollout.values is None else _flat(rollout.values),
+        bootstrap_B=None if rollout.bootstrap is None else torch.tensor(rollout.bootstrap),
+        cu=rollout.cu,
+        groups_B=rollout.groups_B,
+        trained_B=rollout.trained_B(settings.policy),
+        greedy_B=None if greedy is None else _of_groups(_rewards(greedy, settings), greedy, rollout),
+        steps_N=None if rollout.step_rewards is None else _flat(rollout.step_rewards),
         step_weight=settings.step_weight,
-        scale=scale_of(_rewards(responses, settings)),
+        scale=scale_of(_rewards(rollout, settings)),
     )
 
 
-def _rewards(responses: Responses, settings: OnlineSettings) -> torch.Tensor:
+def _rewards(rollout: Rollout, settings: OnlineSettings) -> torch.Tensor:
     """Return shaped scores, float64 [B]."""
     return shaped_scores(
-        responses.scores_B,
-        segment_lengths(responses.cu),
-        responses.truncated_B,
+        rollout.scores_B,
+        segment_lengths(rollout.cu),
+        rollout.truncated_B,
         reward=settings.reward,
         max_new_tokens=settings.rollout.max_new_tokens,
     )
 
 
-def weighted_parts(responses: Responses, reward: RewardConfig) -> tuple[tuple[float, torch.Tensor], ...]:
+def weighted_parts(rollout: Rollout, reward: RewardConfig) -> tuple[tuple[float, torch.Tensor], ...]:
     """Return (weight, clipped values [B]) per reward."""
     weights = weights_of_all_parts(reward)
     return tuple(
-        (weights[name], clip_scores(part_B, reward.reward_clip_range)) for name, part_B in responses.parts.items()
+        (weights[name], clip_scores(part_B, reward.reward_clip_range)) for name, part_B in rollout.parts.items()
     )
 
 
-def _of_groups(values_G: torch.Tensor, greedy: Responses, responses: Responses) -> torch.Tensor:
+def _of_groups(values_G: torch.Tensor, greedy: Rollout, rollout: Rollout) -> torch.Tensor:
     """Return the value of the greedy response in each response's group, float64 [B]."""
     by_group = {sample.group: value for sample, value in zip(greedy.samples, values_G.tolist(), strict=True)}
-    return torch.tensor([by_group[sample.group] for sample in responses.samples], dtype=torch.float64)
+    return torch.tensor([by_group[sample.group] for sample in rollout.samples], dtype=torch.float64)
 
 
 def _columns(
-    responses: Responses, policy: PolicyConfig, advantages: Sequence[np.ndarray], *, returns_N: torch.Tensor | None
+    rollout: Rollout, policy: PolicyConfig, advantages: Sequence[np.ndarray], *, returns_N: torch.Tensor | None
 ) -> dict[str, Sequence[np.ndarray]]:
     """Return the columns of response tokens by name."""
     columns: dict[str, Sequence[np.ndarray]] = {
-        "rollout_logprobs": responses.rollout_logprobs,
+        "rollout_logprobs": rollout.rollout_logprobs,
         "advantages": advantages,
     }
-    if responses.old_logprobs is not None:
-        columns["old_logprobs"] = responses.old_logprobs
-    if returns_N is not None and responses.values is not None:
-        columns |= {"old_values": responses.values, "returns": _split(returns_N, responses.cu)}
-    if policy.has_kl_loss and "ref" in responses.frozen_logprobs:
-        columns["ref_logprobs"] = responses.frozen_logprobs["ref"]
+    if rollout.old_logprobs is not None:
+        columns["old_logprobs"] = rollout.old_logprobs
+    if returns_N is not None and rollout.values is not None:
+        columns |= {"old_values": rollout.values, "returns": _split(returns_N, rollout.cu)}
+    if policy.has_kl_loss and "ref" in rollout.frozen_logprobs:
+        columns["ref_logprobs"] = rollout.frozen_logprobs["ref"]
     return columns
 
 
-def _kl(responses: Responses, policy: PolicyConfig) -> torch.Tensor | None:
-    reference = responses.frozen_logprobs.get("ref")
+def _kl(rollout: Rollout, policy: PolicyConfig) -> torch.Tensor | None:
+    reference = rollout.frozen_logprobs.get("ref")
     if reference is None:
         return None
-    assert responses.old_logprobs is not None, "the KL divergence requires policy log-probs"
-    return kl_estimate(_flat(responses.old_logprobs), _flat(reference), policy.kl_estimator)
+    assert rollout.old_logprobs is not None, "the KL divergence requires policy log-probs"
+    return kl_estimate(_flat(rollout.old_logprobs), _flat(reference), policy.kl_estimator)
 
 
-def _log_ratio_to_teacher(responses: Responses) -> torch.Tensor:
+def _log_ratio_to_teacher(rollout: Rollout) -> torch.Tensor:
     """Return policy minus teacher log-probs, `[N]`, both computed by the trainer.
 
     The sampler's log-probs would add numerical differences between engines to every value.
     """
-    assert responses.old_logprobs is not None, "a teacher requires policy log-probs"
-    assert "teacher" in responses.frozen_logprobs, "distill_coef requires a teacher"
-    return _flat(responses.old_logprobs) - _flat(responses.frozen_logprobs["teacher"])
+    assert rollout.old_logprobs is not None, "a teacher requires policy log-probs"
+    assert "teacher" in rollout.frozen_logprobs, "distill_coef requires a teacher"
+    return _flat(rollout.old_logprobs) - _flat(rollout.frozen_logprobs["teacher"])
 
 
-def _teacher_metrics(responses: Responses, log_ratio_N: torch.Tensor) -> dict[str, float]:
+def _teacher_metrics(rollout: Rollout, log_ratio_N: torch.Tensor) -> dict[str, float]:
     """Return means over sampled tokens, in nats."""
     return {
         "teacher_kl": float(log_ratio_N.mean()),
-        "teacher_logprob": float(_flat(responses.frozen_logprobs["teacher"]).mean()),
+        "teacher_logprob": float(_flat(rollout.frozen_logprobs["teacher"]).mean()),
     }
 
 

@@ -10,7 +10,7 @@ from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.groups import longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.metrics import rollout_metrics
-from rlhf_cli.trainers.online.rollout import Rollout, Round, Sampler, sample_and_score
+from rlhf_cli.trainers.online.rollout import Round, SampledGroups, Sampler, sample_and_score
 from rlhf_cli.trainers.online.samples import Group, samples_of, scores_of
 from rlhf_cli.trainers.online.state import SourceState
 
@@ -86,7 +86,7 @@ class DynamicBatch:
         scores = scores_of(samples_of([*self._groups, *self.filtered]))
         stop_if_too_many_failed(scores, max_failures, num_to_come=self.most_to_come * num_samples)
 
-    def rollout(self) -> Rollout:
+    def sampled(self) -> SampledGroups:
         """Return the batch in its current state."""
         metrics = _filter_metrics(self._judged, self.config) | {
             "dynamic/rounds": float(self._num_rounds),
@@ -95,7 +95,7 @@ class DynamicBatch:
             "dynamic/carried_over": float(len(self._surplus)),
             "dynamic/postponed": float(len(self._postponed)),
         }
-        return Rollout(
+        return SampledGroups(
             self._groups,
             greedy=[],
             filtered=self.filtered,
@@ -115,7 +115,7 @@ async def sample_until_full(
     *,
     max_failures: float,
     timer: PhaseTimer,
-) -> Rollout:
+) -> SampledGroups:
     """Sample useful groups until the batch is full, the round limit is reached, or no prompts remain.
 
     Args:
@@ -139,7 +139,7 @@ async def sample_until_full(
         batch.stop_if_too_many_failed(max_failures, num_samples=sampler.num_samples)
     with timer("generate"):
         sampler.engines.sleep()
-    return batch.rollout()
+    return batch.sampled()
 
 
 def _filter_metrics(judged: Sequence[Group], config: DynamicSamplingConfig) -> dict[str, float]:

@@ -34,9 +34,9 @@ from rlhf_cli.trainers.online.metrics import (
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
-from rlhf_cli.trainers.online.rollout import Rollout, add_model_scores
+from rlhf_cli.trainers.online.rollout import SampledGroups, add_model_scores
 from rlhf_cli.trainers.online.sample_rows import iteration_rows
-from rlhf_cli.trainers.online.samples import Responses, samples_of, scores_of
+from rlhf_cli.trainers.online.samples import Rollout, samples_of, scores_of
 from rlhf_cli.trainers.online.schedule import Schedule, staleness_metrics
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.step_scoring import step_metrics
@@ -204,15 +204,15 @@ class ScoredBatch:
     """Training data of an iteration: scored responses, plus greedy baselines if the estimator uses them.
 
     - `state`: the loop's state without the batch.
-    - `sampled`, `trainable`: all responses in the rollout's groups; those with a valid score.
+    - `sampled`, `trainable`: all responses in the groups; those with a valid score.
     - `scores`: all scores of the iteration, including filtered groups.
     """
 
-    rollout: Rollout
+    groups: SampledGroups
     state: LoopState
-    sampled: Responses
-    trainable: Responses
-    greedy: Responses | None
+    sampled: Rollout
+    trainable: Rollout
+    greedy: Rollout | None
     scores: list[Score]
 
     def is_empty(self, policy: PolicyConfig) -> bool:
@@ -228,13 +228,13 @@ def collect_batch(
     if taken is None:
         return_weights(roles, state.iteration)  # for the final evaluation
         return None
-    rollout, after = taken
+    batch, after = taken
     with schedule.ended_on_failure(), timer("reward"):
-        sampled, greedy = Responses(samples_of(rollout.groups)), Responses(samples_of(rollout.greedy))
+        sampled, greedy = Rollout(samples_of(batch.groups)), Rollout(samples_of(batch.greedy))
         if roles.reward_model is not None and len(sampled):
             # Score both in one call, so that the model is loaded only once.
             sampled, greedy = _with_model_scores(roles.reward_model, settings.reward, sampled, greedy)
-        scores = [*sampled.scores, *greedy.scores, *scores_of(samples_of(rollout.filtered))]
+        scores = [*sampled.scores, *greedy.scores, *scores_of(samples_of(batch.filtered))]
         stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
         trainable = sampled.scored()
         if settings.estimator.greedy:
@@ -244,15 +244,15 @@ def collect_batch(
             stop_if_all_failed([score for score in scores if score.value is None], iteration=state.iteration + 1)
         if roles.steps is not None and len(trainable):
             trainable.step_rewards = roles.steps.rewards(trainable.samples)
-    return ScoredBatch(rollout, after, sampled, trainable, greedy if settings.estimator.greedy else None, scores)
+    return ScoredBatch(batch, after, sampled, trainable, greedy if settings.estimator.greedy else None, scores)
 
 
 def _with_model_scores(
-    model: RewardModel, reward: RewardConfig, sampled: Responses, greedy: Responses
-) -> tuple[Responses, Responses]:
+    model: RewardModel, reward: RewardConfig, sampled: Rollout, greedy: Rollout
+) -> tuple[Rollout, Rollout]:
     """Add reward model scores, computed in one batch for both."""
     samples = add_model_scores(model, reward, [*sampled.samples, *greedy.samples])
-    return Responses(samples[: len(sampled)]), Responses(samples[len(sampled) :])
+    return Rollout(samples[: len(sampled)]), Rollout(samples[len(sampled) :])
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class PolicyGradient:
         The order of sleep and wake-up minimizes peak memory on shared GPUs.
         """
         roles, settings, schedule, tracker = self.roles, self.settings, self.schedule, self.tracker
-        iteration, responses = state.iteration + 1, batch.trainable
+        iteration, rollout = state.iteration + 1, batch.trainable
         is_skipped = batch.is_empty(settings.policy)
         if is_skipped:
             metrics, updates = dict[str, float](), list[dict[str, float]]()
@@ -295,15 +295,15 @@ class PolicyGradient:
                 with timer("transfer"):
                     roles.move_reference()
         metrics |= batch_metrics(batch, settings.reward)
-        if settings.staleness and len(responses):
-            metrics |= staleness_metrics(responses, iteration=iteration)
-        after = _next_state(settings, metrics, updates, state=waited, num_sequences=len(responses))
+        if settings.staleness and len(rollout):
+            metrics |= staleness_metrics(rollout, iteration=iteration)
+        after = _next_state(settings, metrics, updates, state=waited, num_sequences=len(rollout))
         if is_skipped:
             after = replace(after, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
         if after.skipped:
             metrics["skipped_iterations"] = float(after.skipped)
         tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
-        tracker.samples(iteration, iteration_rows(batch.sampled.samples, responses, settings))
+        tracker.samples(iteration, iteration_rows(batch.sampled.samples, rollout, settings))
         return after, metrics
 
     def _update_models(
@@ -313,19 +313,19 @@ class PolicyGradient:
         optimizer step of the actor, which stays awake because its weights are pushed next.
         """
         roles, settings = self.roles, self.settings
-        iteration, responses = state.iteration + 1, batch.trainable
-        _report_clipping(settings, responses, self.tracker, iteration=iteration)
-        plan = _plan(settings, responses, iteration=iteration, num_sampled=len(batch.sampled))
+        iteration, rollout = state.iteration + 1, batch.trainable
+        _report_clipping(settings, rollout, self.tracker, iteration=iteration)
+        plan = _plan(settings, rollout, iteration=iteration, num_sampled=len(batch.sampled))
         # Carried-over and asynchronous batches were sampled by older weights, so ratios need the current policy's
         # log-probs.
-        on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.staleness
+        on_policy = plan.on_policy and not batch.groups.num_carried and not settings.staleness
         with timer("forward"):
-            fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
+            fill_in_outputs(roles, settings, rollout, needs_old=not on_policy or settings.needs_old)
         with timer("advantage"):
             # All forward passes precede the update, because ratios and returns need the old weights.
-            samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
+            samples, metrics = learning_samples(rollout, batch.greedy, settings, kl_coef=state.kl_coef)
         with timer("train"):
-            plan = plan_over_samples(plan, responses, settings.policy)
+            plan = plan_over_samples(plan, rollout, settings.policy)
             if roles.critic is not None:
                 with awake(roles.critic):
                     metrics |= mean_of_steps(roles.critic.update(samples, plan.critic), prefix="critic/")
@@ -358,22 +358,22 @@ def batch_metrics(batch: ScoredBatch, reward: RewardConfig) -> dict[str, float]:
     sampled = batch.sampled
     num_tokens = {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
     if not len(sampled):  # dynamic sampling kept no group
-        return batch.rollout.metrics | num_tokens
+        return batch.groups.metrics | num_tokens
     if not reward.is_given:
         return length_metrics(sampled.responses) | num_tokens
     metrics = rollout_metrics(sampled.responses, sampled.scores) | greedy_metrics(batch.greedy)
-    metrics |= batch.rollout.metrics | zero_std_metrics(sampled.scores, sampled.groups)
+    metrics |= batch.groups.metrics | zero_std_metrics(sampled.scores, sampled.groups)
     if batch.trainable.step_rewards is not None:
         metrics |= step_metrics(batch.trainable.step_rewards)
     metrics |= source_metrics(sampled.samples) | failure_metrics(batch.scores)
     return metrics | clip_metrics(sampled.scores, reward.reward_clip_range) | num_tokens
 
 
-def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: RunTracker, *, iteration: int) -> None:
+def _report_clipping(settings: OnlineSettings, rollout: Rollout, tracker: RunTracker, *, iteration: int) -> None:
     """Report if --reward_clip_range removes the learning signal because all compared scores become equal."""
     clip_range = settings.reward.reward_clip_range
-    groups = responses.groups if settings.estimator.min_group > 1 else [0] * len(responses)
-    values = responses.scores_B.tolist()
+    groups = rollout.groups if settings.estimator.min_group > 1 else [0] * len(rollout)
+    values = rollout.scores_B.tolist()
     if clip_range is not None and clipped_flat(values, groups, clip_range):
         tracker.message(
             f"Iteration {iteration}: --reward_clip_range {clip_range[0]:g} {clip_range[1]:g} makes all compared "
@@ -382,10 +382,10 @@ def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: Ru
         )
 
 
-def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num_sampled: int) -> UpdatePlan:
+def _plan(settings: OnlineSettings, rollout: Rollout, *, iteration: int, num_sampled: int) -> UpdatePlan:
     """Plan the optimizer steps over trained responses. Groups stay together if the estimator compares responses."""
-    trained_B = responses.trained_B(settings.policy)
-    groups_B = responses.groups_B[trained_B].numpy() if settings.estimator.min_group > 1 else None
+    trained_B = rollout.trained_B(settings.policy)
+    groups_B = rollout.groups_B[trained_B].numpy() if settings.estimator.min_group > 1 else None
     return plan_updates(
         int(trained_B.sum()),
         settings.batch,

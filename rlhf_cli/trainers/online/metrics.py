@@ -9,7 +9,7 @@ from rlhf_cli.algorithms.groups import is_alike
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.trainers.online.samples import Responses, Sample
+from rlhf_cli.trainers.online.samples import Rollout, Sample
 from rlhf_cli.trainers.online.state import LoopState
 
 MAX_SOURCES = 32
@@ -98,7 +98,7 @@ def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:
     return share | {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
 
 
-def greedy_metrics(greedy: Responses | None) -> dict[str, float]:
+def greedy_metrics(greedy: Rollout | None) -> dict[str, float]:
     """Return the mean score of greedy responses, if any."""
     return {} if greedy is None else {"greedy_reward": float(greedy.scores_B.mean())}
 

@@ -12,7 +12,7 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.rollout import (
-    Rollout,
+    SampledGroups,
     Sampler,
     mean_lengths,
     prompt_lengths,
@@ -70,7 +70,7 @@ class RolloutSource:
         is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
         return self.settings.dynamic is not None and is_taken
 
-    async def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[Rollout | None, SourceState]:
+    async def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[SampledGroups | None, SourceState]:
         """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch
         without groups skips the iteration.
 
@@ -78,16 +78,16 @@ class RolloutSource:
             RunError: no prompt in the run gave a group, or too many rewards failed.
         """
         if self.settings.dynamic is None:
-            rollout = await sample_once(self._sampler(state), self._prompts_of_next(state), timer)
-            self._check_scores(rollout, state)
-            return rollout, self._after(state, rollout)
+            sampled = await sample_once(self._sampler(state), self._prompts_of_next(state), timer)
+            self._check_scores(sampled, state)
+            return sampled, self._after(state, sampled)
         batch = DynamicBatch(
             self.settings.dynamic,
             state,
             batch_size=self.settings.rollout.rollout_batch_size,
             num_places=self._num_places,
         )
-        rollout = await sample_until_full(
+        sampled = await sample_until_full(
             self._sampler(state),
             batch,
             partial(prompt_at, prompts=self.prompts, settings=self.settings),
@@ -95,27 +95,27 @@ class RolloutSource:
             timer=timer,
         )
         left = batch.left(state)
-        self._report_shortage(rollout, left)
+        self._report_shortage(sampled, left)
         # A skipped iteration is reported, but without remaining prompts the run simply ends.
-        if not rollout.groups and self.is_used_up(left):
+        if not sampled.groups and self.is_used_up(left):
             return None, replace(left, iteration=state.iteration + 1, postponed=(), surplus=())
-        return rollout, self._after(left, rollout)
+        return sampled, self._after(left, sampled)
 
-    def _check_scores(self, rollout: Rollout, state: SourceState) -> None:
+    def _check_scores(self, sampled: SampledGroups, state: SourceState) -> None:
         """Raise RunError for a batch with too few scores before it is checkpointed, if it is sampled ahead."""
-        scores = scores_of(samples_of([*rollout.groups, *rollout.greedy]))
+        scores = scores_of(samples_of([*sampled.groups, *sampled.greedy]))
         stop_if_too_many_failed(scores, self.settings.reward.reward_max_failures)
         stop_if_all_failed(scores, iteration=state.iteration + 1)
 
-    def _after(self, state: SourceState, rollout: Rollout) -> SourceState:
+    def _after(self, state: SourceState, sampled: SampledGroups) -> SourceState:
         """Return the state after a batch, with response lengths for scheduling later prompts."""
         # Lengths per prompt only help if prompts are sampled again; they would grow the checkpoint otherwise.
         is_asked_again = self.settings.rollout.num_episodes > 1
         return replace(
             state,
             iteration=state.iteration + 1,
-            lengths={**state.lengths, **mean_lengths(rollout.groups)},
-            prompt_lengths=prompt_lengths(state.prompt_lengths, rollout.groups) if is_asked_again else {},
+            lengths={**state.lengths, **mean_lengths(sampled.groups)},
+            prompt_lengths=prompt_lengths(state.prompt_lengths, sampled.groups) if is_asked_again else {},
         )
 
     @property
@@ -140,28 +140,28 @@ class RolloutSource:
         first = (state.iteration + 1) * size
         return {first + number: self.prompts[int(index)] for number, index in enumerate(chosen)}
 
-    def _report_shortage(self, rollout: Rollout, left: SourceState) -> None:
+    def _report_shortage(self, sampled: SampledGroups, left: SourceState) -> None:
         """Report an incomplete batch; `left` is the state after its rounds."""
         size, iteration = self.settings.rollout.rollout_batch_size, left.iteration + 1
-        if len(rollout.groups) == size:
+        if len(sampled.groups) == size:
             return
         shares = ", ".join(
-            f"{rollout.metrics.get(f'dynamic/{name}', 0.0):.0%} {words}"
+            f"{sampled.metrics.get(f'dynamic/{name}', 0.0):.0%} {words}"
             for name, words in (("too_easy", "all right"), ("too_hard", "all wrong"), ("alike", "all alike"))
         )
-        asked = f"{rollout.metrics['dynamic/prompts']:.0f} prompts in {rollout.metrics['dynamic/rounds']:.0f} rounds"
+        asked = f"{sampled.metrics['dynamic/prompts']:.0f} prompts in {sampled.metrics['dynamic/rounds']:.0f} rounds"
         used_up = left.num_taken == self._num_places and not left.postponed
-        if not rollout.groups and used_up and not left.iteration:
+        if not sampled.groups and used_up and not left.iteration:
             raise RunError(
                 f"iteration {iteration}: {asked} gave no group with a learning signal ({shares}); choose prompts that "
                 "the model solves sometimes, raise n_samples_per_prompt, or train without --dynamic_filtering"
             )
         reason = "no prompts remain" if used_up else "dynamic_max_rounds is reached"
-        if not rollout.groups and not used_up:
+        if not sampled.groups and not used_up:
             reason += (
                 ", so it is skipped: choose prompts that the model solves sometimes, or raise n_samples_per_prompt"
             )
-        self.tell(f"Iteration {iteration}: {asked} gave {len(rollout.groups)} of {size} groups ({shares}); {reason}")
+        self.tell(f"Iteration {iteration}: {asked} gave {len(sampled.groups)} of {size} groups ({shares}); {reason}")
 
 
 def _expected_tokens(state: SourceState, prompt: Prompt) -> int:

@@ -198,7 +198,7 @@ async def sample_and_score(
 
 
 @dataclass(frozen=True)
-class Rollout:
+class SampledGroups:
     """Groups of an iteration.
 
     - `greedy`: greedy responses to the same prompts.
@@ -216,10 +216,10 @@ class Rollout:
     metrics: dict[str, float]
 
 
-async def sample_once(sampler: Sampler, prompts: Mapping[int, Prompt], timer: PhaseTimer) -> Rollout:
+async def sample_once(sampler: Sampler, prompts: Mapping[int, Prompt], timer: PhaseTimer) -> SampledGroups:
     """Return each prompt's group, regardless of scores."""
     work = await sample_and_score(prompts, sampler, timer, wakes_engines=True)
-    return Rollout(work.whole_groups(), work.greedy_groups(), [], 0, {})
+    return SampledGroups(work.whole_groups(), work.greedy_groups(), [], 0, {})
 
 
 def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_seed: int = 0) -> GenerationRequest:

@@ -11,7 +11,7 @@ import torch
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.rollouts import Generation
-from rlhf_cli.trainers.online.samples import Responses, Sample
+from rlhf_cli.trainers.online.samples import Rollout, Sample
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 LEARNED = ("old_logprob", "ref_logprob", "ratio", "kl", "advantage")
@@ -57,14 +57,14 @@ def episode_columns(response: Generation) -> dict[str, object]:
     return {**texts, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards), **branches}
 
 
-def iteration_rows(sampled: Sequence[Sample], trained: Responses, settings: OnlineSettings) -> list[dict[str, object]]:
+def iteration_rows(sampled: Sequence[Sample], trained: Rollout, settings: OnlineSettings) -> list[dict[str, object]]:
     """Return rows for an iteration's samples, with the update's values for samples in `trained`."""
     learned = _learned(trained, settings.policy)
     has_reward, unlearned = settings.reward.is_given, dict.fromkeys(LEARNED)
     return [sample_row(sample, has_reward=has_reward) | learned.get(sample.id, unlearned) for sample in sampled]
 
 
-def _learned(trained: Responses, policy: PolicyConfig) -> dict[str, dict[str, float | None]]:
+def _learned(trained: Rollout, policy: PolicyConfig) -> dict[str, dict[str, float | None]]:
     """Return the update's columns by sample id. Sums and means are over sampled tokens, in nats."""
     rows: dict[str, dict[str, float | None]] = {}
     is_trained = trained.trained_B(policy).tolist()

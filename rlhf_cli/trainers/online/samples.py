@@ -97,7 +97,7 @@ def samples_of(groups: Iterable[Group]) -> Group:
 
 
 @dataclass
-class Responses:
+class Rollout:
     """Samples of one iteration with model outputs for their tokens.
 
     - `old_logprobs`, `values`: one value per response token from policy and critic, computed before the update; None
@@ -122,7 +122,7 @@ class Responses:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def only(self, keep_B: Sequence[bool]) -> "Responses":
+    def only(self, keep_B: Sequence[bool]) -> "Rollout":
         """Return the selected samples, in order."""
         names = (column.name for column in fields(self) if column.name != "frozen_logprobs")
         columns = {name: column for name in names if (column := getattr(self, name)) is not None}
@@ -134,11 +134,11 @@ class Responses:
             **{name: [column[number] for number in kept] for name, column in columns.items()},
         )
 
-    def scored(self) -> "Responses":
+    def scored(self) -> "Rollout":
         """Return the samples with a valid score."""
         return self.only([score.value is not None for score in self.scores])
 
-    def in_groups_of(self, others: "Responses") -> "Responses":
+    def in_groups_of(self, others: "Rollout") -> "Rollout":
         """Return the samples with a group in `others`."""
         found = {sample.group for sample in others.samples}
         return self.only([sample.group in found for sample in self.samples])

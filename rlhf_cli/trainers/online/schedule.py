@@ -28,8 +28,8 @@ from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
-from rlhf_cli.trainers.online.rollout import Rollout
-from rlhf_cli.trainers.online.samples import Responses
+from rlhf_cli.trainers.online.rollout import SampledGroups
+from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.state import LoopState, SourceState
 
 END_SECONDS = 30.0
@@ -37,7 +37,7 @@ END_SECONDS = 30.0
 engine, ends with the process.
 """
 
-Sampling = tuple[Rollout | None, SourceState]
+Sampling = tuple[SampledGroups | None, SourceState]
 """A batch, None if the last prompts gave none, and the source state after it."""
 
 
@@ -76,7 +76,7 @@ class Schedule:
         """Return whether no data remains. Known in advance only with dynamic sampling."""
         return not (state.ahead or self._flights) and self._source.is_used_up(state.source)
 
-    def take(self, state: LoopState, timer: PhaseTimer) -> tuple[Rollout, LoopState] | None:
+    def take(self, state: LoopState, timer: PhaseTimer) -> tuple[SampledGroups, LoopState] | None:
         """Return the next batch and the state without it, and start sampling the batches that may start; None if no
         prompt gave a group.
 
@@ -174,11 +174,11 @@ class Schedule:
         if self._end():
             self._source.engines.sleep()
 
-    def _sampled_now(self, state: LoopState, timer: PhaseTimer) -> tuple[Rollout, LoopState] | None:
+    def _sampled_now(self, state: LoopState, timer: PhaseTimer) -> tuple[SampledGroups, LoopState] | None:
         if not self._has_more(state.source):
             return None
-        rollout, source = asyncio.run(self._source.sample(state.source, timer))
-        return None if rollout is None else (rollout, replace(state, ahead=(), source=source))
+        batch, source = asyncio.run(self._source.sample(state.source, timer))
+        return None if batch is None else (batch, replace(state, ahead=(), source=source))
 
     def _has_more(self, source: SourceState) -> bool:
         return source.iteration < self._total_iterations and not self._source.is_used_up(source)
@@ -227,15 +227,17 @@ class Schedule:
             "perf/engines_idle_seconds": max(0.0, now - since - sampled),
         }
 
-    def _with_next(self, ahead: tuple[Rollout, ...], source: SourceState) -> tuple[tuple[Rollout, ...], SourceState]:
+    def _with_next(
+        self, ahead: tuple[SampledGroups, ...], source: SourceState
+    ) -> tuple[tuple[SampledGroups, ...], SourceState]:
         """Add the next finished batch. Returns the batches, and the source state after the last one."""
         flight = self._flights.popleft()
         self._failure = flight.exception()
         if self._failure is not None:
             self._give_up_flights()
             return ahead, source
-        rollout, source = flight.result()
-        return ahead if rollout is None else (*ahead, rollout), source
+        batch, source = flight.result()
+        return ahead if batch is None else (*ahead, batch), source
 
     def _end(self) -> bool:
         """Stop sampling. Returns whether it has stopped."""
@@ -270,25 +272,25 @@ def sampling_seconds(spans: Iterable[tuple[float, float]], since: float, now: fl
     return sum(max(0.0, min(end, now) - max(begin, since)) for begin, end in spans)
 
 
-def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, float]:
+def staleness_metrics(rollout: Rollout, *, iteration: int) -> dict[str, float]:
     """Return staleness: number of pushes between the weights that sampled each token and the weights before this
     update.
 
     With pushes during responses, also return the share of such responses, and the engine-trainer mismatch
     (`rollout_k3`) over tokens sampled by the current weights, which excludes policy changes.
     """
-    runs = [run for generation in responses.responses for run in generation.runs]
+    runs = [run for generation in rollout.responses for run in generation.runs]
     versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     # `iteration - 1` pushes precede this update, and the first weights have version 0.
     staleness_N = iteration - 1 - np.repeat(versions, counts)
     metrics = {"staleness/mean": float(staleness_N.mean()), "staleness/max": float(staleness_N.max())}
-    mixed = [bool(generation.version_runs) for generation in responses.responses]
+    mixed = [bool(generation.version_runs) for generation in rollout.responses]
     if not any(mixed):
         return metrics
     metrics["staleness/mixed"] = float(np.mean(mixed))
     is_current_N = staleness_N == 0
-    if responses.old_logprobs is not None and is_current_N.any():
-        old_N, rollout_N = map(np.concatenate, (responses.old_logprobs, responses.rollout_logprobs))
+    if rollout.old_logprobs is not None and is_current_N.any():
+        old_N, rollout_N = map(np.concatenate, (rollout.old_logprobs, rollout.rollout_logprobs))
         apart = mismatch(torch.from_numpy(old_N[is_current_N]), torch.from_numpy(rollout_N[is_current_N]))
         metrics["rollout_k3_current"] = float(apart["k3"].mean())
     return metrics

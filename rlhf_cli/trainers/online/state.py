@@ -15,7 +15,7 @@ from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
-from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.rollout import SampledGroups
 from rlhf_cli.trainers.online.samples import Group
 
 
@@ -102,7 +102,7 @@ class LoopState:
     entropy_coef: float
     entropy_applied: bool = True
     source: SourceState = field(default_factory=SourceState)
-    ahead: Sequence[Rollout] = ()
+    ahead: Sequence[SampledGroups] = ()
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -112,7 +112,9 @@ class LoopState:
         return own | {"source": self.source.plain()}
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any], *, surplus: Sequence[Group] = (), ahead: Sequence[Rollout] = ()) -> Self:
+    def of(
+        cls, plain: Mapping[str, Any], *, surplus: Sequence[Group] = (), ahead: Sequence[SampledGroups] = ()
+    ) -> Self:
         """Restore the state from `plain`, with its groups."""
         source = SourceState(**plain["source"], surplus=surplus)
         return cls(**{**plain, "source": source, "ahead": ahead})

@@ -23,7 +23,7 @@ from rlhf_cli.runs.online.identity import settings_identity
 from rlhf_cli.runs.online.models import check_shared_sequences, find_models, idle_settings, together
 from rlhf_cli.runs.online.start_roles import role_plan
 from rlhf_cli.trainers.online.forward import fill_in_outputs
-from rlhf_cli.trainers.online.samples import Responses
+from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
 
@@ -112,7 +112,7 @@ def test_log_probs_of_an_added_role_reach_the_responses():
         sample_of(Prompt([1, 2], "", None, "", 0), Generation(ids, [0.0] * len(ids), "stop", 0))
         for ids in ([3, 4], [5])
     )
-    responses = Responses([kept, other])
+    responses = Rollout([kept, other])
     fill_in_outputs(replace(run.roles(), frozen_policies={"judge": judge}), run.settings, responses, needs_old=False)
     assert run.journal[:3] == ["judge.wake", "judge.logprobs", "judge.sleep"]
     (found,) = responses.only([False, True]).frozen_logprobs["judge"]

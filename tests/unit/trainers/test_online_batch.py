@@ -35,7 +35,7 @@ from rlhf_cli.trainers.online.metrics import (
 )
 from rlhf_cli.trainers.online.rollout import score_request, text_of_response
 from rlhf_cli.trainers.online.sample_rows import sample_row
-from rlhf_cli.trainers.online.samples import Responses, Sample
+from rlhf_cli.trainers.online.samples import Rollout, Sample
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
 
@@ -57,9 +57,9 @@ def scored(value: float, status: str = "scored", **parts: float) -> Score:
 
 def responses_of(
     prompts: list[Prompt], generations: list[Generation], scores: list[Score], groups: list[int]
-) -> Responses:
+) -> Rollout:
     columns = enumerate(zip(prompts, generations, scores, groups, strict=True))
-    return Responses([sample_of(p, g, score, group=group, index=n) for n, (p, g, score, group) in columns]).scored()
+    return Rollout([sample_of(p, g, score, group=group, index=n) for n, (p, g, score, group) in columns]).scored()
 
 
 def settings_of(
@@ -116,7 +116,7 @@ def test_responses_to_a_prompt_that_was_asked_twice_form_two_groups():
     assert responses.groups_B.tolist() == [0, 0, 1]
 
 
-def two_responses(*scores: float) -> Responses:
+def two_responses(*scores: float) -> Rollout:
     """Return responses of two and one tokens."""
     return responses_of([prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores], [0, 1])
 

@@ -29,7 +29,7 @@ from rlhf_cli.trainers.online.groups import longest
 from rlhf_cli.trainers.online.metrics import episode_metrics
 from rlhf_cli.trainers.online.rollout import score_request
 from rlhf_cli.trainers.online.sample_rows import episode_columns
-from rlhf_cli.trainers.online.samples import Responses
+from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import UpdatePlan
 
@@ -63,9 +63,9 @@ def settings_of(algorithm: str, reward: RewardConfig = EXACT) -> OnlineSettings:
     )
 
 
-def responses_of(*generations: Generation, scores: tuple[float, ...]) -> Responses:
+def responses_of(*generations: Generation, scores: tuple[float, ...]) -> Rollout:
     found = enumerate(zip(generations, scores, strict=True))
-    return Responses([sample_of(PROMPT, one, Score(score, "scored"), index=n) for n, (one, score) in found])
+    return Rollout([sample_of(PROMPT, one, Score(score, "scored"), index=n) for n, (one, score) in found])
 
 
 def test_the_branches_of_an_episode_share_its_advantage_and_its_group_counts_it_once():

@@ -30,7 +30,7 @@ from rlhf_cli.models.finding import find_model
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.runs.trained_model import ModelPlan, find_frozen_policy
 from rlhf_cli.trainers.online.batch import learning_samples
-from rlhf_cli.trainers.online.samples import Responses
+from rlhf_cli.trainers.online.samples import Rollout
 
 ALONE = RewardConfig()
 
@@ -122,7 +122,7 @@ def test_the_expected_gradient_is_the_gradient_of_the_reverse_kl_divergence():
     torch.testing.assert_close(expected_V, exact_V)
 
 
-def judged(scores: list[float], teacher: list[list[float]]) -> Responses:
+def judged(scores: list[float], teacher: list[list[float]]) -> Rollout:
     """Return responses of two and one tokens to one prompt; the trainer's log-probs differ from the sampler's (-.1,
     -.2).
     """
@@ -134,7 +134,7 @@ def judged(scores: list[float], teacher: list[list[float]]) -> Responses:
     return responses
 
 
-def advantages(responses: Responses, algorithm: str, policy: PolicyConfig, coef: float | None) -> tuple[list[Any], Any]:
+def advantages(responses: Rollout, algorithm: str, policy: PolicyConfig, coef: float | None) -> tuple[list[Any], Any]:
     settings = settings_of(algorithm, policy, distill_coef=coef)
     samples, metrics = learning_samples(responses, None, settings, kl_coef=0.0)
     return [sample.columns["advantages"].tolist() for sample in samples], metrics
