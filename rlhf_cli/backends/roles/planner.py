@@ -66,7 +66,7 @@ class MicroBatchPlanner:
         )
 
     def steps(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[RankWork]:
-        """Return every rank's share of the optimizer steps; a step is an array of sample indices."""
+        """Return the work per rank for these optimizer steps, each an array of sample indices."""
         shares = [RankWork([], []) for _ in range(self.num_ranks)]
         for indices in steps:
             chosen = [samples[i] for i in indices]

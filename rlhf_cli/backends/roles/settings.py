@@ -1,6 +1,6 @@
-"""What travels to the ranks of a role: the settings it is built from, the way to the engines.
+"""Settings that are sent to the ranks of a role: for building it, and for connecting to the engines.
 
-Imports no DeepSpeed: the process that starts a run makes these records, and only the ranks train with them.
+Imports no DeepSpeed, because the driver creates these records.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ from rlhf_cli.models.logit_chunks import HeadWeights
 
 @dataclass(frozen=True)
 class HostedTeacher:
-    """The teacher in the ranks of a student, and what these make of it.
+    """A teacher that is loaded by the ranks of its student.
 
-    `prepare` is called with (function from packs to the teacher's hidden states, the teacher's head) and returns a
-    function from (engine, packs) to micro-batches; `objective` takes (model, micro-batch, totals of the step).
+    - `prepare`: takes a function that computes the teacher's hidden states for packs, and the teacher's head. Returns a
+      function (engine, packs) -> micro-batches.
+    - `objective`: (model, micro-batch, step totals) -> (loss, metrics).
     """
 
     model: ModelConfig
@@ -38,7 +39,7 @@ class HostedTeacher:
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """The settings to build a role; a frozen one reads no settings of training."""
+    """Settings for building a role. Frozen roles ignore the training settings."""
 
     model: ModelConfig
     deepspeed: DeepSpeedConfig
@@ -60,11 +61,12 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class EngineLink:
-    """How weights travel from the actor to the engines, and where those are."""
+    """How the actor pushes weights to the engines, and how to reach them."""
 
     backend: SyncBackend
     call_engines: CallEngines
     num_engines: int
     ranks_per_engine: int
     rendezvous: Rendezvous
-    adapter_alone: bool = False  # the engines have the model under it
+    # Push only the adapter: the engines have the base model.
+    adapter_alone: bool = False

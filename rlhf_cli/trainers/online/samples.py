@@ -17,11 +17,11 @@ from rlhf_cli.rewards.records import Score
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to a prompt, with its text and its score.
+    """A response to a prompt, with text and score.
 
-    - `group`: number of the prompt in the order of the run. A prompt that is sampled again is another group.
-    - `index`: number of the sample in its group, from 0; None for a greedy response, the baseline of the others.
-    - `text`: the response without special tokens; of an episode, the text of the last turn without its calls.
+    - `group`: position of the prompt in the run. A prompt that is sampled again becomes a new group.
+    - `index`: position in the group, from 0; None for a greedy response, which is a baseline.
+    - `text`: response without special tokens; for an episode, the last turn's text without tool calls.
 
     Example: the third of four responses to row 16 of sums.jsonl, sampled with the weights after iteration 12:
 
@@ -44,9 +44,7 @@ class Sample:
 
     @property
     def id(self) -> str:
-        """Data set and row, group and sample, and the oldest weights that sampled a token:
-        `SOURCE:ROW/GROUP.SAMPLE@VERSION`.
-        """
+        """`SOURCE:ROW/GROUP.SAMPLE@VERSION`, with the oldest weight version that sampled a token."""
         index = "greedy" if self.index is None else self.index
         return f"{self.prompt.source}:{self.prompt.index}/{self.group}.{index}@{self.response.weight_version}"
 
@@ -83,16 +81,16 @@ def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tu
 
 
 Group = list[Sample]
-"""All samples of one prompt, in the order of their indices."""
+"""All samples for a prompt, ordered by index."""
 
 
 def scores_of(samples: Iterable[Sample]) -> list[Score]:
-    """Return the score of each sample."""
+    """Return all scores."""
     return [sample.score for sample in samples]
 
 
 def samples_of(groups: Iterable[Group]) -> Group:
-    """Return the samples of all groups."""
+    """Return the samples in all groups."""
     return [sample for group in groups for sample in group]
 
 
