@@ -39,12 +39,11 @@ def cluster() -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("role", ["critic", "ref"])
-def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(cluster, role, tmp_path):
-    logs = [tmp_path / f"{role}-{rank}.log" for rank in range(2)]
+def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(cluster, tmp_path):
+    logs = [tmp_path / f"critic-{rank}.log" for rank in range(2)]
     workers = [ray.remote(RayWorker).options(num_cpus=0).remote(environment={}, log_file=log) for log in logs]
     ray.get([worker.build.remote({}, f"{__name__}:Rank") for worker in workers])
-    group: WorkerGroup[Rank] = WorkerGroup(role, workers, tmp_path)
+    group: WorkerGroup[Rank] = WorkerGroup("critic", workers, tmp_path)
     pids = group.all(lambda rank: rank.pid())
     computing = group.start(lambda rank: rank.compute())
     killed = time.monotonic()
@@ -53,7 +52,7 @@ def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(
         group.wait(computing)
     assert time.monotonic() - killed < NOTICED_SECONDS
     (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"{role} rank 1 died (")
+    assert line.startswith("critic rank 1 died (")
     assert str(logs[1]) in line
     for worker in workers:
         ray.kill(worker)

@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from forked import run_rlhf
-from killed_runs import finish, plain_metrics, rlhf, wait_for
+from forked import run_rlhf, started_rlhf
+from killed_runs import plain_metrics
 from site_hooks import undocumented
+from test_ppo import assert_nothing_left
 
 pytestmark = [
     pytest.mark.e2e,
@@ -31,13 +33,12 @@ def test_weights_change_in_the_middle_of_responses_and_no_prompt_is_lost_or_trai
         f"--max_iterations {ITERATIONS} --init_kl_coef 0 --actor_learning_rate 1e-3 --save_steps 1 --param_dtype fp32 "
         f"--enforce_eager --async_train --partial_rollout --max_staleness 2 --output {output}"
     ).split()
-    process = rlhf(*words)
-    try:
-        wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
-    finally:
-        process.kill()
-    process.communicate(timeout=60)
-    said = finish(rlhf(*words, "--load_checkpoint"))
+    with started_rlhf(*words) as command:  # killed at the end
+        while not (output / "checkpoints" / "step_000002" / "manifest.json").exists():
+            assert command.is_running(), command.printed()
+            time.sleep(0.05)
+    assert_nothing_left(output)
+    said = run_rlhf(*words, "--load_checkpoint")
     assert f"{ITERATIONS}/{ITERATIONS} iterations" in said
 
     metrics = plain_metrics(output)

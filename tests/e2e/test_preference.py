@@ -227,12 +227,13 @@ def test_transformers_loads_the_reward_model_with_its_statistics(place):
 
 
 def test_a_finished_reward_model_that_is_continued_keeps_its_statistics(place):
-    config = place.folder / "rm_killed" / "model" / "config.json"
+    run, more = place.alone("rm"), f"--save_steps {STEPS - 2} --load_checkpoint"
+    config = run / "model" / "config.json"
     before = config.read_text()
     assert json.loads(before)["reward_std"] > 0
-    place.run("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint")
+    place.run("rm", run.name, more)
     assert config.read_text() == before
-    words = place.words("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint --l2 0.1")
+    words = place.words("rm", run.name, f"{more} --l2 0.1")
     output = run_rlhf(*words, status=2, environment=place.caches)
     assert "belongs to another run: its l2 is 0.0, not 0.1" in " ".join(output.split())
 

@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked import run_rlhf
 from picture_rows import encoded
 from tiny_vision import save_tiny_vision
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -31,13 +31,24 @@ SMALL = {
 ANY_GROUP = SMALL["FLAGS"] + " --dynamic_filtering_reward_range -9 9"  # every answer of such a model is wrong
 
 
-def run(*words: str, **environment: str) -> str:
-    """Run a command that must succeed, with `rlhf` from this Python, and return its output."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | environment
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+RECORDING = """#!/bin/sh
+printf '%s\\0' "$@" >> "$RECORD"
+echo >> "$RECORD"
+"""
+"""An `rlhf` that only writes its arguments, a line per command."""
+
+
+def run(script: str, *words: object, folder: Path, **environment: str) -> None:
+    """Run the commands of a script, forked from a process that has imported the libraries."""
+    program, record = folder / "bin" / "rlhf", folder / "commands"
+    program.parent.mkdir()
+    program.write_text(RECORDING)
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    variables = os.environ | {"PATH": path, "RECORD": str(record)} | environment
+    subprocess.run([str(SCRIPTS / script), *map(str, words)], env=variables, check=True)
+    for line in record.read_text().splitlines():
+        run_rlhf(*line.split("\0")[:-1])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,7 @@ def run(*words: str, **environment: str) -> str:
     ],
 )
 def test_a_recipe_trains(script, own, roles, model, problems, tmp_path):
-    run(str(SCRIPTS / script), str(model), str(problems), str(tmp_path / "run"), **SMALL | own)
+    run(script, model, problems, tmp_path / "run", folder=tmp_path, **SMALL | own)
     (output,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
     assert {path.stem for path in (output / "logs").glob("*-*.log")} == roles
     metrics = read_metrics(output)[1]
@@ -74,8 +85,8 @@ def test_the_geometry_recipe_trains_on_pictures(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "geometry.parquet")
     sizes = {"MIN_PIXELS": "784", "MAX_PIXELS": "6272", "TRAIN_BATCH_SIZE": "12"}
     output = tmp_path / "run"
-    words = (str(SCRIPTS / "geo3k_grpo.sh"), str(tmp_path / "model"), str(tmp_path / "geometry.parquet"), str(output))
-    run(*words, **SMALL | sizes)
+    inputs = (tmp_path / "model", tmp_path / "geometry.parquet")
+    run("geo3k_grpo.sh", *inputs, output, folder=tmp_path, **SMALL | sizes)
     metrics = read_metrics(output)[1]
     assert metrics["weight_version"] == 1
     assert metrics["kl"] == pytest.approx(0, abs=1e-4)  # the reference sees the same images
@@ -101,8 +112,8 @@ def judge(model, tmp_path_factory) -> Path:
 )
 def test_models_and_engines_share_one_machine(command, roles, model, judge, problems, tmp_path):
     output = tmp_path / "run"
-    words = (str(SCRIPTS / "hybrid_engine.sh"), command, str(model), str(judge), str(problems), str(output))
-    run(*words, **SMALL | {"TRAIN_BATCH_SIZE": "4"})
+    words = (command, model, judge, problems, output)
+    run("hybrid_engine.sh", *words, folder=tmp_path, **SMALL | {"TRAIN_BATCH_SIZE": "4"})
     assert {path.stem for path in (output / "logs").glob("*-*.log")} == roles
     metrics = read_metrics(output)[1]
     assert metrics["grad_norm"] > 0
@@ -112,7 +123,7 @@ def test_models_and_engines_share_one_machine(command, roles, model, judge, prob
 
 def test_code_is_run_and_graded(model, tmp_path):
     small = {"PROMPTS": "2", "GROUP": "2", "ITERATIONS": "1", "MAX_NEW_TOKENS": "6", "MAX_LEN": "400"}
-    run(str(SCRIPTS / "code_rl.sh"), str(model), str(tmp_path), **small | {"FLAGS": SMALL["FLAGS"]})
+    run("code_rl.sh", model, tmp_path, folder=tmp_path, **small | {"FLAGS": SMALL["FLAGS"]})
     assert read_metrics(tmp_path / "grpo")[1]["weight_version"] == 1
     results = json.loads((tmp_path / "result" / "eval.json").read_text())["results"]
     assert [result["figures"]["accuracy"]["value"] for result in results] == [0, 0]  # the models cannot program

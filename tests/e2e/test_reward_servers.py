@@ -2,14 +2,14 @@
 
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import Command, started_rlhf
 from served_rewards import KEY, Served, serve
-from test_ppo import assert_nothing_left, rlhf
+from test_ppo import assert_nothing_left
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -24,15 +24,15 @@ def servers() -> Iterator[list[Served]]:
         server.process.wait()
 
 
-def reinforce(model: Path, problems: Path, output: Path, servers: list[Served], *, iterations: int) -> subprocess.Popen:
-    """Start a minimal run of many short iterations, without critic and reference."""
+def reinforce_words(model: Path, problems: Path, output: Path, servers: list[Served]) -> list[str]:
+    """Return the arguments of a minimal run of many short iterations, without critic and reference."""
     words = (
         f"reinforce++ --pretrain {model} --prompt_data {problems} --label_key answer --max_len 64 --init_kl_coef 0 "
         f"--max_new_tokens 4 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 "
-        f"--max_iterations {iterations} --num_episodes {iterations} --rollout_backend transformers --output {output} "
+        f"--max_iterations 100000 --num_episodes 100000 --rollout_backend transformers --output {output} "
         f"--remote_rm_url {','.join(server.url for server in servers)} --remote_rm_timeout 5 --remote_rm_batch_size 2"
     )
-    return rlhf(*words.split())
+    return words.split()
 
 
 def num_iterations(output: Path) -> int:
@@ -40,10 +40,10 @@ def num_iterations(output: Path) -> int:
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
-def wait_for_iterations(output: Path, process: subprocess.Popen, count: int) -> None:
+def wait_for_iterations(output: Path, command: Command, count: int) -> None:
     deadline = time.monotonic() + 300
     while num_iterations(output) < count:
-        assert process.poll() is None, process.communicate()[0]
+        assert command.is_running(), command.printed()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -53,16 +53,15 @@ def test_a_run_goes_on_without_a_killed_server_and_ends_by_name_without_any(
 ):
     monkeypatch.setenv("RLHF_RM_API_KEY", KEY)
     output = tmp_path / "run"
-    process = reinforce(model, problems, output, servers, iterations=100_000)
-    wait_for_iterations(output, process, 2)
-    servers[0].process.kill()
-    servers[0].process.wait()
-    wait_for_iterations(output, process, num_iterations(output) + 4)
-    servers[1].process.send_signal(signal.SIGSTOP)  # it keeps its connections open but does not answer
-    began = time.monotonic()
-    said, _ = process.communicate(timeout=120)
+    with started_rlhf(*reinforce_words(model, problems, output, servers)) as command:
+        wait_for_iterations(output, command, 2)
+        servers[0].process.kill()
+        servers[0].process.wait()
+        wait_for_iterations(output, command, num_iterations(output) + 4)
+        servers[1].process.send_signal(signal.SIGSTOP)  # it keeps its connections open but does not answer
+        began = time.monotonic()
+        said = command.finish(status=1, seconds=120)
     assert time.monotonic() - began < 60
-    assert process.returncode == 1
     assert "rewards failed, more than --reward_max_failures 0.1 allows: remote_rm http://127.0.0.1:" in said
     assert_nothing_left(output)
     log = (output / "logs" / "driver.log").read_text()

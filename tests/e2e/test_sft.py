@@ -308,7 +308,7 @@ def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, l
 
 # Enough steps that the run must be interrupted; checkpoints are written only then.
 ENDLESS = {"max_epochs": "100000", "save_steps": "-1", "eval_steps": "-1"}
-LONG_STEP_ROWS = 1024
+LONG_STEP_ROWS = 256
 """Rows of a step that takes seconds, so that the test's second signal arrives before the step ends."""
 LONG_STEPS = ENDLESS | {"train_batch_size": str(LONG_STEP_ROWS), "micro_train_batch_size": "1", "zero_stage": "3"}
 

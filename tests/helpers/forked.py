@@ -23,11 +23,15 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+from forked_worker import start_worker_server, use_worker_server
 
-IMPORTED = (
+IMPORTED_BY_WORKERS = (
     "deepspeed",
     "peft.auto",
     "rlhf_cli.backends.roles.ranks",
+    "rlhf_cli.backends.rollout.transformers_engine",
+)
+IMPORTED = (
     "rlhf_cli.runs.inference.evaluate",
     "rlhf_cli.runs.inference.generate",
     "rlhf_cli.runs.offline.run",
@@ -164,6 +168,9 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of imported packages is not a reply
     sys.path.remove(str(Path(__file__).resolve().parent))
+    for name in IMPORTED_BY_WORKERS:
+        importlib.import_module(name)
+    workers = start_worker_server()
     for name in IMPORTED:
         importlib.import_module(name)
     assert threading.active_count() == 1, (
@@ -172,14 +179,18 @@ def serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            _run(json.loads(line))
+            _run(json.loads(line), workers)
         print(child, file=answers, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
-def _run(request: dict) -> None:
-    """Run the command with its arguments, environment and outputs, without input."""
+def _run(request: dict, workers: str) -> None:
+    """Run the command with its arguments, environment and outputs, without input.
+
+    Args:
+        workers: name of the server of its Ray workers.
+    """
     if request["is_leader"]:
         os.setpgid(0, 0)
     os.environ.clear()
@@ -188,6 +199,7 @@ def _run(request: dict) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
+    use_worker_server(workers)
     sys.argv = ["rlhf", *request["words"]]
     from rlhf_cli.__main__ import main
 
