@@ -28,9 +28,17 @@ ALLOWED = {
 
 
 def lists(source: str, table: tuple[str, ...] = TRAINING) -> Iterator[tuple[int, list[str]]]:
-    """Yield line and names of each collection or phrase with at least `ENOUGH` names of a table."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield line and names of each collection or phrase with at least `ENOUGH` names of a table.
+
+    Docstrings of modules, classes and functions are prose. Those of fields are help texts.
+    """
+    tree = ast.parse(source)
+    holders = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    prose = {node.body[0].value for node in holders if node.body and isinstance(node.body[0], ast.Expr)}
+    for node in ast.walk(tree):
         match node:
+            case ast.Constant() if node in prose:
+                continue
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items) | ast.Dict(keys=items):
                 names = [item.value for item in items if isinstance(item, ast.Constant) and item.value in table]
             case ast.Constant(value=str(text)):
@@ -68,6 +76,8 @@ def test_a_module_lists_no_names_of_a_table_by_hand(path: Path) -> None:
         ("raise ValueError('give it to rlhf ppo, reinforce++ or remax')", ["rlhf ppo", "reinforce++", "remax"]),
         ("PAIR = ['ppo', 'grpo', 'generate']", []),
         ("text = 'ppo, or grpo-like rloo'", []),
+        ("class A:\n    'Like ppo, grpo and rloo.'", []),
+        ("class A:\n    b: int\n    'Only for ppo, grpo and rloo.'", ["ppo", "grpo", "rloo"]),
     ],
 )
 def test_lists_are_found_in_collections_and_phrases(source: str, expected: list[str]) -> None:
