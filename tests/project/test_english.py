@@ -1,6 +1,7 @@
 """Prose of every part keeps to the field's vocabulary and is free of four constructs that make it hard to read."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def parts() -> dict[str, list[Path]]:
     }
 
 
+@functools.cache
 def text_of(part: str) -> str:
     """Return the prose of a part of the tree."""
     return "\n\n".join(map(prose, parts()[part]))
