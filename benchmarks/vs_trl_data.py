@@ -57,17 +57,17 @@ def refuse(reason: str) -> SystemExit:
 
 def sft_rows(model: Path, dataset: Path) -> Iterator[Row]:
     """Rows for SFTTrainer."""
-    from rlhf_cli.data.sft_data import load_sft_sequences
+    from rlhf_cli.data.sft_data import SEQUENCES
 
-    for sequence in _load(load_sft_sequences, DataConfig, model, dataset).sequences:
+    for sequence in _load(SEQUENCES.load, DataConfig, model, dataset).items:
         yield {"input_ids": sequence.token_ids.tolist(), "completion_mask": sequence.loss_mask.astype(int).tolist()}
 
 
 def dpo_rows(model: Path, dataset: Path) -> Iterator[Row]:
     """Rows for DPOTrainer."""
-    from rlhf_cli.data.preference_data import load_pairs
+    from rlhf_cli.data.preference_data import PAIRS
 
-    for pair in _load(load_pairs, PreferenceDataConfig, model, dataset).pairs:
+    for pair in _load(PAIRS.load, PreferenceDataConfig, model, dataset).items:
         sides = {"chosen_ids": response_ids(pair.chosen), "rejected_ids": response_ids(pair.rejected)}
         yield {"prompt_ids": pair.prompt_ids.tolist(), **sides, "trained": sum(map(len, sides.values()))}
 
@@ -81,9 +81,9 @@ def rm_rows(model: Path, dataset: Path) -> Iterator[Row]:
 
 def kto_rows(model: Path, dataset: Path) -> Iterator[Row]:
     """Rows for KTOTrainer: two labelled responses per pair."""
-    from rlhf_cli.data.preference_data import load_labelled
+    from rlhf_cli.data.preference_data import RESPONSES
 
-    for item in _load(load_labelled, LabelledDataConfig, model, dataset).items:
+    for item in _load(RESPONSES.load, LabelledDataConfig, model, dataset).items:
         ids = response_ids(item.response)
         prompt_ids, label = item.prompt_ids.tolist(), bool(item.desirable)
         yield {"prompt_ids": prompt_ids, "completion_ids": ids, "label": label, "trained": len(ids)}
@@ -91,10 +91,10 @@ def kto_rows(model: Path, dataset: Path) -> Iterator[Row]:
 
 def vision_sft_rows(model: Path, dataset: Path) -> Iterator[Row]:
     """Prompts and completions as text, and images, for SFTTrainer."""
-    from rlhf_cli.data.sft_data import load_sft_sequences
+    from rlhf_cli.data.sft_data import SEQUENCES
 
-    data, tokenizer = _load(load_sft_sequences, DataConfig, model, dataset, images=True), _tokenizer(model)
-    for sequence, paths in zip(data.sequences, image_paths(dataset), strict=True):
+    data, tokenizer = _load(SEQUENCES.load, DataConfig, model, dataset, images=True), _tokenizer(model)
+    for sequence, paths in zip(data.items, image_paths(dataset), strict=True):
         trained = np.flatnonzero(sequence.loss_mask)
         start, stop = int(trained[0]), int(trained[-1]) + 1  # the template's newline at the end is not trained
         if trained.size != stop - start:
@@ -106,11 +106,11 @@ def vision_sft_rows(model: Path, dataset: Path) -> Iterator[Row]:
 
 def vision_dpo_rows(model: Path, dataset: Path) -> Iterator[Row]:
     """Prompts and both sides as text, and images, for DPOTrainer."""
-    from rlhf_cli.data.preference_data import load_pairs
+    from rlhf_cli.data.preference_data import PAIRS
 
     config, tokenizer = partial(PreferenceDataConfig, **VISION_KEYS), _tokenizer(model)
-    data = _load(load_pairs, config, model, dataset, images=True)
-    for pair, paths in zip(data.pairs, image_paths(dataset), strict=True):
+    data = _load(PAIRS.load, config, model, dataset, images=True)
+    for pair, paths in zip(data.items, image_paths(dataset), strict=True):
         sides = {"chosen": pair.chosen.token_ids, "rejected": pair.rejected.token_ids}
         text = {name: exact_text(tokenizer, token_ids) for name, token_ids in sides.items()}
         prompt = exact_text(tokenizer, pair.prompt_ids, pair.pictures)

@@ -1,77 +1,26 @@
-"""Datasets of tokenized preference pairs and labeled responses.
+"""Preference pairs and labeled responses, as kinds of offline data.
 
-A pair's common prompt is stored once. Packing is separate (`packing`).
+Assistant text and end-of-turn tokens after the common messages are trained. Template tokens after the last turn are
+removed. A pair's common prompt is stored once. As labeled responses, a pair gives two: the chosen side first.
 """
 
-import collections.abc
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import (
-    DEFAULT_TEMPLATE,
-    LabelledDataConfig,
-    OfflineDataConfig,
-    PreferenceDataConfig,
-    TemplateConfig,
-)
-from rlhf_cli.data.cache import kept_path
-from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
-from rlhf_cli.data.encoding import Encoded, Encoder
+from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.data.encoding import Encoded
 from rlhf_cli.data.formats.choosing import labelled_formats, pair_formats
-from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
+from rlhf_cli.data.formats.conversations import Conversation, Labelled, Message, Preference
+from rlhf_cli.data.loading import Kind
 from rlhf_cli.data.packing.prefix_packing import Continuation
-from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
-from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
-from rlhf_cli.data.preparing import (
-    ORIGIN,
-    DataReport,
-    Origins,
-    Preparation,
-    Progress,
-    contents_digest,
-    count_cut,
-    fitting,
-    flat,
-    mask_of,
-    no_progress,
-)
+from rlhf_cli.data.pictures.storing import pictures_at, stored_pictures
+from rlhf_cli.data.preparing import NUMBERS, DataReport, count_cut, fitting, flat, mask_of
 from rlhf_cli.data.reading.columns import refuse
-from rlhf_cli.data.reading.sources import Row, read_sources
-from rlhf_cli.data.store import StoredItems, StoredTable
+from rlhf_cli.data.store import StoredTable
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
 from rlhf_cli.models.vision.pictures import PlacedPicture
-
-NUMBERS = pa.list_(pa.int32())
-PAIR_SCHEMA = pa.schema(
-    {
-        "prompt_ids": NUMBERS,
-        "chosen_ids": NUMBERS,
-        "chosen_spans": NUMBERS,
-        "rejected_ids": NUMBERS,
-        "rejected_spans": NUMBERS,
-        "margin": pa.float64(),
-        "prompt_length": pa.int32(),
-        "chosen_length": pa.int32(),
-        "rejected_length": pa.int32(),
-        "num_trained": pa.int32(),
-        **ORIGIN,
-    }
-)
-LABELLED_SCHEMA = pa.schema(
-    {
-        "prompt_ids": NUMBERS,
-        "response_ids": NUMBERS,
-        "response_spans": NUMBERS,
-        "desirable": pa.bool_(),
-        "prompt_length": pa.int32(),
-        "response_length": pa.int32(),
-        "num_trained": pa.int32(),
-        **ORIGIN,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,142 +66,6 @@ def _response_at(table: StoredTable, row: int) -> LabelledItem:
 def _stored_continuation(table: StoredTable, name: str, row: int) -> Continuation:
     token_ids = table.numbers(f"{name}_ids", row)
     return Continuation(token_ids, mask_of(table.numbers(f"{name}_spans", row), token_ids.size))
-
-
-@dataclass(frozen=True)
-class PairData:
-    """Tokenized pairs, in row order.
-
-    Lengths are int32 [N]: prompt tokens, tokens of each continuation without prompt, and trained tokens of both.
-    `patches` as in `SequenceData`. `where` returns the file and line of a pair's row; `fingerprint` hashes all data.
-    """
-
-    pairs: collections.abc.Sequence[Pair]
-    prompt_lengths: np.ndarray
-    chosen_lengths: np.ndarray
-    rejected_lengths: np.ndarray
-    num_trained: np.ndarray
-    report: DataReport
-    where: collections.abc.Callable[[int], str]
-    fingerprint: collections.abc.Callable[[], str]
-    patches: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class LabelledData:
-    """Tokenized labeled responses, in row order. A pair's chosen side precedes the rejected one.
-
-    Lengths are int32 [N]: prompt tokens, response tokens and trained tokens; `desirable` is bool [N]. `patches` as in
-    `SequenceData`. `where` returns the file and line of a response's row; `fingerprint` hashes all data.
-    """
-
-    items: collections.abc.Sequence[LabelledItem]
-    prompt_lengths: np.ndarray
-    response_lengths: np.ndarray
-    num_trained: np.ndarray
-    desirable: np.ndarray
-    report: DataReport
-    where: collections.abc.Callable[[int], str]
-    fingerprint: collections.abc.Callable[[], str]
-    patches: np.ndarray | None = None
-
-
-def load_pairs(
-    config: PreferenceDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dataset: str,
-    split: str,
-    seed: int,
-    template: TemplateConfig = DEFAULT_TEMPLATE,
-    progress: Progress = no_progress,
-    reader: PictureReader | None = None,
-) -> PairData:
-    """Load and tokenize a dataset's preference pairs in row order, with a report.
-
-    Assistant text and end-of-turn tokens after the common messages are trained. Template tokens after the last turn are
-    removed. `dataset_probs` apply only if `dataset` is the training dataset. `progress` is called with the number of
-    processed and total rows.
-
-    Raises:
-        UsageError: a row is invalid (the message contains file and line), or no pair remains.
-    """
-    rows = rows_of(config, dataset, split, seed)
-    # Detect formats before rendering, so that a wrong column fails at once.
-    formats = pair_formats(config, rows.sources)
-    forms = [formats[source.name].columns for source in rows.sources]
-    report = DataReport("pairs", read_sources(rows, forms), rows=len(rows))
-
-    def read(row: Row) -> tuple[Preference, list[Conversation | Document]]:
-        pair = formats[row.source.name].read(row)
-        return pair, [Conversation(pair.prompt + side, pair.tools) for side in (pair.chosen, pair.rejected)]
-
-    def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, object]]:
-        return _pair(encoded, config, report)
-
-    check_image_key(rows, reader)
-    encoder = with_tried_template(Encoder(template, tokenizer, reader), template, report)
-    schema = schema_with_pictures(PAIR_SCHEMA, has_pictures=reader is not None)
-    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms, template=template, reader=reader)
-    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
-    return PairData(
-        StoredItems(table, _pair_at),
-        prompt_lengths=table.column("prompt_length"),
-        chosen_lengths=table.column("chosen_length"),
-        rejected_lengths=table.column("rejected_length"),
-        num_trained=table.column("num_trained"),
-        report=report,
-        where=Origins(rows, table),
-        fingerprint=lambda: contents_digest(table),
-        patches=patches_of(table),
-    )
-
-
-def load_labelled(
-    config: LabelledDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dataset: str,
-    split: str,
-    seed: int,
-    template: TemplateConfig = DEFAULT_TEMPLATE,
-    progress: Progress = no_progress,
-    reader: PictureReader | None = None,
-) -> LabelledData:
-    """Load and tokenize a dataset's labeled responses in row order. A pair gives two responses.
-
-    Training targets, `dataset_probs`, `progress` and errors as for `load_pairs`.
-    """
-    rows = rows_of(config, dataset, split, seed)
-    formats = labelled_formats(config, rows.sources)
-    forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
-    report = DataReport("responses", read_sources(rows, forms), rows=len(rows))
-
-    def read(row: Row) -> tuple[list[Labelled], list[Conversation | Document]]:
-        listed = formats[row.source.name].read(row)
-        return listed, [Conversation(labelled.prompt + labelled.response, labelled.tools) for labelled in listed]
-
-    def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, object]]:
-        return _responses(encoded, config, report)
-
-    check_image_key(rows, reader)
-    encoder = with_tried_template(Encoder(template, tokenizer, reader), template, report)
-    schema = schema_with_pictures(LABELLED_SCHEMA, has_pictures=reader is not None)
-    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms, template=template, reader=reader)
-    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
-    return LabelledData(
-        StoredItems(table, _response_at),
-        prompt_lengths=table.column("prompt_length"),
-        response_lengths=table.column("response_length"),
-        num_trained=table.column("num_trained"),
-        desirable=table.column("desirable"),
-        report=report,
-        where=Origins(rows, table),
-        fingerprint=lambda: contents_digest(table),
-        patches=patches_of(table),
-    )
 
 
 def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataReport) -> list[dict[str, object]]:
@@ -349,3 +162,40 @@ def _continuation(name: str, tokens: Tokens, num_prompt: int) -> dict[str, objec
 
 def _count(report: DataReport, what: str, is_so: bool) -> None:
     report.details[what] = report.details.get(what, 0) + is_so
+
+
+PAIRS = Kind(
+    "pairs",
+    {
+        "prompt_ids": NUMBERS,
+        "chosen_ids": NUMBERS,
+        "chosen_spans": NUMBERS,
+        "rejected_ids": NUMBERS,
+        "rejected_spans": NUMBERS,
+        "margin": pa.float64(),
+        "prompt_length": pa.int32(),
+        "chosen_length": pa.int32(),
+        "rejected_length": pa.int32(),
+        "num_trained": pa.int32(),
+    },
+    pair_formats,
+    lambda row, pair, config: [Conversation(pair.prompt + side, pair.tools) for side in (pair.chosen, pair.rejected)],
+    _pair,
+    _pair_at,
+)
+RESPONSES = Kind(
+    "responses",
+    {
+        "prompt_ids": NUMBERS,
+        "response_ids": NUMBERS,
+        "response_spans": NUMBERS,
+        "desirable": pa.bool_(),
+        "prompt_length": pa.int32(),
+        "response_length": pa.int32(),
+        "num_trained": pa.int32(),
+    },
+    labelled_formats,
+    lambda row, listed, config: [Conversation(one.prompt + one.response, one.tools) for one in listed],
+    _responses,
+    _response_at,
+)

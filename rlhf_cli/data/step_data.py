@@ -1,53 +1,29 @@
-"""Datasets of tokenized solutions with labeled steps, for process reward models.
+"""Solutions with labeled steps for process reward models, as a kind of offline data. A PRM800K row may give several.
 
-A step's score is read at its last token: the one that completes the separator, or the end of turn for the last step.
+Steps are joined by `step_separator` and rendered as the assistant's turn. `max_len` truncates between steps. A step's
+score is read at its last token: the one that completes the separator, or the end of turn for the last step.
 """
 
-import collections.abc
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import DEFAULT_TEMPLATE, StepDataConfig, TemplateConfig
-from rlhf_cli.data.cache import kept_path
-from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
-from rlhf_cli.data.encoding import Encoded, Encoder
+from rlhf_cli.config.data import StepDataConfig
+from rlhf_cli.data.encoding import Encoded
 from rlhf_cli.data.formats.choosing import step_formats
-from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
-from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
-from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
-from rlhf_cli.data.preparing import (
-    ORIGIN,
-    DataReport,
-    Origins,
-    Preparation,
-    Progress,
-    contents_digest,
-    fitting,
-    no_progress,
-)
-from rlhf_cli.data.reading.sources import Row, read_sources
+from rlhf_cli.data.formats.conversations import Conversation, Message, Solution
+from rlhf_cli.data.loading import Kind
+from rlhf_cli.data.pictures.storing import pictures_at, stored_pictures
+from rlhf_cli.data.preparing import NUMBERS, DataReport, fitting
+from rlhf_cli.data.reading.sources import Row
 from rlhf_cli.data.solution_steps import joined_steps, step_ends
-from rlhf_cli.data.store import StoredItems, StoredTable
+from rlhf_cli.data.store import StoredTable
 from rlhf_cli.data.templates.rendering import Pieces
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
 from rlhf_cli.models.vision.pictures import PlacedPicture
-
-STEP_SCHEMA = pa.schema(
-    {
-        "token_ids": pa.list_(pa.int32()),
-        "ends": pa.list_(pa.int32()),
-        "labels": pa.list_(pa.float32()),
-        "start": pa.int32(),
-        "length": pa.int32(),
-        "num_trained": pa.int32(),
-        **ORIGIN,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,77 +46,14 @@ def _item_at(table: StoredTable, row: int) -> StepItem:
     return StepItem(token_ids, ends, labels, table.value("start", row), pictures_at(table, row))
 
 
-@dataclass(frozen=True)
-class StepData:
-    """Tokenized solutions in row order.
-
-    `lengths` and `num_trained` (int32 [N]) are tokens and labeled steps per solution. `where` returns the file and line
-    of its row; `fingerprint` hashes all data. `patches` as in `SequenceData`.
-    """
-
-    items: collections.abc.Sequence[StepItem]
-    lengths: np.ndarray
-    num_trained: np.ndarray
-    report: DataReport
-    where: collections.abc.Callable[[int], str]
-    fingerprint: collections.abc.Callable[[], str]
-    patches: np.ndarray | None = None
-
-
-def load_steps(
-    config: StepDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dataset: str,
-    split: str,
-    seed: int,
-    template: TemplateConfig = DEFAULT_TEMPLATE,
-    progress: Progress = no_progress,
-    reader: PictureReader | None = None,
-) -> StepData:
-    """Load and tokenize a dataset's solutions, with a report. A PRM800K row may give several.
-
-    Steps are joined by `step_separator` and rendered as the assistant's turn. `max_len` truncates between steps.
-    `dataset_probs`, `progress` and errors as for `load_pairs`.
-    """
-    rows = rows_of(config, dataset, split, seed)
-    formats = step_formats(config, rows.sources)
-    forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
-    check_image_key(rows, reader)
-    report = DataReport("solutions", read_sources(rows, forms), rows=len(rows))
-
-    def read(row: Row) -> tuple[list[Solution], list[Conversation | Document]]:
-        solutions = formats[row.source.name].read(row)
-        return solutions, [_conversation(solution, config.separator) for solution in solutions]
-
-    def mark(row: Row, solutions: list[Solution], texts: list[Pieces]) -> list[Pieces]:
-        pairs = zip(solutions, texts, strict=True)
-        return [_with_steps(row, solution, pieces, config.separator) for solution, pieces in pairs]
-
-    def make(encoded: Encoded[list[Solution]], report: DataReport) -> list[dict[str, object]]:
-        pairs = zip(encoded.read, encoded.tokens, strict=True)
-        made = (_item(encoded.row, solution, tokens, config, report) for solution, tokens in pairs)
-        return [item for item in made if item is not None]
-
-    encoder = with_tried_template(Encoder(template, tokenizer, reader), template, report)
-    schema = schema_with_pictures(STEP_SCHEMA, has_pictures=reader is not None)
-    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress, mark)
-    kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms, template=template, reader=reader)
-    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
-    return StepData(
-        StoredItems(table, _item_at),
-        lengths=table.column("length"),
-        num_trained=table.column("num_trained"),
-        report=report,
-        where=Origins(rows, table),
-        fingerprint=lambda: contents_digest(table),
-        patches=patches_of(table),
-    )
-
-
 def _conversation(solution: Solution, separator: str) -> Conversation:
     content, _ = joined_steps(solution.steps, separator)
     return Conversation((*solution.prompt, Message("assistant", content)))
+
+
+def _marked(row: Row, solutions: list[Solution], texts: list[Pieces], config: StepDataConfig) -> list[Pieces]:
+    pairs = zip(solutions, texts, strict=True)
+    return [_with_steps(row, solution, pieces, config.separator) for solution, pieces in pairs]
 
 
 def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) -> Pieces:
@@ -159,6 +72,12 @@ def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) ->
     spans = tuple(pairwise(bounds))
     untrained = [replace(before, spans=()) for before in pieces.texts[:-1]]
     return replace(pieces, texts=(*untrained, replace(response, spans=spans)))
+
+
+def _solutions(encoded: Encoded[list[Solution]], config: StepDataConfig, report: DataReport) -> list[dict[str, object]]:
+    pairs = zip(encoded.read, encoded.tokens, strict=True)
+    made = (_item(encoded.row, solution, tokens, config, report) for solution, tokens in pairs)
+    return [item for item in made if item is not None]
 
 
 def _item(
@@ -215,3 +134,21 @@ def _count(report: DataReport, solution: Solution, labels: tuple[float | None, .
     }
     for what, count in counted.items():
         report.details[what] = report.details.get(what, 0) + count
+
+
+STEPS = Kind(
+    "solutions",
+    {
+        "token_ids": NUMBERS,
+        "ends": NUMBERS,
+        "labels": pa.list_(pa.float32()),
+        "start": pa.int32(),
+        "length": pa.int32(),
+        "num_trained": pa.int32(),
+    },
+    step_formats,
+    lambda row, solutions, config: [_conversation(solution, config.separator) for solution in solutions],
+    _solutions,
+    _item_at,
+    _marked,
+)

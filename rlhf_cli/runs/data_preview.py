@@ -15,15 +15,16 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShowConfig
 from rlhf_cli.config.model import ModelSource
+from rlhf_cli.data.loading import Kind, LoadedData
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader
-from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData, load_labelled, load_pairs
+from rlhf_cli.data.preference_data import PAIRS, RESPONSES, LabelledItem, Pair
 from rlhf_cli.data.preparing import COUNTED
 from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, spread
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.reading.sources import ReadSource
-from rlhf_cli.data.sft_data import load_sft_sequences
-from rlhf_cli.data.step_data import StepItem, load_steps
+from rlhf_cli.data.sft_data import SEQUENCES
+from rlhf_cli.data.step_data import STEPS, StepItem
 from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.models.adapters import base_of, read_config
 from rlhf_cli.models.finding import FoundModel, adapter_folder, find_model
@@ -104,7 +105,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     with rows_bar(shown=True) as progress:
         for title, (dataset, split) in named.items():
             reading = READINGS[type(settings)]
-            data = reading.load(
+            data = reading.kind.load(
                 settings,
                 tokenizer,
                 dataset=dataset,
@@ -129,16 +130,14 @@ def _found_model(config: DataCommandConfig) -> FoundModel:
 class DataReading:
     """How an offline command loads data and how items are shown.
 
-    - `items`: name of the field with the items in the loaded data.
     - `takes`: returns the tokens per item in a micro-batch.
     """
 
-    load: Callable[..., object]
-    items: str
+    kind: Kind[Any, Any]
     parts: Callable[[Any, Decode], list[PreviewPart]]
-    facts: Callable[[Any], dict[str, str]]
     lengths_are: str
-    takes: Callable[[Any], np.ndarray]
+    takes: Callable[[LoadedData[Any]], np.ndarray] = lambda data: data.columns["length"]
+    facts: Callable[[Any], dict[str, str]] = lambda item: {}
 
 
 def _controls(report: ControlReport) -> Happened:
@@ -148,8 +147,10 @@ def _controls(report: ControlReport) -> Happened:
     return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
 
 
-def _offline(title: str, reading: DataReading, data: Any, config: DataCommandConfig, tokenizer: object) -> Preview:
-    report, items, decode = data.report, getattr(data, reading.items), decoder(tokenizer)
+def _offline(
+    title: str, reading: DataReading, data: LoadedData[Any], config: DataCommandConfig, tokenizer: object
+) -> Preview:
+    report, items, decode = data.report, data.items, decoder(tokenizer)
     examples = [
         ShownExample(place + 1, data.where(place), reading.parts(items[place], decode), reading.facts(items[place]))
         for place in spread(len(items), config.show.num_rows)
@@ -317,48 +318,20 @@ def _facts_of_pair(pair: Pair) -> dict[str, str]:
     return {} if pair.margin is None else {"margin": f"{pair.margin:g}"}
 
 
-def _taken_by_pairs(data: PairData) -> np.ndarray:
+def _taken_by_pairs(data: LoadedData[Pair]) -> np.ndarray:
     return PairItems(data, share_prompts=True, read_ends=False, columns={}).lengths
 
 
-def _taken_by_responses(data: LabelledData) -> np.ndarray:
+def _taken_by_responses(data: LoadedData[LabelledItem]) -> np.ndarray:
     return LabelledItems(data, partners_of(data), {}).lengths
 
 
-PAIRS = DataReading(
-    load_pairs,
-    "pairs",
-    _parts_of_pair,
-    _facts_of_pair,
-    "pairs (the longer side with the prompt)",
-    _taken_by_pairs,
-)
-SEQUENCES = DataReading(
-    load_sft_sequences,
-    "sequences",
-    _parts_of_sequence,
-    lambda item: {},
-    "sequences",
-    lambda data: data.lengths,  # type: ignore[no-any-return]
-)
 READINGS: dict[type[SettingsGroup], DataReading] = {
-    DataConfig: SEQUENCES,
-    PreferenceDataConfig: PAIRS,
-    StepDataConfig: DataReading(
-        load_steps,
-        "items",
-        _parts_of_solution,
-        lambda item: {},
-        "solutions with the prompt",
-        lambda data: data.lengths,  # type: ignore[no-any-return]
+    DataConfig: DataReading(SEQUENCES, _parts_of_sequence, "sequences"),
+    PreferenceDataConfig: DataReading(
+        PAIRS, _parts_of_pair, "pairs (the longer side with the prompt)", _taken_by_pairs, _facts_of_pair
     ),
-    LabelledDataConfig: DataReading(
-        load_labelled,
-        "items",
-        _parts_of_labelled,
-        lambda item: {},
-        "responses with the prompt",
-        _taken_by_responses,
-    ),
+    StepDataConfig: DataReading(STEPS, _parts_of_solution, "solutions with the prompt"),
+    LabelledDataConfig: DataReading(RESPONSES, _parts_of_labelled, "responses with the prompt", _taken_by_responses),
 }
-"""Loading functions for offline data, by settings class."""
+"""Kind of data, and how items are shown, by settings class."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_cli.backends.process.signals import INTERRUPTED
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.data.preference_data import PAIRS
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -115,9 +115,9 @@ def test_selected_pairs_are_preference_data(finished, inputs):
     selected = rows_of(finished / "selected.jsonl")
     config = PreferenceDataConfig(dataset=str(finished / "selected.jsonl"), data_cache="off")
     tokenizer = load_tokenizer(ModelConfig(pretrain=str(inputs[0])))
-    data = load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0)
-    assert len(data.pairs) == len(selected) > 5
-    assert [data.pairs[i].margin for i in range(len(selected))] == [row["margin"] for row in selected]
+    data = PAIRS.load(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    assert len(data.items) == len(selected) > 5
+    assert [data.items[i].margin for i in range(len(selected))] == [row["margin"] for row in selected]
     assert min(row["margin"] for row in selected) > 0
 
 

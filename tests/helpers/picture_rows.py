@@ -14,10 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader
-from rlhf_cli.data.preference_data import PairData, load_pairs
+from rlhf_cli.data.preference_data import PAIRS, Pair
 from rlhf_cli.data.prompts import PromptData, load_prompts
-from rlhf_cli.data.sft_data import SequenceData, load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.family import PictureRun
 
@@ -78,16 +80,18 @@ def reader_of(family: Any, **settings: Any) -> PictureReader:
 
 def sequences_of(
     path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
-) -> SequenceData:
+) -> LoadedData[TokenSequence]:
     """Load a file's sequences like rlhf sft."""
     config = DataConfig(dataset=str(path), **settings)
-    return load_sft_sequences(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
+    return SEQUENCES.load(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
 
 
-def pairs_of(path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any) -> PairData:
+def pairs_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
+) -> LoadedData[Pair]:
     """Load a file's pairs like rlhf dpo."""
     config = PreferenceDataConfig(dataset=str(path), **settings)
-    return load_pairs(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
+    return PAIRS.load(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
 
 
 def prompts_of(

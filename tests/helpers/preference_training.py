@@ -17,9 +17,10 @@ from rlhf_cli.backends.training.frozen_model import FrozenEngine
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.prefix_packing import Continuation
-from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData
-from rlhf_cli.data.step_data import StepData, StepItem
+from rlhf_cli.data.preference_data import LabelledItem, Pair
+from rlhf_cli.data.step_data import StepItem
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.trainers.offline import dpo, kto
@@ -40,7 +41,7 @@ def make_continuation(rng: np.random.Generator, most: int = 7) -> Continuation:
     return Continuation(rng.integers(0, 40, length).astype(np.int32), mask)
 
 
-def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> PairData:
+def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> LoadedData[Pair]:
     rng = np.random.default_rng(seed)
     pairs = [
         Pair(
@@ -55,19 +56,21 @@ def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> PairData:
     def counts(of: Callable[[Pair], int]) -> np.ndarray:
         return np.array([of(pair) for pair in pairs], dtype=np.int32)
 
-    return PairData(
+    return LoadedData(
         pairs,
-        counts(lambda pair: pair.prompt_ids.size),
-        counts(lambda pair: len(pair.chosen)),
-        counts(lambda pair: len(pair.rejected)),
-        counts(lambda pair: int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum())),
+        {
+            "prompt_length": counts(lambda pair: pair.prompt_ids.size),
+            "chosen_length": counts(lambda pair: len(pair.chosen)),
+            "rejected_length": counts(lambda pair: len(pair.rejected)),
+            "num_trained": counts(lambda pair: int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum())),
+        },
         report=None,  # type: ignore[arg-type]
         where=str,
         fingerprint=str,
     )
 
 
-def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LabelledData:
+def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LoadedData[LabelledItem]:
     rng = np.random.default_rng(seed)
     items = []
     for _ in range(count):
@@ -79,12 +82,14 @@ def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LabelledData:
     def counts(of: Callable[[LabelledItem], int]) -> np.ndarray:
         return np.array([of(item) for item in items], dtype=np.int32)
 
-    return LabelledData(
+    return LoadedData(
         items,
-        counts(lambda item: item.prompt_ids.size),
-        counts(lambda item: len(item.response)),
-        counts(lambda item: int(item.response.loss_mask.sum())),
-        counts(lambda item: item.desirable).astype(bool),
+        {
+            "prompt_length": counts(lambda item: item.prompt_ids.size),
+            "response_length": counts(lambda item: len(item.response)),
+            "num_trained": counts(lambda item: int(item.response.loss_mask.sum())),
+            "desirable": counts(lambda item: item.desirable).astype(bool),
+        },
         report=None,  # type: ignore[arg-type]
         where=str,
         fingerprint=str,
@@ -116,7 +121,7 @@ def dpo_task(*names: str, share: bool = True, **settings: Any) -> Task:
 
 def rm_task(*, share: bool = True, margin: bool = False, center: float = 0.0) -> Task:
     pairs = make_pairs()
-    columns = {MARGIN: np.array([pair.margin for pair in pairs.pairs], dtype=np.float32)}
+    columns = {MARGIN: np.array([pair.margin for pair in pairs.items], dtype=np.float32)}
     items = PairItems(pairs, share, read_ends=True, columns=columns)
     return Task(RewardObjective("sigmoid", margin, center), items, is_reward_model=True)
 
@@ -134,7 +139,7 @@ def kto_task(name: str = "kto", **settings: Any) -> Task:
     return Task(objective, kto.LabelledItems(data, kto.partners_of(data), {}), prepare=prepare)
 
 
-def make_steps(count: int = NUM_ITEMS, *, seed: int = 0) -> StepData:
+def make_steps(count: int = NUM_ITEMS, *, seed: int = 0) -> LoadedData[StepItem]:
     """Return solutions with one to five steps of one to four tokens below 40; labels are 1, 0, a probability or
     missing.
     """
@@ -150,10 +155,12 @@ def make_steps(count: int = NUM_ITEMS, *, seed: int = 0) -> StepData:
     def counts(of: Callable[[StepItem], int]) -> np.ndarray:
         return np.array([of(item) for item in items], dtype=np.int32)
 
-    return StepData(
+    return LoadedData(
         items,
-        counts(lambda item: item.token_ids.size),
-        counts(lambda item: int(np.count_nonzero(~np.isnan(item.labels)))),
+        {
+            "length": counts(lambda item: item.token_ids.size),
+            "num_trained": counts(lambda item: int(np.count_nonzero(~np.isnan(item.labels)))),
+        },
         report=None,  # type: ignore[arg-type]
         where=str,
         fingerprint=str,

@@ -18,7 +18,7 @@ from rlhf_cli.backends.cluster.placement import plan_layout
 from rlhf_cli.commands.ppo import PPOConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.data.preference_data import PAIRS
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
@@ -78,8 +78,8 @@ def test_the_pairs_are_read_by_the_program(tmp_path, tiny_model_dir):
     convert(tmp_path, rows)
     config = PreferenceDataConfig(dataset=str(tmp_path / "train.jsonl"), max_len=64)
     tokenizer = load_tokenizer(ModelConfig(pretrain=tiny_model_dir))
-    pairs = load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0)
-    assert len(pairs.pairs) > 10
+    pairs = PAIRS.load(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    assert len(pairs.items) > 10
 
 
 def test_wrong_usage_is_told(tmp_path):

@@ -25,6 +25,7 @@ from rlhf_cli.data.reading.columns import (
     RESPONSE_COLUMNS,
     ROLES,
     Present,
+    RowFormat,
     described,
     dialogue_of,
     keys_of,
@@ -44,6 +45,9 @@ PROMPT_APART = {"explicit_prompt": True, "shared_prompt": False}
 """Pair formats, and whether the prompt has a separate column."""
 
 Turns = tuple[Message, ...]
+PairFormat = RowFormat[Preference]
+LabelledFormat = RowFormat[list[Labelled]]
+"""A pair gives two labeled responses, the chosen one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +59,6 @@ class PairColumns:
     rejected_key: str | None = None
     output_key: str | None = None
     label_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PairFormat:
-    """Reader for a source's pairs. `columns` describes the columns: 'prompt -> chosen, rejected'."""
-
-    columns: str
-    read: Callable[[Row], Preference]
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledFormat:
-    """Reader for a source's labeled responses. A pair gives two, the chosen one first."""
-
-    name: str
-    columns: str
-    read: Callable[[Row], list[Labelled]]
 
 
 def choose_pair_format(source: Source, wanted: PairColumns, *, data_format: str) -> PairFormat:
@@ -132,7 +119,7 @@ def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairForma
         return _preference(row, sides[0], sides[1], (chosen, rejected))
 
     columns = f"{chosen}, {rejected}" if prompt is None else f"{prompt} -> {chosen}, {rejected}"
-    return PairFormat(columns + (f", margin {MARGIN_COLUMN}" if MARGIN_COLUMN in present.names else ""), read)
+    return PairFormat("", columns + (f", margin {MARGIN_COLUMN}" if MARGIN_COLUMN in present.names else ""), read)
 
 
 def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:

@@ -14,6 +14,7 @@ from rlhf_cli.data.formats.marks import fault_of_row_marks
 from rlhf_cli.data.reading.columns import (
     PROMPT_COLUMNS,
     Present,
+    RowFormat,
     described,
     prompt_reader,
     refuse,
@@ -50,13 +51,7 @@ class StepColumns:
     reward_tokens: tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFormat:
-    """Reader for a source's solutions. `columns` describes the columns: 'prompt -> completions, labels'."""
-
-    name: str
-    columns: str
-    read: Callable[[Row], list[Solution]]
+StepFormat = RowFormat[list[Solution]]
 
 
 def choose_step_format(source: Source, wanted: StepColumns, *, data_format: str) -> StepFormat:

@@ -26,6 +26,7 @@ from rlhf_cli.data.reading.columns import (
     RESPONSE_COLUMNS,
     Columns,
     Present,
+    RowFormat,
     described,
     dialogue_of,
     format_of,
@@ -50,15 +51,7 @@ Verifiers = Callable[[Row], Sequence[str]]
 """Names of verifiers that read a row's label."""
 
 Example = Conversation | Document
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Reader for a source's rows. `columns` describes the columns: 'question -> answer'."""
-
-    name: str
-    columns: str
-    read: Callable[[Row], Example]
+Format = RowFormat[Example]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from rlhf_cli.data.formats.conversations import Message, Role
 from rlhf_cli.data.formats.marks import marks_of_message, unread_marks
@@ -16,6 +17,7 @@ from rlhf_cli.data.reading.json_cells import parsed, records
 from rlhf_cli.data.reading.sources import COLUMN_ROWS, Row, Source
 from rlhf_cli.errors import UsageError
 
+T = TypeVar("T")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "solution")
@@ -108,6 +110,18 @@ class Present:
         if len(found) > 1:
             raise self.error(f"{' and '.join(found)} could all be {meaning}: choose one with --{setting}")
         return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class RowFormat(Generic[T]):
+    """Reader for a source's rows. `columns` describes the columns: 'question -> answer'."""
+
+    name: str
+    columns: str
+    read: Callable[[Row], T]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.columns}" if self.name else self.columns
 
 
 def dialogue_of(value: object) -> list[dict[str, object]] | None:

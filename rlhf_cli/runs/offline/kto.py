@@ -5,7 +5,8 @@ from typing import Any
 from rlhf_cli.algorithms.kto import UnpairedSettings, balanced_weights, finish_kto_metrics
 from rlhf_cli.commands.kto import KTOConfig
 from rlhf_cli.config.preference import UnpairedLossConfig
-from rlhf_cli.data.preference_data import LabelledData, load_labelled
+from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.data.preference_data import RESPONSES, LabelledItem
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
@@ -34,7 +35,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> LabelledItems:
-        labelled = load_labelled(
+        labelled = RESPONSES.load(
             data, model.tokenizer, template=config.template, seed=config.batch.seed, reader=reader, **source
         )
         return LabelledItems(labelled, partners_of(labelled), {})
@@ -59,11 +60,11 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     )
 
 
-def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
+def balance(data: LoadedData[LabelledItem], loss: UnpairedLossConfig) -> str:
     """Summarize the class balance, with suggested weights if unbalanced. Raises UsageError if a class is missing."""
     # Fail early: with one class only, the loss pushes all responses in one direction.
-    num_desirable = int(data.desirable.sum())
-    num_undesirable = len(data.desirable) - num_desirable
+    num_desirable = int(data.columns["desirable"].sum())
+    num_undesirable = len(data.items) - num_desirable
     try:
         least, greatest = balanced_weights(num_desirable, num_undesirable)
     except ValueError as error:

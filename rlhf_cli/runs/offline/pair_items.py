@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from rlhf_cli.config.data import PreferenceDataConfig, TemplateConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.data.pictures.reading import PictureReader
-from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.data.preference_data import PAIRS
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.offline.task import Items, load_items
 from rlhf_cli.runs.trained_model import ModelPlan
@@ -46,7 +46,7 @@ def load_pair_items(
     data, seed = config.data, config.batch.seed
 
     def load(**source: Any) -> PairItems:
-        pairs = load_pairs(data, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
+        pairs = PAIRS.load(data, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
         return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
 
     items = load_items(data, model, load)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.process_reward import finish_step_metrics
 from rlhf_cli.commands.prm import PRMConfig
-from rlhf_cli.data.step_data import load_steps
+from rlhf_cli.data.step_data import STEPS
 from rlhf_cli.models.classifiers import refuse_several_labels, refuse_token_classes
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
@@ -29,7 +29,7 @@ def prm_task(config: PRMConfig) -> OfflineTask:
         own = source["dataset"] == data.dataset
         reading = data if own else data.model_copy(update={"train_on_last_step_only": False})
         return StepItems(
-            load_steps(reading, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
+            STEPS.load(reading, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
         )
 
     def load_model(*args: Any, **kwargs: Any) -> PreTrainedModel:

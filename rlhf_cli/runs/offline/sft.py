@@ -5,7 +5,7 @@ from typing import Any
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, TemplateConfig
 from rlhf_cli.data.pictures.reading import PictureReader
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
@@ -40,7 +40,7 @@ def load_sequence_items(
 
     def load(**source: Any) -> SequenceItems:
         return SequenceItems(
-            load_sft_sequences(data, model.tokenizer, template=template, seed=seed, reader=reader, **source)
+            SEQUENCES.load(data, model.tokenizer, template=template, seed=seed, reader=reader, **source)
         )
 
     return load_items(data, model, load)

@@ -12,7 +12,7 @@ from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.data.preparing import DataReport
+from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.models.requirements import check_loadable, check_row_positions
 from rlhf_cli.models.routers import check_router_loss
@@ -26,21 +26,11 @@ from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.loop import ItemData, Objective, Prepare, Share
 
 
-class LoadedData(Protocol):
-    """A loaded dataset."""
-
-    @property
-    def report(self) -> DataReport: ...
-
-    @property
-    def fingerprint(self) -> Callable[[], str]: ...
-
-
 class LoadedItems(ItemData, Protocol):
     """A command's items, with their dataset."""
 
     @property
-    def data(self) -> LoadedData: ...
+    def data(self) -> LoadedData[Any]: ...
 
 
 LoadedItemsT = TypeVar("LoadedItemsT", bound=LoadedItems, covariant=True)

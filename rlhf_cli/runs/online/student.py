@@ -44,7 +44,7 @@ def load_student_data(
         rows_config(config), config.template, model, seed=config.batch.seed, reader=reader
     ).data.data
     return StudentData(
-        Mixture(distillation.lmbda, data.sequences, size, config.batch.seed),
+        Mixture(distillation.lmbda, data.items, size, config.batch.seed),
         {"Fixed responses": data.report.summary},
         identity | {"contents of the fixed rows": data.fingerprint()},
     )

@@ -9,9 +9,10 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, sequence_mean
 from rlhf_cli.algorithms.kto import UNPAIRED_LOSSES, UnpairedSettings, kl_baseline, kto_metrics
+from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import Pack
 from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
-from rlhf_cli.data.preference_data import LabelledData, LabelledItem
+from rlhf_cli.data.preference_data import LabelledItem
 from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.trainers.offline.dpo import Infer, InferringEngine
 from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs
@@ -59,7 +60,7 @@ class LabelledItems:
     `columns` are float32 [N].
     """
 
-    data: LabelledData
+    data: LoadedData[LabelledItem]
     partners: np.ndarray
     columns: dict[str, np.ndarray]
 
@@ -67,13 +68,13 @@ class LabelledItems:
     def lengths(self) -> np.ndarray:
         """Tokens per item, with the longer of the matched and mismatched responses."""
         # A micro-batch must fit both packs, which run one after the other with the same prompts.
-        responses = self.data.response_lengths
-        return self.data.prompt_lengths + np.maximum(responses, responses[self.partners])
+        responses = self.data.columns["response_length"]
+        return self.data.columns["prompt_length"] + np.maximum(responses, responses[self.partners])
 
     @property
     def num_trained(self) -> np.ndarray:
         """Trained tokens per response."""
-        return self.data.num_trained
+        return self.data.columns["num_trained"]
 
     @property
     def patches(self) -> np.ndarray | None:
@@ -100,7 +101,7 @@ def _tree(item: LabelledItem, response: Continuation) -> Tree:
     return Tree(item.prompt_ids, (response,), item.pictures)
 
 
-def partners_of(data: LabelledData) -> np.ndarray:
+def partners_of(data: LoadedData[LabelledItem]) -> np.ndarray:
     """Return for each item the index of the item with its mismatched response, int64 [N]."""
     num_items = len(data.items)
     # Compare hashes, because prompts are compared many times. A collision only causes a less suitable partner.

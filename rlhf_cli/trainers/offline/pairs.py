@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from rlhf_cli.algorithms.ragged import segment_sum
+from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import MicroBatch, Pack
 from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
-from rlhf_cli.data.preference_data import Pair, PairData
+from rlhf_cli.data.preference_data import Pair
 from rlhf_cli.errors import UsageError
 
 Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
@@ -29,7 +30,7 @@ class PairItems:
     - `columns`: float32 [N] or [N, 2] for N pairs.
     """
 
-    data: PairData
+    data: LoadedData[Pair]
     share_prompts: bool
     read_ends: bool
     columns: dict[str, np.ndarray]
@@ -38,13 +39,14 @@ class PairItems:
     def lengths(self) -> np.ndarray:
         """Tokens per pair in a pack."""
         # Without sharing, each response has a separate copy of the prompt.
-        prompts = self.data.prompt_lengths * (1 if self.share_prompts else 2)
-        return prompts + self.data.chosen_lengths + self.data.rejected_lengths
+        columns = self.data.columns
+        prompts = columns["prompt_length"] * (1 if self.share_prompts else 2)
+        return prompts + columns["chosen_length"] + columns["rejected_length"]
 
     @property
     def num_trained(self) -> np.ndarray:
         """Trained tokens per pair, for both responses."""
-        return self.data.num_trained
+        return self.data.columns["num_trained"]
 
     @property
     def patches(self) -> np.ndarray | None:
@@ -54,7 +56,7 @@ class PairItems:
     def collate(self, indices: collections.abc.Sequence[int]) -> MicroBatch:
         """Pack the pairs into one micro-batch: chosen, rejected, chosen, rejected, and so on."""
         # The objectives rely on this order: they take every second sequence as chosen.
-        trees = [tree_of(self.data.pairs[index]) for index in indices]
+        trees = [tree_of(self.data.items[index]) for index in indices]
         packed = pack_trees(trees, share_prompts=self.share_prompts, read_ends=self.read_ends)
         chosen = np.array(indices, dtype=np.int64)
         return MicroBatch(packed, {name: torch.from_numpy(column[chosen]) for name, column in self.columns.items()})
@@ -75,9 +77,9 @@ def trained_counts(pack: Pack) -> torch.Tensor:
     return pack.cu_trained.diff().float()
 
 
-def margins(pairs: PairData) -> np.ndarray:
+def margins(data: LoadedData[Pair]) -> np.ndarray:
     """Return the margin per pair, float32 [N]. Raises UsageError if a pair has none."""
-    found = [pair.margin for pair in pairs.pairs]
+    found = [pair.margin for pair in data.items]
     missing = sum(margin is None for margin in found)
     if missing:
         raise UsageError(f"margin_loss: {missing:,} of {len(found):,} pairs have no margin (column `margin`)")

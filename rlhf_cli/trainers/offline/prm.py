@@ -9,8 +9,9 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
 from rlhf_cli.algorithms.process_reward import step_loss, step_metrics
+from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import MicroBatch, Pack, TokenSequence, at_targets, micro_batch, pack
-from rlhf_cli.data.step_data import StepData, StepItem
+from rlhf_cli.data.step_data import StepItem
 
 LABELS = "labels"
 
@@ -19,17 +20,17 @@ LABELS = "labels"
 class StepItems:
     """Tokenized solutions, one per item."""
 
-    data: StepData
+    data: LoadedData[StepItem]
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens per solution with prompt."""
-        return self.data.lengths
+        return self.data.columns["length"]
 
     @property
     def num_trained(self) -> np.ndarray:
         """Labeled steps per solution."""
-        return self.data.num_trained
+        return self.data.columns["num_trained"]
 
     @property
     def patches(self) -> np.ndarray | None:

@@ -58,7 +58,7 @@ def _numbered(members: list[int], result: torch.Tensor) -> torch.Tensor:
 
 def digest_of_pairs(items: PairItems) -> str:
     """Hash the tokens in order."""
-    pairs = items.data.pairs
+    pairs = items.data.items
     return _digest(part for pair in pairs for part in (pair.prompt_ids, *_parts(pair.chosen, pair.rejected)))
 
 

@@ -8,25 +8,25 @@ import torch
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
-from rlhf_cli.data.packing.packs import Pack, pack
-from rlhf_cli.data.sft_data import SequenceData
+from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 
 
 @dataclass(frozen=True)
 class SequenceItems:
     """Tokenized sequences, one per item."""
 
-    data: SequenceData
+    data: LoadedData[TokenSequence]
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens per sequence."""
-        return self.data.lengths
+        return self.data.columns["length"]
 
     @property
     def num_trained(self) -> np.ndarray:
         """Trained tokens per sequence."""
-        return self.data.num_trained
+        return self.data.columns["num_trained"]
 
     @property
     def patches(self) -> np.ndarray | None:
@@ -35,7 +35,7 @@ class SequenceItems:
 
     def collate(self, indices: collections.abc.Sequence[int]) -> Pack:
         """Pack the sequences into one micro-batch."""
-        return pack([self.data.sequences[index] for index in indices])
+        return pack([self.data.items[index] for index in indices])
 
 
 def sft_objective(model: nn.Module, pack: Pack, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:

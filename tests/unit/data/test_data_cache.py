@@ -12,12 +12,12 @@ from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
 
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, TemplateConfig
 from rlhf_cli.data import cache
-from rlhf_cli.data.preference_data import load_labelled, load_pairs
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.preference_data import PAIRS, RESPONSES
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 
 ROWS = [{"prompt": f"What is {i}?", "answer": f"{i} " * (i % 7 + 1)} for i in range(30)]
-PAIRS = [{"prompt": f"What is {i}?", "chosen": f"{i}!", "rejected": "no", "margin": i or None} for i in range(30)]
+PAIR_ROWS = [{"prompt": f"What is {i}?", "chosen": f"{i}!", "rejected": "no", "margin": i or None} for i in range(30)]
 
 
 def write(path, rows):
@@ -34,7 +34,7 @@ class Loading:
 
     def __call__(self, tokenizer=None, *, seed=0, system_prompt=None, **settings):
         config = DataConfig(**{"dataset": self.dataset, "data_cache": str(self.kept), **settings})
-        return self.run(load_sft_sequences, config, tokenizer, seed, TemplateConfig(system_prompt=system_prompt))
+        return self.run(SEQUENCES.load, config, tokenizer, seed, TemplateConfig(system_prompt=system_prompt))
 
     def run(self, load, config, tokenizer=None, seed=0, template=None):
         self.made = 0
@@ -59,7 +59,7 @@ class Loading:
 
 
 def content(data):
-    return [(sequence.token_ids.tolist(), sequence.loss_mask.tolist()) for sequence in data.sequences]
+    return [(sequence.token_ids.tolist(), sequence.loss_mask.tolist()) for sequence in data.items]
 
 
 @pytest.fixture
@@ -73,24 +73,24 @@ def test_second_run_finds_the_same_sequences_and_says_the_same(load):
     second = load(max_len=24)
     assert load.made == 0
     assert content(first) == content(second)
-    assert first.lengths.tolist() == second.lengths.tolist()
-    assert first.num_trained.tolist() == second.num_trained.tolist()
+    assert first.columns["length"].tolist() == second.columns["length"].tolist()
+    assert first.columns["num_trained"].tolist() == second.columns["num_trained"].tolist()
     assert first.report == second.report
     assert "truncated" in second.report.summary
 
 
 def test_pairs_and_labelled_responses_are_kept_too(tmp_path):
-    load = Loading(tmp_path, PAIRS)
+    load = Loading(tmp_path, PAIR_ROWS)
     settings = {"dataset": load.dataset, "data_cache": str(load.kept)}
-    first, second = (load.run(load_pairs, PreferenceDataConfig(**settings)) for _ in range(2))
+    first, second = (load.run(PAIRS.load, PreferenceDataConfig(**settings)) for _ in range(2))
     assert load.made == 0
-    assert [str(pair) for pair in first.pairs] == [str(pair) for pair in second.pairs]
-    assert [pair.margin for pair in second.pairs][:3] == [None, 1.0, 2.0]
+    assert [str(pair) for pair in first.items] == [str(pair) for pair in second.items]
+    assert [pair.margin for pair in second.items][:3] == [None, 1.0, 2.0]
     assert first.report == second.report
-    first, second = (load.run(load_labelled, LabelledDataConfig(**settings)) for _ in range(2))
+    first, second = (load.run(RESPONSES.load, LabelledDataConfig(**settings)) for _ in range(2))
     assert load.made == 0
     assert [str(item) for item in first.items] == [str(item) for item in second.items]
-    assert second.desirable.tolist() == [True, False] * 30
+    assert second.columns["desirable"].tolist() == [True, False] * 30
 
 
 def test_changed_file_is_prepared_anew_though_size_and_time_are_the_same(load):
@@ -202,7 +202,7 @@ def test_users_cache_that_cannot_be_written_is_done_without(load, tmp_path, monk
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(cache, "AUTO_ROWS", 1)
-    assert len(load(data_cache="auto").sequences) == 30
+    assert len(load(data_cache="auto").items) == 30
 
 
 def test_files_that_no_run_has_used_for_a_month_are_removed(load):
@@ -228,7 +228,7 @@ def test_files_that_no_run_has_used_for_a_month_are_removed(load):
 def load_in_a_process(dataset, kept, results):
     config = DataConfig(dataset=dataset, data_cache=kept)
     made = []
-    data = load_sft_sequences(
+    data = SEQUENCES.load(
         config,
         make_tokenizer(CHATML),
         dataset=dataset,

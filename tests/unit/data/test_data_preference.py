@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from template_settings import split_settings
 
 from rlhf_cli.config.data import LabelledDataConfig, PreferenceDataConfig
-from rlhf_cli.data import preparing
-from rlhf_cli.data.preference_data import load_labelled, load_pairs
+from rlhf_cli.data import loading
+from rlhf_cli.data.preference_data import PAIRS, RESPONSES
 from rlhf_cli.errors import UsageError
 
 PLAIN = {"apply_chat_template": False, "input_template": "Q: {}\\nA:"}
@@ -27,13 +27,13 @@ def write(tmp_path, rows):
 def pairs(tmp_path, tokenizer, *rows, **settings):
     of_data, template = split_settings(settings)
     config = PreferenceDataConfig(**{"dataset": write(tmp_path, rows), **of_data})
-    return load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
+    return PAIRS.load(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def labelled(tmp_path, tokenizer, *rows, **settings):
     of_data, template = split_settings(settings)
     config = LabelledDataConfig(**{"dataset": write(tmp_path, rows), **of_data})
-    return load_labelled(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
+    return RESPONSES.load(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def trained(tokenizer, branch):
@@ -47,7 +47,7 @@ def dialogue(*texts):
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_each_branch_trains_its_response_and_the_end_of_turn(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name])
-    (pair,) = pairs(tmp_path, tokenizer, ASKED).pairs
+    (pair,) = pairs(tmp_path, tokenizer, ASKED).items
     opening = OPENING.get(name, "")
     assert trained(tokenizer, pair.chosen) == opening + "The answer is 46.<|im_end|>"
     assert trained(tokenizer, pair.rejected) == opening + "The answer is 12.<|im_end|>"
@@ -63,7 +63,7 @@ def test_prompt_is_all_that_both_sides_begin_with_and_none_of_what_is_trained(na
         "chosen": dialogue("What?", "one", "Why?", "The answer is 46."),
         "rejected": dialogue("What?", "one", "Why?", "The answer is 12."),
     }
-    (pair,) = pairs(tmp_path, tokenizer, row).pairs
+    (pair,) = pairs(tmp_path, tokenizer, row).items
     for side, branch in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         whole = tokenizer.apply_chat_template(row[side], return_dict=False)
         both = [*pair.prompt_ids.tolist(), *branch.token_ids.tolist()]
@@ -89,7 +89,7 @@ def test_prompt_and_branches_are_the_whole_texts_whatever_they_say(name, tmp_pat
         begun = text("")  # both sides may share a prefix, also with the prompt
         rows.append({side: dialogue(*prompt, begun + text(end)) for side, end in (("chosen", "y"), ("rejected", "z"))})
     data = pairs(tmp_path, tokenizer, *rows)
-    for row, pair in zip(rows, data.pairs, strict=True):
+    for row, pair in zip(rows, data.items, strict=True):
         for side, branch in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             whole = tokenizer.apply_chat_template(row[side], return_dict=False)
             both = [*pair.prompt_ids.tolist(), *branch.token_ids.tolist()]
@@ -99,7 +99,7 @@ def test_prompt_and_branches_are_the_whole_texts_whatever_they_say(name, tmp_pat
 
 def test_pair_by_hand(tmp_path):
     tokenizer = make_tokenizer(CHATML)
-    (pair,) = pairs(tmp_path, tokenizer, {"prompt": "user", "chosen": "Paris", "rejected": "Rome"}).pairs
+    (pair,) = pairs(tmp_path, tokenizer, {"prompt": "user", "chosen": "Paris", "rejected": "Rome"}).items
     prompt = "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\n"
     assert pair.prompt_ids.tolist() == tokenizer(prompt).input_ids
     assert pair.chosen.token_ids.tolist() == tokenizer("Paris<|im_end|>").input_ids
@@ -110,7 +110,7 @@ def test_pair_by_hand(tmp_path):
 
 def test_plain_text_has_the_prompt_apart_and_ends_with_the_end_of_sequence(tmp_path):
     tokenizer = make_tokenizer(None, adds_bos=True)
-    (pair,) = pairs(tmp_path, tokenizer, ASKED, **PLAIN).pairs
+    (pair,) = pairs(tmp_path, tokenizer, ASKED, **PLAIN).items
     assert tokenizer.decode(pair.prompt_ids) == "<|bos|>Q: What is 12 + 34?\nA:"
     assert trained(tokenizer, pair.chosen) == "The answer is 46.<|end|>"
     assert trained(tokenizer, pair.rejected) == "The answer is 12.<|end|>"
@@ -119,7 +119,7 @@ def test_plain_text_has_the_prompt_apart_and_ends_with_the_end_of_sequence(tmp_p
 def test_turns_of_the_user_within_a_branch_are_not_trained(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     row = {"chosen": dialogue("What?", "one", "Why?", "two"), "rejected": dialogue("What?", "three", "Who?", "four")}
-    (pair,) = pairs(tmp_path, tokenizer, row).pairs
+    (pair,) = pairs(tmp_path, tokenizer, row).items
     assert tokenizer.decode(pair.prompt_ids).endswith("What?<|im_end|>\n<|im_start|>assistant\n")
     assert trained(tokenizer, pair.chosen) == "one<|im_end|>two<|im_end|>"
     assert trained(tokenizer, pair.rejected) == "three<|im_end|>four<|im_end|>"
@@ -130,7 +130,7 @@ def test_what_a_template_writes_differently_before_the_response_is_not_prompt(tm
     # Qwen 3's template puts an empty thought only before the last turn, where the sides diverge.
     tokenizer = make_tokenizer(QWEN_3)
     row = {"chosen": dialogue("What?", "one"), "rejected": dialogue("What?", "three", "Why?", "four")}
-    (pair,) = pairs(tmp_path, tokenizer, row).pairs
+    (pair,) = pairs(tmp_path, tokenizer, row).items
     assert tokenizer.decode(pair.prompt_ids).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(pair.chosen.token_ids).startswith("<think>\n\n</think>\n\none")
     assert trained(tokenizer, pair.chosen) == "<think>\n\n</think>\n\none<|im_end|>"
@@ -139,13 +139,13 @@ def test_what_a_template_writes_differently_before_the_response_is_not_prompt(tm
 
 def test_system_prompt_is_put_before_both_sides(tmp_path):
     tokenizer = make_tokenizer(CHATML)
-    (pair,) = pairs(tmp_path, tokenizer, ASKED, system_prompt="be brief").pairs
+    (pair,) = pairs(tmp_path, tokenizer, ASKED, system_prompt="be brief").items
     assert tokenizer.decode(pair.prompt_ids).startswith("<|im_start|>system\nbe brief<|im_end|>\n")
 
 
 def test_margins_are_kept_and_counted(tmp_path):
     data = pairs(tmp_path, make_tokenizer(CHATML), ASKED | {"margin": 2}, ASKED | {"margin": None}, ASKED)
-    assert [pair.margin for pair in data.pairs] == [2.0, None, None]
+    assert [pair.margin for pair in data.items] == [2.0, None, None]
     assert "1 with a margin" in data.report.summary
 
 
@@ -153,25 +153,28 @@ def test_arrays_and_report_count_what_the_pairs_hold(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     rows = [{"prompt": f"What is {i}?", "chosen": f"{i}." * (i % 5 + 1), "rejected": "no"} for i in range(700)]
     data = pairs(tmp_path, tokenizer, *rows)
-    assert data.prompt_lengths.tolist() == [pair.prompt_ids.size for pair in data.pairs]
-    assert data.chosen_lengths.tolist() == [len(pair.chosen) for pair in data.pairs]
-    assert data.rejected_lengths.tolist() == [len(pair.rejected) for pair in data.pairs]
-    masks = [np.concatenate([pair.chosen.loss_mask, pair.rejected.loss_mask]) for pair in data.pairs]
-    assert data.num_trained.tolist() == [int(mask.sum()) for mask in masks]
-    assert data.num_trained.dtype == data.prompt_lengths.dtype == np.int32
-    assert data.report.tokens == (data.prompt_lengths + data.chosen_lengths + data.rejected_lengths).sum()
-    assert data.report.trained_tokens == data.num_trained.sum()
+    assert data.columns["prompt_length"].tolist() == [pair.prompt_ids.size for pair in data.items]
+    assert data.columns["chosen_length"].tolist() == [len(pair.chosen) for pair in data.items]
+    assert data.columns["rejected_length"].tolist() == [len(pair.rejected) for pair in data.items]
+    masks = [np.concatenate([pair.chosen.loss_mask, pair.rejected.loss_mask]) for pair in data.items]
+    assert data.columns["num_trained"].tolist() == [int(mask.sum()) for mask in masks]
+    assert data.columns["num_trained"].dtype == data.columns["prompt_length"].dtype == np.int32
+    assert (
+        data.report.tokens
+        == (data.columns["prompt_length"] + data.columns["chosen_length"] + data.columns["rejected_length"]).sum()
+    )
+    assert data.report.trained_tokens == data.columns["num_trained"].sum()
     assert "rows.jsonl (prompt -> chosen, rejected), 700 rows gave 700 pairs of" in data.report.summary
     for i in (0, 511, 512, 699):
-        assert trained(tokenizer, data.pairs[i].chosen) == rows[i]["chosen"] + "<|im_end|>"
+        assert trained(tokenizer, data.items[i].chosen) == rows[i]["chosen"] + "<|im_end|>"
 
 
 def test_truncation_cuts_each_branch_and_fakes_no_end(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     row = ASKED | {"chosen": "The answer is 46. " * 9}
-    (whole,) = pairs(tmp_path, tokenizer, row).pairs
+    (whole,) = pairs(tmp_path, tokenizer, row).items
     data = pairs(tmp_path, tokenizer, row, max_len=whole.prompt_ids.size + len(whole.rejected))
-    (cut,) = data.pairs
+    (cut,) = data.items
     assert cut.prompt_ids.tolist() == whole.prompt_ids.tolist()
     assert cut.rejected.token_ids.tolist() == whole.rejected.token_ids.tolist()
     assert cut.chosen.token_ids.tolist() == whole.chosen.token_ids[: len(whole.rejected)].tolist()
@@ -182,9 +185,9 @@ def test_truncation_cuts_each_branch_and_fakes_no_end(tmp_path):
 def test_branch_cut_within_a_turn_of_the_user_ends_with_the_turn_before(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     row = {"chosen": dialogue("What?", "one", "Why?", "two"), "rejected": dialogue("What?", "three")}
-    (whole,) = pairs(tmp_path, tokenizer, row).pairs
+    (whole,) = pairs(tmp_path, tokenizer, row).items
     max_len = whole.prompt_ids.size + whole.chosen.token_ids.tolist().index(tokenizer("Why?").input_ids[0]) + 1
-    (cut,) = pairs(tmp_path, tokenizer, row, max_len=max_len).pairs
+    (cut,) = pairs(tmp_path, tokenizer, row, max_len=max_len).items
     assert tokenizer.decode(cut.chosen.token_ids) == "one<|im_end|>"
 
 
@@ -197,11 +200,11 @@ def test_overlong_pairs_are_cut_dropped_or_an_error(tmp_path):
         ASKED | {"chosen": "The answer is 46. " * 9 + "yes", "rejected": "The answer is 46. " * 9 + "no"},
     ]
     cut = pairs(tmp_path, tokenizer, *rows, max_len=50)
-    assert len(cut.pairs) == 2
+    assert len(cut.items) == 2
     assert (cut.report.truncated, cut.report.dropped_untrained, cut.report.dropped_equal) == (1, 1, 1)
     assert "1 dropped as equal within max_len" in cut.report.summary
     dropped = pairs(tmp_path, tokenizer, *rows, max_len=50, overlong="drop")
-    assert (len(dropped.pairs), dropped.report.dropped_overlong) == (1, 3)
+    assert (len(dropped.items), dropped.report.dropped_overlong) == (1, 3)
     with pytest.raises(UsageError, match=r"rows\.jsonl line 2: \d+ tokens are more than max_len 50"):
         pairs(tmp_path, tokenizer, *rows, max_len=50, overlong="error", invalid_rows="drop")
 
@@ -250,14 +253,14 @@ def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     rows = [ASKED, ASKED | {"rejected": ASKED["chosen"]}, ASKED | {"chosen": None}, ASKED | {"prompt": "Why?"}]
     data = pairs(tmp_path, tokenizer, *rows, invalid_rows="drop")
-    assert (len(data.pairs), data.report.rows, data.report.dropped_invalid) == (2, 4, 2)
+    assert (len(data.items), data.report.rows, data.report.dropped_invalid) == (2, 4, 2)
     assert "2 dropped as invalid" in data.report.summary
     with pytest.raises(UsageError, match="line 2: chosen and rejected are equal"):
         pairs(tmp_path, tokenizer, *rows)
 
 
 def test_faults_are_told_in_the_order_of_the_rows_whenever_they_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_ROWS", 2)
+    monkeypatch.setattr(loading, "BATCH_ROWS", 2)
     tokenizer = make_tokenizer(LLAMA_3)
     same_tokens = {"prompt": "What?", "chosen": "Paris", "rejected": " Paris\n"}  # detected after tokenisation
     rows = [ASKED, same_tokens, ASKED, ASKED | {"chosen": None}, ASKED | {"rejected": None}, same_tokens, ASKED]
@@ -282,12 +285,12 @@ def test_labelled_arrays_and_report_count_what_the_items_hold(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     rows = [{"prompt": "What?", "completion": f"{i} {i}", "label": i % 3 == 0} for i in range(30)]
     data = labelled(tmp_path, tokenizer, *rows)
-    assert data.desirable.tolist() == [row["label"] for row in rows]
-    assert [item.desirable for item in data.items] == data.desirable.tolist()
-    assert data.prompt_lengths.tolist() == [item.prompt_ids.size for item in data.items]
-    assert data.response_lengths.tolist() == [len(item.response) for item in data.items]
-    assert data.num_trained.tolist() == [int(item.response.loss_mask.sum()) for item in data.items]
-    assert data.report.tokens == (data.prompt_lengths + data.response_lengths).sum()
+    assert data.columns["desirable"].tolist() == [row["label"] for row in rows]
+    assert [item.desirable for item in data.items] == data.columns["desirable"].tolist()
+    assert data.columns["prompt_length"].tolist() == [item.prompt_ids.size for item in data.items]
+    assert data.columns["response_length"].tolist() == [len(item.response) for item in data.items]
+    assert data.columns["num_trained"].tolist() == [int(item.response.loss_mask.sum()) for item in data.items]
+    assert data.report.tokens == (data.columns["prompt_length"] + data.columns["response_length"]).sum()
     assert "(unpaired: prompt -> completion, label label), 30 rows gave 30 responses" in data.report.summary
     assert "10 desirable" in data.report.summary
 
@@ -295,12 +298,12 @@ def test_labelled_arrays_and_report_count_what_the_items_hold(tmp_path):
 def test_pair_gives_a_desirable_and_an_undesirable_response(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     data = labelled(tmp_path, tokenizer, ASKED, ASKED | {"prompt": "Why?"})
-    assert data.desirable.tolist() == [True, False, True, False]
+    assert data.columns["desirable"].tolist() == [True, False, True, False]
     assert [trained(tokenizer, item.response) for item in data.items] == [
         "The answer is 46.<|im_end|>",
         "The answer is 12.<|im_end|>",
     ] * 2
-    (pair, _) = pairs(tmp_path, tokenizer, ASKED, ASKED | {"prompt": "Why?"}).pairs
+    (pair, _) = pairs(tmp_path, tokenizer, ASKED, ASKED | {"prompt": "Why?"}).items
     assert data.items[0].prompt_ids.tolist() == data.items[1].prompt_ids.tolist() == pair.prompt_ids.tolist()
     assert "(preference: prompt -> chosen, rejected), 2 rows gave 4 responses" in data.report.summary
 
@@ -309,5 +312,5 @@ def test_one_side_of_a_pair_may_be_dropped_as_too_long(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     row = ASKED | {"rejected": "The answer is 46. " * 9}
     data = labelled(tmp_path, tokenizer, row, max_len=50, overlong="drop")
-    assert data.desirable.tolist() == [True]
+    assert data.columns["desirable"].tolist() == [True]
     assert data.report.dropped_overlong == 1

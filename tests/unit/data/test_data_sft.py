@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.config.data import DataConfig, PromptConfig, TemplateConfig
 from rlhf_cli.data.packing.packs import pack, plan_packs
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.store import TableWriter
 from rlhf_cli.errors import UsageError
 
@@ -28,7 +28,7 @@ def load(tmp_path, tokenizer, *rows, seed=0, **settings):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     of_data, template = split_settings(settings)
     config = DataConfig(**{"dataset": str(path), **of_data})
-    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=seed, template=template)
+    return SEQUENCES.load(config, tokenizer, dataset=config.dataset, split="train", seed=seed, template=template)
 
 
 def trained(tokenizer, sequence):
@@ -37,7 +37,7 @@ def trained(tokenizer, sequence):
 
 def test_plain_row_by_hand(tmp_path):
     tokenizer = make_tokenizer(None, adds_bos=True)
-    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What {x}?", "answer": " 46"}, **PLAIN).sequences
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What {x}?", "answer": " 46"}, **PLAIN).items
     before = tokenizer("Q: What {x}?\nA:").input_ids
     answer = tokenizer(" 46", add_special_tokens=False).input_ids
     assert before[0] == tokenizer.bos_token_id
@@ -51,7 +51,7 @@ def test_plain_prompt_has_the_tokens_that_rollouts_start_from(tmp_path):
     tokenizer = make_tokenizer(None, adds_bos=True)
     rendering = {"apply_chat_template": False, "input_template": "Q: {}\nA: "}
     rows = [{"prompt": "What?", "answer": "Paris"}]
-    (sequence,) = load(tmp_path, tokenizer, *rows, **rendering).sequences
+    (sequence,) = load(tmp_path, tokenizer, *rows, **rendering).items
     config, template = PromptConfig(prompt_data=str(tmp_path / "rows.jsonl")), TemplateConfig(**rendering)
     (prompt,) = load_prompts(config, tokenizer, max_new_tokens=8, seed=0, template=template).prompts
     assert sequence.token_ids[~sequence.loss_mask].tolist() == prompt.prompt_ids
@@ -61,7 +61,7 @@ def test_plain_prompt_has_the_tokens_that_rollouts_start_from(tmp_path):
 def test_plain_prompt_may_write_the_beginning_of_sequence_itself(tmp_path):
     tokenizer = make_tokenizer(None, adds_bos=True)
     rendering = {"apply_chat_template": False, "input_template": "<|bos|>Q: {}"}
-    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"}, **rendering).sequences
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"}, **rendering).items
     assert sequence.token_ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
@@ -69,17 +69,17 @@ def test_plain_prompt_may_write_the_beginning_of_sequence_itself(tmp_path):
 def test_all_of_a_text_but_the_first_token_is_trained(adds_bos, tmp_path):
     tokenizer = make_tokenizer(CHATML, adds_bos=adds_bos)
     data = load(tmp_path, tokenizer, {"text": "one two"}, {"text": " \n"}, {"text": "three<|end|>"})
-    texts = [tokenizer.decode(sequence.token_ids) for sequence in data.sequences]
+    texts = [tokenizer.decode(sequence.token_ids) for sequence in data.items]
     start = "<|bos|>" if adds_bos else ""
     assert texts == [f"{start}one two<|end|>", f"{start}three<|end|>"]
-    assert all(sequence.loss_mask.tolist() == [False] + [True] * (len(sequence) - 1) for sequence in data.sequences)
+    assert all(sequence.loss_mask.tolist() == [False] + [True] * (len(sequence) - 1) for sequence in data.items)
     assert data.report.dropped_untrained == 1
     assert "1 dropped with nothing to train on" in data.report.summary
 
 
 def test_pretrain_mode_trains_every_token_but_the_first(tmp_path):
     tokenizer = make_tokenizer(CHATML)
-    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"}, pretrain_mode=True).sequences
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"}, pretrain_mode=True).items
     assert tokenizer.decode(sequence.token_ids).startswith("<|im_start|>user\nWhat?")
     assert sequence.loss_mask.tolist() == [False] + [True] * (len(sequence) - 1)
 
@@ -88,9 +88,9 @@ def test_pretrain_mode_trains_every_token_but_the_first(tmp_path):
 def test_truncation_puts_no_end_where_there_was_none(rendering, tmp_path):
     tokenizer = make_tokenizer(CHATML)
     row = {"prompt": "What?", "answer": "The answer is 46. " * 9}
-    (whole,) = load(tmp_path, tokenizer, row, **rendering).sequences
+    (whole,) = load(tmp_path, tokenizer, row, **rendering).items
     data = load(tmp_path, tokenizer, row, max_len=40, **rendering)
-    (cut,) = data.sequences
+    (cut,) = data.items
     assert cut.token_ids.tolist() == whole.token_ids[:40].tolist()
     assert cut.loss_mask.tolist() == whole.loss_mask[:40].tolist()
     assert not {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")} & set(
@@ -108,9 +108,9 @@ def test_overlong_rows_are_truncated_dropped_or_an_error(tmp_path):
     ]
     truncated = load(tmp_path, tokenizer, *rows, max_len=50)
     assert (truncated.report.truncated, truncated.report.dropped_untrained) == (1, 1)
-    assert truncated.lengths.tolist()[1:] == [50]
+    assert truncated.columns["length"].tolist()[1:] == [50]
     dropped = load(tmp_path, tokenizer, *rows, max_len=50, overlong="drop")
-    assert (dropped.report.dropped_overlong, len(dropped.sequences)) == (2, 1)
+    assert (dropped.report.dropped_overlong, len(dropped.items)) == (2, 1)
     assert "2 dropped as too long" in dropped.report.summary
     with pytest.raises(UsageError, match=r"rows\.jsonl line 2: \d+ tokens are more than max_len 50"):
         load(tmp_path, tokenizer, *rows, max_len=50, overlong="error")
@@ -120,7 +120,7 @@ def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     rows = [{"prompt": "What?", "answer": "46"}, {"prompt": "What?", "answer": " "}, {"prompt": "Why?", "answer": "1"}]
     data = load(tmp_path, tokenizer, *rows, invalid_rows="drop")
-    assert [trained(tokenizer, sequence) for sequence in data.sequences] == ["46<|im_end|>", "1<|im_end|>"]
+    assert [trained(tokenizer, sequence) for sequence in data.items] == ["46<|im_end|>", "1<|im_end|>"]
     assert (data.report.rows, data.report.dropped_invalid) == (3, 1)
     assert "1 dropped as invalid" in data.report.summary
     with pytest.raises(UsageError, match="line 2: the response is empty"):
@@ -136,8 +136,8 @@ def test_rows_that_come_with_images_are_refused(column, tmp_path):
         UsageError, match=rf"line 2: column '{column}' is not empty, but only text is read for this model"
     ):
         load(tmp_path, tokenizer, *rows)
-    assert len(load(tmp_path, tokenizer, *rows, invalid_rows="drop").sequences) == 1
-    assert len(load(tmp_path, tokenizer, rows[0], plain | {column: []}).sequences) == 2
+    assert len(load(tmp_path, tokenizer, *rows, invalid_rows="drop").items) == 1
+    assert len(load(tmp_path, tokenizer, rows[0], plain | {column: []}).items) == 2
 
 
 @pytest.mark.parametrize("data_format", ["messages", "sharegpt", "text"])
@@ -153,7 +153,7 @@ def test_rows_with_half_of_a_character_are_refused(rendering, tmp_path):
     with pytest.raises(UsageError, match=r"rows\.jsonl line 2: '\\ud83d' after '.*so ' is half of a character"):
         load(tmp_path, tokenizer, *rows, **rendering)
     data = load(tmp_path, tokenizer, *rows, invalid_rows="drop", **rendering)
-    assert (len(data.sequences), data.report.dropped_invalid) == (1, 1)
+    assert (len(data.items), data.report.dropped_invalid) == (1, 1)
 
 
 def test_template_that_alters_what_is_trained_is_an_error_even_where_invalid_rows_are_dropped(tmp_path):
@@ -165,11 +165,11 @@ def test_template_that_alters_what_is_trained_is_an_error_even_where_invalid_row
 
 def test_truncation_that_the_tokenizer_brings_with_it_is_not_applied(tmp_path):
     row = {"prompt": "What is 12 + 34?", "answer": "The answer is 46."}
-    (whole,) = load(tmp_path, make_tokenizer(CHATML), row).sequences
+    (whole,) = load(tmp_path, make_tokenizer(CHATML), row).items
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.enable_truncation(5)
     tokenizer.backend_tokenizer.enable_padding(length=500)
-    (sequence,) = load(tmp_path, tokenizer, row).sequences
+    (sequence,) = load(tmp_path, tokenizer, row).items
     assert sequence.token_ids.tolist() == whole.token_ids.tolist()
 
 
@@ -182,15 +182,15 @@ def test_report_and_arrays_count_what_the_sequences_hold(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     rows = [{"question": f"What is {i} + {i}?", "answer": f"{2 * i}." * (i % 5 + 1)} for i in range(1200)]
     data = load(tmp_path, tokenizer, *rows)
-    assert data.lengths.tolist() == [len(sequence) for sequence in data.sequences]
-    assert data.num_trained.tolist() == [sequence.num_trained for sequence in data.sequences]
+    assert data.columns["length"].tolist() == [len(sequence) for sequence in data.items]
+    assert data.columns["num_trained"].tolist() == [sequence.num_trained for sequence in data.items]
     assert (data.report.rows, data.report.items) == (1200, 1200)
-    assert data.report.tokens == data.lengths.sum()
-    assert data.report.trained_tokens == data.num_trained.sum()
+    assert data.report.tokens == data.columns["length"].sum()
+    assert data.report.trained_tokens == data.columns["num_trained"].sum()
     assert "rows.jsonl (prompt_response: question -> answer), 1,200 rows gave 1,200 sequences" in data.report.summary
     for i in (0, 511, 512, 1199, -1):
         row = rows[i]
-        assert trained(tokenizer, data.sequences[i % 1200]) == row["answer"] + "<|im_end|>"
+        assert trained(tokenizer, data.items[i % 1200]) == row["answer"] + "<|im_end|>"
 
 
 def test_loading_again_gives_the_same_sequences(tmp_path):
@@ -200,7 +200,7 @@ def test_loading_again_gives_the_same_sequences(tmp_path):
     orders = []
     for seed in (1, 1, 2):
         data = load(tmp_path, tokenizer, *rows, seed=seed, **mixed)
-        orders.append([trained(tokenizer, sequence) for sequence in data.sequences])
+        orders.append([trained(tokenizer, sequence) for sequence in data.items])
     assert orders[0] == orders[1] != orders[2]
     assert len(orders[0]) == 80
 
@@ -214,7 +214,7 @@ def test_data_sets_of_different_formats_are_mixed(tmp_path):
         {"prompt": "What?", "answer": "46"},
         dataset=f"{tmp_path}/rows.jsonl,{tmp_path}/text.jsonl",
     )
-    assert [trained(tokenizer, sequence) for sequence in data.sequences] == ["46<|im_end|>", "<|end|>"]
+    assert [trained(tokenizer, sequence) for sequence in data.items] == ["46<|im_end|>", "<|end|>"]
     assert "(prompt_response: prompt -> answer); " in data.report.summary
     assert "text.jsonl (text: text), 2 rows" in data.report.summary
 
@@ -222,15 +222,15 @@ def test_data_sets_of_different_formats_are_mixed(tmp_path):
 def test_at_most_max_samples_rows_are_read(tmp_path):
     rows = [{"prompt": "What?", "answer": str(i)} for i in range(5)]
     data = load(tmp_path, make_tokenizer(CHATML), *rows, max_samples=2)
-    assert len(data.sequences) == 2
+    assert len(data.items) == 2
     assert "2 of 5 rows" in data.report.summary
 
 
 def test_sequences_can_be_packed(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     data = load(tmp_path, tokenizer, *({"prompt": "What?", "answer": "46" * i} for i in range(1, 8)))
-    plan = plan_packs(data.lengths, max_tokens=60, num_ranks=2)
-    packs = [pack([data.sequences[i] for i in members]) for rank in plan for members in rank]
+    plan = plan_packs(data.columns["length"], max_tokens=60, num_ranks=2)
+    packs = [pack([data.items[i] for i in members]) for rank in plan for members in rank]
     assert sum(packed.targets_K.numel() for packed in packs) == data.report.trained_tokens
     assert sum(packed.input_ids_T.numel() for packed in packs) == data.report.tokens
 
@@ -265,10 +265,10 @@ def test_the_report_names_the_first_rows_that_were_cut_or_dropped_and_why(tmp_pa
     tokenizer = make_tokenizer(CHATML)
     fine, long, empty = ({"prompt": "What?", "answer": answer} for answer in ("46", "46 " * 99, ""))
     rows = [long, empty, fine, *[empty] * 6]
-    whole_length = int(load(tmp_path, tokenizer, long).lengths[0])
+    whole_length = int(load(tmp_path, tokenizer, long).columns["length"][0])
     data = load(tmp_path, tokenizer, *rows, max_len=40, invalid_rows="drop")
     file = tmp_path / "rows.jsonl"
-    assert data.report.lengths == {whole_length: 1, int(data.lengths[1]): 1}
+    assert data.report.lengths == {whole_length: 1, int(data.columns["length"][1]): 1}
     assert data.report.noted["truncated"] == [f"{file} line 1: {whole_length} tokens"]
     assert data.report.noted["dropped_invalid"] == [
         f"{file} line {line}: the response is empty" for line in (2, 4, 5, 6, 7)
@@ -318,8 +318,8 @@ def dna_tokenizer(*, unknown: bool) -> PreTrainedTokenizerFast:
 def test_a_vocabulary_of_four_letters_learns_from_chat_rows(unknown, tmp_path):
     tokenizer = dna_tokenizer(unknown=unknown)
     data = load(tmp_path, tokenizer, {"prompt": "ACCA", "answer": "GATTACA"}, {"prompt": "G", "answer": "CC"})
-    assert [trained(tokenizer, sequence) for sequence in data.sequences] == ["GATTACA<end>", "CC<end>"]
-    assert tokenizer.decode(data.sequences[0].token_ids) == "<user>ACCA<end><model>GATTACA<end>"
+    assert [trained(tokenizer, sequence) for sequence in data.items] == ["GATTACA<end>", "CC<end>"]
+    assert tokenizer.decode(data.items[0].token_ids) == "<user>ACCA<end><model>GATTACA<end>"
     assert data.report.end_of_turn == "<end>"
 
 
@@ -333,7 +333,7 @@ def test_a_row_with_words_that_the_vocabulary_lacks_is_named(unknown, tmp_path):
 def test_plain_text_of_a_vocabulary_without_the_letter_a_begins_with_the_start_of_text(tmp_path):
     tokenizer = dna_tokenizer(unknown=False)
     settings = {"apply_chat_template": False, "input_template": "{}"}
-    (sequence,) = load(tmp_path, tokenizer, {"prompt": "AC", "answer": "GT"}, **settings).sequences
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "AC", "answer": "GT"}, **settings).items
     assert tokenizer.decode(sequence.token_ids) == "<bos>ACGT<end>"
 
 

@@ -14,7 +14,7 @@ from rlhf_cli.data.formats.conversations import Message, Solution
 from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
 from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.data.solution_steps import joined_steps, step_ends, token_step_ends
-from rlhf_cli.data.step_data import load_steps
+from rlhf_cli.data.step_data import STEPS
 from rlhf_cli.errors import UsageError
 
 ASKED = {"prompt": "What is 12 + 34?", "completions": ["12 + 30 = 42.", "42 + 4 = 46.", "The answer is 46."]}
@@ -35,7 +35,7 @@ def write(tmp_path, rows):
 def steps(tmp_path, tokenizer, *rows, **settings):
     of_data, template = split_settings(settings)
     config = StepDataConfig(**{"dataset": write(tmp_path, rows), **of_data})
-    return load_steps(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
+    return STEPS.load(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def solutions(tmp_path, *rows, data_format="auto", tokens=("+", "-"), placeholder="ки", **keys):
@@ -66,7 +66,7 @@ def test_each_label_stands_at_the_token_that_completes_the_step_with_its_separat
     assert texts[3].replace(" <|", "<|") == third + "<|im_end|>"
     assert tokenizer.decode(item.token_ids[item.ends[-1] - 1 :]) == "<|im_end|>"
     assert item.labels.tolist() == [1.0, 0.25, 0.0]
-    assert (data.lengths[0], data.num_trained[0]) == (len(item.token_ids), 3)
+    assert (data.columns["length"][0], data.columns["num_trained"][0]) == (len(item.token_ids), 3)
 
 
 def test_the_prompt_of_a_solution_is_the_start_of_a_rollout(tmp_path):

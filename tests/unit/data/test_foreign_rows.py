@@ -18,12 +18,12 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.formats.dialogues import row_of_numbered
 from rlhf_cli.data.formats.table import choose_format, choose_prompt_format
-from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.data.preference_data import PAIRS
 from rlhf_cli.data.prompts import Prompt, load_prompts
 from rlhf_cli.data.reading.columns import Columns
 from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.data.rollouts import Branch, Episode, Generation
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score
@@ -119,7 +119,7 @@ def test_sft_and_pairs_take_keys_with_dots(tmp_path):
     assert read == Conversation((Message("user", "Q"), Message("assistant", "A")))
     keys = {"input_key": "talk.q", "chosen_key": "talk.good", "rejected_key": "talk.bad"}
     config = PreferenceDataConfig(dataset=written(tmp_path, row), **keys)
-    pairs = load_pairs(config, make_tokenizer(CHATML), dataset=config.dataset, split="train", seed=0)
+    pairs = PAIRS.load(config, make_tokenizer(CHATML), dataset=config.dataset, split="train", seed=0)
     assert pairs.report.items == 1
 
 
@@ -168,7 +168,7 @@ def test_the_answer_at_the_end_of_a_transcript_is_no_part_of_a_prompt(tmp_path, 
 
 def sequences(path: str, **settings):
     config = DataConfig(dataset=path, **settings)
-    return load_sft_sequences(config, make_tokenizer(CHATML), dataset=path, split="train", seed=0)
+    return SEQUENCES.load(config, make_tokenizer(CHATML), dataset=path, split="train", seed=0)
 
 
 @pytest.mark.parametrize("label", [False, "false", "False"])

@@ -13,10 +13,10 @@ from chat_tokenizers import CHATML, GENERATION, make_tokenizer
 from template_settings import split_settings
 
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
-from rlhf_cli.data.preference_data import load_labelled, load_pairs
+from rlhf_cli.data.preference_data import PAIRS, RESPONSES
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
-from rlhf_cli.data.step_data import load_steps
+from rlhf_cli.data.sft_data import SEQUENCES
+from rlhf_cli.data.step_data import STEPS
 from rlhf_cli.errors import UsageError
 
 WHERE: dict[str, Any] = {"split": "train", "seed": 0}
@@ -76,8 +76,8 @@ def trained(tmp_path, *rows, template=CHATML, **settings):
     path = written(tmp_path, *rows)
     tokenizer = make_tokenizer(template)
     of_data, shown = split_settings(settings)
-    data = load_sft_sequences(DataConfig(dataset=path, **of_data), tokenizer, dataset=path, template=shown, **WHERE)
-    return [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.sequences], data.report
+    data = SEQUENCES.load(DataConfig(dataset=path, **of_data), tokenizer, dataset=path, template=shown, **WHERE)
+    return [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.items], data.report
 
 
 def plain(texts):
@@ -174,8 +174,8 @@ def test_a_token_with_a_character_that_is_left_out_carries_no_loss(tmp_path) -> 
     detail = [{"begin_offset": 8, "end_offset": 8, "train": False}]
     path = written(tmp_path, {"messages": talk({"train_detail": detail})})
     tokenizer = make_tokenizer(CHATML)
-    data = load_sft_sequences(DataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
-    (sequence,) = data.sequences
+    data = SEQUENCES.load(DataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+    (sequence,) = data.items
     text = tokenizer.decode(sequence.token_ids)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     hidden = text.index("first answer") + 8
@@ -196,8 +196,8 @@ def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) 
     path = tmp_path / "rows.parquet"
     pa.parquet.write_table(pa.Table.from_pylist([{"messages": talk({"loss": False})}, {"messages": talk()}]), path)
     tokenizer = make_tokenizer(CHATML)
-    data = load_sft_sequences(DataConfig(dataset=str(path)), tokenizer, dataset=str(path), **WHERE)
-    texts = [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.sequences]
+    data = SEQUENCES.load(DataConfig(dataset=str(path)), tokenizer, dataset=str(path), **WHERE)
+    texts = [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.items]
     assert plain(texts) == ["secondanswer|", "firstanswer|secondanswer|"]
 
 
@@ -247,11 +247,11 @@ def test_other_unknown_truths_of_a_turn_are_named_in_the_report(tmp_path) -> Non
 def load(command, path):
     tokenizer = make_tokenizer(CHATML)
     if command == "dpo and rm":
-        load_pairs(PreferenceDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+        PAIRS.load(PreferenceDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
     elif command == "kto":
-        load_labelled(LabelledDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+        RESPONSES.load(LabelledDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
     elif command == "prm":
-        load_steps(StepDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+        STEPS.load(StepDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
     else:
         load_prompts(PromptConfig(prompt_data=path), tokenizer, max_new_tokens=9, seed=0)
 
@@ -287,7 +287,7 @@ def test_marks_in_a_prompt_change_nothing(mark, tmp_path) -> None:
     tokenizer = make_tokenizer(CHATML)
     last = [{"role": "user", "content": "two"}]
     path = written(tmp_path, {"prompt": [*talk(OUT[mark])[:2], *last], "chosen": "A", "rejected": "B"})
-    (pair,) = load_pairs(PreferenceDataConfig(dataset=path), tokenizer, dataset=path, **WHERE).pairs
+    (pair,) = PAIRS.load(PreferenceDataConfig(dataset=path), tokenizer, dataset=path, **WHERE).items
     assert plain([tokenizer.decode(pair.chosen.token_ids[pair.chosen.loss_mask])]) == ["A|"]
     (prompt,) = load_prompts(PromptConfig(prompt_data=path), tokenizer, max_new_tokens=9, seed=0).prompts
     assert "first answer" in prompt.text

@@ -23,11 +23,11 @@ from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.formats.preference import PROMPT_APART
 from rlhf_cli.data.formats.table import FORMATS
-from rlhf_cli.data.preference_data import load_labelled, load_pairs
+from rlhf_cli.data.preference_data import PAIRS, RESPONSES
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.reading.columns import MESSAGE_KEYS
 from rlhf_cli.data.reading.sources import load_rows
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 
 QUIZ = {"q": "Largest?", "options": {"A": "ant", "B": "bear"}, "right": "B"}
@@ -55,10 +55,10 @@ def test_the_page_s_format_makes_prompts_and_labels(rows, tmp_path) -> None:
 def test_the_page_s_format_makes_sequences(rows, tmp_path) -> None:
     code = f"{page_file(tmp_path, 'quiz_rows.py')}:of_quiz"
     tokenizer = make_tiny_tokenizer()
-    data = load_sft_sequences(
+    data = SEQUENCES.load(
         DataConfig(dataset=rows, data_format=code), tokenizer, dataset=rows, split="train", seed=0, template=PLAIN
     )
-    assert tokenizer.decode(data.sequences[0].token_ids).startswith("Largest?\nA) ant\nB) bear")
+    assert tokenizer.decode(data.items[0].token_ids).startswith("Largest?\nA) ant\nB) bear")
     assert "prompt -> answer" in data.report.summary
 
 
@@ -69,9 +69,9 @@ def test_pairs_and_labelled_responses_have_formats_of_others_too(rows, tmp_path)
     )
     given = {"dataset": rows, "data_format": f"{tmp_path}/own.py:pair"}
     where = {"dataset": rows, "split": "train", "seed": 0, "template": PLAIN}
-    assert len(load_pairs(PreferenceDataConfig(**given), make_tiny_tokenizer(), **where).pairs) == 2
-    labelled = load_labelled(LabelledDataConfig(**given), make_tiny_tokenizer(), **where)
-    assert labelled.desirable.tolist() == [True, False, True, False]
+    assert len(PAIRS.load(PreferenceDataConfig(**given), make_tiny_tokenizer(), **where).items) == 2
+    labelled = RESPONSES.load(LabelledDataConfig(**given), make_tiny_tokenizer(), **where)
+    assert labelled.columns["desirable"].tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_fault_of_the_code_names_the_row(code, reason, rows, tmp_path) -> None
     (tmp_path / "own.py").write_text(f"def f(row): {code}\n")
     config = DataConfig(dataset=rows, data_format=f"{tmp_path}/own.py:f")
     with pytest.raises(UsageError, match=reason):
-        load_sft_sequences(config, make_tiny_tokenizer(), dataset=rows, split="train", seed=0, template=PLAIN)
+        SEQUENCES.load(config, make_tiny_tokenizer(), dataset=rows, split="train", seed=0, template=PLAIN)
 
 
 def test_kept_data_is_made_anew_when_the_file_changes(rows, tmp_path) -> None:

@@ -43,7 +43,7 @@ def assistant(content: str) -> dict[str, Any]:
 
 
 def texts(data: Any) -> list[str]:
-    return [TOKENIZER.decode(sequence.token_ids.tolist()) for sequence in data.sequences]
+    return [TOKENIZER.decode(sequence.token_ids.tolist()) for sequence in data.items]
 
 
 def turn(asked: str, answer: str = "red") -> str:
@@ -108,7 +108,7 @@ def test_every_picture_stands_at_its_mark_in_its_own_tokens(name: str, tmp_path:
     row, asked = ROWS[name]
     data = sequences_of(write_rows(tmp_path, row), TOKENIZER, READER)
     assert texts(data) == [turn(asked)]
-    sequence = data.sequences[0]
+    sequence = data.items[0]
     trained = TOKENIZER.decode(sequence.token_ids[sequence.loss_mask].tolist())
     assert trained == "red<|im_end|>"
     for placed in sequence.pictures:
@@ -121,10 +121,10 @@ def test_rows_with_and_without_pictures_keep_their_order_and_pixels(tmp_path: Pa
     rows = [{"prompt": "How to write <image>?", "answer": "red"}, ROWS["two marks"][0], ROWS["null"][0]]
     data = sequences_of(write_rows(tmp_path, *rows), TOKENIZER, READER)
     assert texts(data)[0] == turn("How to write <image>?")
-    assert [len(sequence.pictures) for sequence in data.sequences] == [0, 2, 0]
+    assert [len(sequence.pictures) for sequence in data.items] == [0, 2, 0]
     assert data.patches is not None
-    assert data.patches.tolist() == [sequence.patches for sequence in data.sequences] == [0, 4 * (2 + 1), 0]
-    for placed, name in zip(data.sequences[1].pictures, ("a.png", "b.jpg"), strict=True):
+    assert data.patches.tolist() == [sequence.patches for sequence in data.items] == [0, 4 * (2 + 1), 0]
+    for placed, name in zip(data.items[1].pictures, ("a.png", "b.jpg"), strict=True):
         np.testing.assert_array_equal(placed.picture.pixels, pixels_of_file(tmp_path / name))
 
 
@@ -145,7 +145,7 @@ def test_bytes_in_parquet_are_pictures_as_files_are(tmp_path: Path) -> None:
     data = sequences_of(path, TOKENIZER, READER)
     assert texts(data) == [turn(f"{A}How many?"), turn(f"{B}How many?"), turn("How many?")]
     named = sequences_of(write_rows(tmp_path, ROWS["EasyR1's"][0]), TOKENIZER, READER)
-    assert named.sequences[0].pictures == data.sequences[0].pictures
+    assert named.items[0].pictures == data.items[0].pictures
 
 
 def test_verls_rows_are_prompts_with_pictures(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_verls_rows_are_prompts_with_pictures(tmp_path: Path) -> None:
 
 def test_the_picture_of_a_pair_is_part_of_its_prompt(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"images": ["a.png"], "prompt": "<image>How many?", "chosen": "two", "rejected": "ten"})
-    pair = pairs_of(path, TOKENIZER, READER).pairs[0]
+    pair = pairs_of(path, TOKENIZER, READER).items[0]
     assert A in TOKENIZER.decode(pair.prompt_ids.tolist())
     (placed,) = pair.pictures
     assert pair.prompt_ids[placed.start : placed.stop].tolist() == [FAMILY.image_token] * 2
@@ -219,7 +219,7 @@ def test_rows_whose_pictures_cannot_be_used_are_refused_by_file_and_line_or_drop
         sequences_of(path, TOKENIZER, READER)
     assert f"{path} line 2: " in str(caught.value)
     dropped = sequences_of(path, TOKENIZER, READER, invalid_rows="drop")
-    assert (len(dropped.sequences), dropped.report.dropped_invalid) == (1, 1)
+    assert (len(dropped.items), dropped.report.dropped_invalid) == (1, 1)
 
 
 def test_marks_without_any_column_of_pictures_are_refused_with_the_columns_that_there_are(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_marks_without_any_column_of_pictures_are_refused_with_the_columns_that_
     with path.open("a") as rows:
         rows.write('{"prompt": "How to write <image>?", "answer": "red"}\n')
     named = sequences_of(path, TOKENIZER, reader_of(FAMILY, image_key="photo"))
-    assert [len(sequence.pictures) for sequence in named.sequences] == [1, 0]
+    assert [len(sequence.pictures) for sequence in named.items] == [1, 0]
 
 
 def test_pictures_for_a_model_of_text_are_refused(tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def test_a_sequence_is_never_cut_inside_a_picture(tmp_path: Path) -> None:
         "images": ["a.png", "a.png"],
         "messages": [user("<image>?"), assistant("red"), user("<image>?"), assistant("red")],
     })  # fmt: skip
-    whole = sequences_of(path, TOKENIZER, READER).sequences[0]
+    whole = sequences_of(path, TOKENIZER, READER).items[0]
     second = whole.pictures[1]
     for max_len in range(second.start - 1, second.stop + 2):
-        cut = sequences_of(path, TOKENIZER, READER, max_len=max_len).sequences[0]
+        cut = sequences_of(path, TOKENIZER, READER, max_len=max_len).items[0]
         inside = second.start < max_len < second.stop
         assert len(cut) == (second.start if inside else max_len)
         assert len(cut.pictures) == (2 if max_len >= second.stop else 1)
@@ -297,7 +297,7 @@ def test_pictures_keep_their_places_under_templates_of_prompts(setting: str, tmp
 
 def test_with_every_token_trained_pictures_are_not(tmp_path: Path) -> None:
     data = sequences_of(write_rows(tmp_path, ROWS["two marks"][0]), TOKENIZER, READER, pretrain_mode=True)
-    sequence = data.sequences[0]
+    sequence = data.items[0]
     is_picture = sequence.token_ids == FAMILY.image_token
     np.testing.assert_array_equal(sequence.loss_mask, ~is_picture & (np.arange(len(sequence)) > 0))
 
@@ -306,10 +306,10 @@ def test_a_file_that_changed_since_it_was_read_ends_the_run(tmp_path: Path) -> N
     data = sequences_of(write_rows(tmp_path, ASKED), TOKENIZER, READER)
     (tmp_path / "a.png").write_bytes(encoded(28, 56, seed=9))
     with pytest.raises(RunError, match=r"picture .*a\.png was changed since the data were read"):
-        _ = data.sequences[0].pictures[0].picture.pixels
+        _ = data.items[0].pictures[0].picture.pixels
     (tmp_path / "a.png").unlink()
     with pytest.raises(RunError, match=r"picture .*a\.png cannot be read any more: No such file"):
-        _ = data.sequences[0].pictures[0].picture.pixels
+        _ = data.items[0].pictures[0].picture.pixels
 
 
 @pytest.mark.parametrize("form", ["path", "bytes"])
@@ -318,7 +318,7 @@ def test_a_picture_travels_encoded_and_needs_its_file_no_more(form: str, tmp_pat
     (tmp_path / "large.jpg").write_bytes(large)
     cell = {"path": "large.jpg"} if form == "path" else {"bytes": large}
     data = sequences_of(parquet(tmp_path, {"images": [cell], "prompt": "<image>?", "answer": "red"}), TOKENIZER, READER)
-    picture = data.sequences[0].pictures[0].picture
+    picture = data.items[0].pictures[0].picture
     message = pickle.dumps([picture, picture])
     assert len(message) < len(large) + 1000 < picture.pixels.nbytes
     expected = picture.pixels
@@ -332,7 +332,7 @@ def test_a_file_that_changed_is_named_before_it_travels(tmp_path: Path) -> None:
     data = sequences_of(write_rows(tmp_path, ASKED), TOKENIZER, READER)
     (tmp_path / "a.png").write_bytes(encoded(28, 56, seed=9))
     with pytest.raises(RunError, match=r"picture .*a\.png was changed since the data were read"):
-        pickle.dumps(data.sequences[0])
+        pickle.dumps(data.items[0])
 
 
 def test_paths_begin_in_the_named_folder_and_pictures_come_from_the_named_column(tmp_path: Path) -> None:
@@ -353,11 +353,11 @@ def test_kept_data_are_read_again_once_a_picture_has_changed(tmp_path: Path) -> 
     first = sequences_of(path, TOKENIZER, READER, **kept)
     assert len(list((tmp_path / "kept").glob("*.arrow"))) == 1
     again = sequences_of(path, TOKENIZER, READER, **kept)
-    assert again.sequences[0].pictures == first.sequences[0].pictures
+    assert again.items[0].pictures == first.items[0].pictures
     assert again.fingerprint() == first.fingerprint()
     (tmp_path / "a.png").write_bytes(encoded(56, 56, seed=9))
     changed = sequences_of(path, TOKENIZER, READER, **kept)
-    assert changed.sequences[0].pictures[0].length == 4
+    assert changed.items[0].pictures[0].length == 4
     assert changed.fingerprint() != first.fingerprint()
 
 

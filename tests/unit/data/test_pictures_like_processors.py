@@ -80,7 +80,7 @@ def test_rows_to_train_on_are_the_tokens_of_the_processor(name: str, folder: Pat
     tokenizer, reader = loaded(folder)
     path = write_rows(folder, row)
     data = sequences_of(path, tokenizer, reader)
-    assert data.sequences[0].token_ids.tolist() == expected(folder, content, names, answer=ANSWER)
+    assert data.items[0].token_ids.tolist() == expected(folder, content, names, answer=ANSWER)
 
 
 def test_verls_prompts_are_the_tokens_of_the_processor(folder: Path) -> None:

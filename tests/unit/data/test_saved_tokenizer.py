@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from rlhf_cli.config.data import DataConfig, PromptConfig, TemplateConfig
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 
 TEXT = "In 2023, 650841823 people"
@@ -46,7 +46,7 @@ def rows(tmp_path, text):
 def load(tmp_path, tokenizer, text=TEXT):
     path = rows(tmp_path, text)
     config = DataConfig(dataset=path)
-    return load_sft_sequences(config, tokenizer, dataset=path, split="train", seed=0, template=PLAIN)
+    return SEQUENCES.load(config, tokenizer, dataset=path, split="train", seed=0, template=PLAIN)
 
 
 def test_a_class_that_loses_text_is_refused_with_the_cure(byte_level, tmp_path) -> None:

@@ -12,7 +12,7 @@ from rlhf_cli.backends.rollout.stop_strings import StopStrings
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 from rlhf_cli.errors import UsageError
@@ -96,7 +96,7 @@ def test_training_on_data_with_a_slow_tokenizer_is_refused_with_its_class_and_th
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "What?", "response": "Paris."}) + "\n")
     with pytest.raises(UsageError, match=rf"{type(slow).__name__} is a slow one.*no offsets.*tokenizer\.json"):
-        load_sft_sequences(DataConfig(dataset=str(path)), slow, dataset=str(path), split="train", seed=0)
+        SEQUENCES.load(DataConfig(dataset=str(path)), slow, dataset=str(path), split="train", seed=0)
 
 
 def test_slow_tokenizers_with_other_words_have_other_fingerprints(sentence_piece, bytes_in_python):

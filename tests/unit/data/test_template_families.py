@@ -12,7 +12,7 @@ from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.errors import UsageError
 
@@ -119,7 +119,7 @@ def load(tmp_path, tokenizer, *rows, **settings):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     of_data, template = split_settings(settings)
     config = DataConfig(dataset=str(path), **of_data)
-    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
+    return SEQUENCES.load(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def row_of(messages):
@@ -158,7 +158,7 @@ def test_trained_tokens_are_the_assistants_text_and_end_of_turn(name, kind, tmp_
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(family.end)
     messages = conversations(family)[kind]
     data = load(tmp_path, tokenizer, row_of(messages))
-    assert trained_turns(tokenizer, data.sequences[0]) == expected_turns(family, messages)
+    assert trained_turns(tokenizer, data.items[0]) == expected_turns(family, messages)
     assert data.report.merged_starts == 0
 
 
@@ -179,7 +179,7 @@ def test_tokenizers_whose_words_begin_with_a_space_train_the_same_texts(name, tm
     family = FAMILIES[name]
     tokenizer = make_metaspace_tokenizer(family.template, specials=family.specials, bos=family.bos, eos=family.end)
     for messages in conversations(family).values():
-        (sequence,) = load(tmp_path, tokenizer, row_of(messages)).sequences
+        (sequence,) = load(tmp_path, tokenizer, row_of(messages)).items
         trained = [turn.replace("[TOOL_CALLS]  [", "[TOOL_CALLS] [") for turn in trained_turns(tokenizer, sequence)]
         assert trained == expected_turns(family, messages)
 
@@ -215,7 +215,7 @@ def test_any_words_come_back_from_the_trained_tokens(name, tmp_path):
         ]
         rows.append([(user, says)[i % 2](text) for i, text in enumerate(texts)])
     data = load(tmp_path, tokenizer, *(row_of(messages) for messages in rows))
-    for messages, sequence in zip(rows, data.sequences, strict=True):
+    for messages, sequence in zip(rows, data.items, strict=True):
         assert trained_turns(tokenizer, sequence) == expected_turns(family, messages)
 
 
@@ -232,7 +232,7 @@ def test_thoughts_between_calls_are_trained_where_the_template_keeps_them(kind, 
     family = FAMILIES["Qwen 3"]
     tokenizer = family.tokenizer()
     data = load(tmp_path, tokenizer, row_of(STEPS[kind]))
-    trained = [turn.replace("</think>\n\n\n", "</think>\n\n") for turn in trained_turns(tokenizer, data.sequences[0])]
+    trained = [turn.replace("</think>\n\n\n", "</think>\n\n") for turn in trained_turns(tokenizer, data.items[0])]
     assert trained == [turn.replace("\n\n\n", "\n\n") for turn in expected_turns(family, STEPS[kind])]
     assert data.report.unthought_turns == 0
 
@@ -263,7 +263,7 @@ def test_an_answer_after_a_tool_and_before_a_further_question_is_trained(tmp_pat
     tokenizer = make_tokenizer(OPENS_THOUGHTS, specials=(*QWEN_SPECIALS, "<think>", "</think>"), eos="<|im_end|>")
     called = [user("Weather?"), calls("weather", city="Paris"), result("sunny"), says("It is sunny.")]
     row = row_of([*called, user("Thanks"), says("Welcome.")])
-    turns = trained_turns(tokenizer, load(tmp_path, tokenizer, row).sequences[0])
+    turns = trained_turns(tokenizer, load(tmp_path, tokenizer, row).items[0])
     assert turns[0].startswith("<tool_call>")
     assert turns[1] == "It is sunny.<|im_end|>"
     assert turns[2].lstrip() == "</think>\n\nWelcome.<|im_end|>"  # one token contains both preceding newlines
@@ -272,7 +272,7 @@ def test_an_answer_after_a_tool_and_before_a_further_question_is_trained(tmp_pat
 def test_white_space_around_thoughts_is_the_templates(tmp_path):
     tokenizer = FAMILIES["Qwen 3"].tokenizer()
     row = row_of([user("What?"), says("<think>well</think>Paris.")])
-    (sequence,) = load(tmp_path, tokenizer, row).sequences
+    (sequence,) = load(tmp_path, tokenizer, row).items
     assert trained_turns(tokenizer, sequence) == ["<think>\nwell\n</think>\n\nParis.<|im_end|>"]
 
 
@@ -284,7 +284,7 @@ def test_thoughts_of_earlier_turns_that_the_template_drops_are_counted(name, tmp
     last = says(THOUGHT + "Paris." if family.thinks else "Paris.")
     data = load(tmp_path, tokenizer, row_of([*turns, last]), row_of(PLAIN["single"]))
     expected = ["Paris." + family.end, "Rome." + family.end, last["content"] + family.end]
-    assert trained_turns(tokenizer, data.sequences[0]) == expected
+    assert trained_turns(tokenizer, data.items[0]) == expected
     assert data.report.unthought_turns == 2
     assert "2 earlier turns without the thought they had, which the chat template drops" in data.report.summary
 
@@ -325,8 +325,8 @@ def test_reasoning_content_is_trained_as_the_same_thought_in_the_text(name, kind
     tokenizer, messages = FAMILIES[name].tokenizer(), REASONED[kind]
     apart = load(tmp_path, tokenizer, row_of(messages))
     together = load(tmp_path, tokenizer, row_of([in_text(message) for message in messages]))
-    assert trained_turns(tokenizer, apart.sequences[0]) == trained_turns(tokenizer, together.sequences[0])
-    assert apart.sequences[0].token_ids.tolist() == together.sequences[0].token_ids.tolist()
+    assert trained_turns(tokenizer, apart.items[0]) == trained_turns(tokenizer, together.items[0])
+    assert apart.items[0].token_ids.tolist() == together.items[0].token_ids.tolist()
     num_thoughts = sum("reasoning_content" in message for message in messages)
     assert apart.report.inlined_thoughts == (0 if name == "Qwen 3" else num_thoughts)
     assert together.report.inlined_thoughts == 0
@@ -335,14 +335,14 @@ def test_reasoning_content_is_trained_as_the_same_thought_in_the_text(name, kind
 
 def test_reasoning_in_a_template_with_marks_of_its_own_is_trained_with_them(tmp_path):
     tokenizer = altered("'<think>\\n' + thought.strip('\\n') + '\\n</think>", "'[T]' + thought + '[/T]", "Qwen 3")
-    (sequence,) = load(tmp_path, tokenizer, row_of(REASONED["thought"])).sequences
+    (sequence,) = load(tmp_path, tokenizer, row_of(REASONED["thought"])).items
     assert trained_turns(tokenizer, sequence) == ["[T]well, é\n\nso\n[/T]\n\nParis.<|im_end|>"]
 
 
 def test_reasoning_is_part_of_plain_text_and_said(tmp_path):
     tokenizer = FAMILIES["Qwen 3"].tokenizer()
     data = load(tmp_path, tokenizer, row_of(REASONED["thought"]), apply_chat_template=False)
-    assert tokenizer.decode(data.sequences[0].token_ids).endswith("so\n</think>\n\nParis.<|im_end|>")
+    assert tokenizer.decode(data.items[0].token_ids).endswith("so\n</think>\n\nParis.<|im_end|>")
     assert "1 turns whose reasoning_content became <think> text" in data.report.summary
 
 
@@ -362,7 +362,7 @@ def test_reasoning_content_that_is_no_thought_of_the_assistant_is_refused(messag
 def test_end_of_turn_is_a_target_of_a_pack_even_where_it_is_padding_too(name, tmp_path):
     tokenizer = FAMILIES[name].tokenizer()
     data = load(tmp_path, tokenizer, row_of(PLAIN["multi-turn"]))
-    targets = pack([data.sequences[0]]).targets_K.tolist()
+    targets = pack([data.items[0]]).targets_K.tolist()
     assert targets.count(tokenizer.pad_token_id) == 3
     assert tokenizer.decode(targets[-1:]) == FAMILIES[name].end
 
@@ -467,7 +467,7 @@ def test_generation_blocks_bound_calls_too(tmp_path):
         .replace("for call in message.tool_calls %}", "for call in message.tool_calls or [] %}")
     )
     messages = WITH_CALLS["call"]
-    (sequence,) = load(tmp_path, tokenizer, row_of(messages)).sequences
+    (sequence,) = load(tmp_path, tokenizer, row_of(messages)).items
     trained = [turn.removeprefix("\n") for turn in trained_turns(tokenizer, sequence)]
     assert trained == expected_turns(FAMILIES["Qwen 2.5"], messages)
 
@@ -476,7 +476,7 @@ def test_generation_blocks_bound_calls_too(tmp_path):
 def test_rollouts_with_tools_start_from_the_tokens_that_training_saw(name, tmp_path):
     tokenizer = FAMILIES[name].tokenizer()
     called = WITH_CALLS["call"]
-    (sequence,) = load(tmp_path, tokenizer, row_of(called)).sequences
+    (sequence,) = load(tmp_path, tokenizer, row_of(called)).items
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "Weather?", "tools": TOOLS}, {"prompt": called[:3], "tools": json.dumps(TOOLS)}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

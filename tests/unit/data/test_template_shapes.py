@@ -9,7 +9,7 @@ from chat_tokenizers import CHATML, make_tokenizer
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.errors import UsageError
@@ -109,7 +109,7 @@ def test_template_without_a_place_for_calls_is_named_as_the_reason_with_the_row(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reason = "line 2: the chat template has no place for calls of functions"
     with pytest.raises(UsageError, match=reason):
-        load_sft_sequences(DataConfig(dataset=str(path)), tokenizer, dataset=str(path), split="train", seed=0)
+        SEQUENCES.load(DataConfig(dataset=str(path)), tokenizer, dataset=str(path), split="train", seed=0)
     path.write_text(json.dumps({"prompt": [ask, call, answer]}) + "\n")
     with pytest.raises(UsageError, match="line 1: the chat template has no place for calls of functions"):
         load_prompts(PromptConfig(prompt_data=str(path)), tokenizer, max_new_tokens=9, seed=0)

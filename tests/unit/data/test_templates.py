@@ -21,7 +21,7 @@ from template_settings import split_settings
 from rlhf_cli.config.data import DataConfig, PromptConfig, TemplateConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.errors import UsageError
 
@@ -32,7 +32,7 @@ def load(tmp_path, tokenizer, *conversations, **settings):
     path.write_text("".join(json.dumps({"messages": messages_of(c)}) + "\n" for c in conversations))
     of_data, template = split_settings(settings)
     config = DataConfig(dataset=str(path), **of_data)
-    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
+    return SEQUENCES.load(config, tokenizer, dataset=config.dataset, split="train", seed=0, template=template)
 
 
 def messages_of(conversation):
@@ -57,7 +57,7 @@ def trained_texts(tokenizer, sequence):
 def test_only_the_assistants_words_and_end_of_turn_are_trained(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name])
     conversation = ["What is 12 + 34?", "The answer is 46.", "What is the capital of France?", "Paris."]
-    (sequence,) = load(tmp_path, tokenizer, conversation).sequences
+    (sequence,) = load(tmp_path, tokenizer, conversation).items
     trained = [text.strip() for text in trained_texts(tokenizer, sequence)]
     expected = ["The answer is 46.<|im_end|>", OPENING.get(name, "") + "Paris.<|im_end|>"]
     assert [text.replace(" <|", "<|") for text in trained] == expected
@@ -67,7 +67,7 @@ def test_only_the_assistants_words_and_end_of_turn_are_trained(name, tmp_path):
 def test_tokens_are_those_of_the_whole_rendered_text(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name])
     messages = messages_of(["What is 12 + 34?", "The answer is 46.", "Why?", "one\n\ntwo"])
-    (sequence,) = load(tmp_path, tokenizer, messages).sequences
+    (sequence,) = load(tmp_path, tokenizer, messages).items
     assert sequence.token_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
 
 
@@ -99,7 +99,7 @@ def test_any_text_comes_back_from_the_trained_tokens(name, trim_offsets, tmp_pat
         for _ in range(40)
     ]
     data = load(tmp_path, tokenizer, *conversations)
-    for conversation, sequence in zip(conversations, data.sequences, strict=True):
+    for conversation, sequence in zip(conversations, data.items, strict=True):
         trained = [text.strip().replace(" <|", "<|") for text in trained_texts(tokenizer, sequence)]
         *earlier, last = [text + "<|im_end|>" for text in conversation[1::2]]
         assert trained == [*earlier, OPENING.get(name, "") + last]
@@ -108,7 +108,7 @@ def test_any_text_comes_back_from_the_trained_tokens(name, trim_offsets, tmp_pat
 
 def test_chatml_row_by_hand(tmp_path):
     tokenizer = make_tokenizer(CHATML)
-    (sequence,) = load(tmp_path, tokenizer, ["user", "Paris"]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["user", "Paris"]).items
     before = "<|im_start|>user\nuser<|im_end|>\n<|im_start|>assistant\n"
     parts = [tokenizer(text).input_ids for text in (before, "Paris<|im_end|>", "\n")]
     assert sequence.token_ids.tolist() == [*parts[0], *parts[1], *parts[2]]
@@ -118,13 +118,13 @@ def test_chatml_row_by_hand(tmp_path):
 
 def test_template_that_strips_trains_the_stripped_text(tmp_path):
     tokenizer = make_tokenizer(LLAMA_3)
-    (sequence,) = load(tmp_path, tokenizer, ["What?", " \n Paris \n"]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["What?", " \n Paris \n"]).items
     assert trained_texts(tokenizer, sequence) == ["Paris<|im_end|>"]
 
 
 def test_beginning_of_sequence_is_not_doubled(tmp_path):
     tokenizer = make_tokenizer(LLAMA_3, adds_bos=True)
-    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris"]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris"]).items
     assert sequence.token_ids.tolist().count(tokenizer.bos_token_id) == 1
     assert sequence.token_ids[0] == tokenizer.bos_token_id
 
@@ -133,7 +133,7 @@ def test_system_prompt_is_put_before_conversations_without_one(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     own = [{"role": "system", "content": "mine"}, *messages_of(["What?", "Paris"])]
     data = load(tmp_path, tokenizer, ["What?", "Paris"], own, system_prompt="yours")
-    texts = [tokenizer.decode(sequence.token_ids) for sequence in data.sequences]
+    texts = [tokenizer.decode(sequence.token_ids) for sequence in data.items]
     assert texts[0].startswith("<|im_start|>system\nyours<|im_end|>\n<|im_start|>user\n")
     assert texts[1].startswith("<|im_start|>system\nmine<|im_end|>\n<|im_start|>user\n")
 
@@ -149,7 +149,7 @@ def test_what_the_template_refuses_is_told_with_its_reason_and_line(tmp_path):
 
 def test_all_that_follows_the_generation_prompt_is_trained_as_the_model_has_to_generate_it(tmp_path):
     tokenizer = make_tokenizer(QWEN_3)
-    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).items
     assert trained_texts(tokenizer, sequence) == ["Paris<|im_end|>", "<think>\n\n</think>\n\nRome<|im_end|>"]
 
 
@@ -161,7 +161,7 @@ def test_blocks_that_mark_more_than_the_words_train_what_follows_the_generation_
     assert len({GENERATION, over_header, with_thought}) == 3
     for template, opening in ((over_header, ""), (with_thought, "<think></think>")):
         tokenizer = make_tokenizer(template)
-        (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
+        (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).items
         assert trained_texts(tokenizer, sequence) == [f"{opening}Paris<|im_end|>", f"{opening}Rome<|im_end|>"]
 
 
@@ -172,7 +172,7 @@ TWO_ENDS = CHATML.replace(
 
 def test_special_tokens_that_end_a_turn_together_are_all_trained(tmp_path):
     tokenizer = make_tokenizer(TWO_ENDS)  # like Cohere 2's
-    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).items
     assert trained_texts(tokenizer, sequence) == ["Paris<|stop|><|im_end|>", "Rome<|stop|><|im_end|>"]
 
 
@@ -203,7 +203,7 @@ def test_a_call_that_ends_with_a_token_of_its_own_ends_there_and_the_tools_answe
 def test_text_that_occurs_earlier_in_the_template_is_found_where_it_was_said(tmp_path):
     tokenizer = make_tokenizer(QWEN_3)
     conversation = ["think", "think", "think", "think"]
-    (sequence,) = load(tmp_path, tokenizer, conversation).sequences
+    (sequence,) = load(tmp_path, tokenizer, conversation).items
     assert trained_texts(tokenizer, sequence) == ["think<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]
     text = tokenizer.decode(sequence.token_ids[: int(sequence.loss_mask.nonzero()[0][-1]) + 1])
     assert text.endswith("</think>\n\nthink<|im_end|>")
@@ -270,7 +270,7 @@ def test_space_that_runs_into_the_answer_is_noticed_where_offsets_hide_it(tmp_pa
 def test_leading_white_space_that_runs_into_the_template_carries_no_loss(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     data = load(tmp_path, tokenizer, ["What?", "\none"], ["What?", "one"])
-    assert [trained_texts(tokenizer, sequence) for sequence in data.sequences] == [["one<|im_end|>"]] * 2
+    assert [trained_texts(tokenizer, sequence) for sequence in data.items] == [["one<|im_end|>"]] * 2
     assert data.report.merged_starts == 1
     assert "1 with leading white space" in data.report.summary
 
@@ -299,7 +299,7 @@ def test_end_of_turn_is_reported(tmp_path):
 @pytest.mark.parametrize("name", sorted(TRAINABLE))
 def test_a_response_ends_with_the_token_that_is_trained_behind_the_last_answer(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name])
-    (sequence,) = load(tmp_path, tokenizer, ["What is 12 + 34?", "The answer is 46."]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["What is 12 + 34?", "The answer is 46."]).items
     trained = sequence.token_ids[sequence.loss_mask]
     (end,) = ChatTemplate(tokenizer).end_ids
     assert end in trained
@@ -320,7 +320,7 @@ def test_prompts_know_the_end_of_a_response_that_a_base_model_does_not_name(tmp_
 @pytest.mark.parametrize("name", sorted(set(TRAINABLE) - {"DeepSeek R1"}))
 def test_rollouts_start_from_the_tokens_that_training_saw(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name], adds_bos=True)
-    (sequence,) = load(tmp_path, tokenizer, ["What is 12 + 34?", "The answer is 46."]).sequences
+    (sequence,) = load(tmp_path, tokenizer, ["What is 12 + 34?", "The answer is 46."]).items
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "What is 12 + 34?"}) + "\n")
     (prompt,) = load_prompts(PromptConfig(prompt_data=str(path)), tokenizer, max_new_tokens=16, seed=0).prompts
@@ -362,7 +362,7 @@ def test_variables_of_the_template_that_are_wrong_are_refused_by_setting_and_by_
         path.write_text(json.dumps({"messages": messages_of(["What?", "Paris"])}) + "\n" + json.dumps(row) + "\n")
         config = DataConfig(dataset=str(path))
         with pytest.raises(UsageError, match=f"rows.jsonl line 2: .*{said}"):
-            load_sft_sequences(config, make_tokenizer(CHATML), dataset=config.dataset, split="train", seed=0)
+            SEQUENCES.load(config, make_tokenizer(CHATML), dataset=config.dataset, split="train", seed=0)
 
 
 READS_THINKING = CHATML.replace(
@@ -374,5 +374,5 @@ READS_THINKING = CHATML.replace(
 def test_a_thought_is_read_and_trained_whatever_the_row_and_the_template_call_it(key, tmp_path):
     tokenizer = make_tokenizer(READS_THINKING)  # like gpt-oss's
     answer = {"role": "assistant", "content": "Paris", key: "well"}
-    (sequence,) = load(tmp_path, tokenizer, [{"role": "user", "content": "What?"}, answer]).sequences
+    (sequence,) = load(tmp_path, tokenizer, [{"role": "user", "content": "What?"}, answer]).items
     assert trained_texts(tokenizer, sequence) == ["<think>well</think>Paris<|im_end|>"]

@@ -31,10 +31,10 @@ from rlhf_cli.config.data import (
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.preference_data import load_labelled, load_pairs
+from rlhf_cli.data.preference_data import PAIRS, RESPONSES
 from rlhf_cli.data.preview import HEAD_TOKENS, TAIL_TOKENS, Bin, Piece, length_bins, part_of, quantile, spread
 from rlhf_cli.data.prompts import load_prompts
-from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.data_preview import inspect_data
@@ -42,7 +42,7 @@ from rlhf_cli.runs.data_settings import DATA_CONFIGS, PROMPT_NAMES, settings_of
 from rlhf_cli.runs.data_view import show, visible
 
 ASKED = [{"prompt": f"What is {i}?", "answer": f"It is {i}."} for i in range(9)]
-PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "I do not know."} for i in range(9)]
+PAIR_ROWS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "I do not know."} for i in range(9)]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_examples_of_sft_mark_what_the_assistant_says_and_no_more(write, model):
 
 @pytest.mark.parametrize("command", ["rm", "dpo"])
 def test_pairs_show_their_prompt_once_and_both_sides(write, model, command):
-    made = preview(command, write(PAIRS), model)
+    made = preview(command, write(PAIR_ROWS), model)
     assert [example.where for example in made.examples] == [f"rows.jsonl line {line}" for line in (1, 5, 9)]
     for i, example in zip((0, 4, 8), made.examples, strict=True):
         assert [part.name for part in example.parts] == ["prompt", "chosen", "rejected"]
@@ -117,24 +117,32 @@ def test_pairs_show_their_prompt_once_and_both_sides(write, model, command):
 @pytest.mark.parametrize(
     ("command", "rows", "most"),
     [
-        ("sft", [{"prompt": "What?", "response": "x " * n} for n in (1, 9)], lambda data: int(data.lengths.max())),
+        (
+            "sft",
+            [{"prompt": "What?", "response": "x " * n} for n in (1, 9)],
+            lambda data: int(data.columns["length"].max()),
+        ),
         (
             "dpo",
             [{"prompt": "What? " * n, "chosen": "x " * n, "rejected": "y"} for n in (1, 9)],
-            lambda data: int((data.prompt_lengths + data.chosen_lengths + data.rejected_lengths).max()),
+            lambda data: int(
+                (data.columns["prompt_length"] + data.columns["chosen_length"] + data.columns["rejected_length"]).max()
+            ),
         ),
         (
             "kto",
             [{"prompt": "What? " * n, "response": "x " * (10 - n), "label": n > 1} for n in (1, 9)],
-            lambda data: int(data.prompt_lengths.max() + data.response_lengths.max()),  # of the other prompt
+            lambda data: int(
+                data.columns["prompt_length"].max() + data.columns["response_length"].max()
+            ),  # of the other prompt
         ),
     ],
 )
 def test_the_longest_item_stands_beside_the_room_of_ranks_that_share_it(write, model, command, rows, most):
     loads: dict[str, tuple[Any, Any]] = {
-        "sft": (DataConfig, load_sft_sequences),
-        "dpo": (PreferenceDataConfig, load_pairs),
-        "kto": (LabelledDataConfig, load_labelled),
+        "sft": (DataConfig, SEQUENCES.load),
+        "dpo": (PreferenceDataConfig, PAIRS.load),
+        "kto": (LabelledDataConfig, RESPONSES.load),
     }
     (cls, load), file = loads[command], write(rows)
     expected = most(load(cls(dataset=file), make_tokenizer(CHATML), dataset=file, split="train", seed=42))
@@ -188,14 +196,14 @@ def test_prompts_show_their_ground_truth_and_what_leaves_no_room(write, model):
 @pytest.mark.parametrize(
     ("command", "cls", "load"),
     [
-        ("sft", DataConfig, load_sft_sequences),
-        ("dpo", PreferenceDataConfig, load_pairs),
-        ("kto", LabelledDataConfig, load_labelled),
+        ("sft", DataConfig, SEQUENCES.load),
+        ("dpo", PreferenceDataConfig, PAIRS.load),
+        ("kto", LabelledDataConfig, RESPONSES.load),
     ],
 )
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
 def test_counts_are_those_of_the_training_commands_report(write, model, command, cls, load, overlong):
-    rows = [dict(row) for row in (ASKED if command == "sft" else PAIRS)]
+    rows = [dict(row) for row in (ASKED if command == "sft" else PAIR_ROWS)]
     for row, key in ((rows[2], "answer" if command == "sft" else "chosen"), (rows[4], "prompt")):
         row[key] *= 30
     rows[6] = {"prompt": "?"}
@@ -316,18 +324,18 @@ def test_settings_of_other_commands_are_refused_by_name():
 
 @pytest.mark.parametrize("data_format", ["auto", "explicit_prompt", "shared_prompt"])
 def test_a_forced_format_of_pairs_is_shown_as_it_is_trained(write, model, data_format):
-    write(PAIRS)
+    write(PAIR_ROWS)
     config = PreferenceDataConfig(dataset="rows.jsonl", data_format=data_format)
     if data_format == "shared_prompt":
         with pytest.raises(
             UsageError, match=r"line 1: column 'chosen' holds no conversation with its prompt"
         ) as training:
-            load_pairs(config, make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42)
+            PAIRS.load(config, make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42)
         with pytest.raises(UsageError) as shown:
             preview("dpo", "rows.jsonl", model, data_format=data_format)
         assert str(shown.value) == str(training.value)
     else:
-        assert preview("dpo", "rows.jsonl", model, data_format=data_format).num_items == len(PAIRS)
+        assert preview("dpo", "rows.jsonl", model, data_format=data_format).num_items == len(PAIR_ROWS)
 
 
 @pytest.mark.parametrize(("data_format", "question"), [("prompt", "text?"), ("messages", "message?")])
@@ -345,12 +353,12 @@ def test_a_forced_format_of_prompts_is_shown_as_it_is_read(write, model, data_fo
     assert question in shown
 
 
-@pytest.mark.parametrize("rows", [[{"prompt": "What?", "answer": ""}], [{"a": 1}], [*PAIRS[:1], {"prompt": "a"}]])
+@pytest.mark.parametrize("rows", [[{"prompt": "What?", "answer": ""}], [{"a": 1}], [*PAIR_ROWS[:1], {"prompt": "a"}]])
 def test_data_that_training_refuses_are_refused_in_the_same_words(write, model, rows):
     write(rows)
     config = PreferenceDataConfig(dataset="rows.jsonl")
     with pytest.raises(UsageError) as training:
-        load_pairs(config, make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42)
+        PAIRS.load(config, make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42)
     with pytest.raises(UsageError) as shown:
         preview("dpo", "rows.jsonl", model)
     assert str(shown.value) == str(training.value)

@@ -119,7 +119,7 @@ def test_dpo_loss_is_that_of_the_paper_by_hand(tiny_model_dir):
     reference = make_reference(tiny_model_dir, 0, seed=5)._module
     losses = []
     for number in STEPS[0]:
-        pair = pairs.pairs[number]
+        pair = pairs.items[number]
         ratios = [
             logprob_of(policy, pair.prompt_ids, continuation) - logprob_of(reference, pair.prompt_ids, continuation)
             for continuation in (pair.chosen, pair.rejected)
@@ -134,7 +134,7 @@ def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin(tiny_model_dir):
     _, policy = load_policy(tiny_model_dir, 0)
     batch = task.items.collate([0, 1, 2])
     own = torch.stack(
-        [logprob_of(policy, p.prompt_ids, b) for p in make_pairs().pairs[:3] for b in (p.chosen, p.rejected)]
+        [logprob_of(policy, p.prompt_ids, b) for p in make_pairs().items[:3] for b in (p.chosen, p.rejected)]
     )
     loss, metrics = task.objective(policy, batch.with_column("ref_logprobs", own.view(3, 2)), StepTotals(1, 3))
     assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
@@ -185,7 +185,7 @@ def on_every_rank(num_ranks, call):
 
 @pytest.mark.parametrize("max_sequences", [None, 1])
 def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
-    pairs = make_pairs().pairs
+    pairs = make_pairs().items
     items = PairItems(make_pairs(), share_prompts=True, read_ends=False, columns={})
     expected = [[int(b.token_ids[b.loss_mask].sum()) for b in (pair.chosen, pair.rejected)] for pair in pairs]
 
@@ -221,7 +221,7 @@ def test_a_given_reference_is_the_model_that_dpo_compares_with(
     batches = [items.data.collate([2, 5])]
     [batch] = batches if reference.prepare is None else reference.prepare(None, batches)
     _, given = load_policy(tiny_llama_dir, 0)
-    pairs = [make_pairs().pairs[number] for number in (2, 5)]
+    pairs = [make_pairs().items[number] for number in (2, 5)]
     expected = torch.stack([logprob_of(given, p.prompt_ids, b) for p in pairs for b in (p.chosen, p.rejected)])
     torch.testing.assert_close(batch.columns[dpo.REF], expected.view(2, 2), atol=1e-4, rtol=1e-5)
 
@@ -250,7 +250,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(tiny_model_dir, tmp_path
 def test_data_that_differ_in_one_token_have_another_digest():
     task, other = dpo_task("sigmoid"), dpo_task("sigmoid")
     assert digest_of_pairs(task.items) == digest_of_pairs(other.items)
-    other.items.data.pairs[7].rejected.token_ids[-1] += 1
+    other.items.data.items[7].rejected.token_ids[-1] += 1
     assert digest_of_pairs(task.items) != digest_of_pairs(other.items)
 
 
@@ -296,7 +296,7 @@ def test_a_reward_model_scores_as_transformers_does(tiny_model_dir, tmp_path):
     model = load_value_backbone(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
     model.save_pretrained(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    pairs = make_pairs().pairs
+    pairs = make_pairs().items
     trees = [Tree(pair.prompt_ids, (pair.chosen, pair.rejected)) for pair in pairs]
     scores = ValueModel(model)(pack_trees(trees, share_prompts=True, read_ends=True))
     expected = [
@@ -360,7 +360,7 @@ def test_padding_is_a_named_token_before_another_and_never_one_without_an_embedd
 def test_reward_metrics_are_mean_and_spread_of_all_scores(tiny_model_dir):
     trained = run_steps(tiny_model_dir, rm_task(), 2, Layout(max_sequences=2), steps=STEPS[:1])
     model = load_value_backbone(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
-    trees = [Tree(p.prompt_ids, (p.chosen, p.rejected)) for p in make_pairs().pairs[:5]]
+    trees = [Tree(p.prompt_ids, (p.chosen, p.rejected)) for p in make_pairs().items[:5]]
     scores = ValueModel(model)(pack_trees(trees, share_prompts=False, read_ends=True)).detach()
     metrics = finish_reward_metrics(trained.metrics[0])
     assert metrics["reward"] == pytest.approx(scores.mean().item(), rel=1e-4)

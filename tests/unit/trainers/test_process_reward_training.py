@@ -53,7 +53,7 @@ def test_loss_and_gradient_of_a_pack_are_those_of_single_sequences_computed_dens
     wanted = gradients(model)
 
     packed = backbone(tiny_model_dir)
-    totals = StepTotals(int(data.num_trained[NUMBERS].sum()), len(NUMBERS))
+    totals = StepTotals(int(data.columns["num_trained"][NUMBERS].sum()), len(NUMBERS))
     loss, _ = step_objective(ValueModel(packed), StepItems(data).collate(NUMBERS), totals)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
