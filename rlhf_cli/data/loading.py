@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -53,9 +53,9 @@ ORIGIN = {"source": pa.int32(), "index": pa.int64()}
 
 Progress = Callable[[int, int], None]
 """Called with the number of processed and total rows."""
-Settings = DataConfig | PreferenceDataConfig | LabelledDataConfig | StepDataConfig
+Settings = TypeVar("Settings", bound=DataConfig | PreferenceDataConfig | LabelledDataConfig | StepDataConfig)
 Read = TypeVar("Read")
-Item = TypeVar("Item")
+Item = TypeVar("Item", covariant=True)
 
 
 def no_progress(done: int, total: int) -> None:
@@ -63,7 +63,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Read, Item]):
+class Kind(Generic[Settings, Read, Item]):
     """A kind of offline data.
 
     - `items_are`: name of the items, such as 'sequences'.
@@ -77,11 +77,11 @@ class Kind(Generic[Read, Item]):
 
     items_are: str
     schema: dict[str, pa.DataType]
-    formats: Callable[[Any, Sequence[Source]], dict[str, RowFormat[Read]]]
-    examples: Callable[[Row, Read, Any], list[Conversation | Document]]
-    make: Callable[[Encoded[Read], Any, DataReport], list[dict[str, object]]]
+    formats: Callable[[Settings, Sequence[Source]], dict[str, RowFormat[Read]]]
+    examples: Callable[[Row, Read, Settings], list[Conversation | Document]]
+    make: Callable[[Encoded[Read], Settings, DataReport], list[dict[str, object]]]
     item_at: Callable[[StoredTable, int], Item]
-    mark: Callable[[Row, Read, list[Pieces], Any], list[Pieces]] = lambda row, read, texts, config: texts
+    mark: Callable[[Row, Read, list[Pieces], Settings], list[Pieces]] = lambda row, read, texts, config: texts
 
     def load(
         self,
@@ -173,10 +173,10 @@ def older_objects_uncollected() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Preparation(Generic[Read, Item]):
+class _Preparation(Generic[Settings, Read, Item]):
     """Pipeline from rows to table columns."""
 
-    kind: Kind[Read, Item]
+    kind: Kind[Settings, Read, Item]
     config: Settings
     formats: dict[str, RowFormat[Read]]
     encoder: Encoder

@@ -133,7 +133,7 @@ class DataReading:
     - `takes`: returns the tokens per item in a micro-batch.
     """
 
-    kind: Kind[Any, Any]
+    kind: Kind[Any, Any, Any]
     parts: Callable[[Any, Decode], list[PreviewPart]]
     lengths_are: str
     takes: Callable[[LoadedData[Any]], np.ndarray] = lambda data: data.columns["length"]
@@ -148,7 +148,7 @@ def _controls(report: ControlReport) -> Happened:
 
 
 def _offline(
-    title: str, reading: DataReading, data: LoadedData[Any], config: DataCommandConfig, tokenizer: object
+    title: str, reading: DataReading, data: LoadedData[object], config: DataCommandConfig, tokenizer: object
 ) -> Preview:
     report, items, decode = data.report, data.items, decoder(tokenizer)
     examples = [

@@ -1,6 +1,6 @@
 """Task definition for `rlhf kto`: data, model, reference and objective."""
 
-from typing import Any
+from functools import partial
 
 from rlhf_cli.algorithms.kto import UnpairedSettings, balanced_weights, finish_kto_metrics
 from rlhf_cli.commands.kto import KTOConfig
@@ -34,13 +34,10 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     check_reference(config.reference, model, is_needed=True)
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
-    def load(**source: Any) -> LabelledItems:
-        labelled = RESPONSES.load(
-            data, model.tokenizer, template=config.template, seed=config.batch.seed, reader=reader, **source
-        )
-        return LabelledItems(labelled, partners_of(labelled), {})
-
-    items = load_items(data, model, load)
+    load = partial(
+        RESPONSES.load, data, model.tokenizer, template=config.template, seed=config.batch.seed, reader=reader
+    )
+    items = load_items(data, model, load, lambda labelled: LabelledItems(labelled, partners_of(labelled), {}))
     train = items.data.data
     return OfflineTask(
         command=config.command,

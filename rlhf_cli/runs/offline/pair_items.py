@@ -1,6 +1,7 @@
 """Preference pairs as items for the offline loop, for `rm` and `dpo`."""
 
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 from rlhf_cli.config.data import PreferenceDataConfig, TemplateConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
@@ -45,10 +46,12 @@ def load_pair_items(
     share = config.batch.share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
 
-    def load(**source: Any) -> PairItems:
-        pairs = PAIRS.load(data, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
-        return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
-
-    items = load_items(data, model, load)
+    load = partial(PAIRS.load, data, model.tokenizer, template=config.template, seed=seed, reader=reader)
+    items = load_items(
+        data,
+        model,
+        load,
+        lambda pairs: PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {}),
+    )
     prompts = "shared prompts" if share else "prompts repeated for each response"
     return items, f"{items.data.data.report.summary}; {prompts}"

@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.process_reward import finish_step_metrics
 from rlhf_cli.commands.prm import PRMConfig
-from rlhf_cli.data.step_data import STEPS
+from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.data.step_data import STEPS, StepItem
 from rlhf_cli.models.classifiers import refuse_several_labels, refuse_token_classes
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
@@ -24,13 +25,11 @@ def prm_task(config: PRMConfig) -> OfflineTask:
     refuse_token_classes(model.architecture, f"--pretrain {model.base.pretrain!r}")
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
-    def load(**source: Any) -> StepItems:
+    def load(**source: Any) -> LoadedData[StepItem]:
         # Evaluate all steps even when training uses only the last one.
         own = source["dataset"] == data.dataset
         reading = data if own else data.model_copy(update={"train_on_last_step_only": False})
-        return StepItems(
-            STEPS.load(reading, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
-        )
+        return STEPS.load(reading, model.tokenizer, template=config.template, seed=seed, reader=reader, **source)
 
     def load_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
         """Load the model and add the separator to its configuration, where inference reads it."""
@@ -38,7 +37,7 @@ def prm_task(config: PRMConfig) -> OfflineTask:
         setattr(hf_model.config, STEP_SEPARATOR, data.separator)
         return hf_model
 
-    items = load_items(data, model, load)
+    items = load_items(data, model, load, StepItems)
     return OfflineTask(
         command=config.command,
         objective=step_objective,

@@ -1,6 +1,6 @@
 """Task definition for `rlhf sft`: data, model and objective."""
 
-from typing import Any
+from functools import partial
 
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, TemplateConfig
@@ -37,10 +37,5 @@ def load_sequence_items(
     data: DataConfig, template: TemplateConfig, model: ModelPlan, *, seed: int, reader: PictureReader | None = None
 ) -> Items[SequenceItems]:
     """Load tokenized examples, with images if there is a reader. Raises UsageError like `load_items`."""
-
-    def load(**source: Any) -> SequenceItems:
-        return SequenceItems(
-            SEQUENCES.load(data, model.tokenizer, template=template, seed=seed, reader=reader, **source)
-        )
-
-    return load_items(data, model, load)
+    load = partial(SEQUENCES.load, data, model.tokenizer, template=template, seed=seed, reader=reader)
+    return load_items(data, model, load, SequenceItems)

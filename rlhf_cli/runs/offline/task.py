@@ -30,9 +30,10 @@ class LoadedItems(ItemData, Protocol):
     """A command's items, with their dataset."""
 
     @property
-    def data(self) -> LoadedData[Any]: ...
+    def data(self) -> LoadedData[object]: ...
 
 
+Item = TypeVar("Item")
 LoadedItemsT = TypeVar("LoadedItemsT", bound=LoadedItems, covariant=True)
 
 
@@ -95,8 +96,14 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
     return model
 
 
-def load_items(data: OfflineDataConfig, model: ModelPlan, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
-    """Load training and evaluation items. `load(dataset=..., split=..., progress=...)` loads one dataset.
+def load_items(
+    data: OfflineDataConfig,
+    model: ModelPlan,
+    load: Callable[..., LoadedData[Item]],
+    make: Callable[[LoadedData[Item]], LoadedItemsT],
+) -> Items[LoadedItemsT]:
+    """Load training and evaluation items. `load(dataset=..., split=..., progress=...)` loads one dataset, and `make`
+    returns its items.
 
     Raises:
         UsageError: tokens or positions exceed the model's limits.
@@ -105,7 +112,7 @@ def load_items(data: OfflineDataConfig, model: ModelPlan, load: Callable[..., Lo
     with rows_bar(shown=rank == 0) as progress:
 
         def checked(dataset: str, split: str) -> LoadedItemsT:
-            items = load(dataset=dataset, split=split, progress=progress)
+            items = make(load(dataset=dataset, split=split, progress=progress))
             report = items.data.report
             # A token beyond the embedding fails on a GPU with an unreadable assertion.
             check_token_ids(report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)

@@ -21,6 +21,7 @@ from rlhf_cli.runs.offline.rm import reward_statistics
 from rlhf_cli.runs.offline.run import check_items
 from rlhf_cli.runs.offline.task import Items, load_items
 from rlhf_cli.runs.run_identity import NOT_OF_THE_STEPS, supported_identity
+from rlhf_cli.trainers.offline.sft import SequenceItems
 
 
 def settings(**given: str) -> SFTConfig:
@@ -47,14 +48,14 @@ def test_items_that_no_micro_batch_can_hold_are_refused_wherever_they_are():
 )
 def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest):
     config = settings(**{"max_len": "90"} | given)
-    rows = SimpleNamespace(data=SimpleNamespace(report=DataReport("sequences", lengths={7: 3, 64: 1, 90: 1})))
+    data: Any = SimpleNamespace(report=DataReport("sequences", lengths={7: 3, 64: 1, 90: 1}))
     architecture = Qwen2Config(max_position_embeddings=64)
     model: Any = SimpleNamespace(tokenizer=None, architecture=architecture, base=config.model)
     if longest <= 64:
-        assert load_items(config.data, model, lambda **_: rows).data is rows
+        assert load_items(config.data, model, lambda **_: data, SequenceItems).data.data is data
         return
     with pytest.raises(UsageError, match=r"x: rows have up to 90 tokens, .* 64 positions .* set --max_len 64"):
-        load_items(config.data, model, lambda **_: rows)
+        load_items(config.data, model, lambda **_: data, SequenceItems)
 
 
 @pytest.mark.parametrize(("name", "value"), [("eval_steps", "5"), ("stop_eval_loss", "0.5")])
