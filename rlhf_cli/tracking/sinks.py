@@ -293,6 +293,9 @@ class SinkRow:
     if the sink cannot run. The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`,
     `evaluation_samples(step, rows)`, `state()` and `close()`. Values returned by `state()` must be JSON; they are saved
     in the checkpoint.
+
+    One thread makes all calls. `log` is called again for the `eval/` metrics of the same step, so `step` is not unique.
+    Values may be NaN or infinite. Data must be on disk when a call returns, because a checkpoint may follow.
     """
 
     setting: str

@@ -160,7 +160,7 @@ def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
     ("settings", "message"),
     [
         ({"reward_funcs": ["gsm9k"]}, "there is no reward 'gsm9k'"),
-        ({"reward_funcs": ["exact", "exact"]}, "named twice"),
+        ({"reward_funcs": ["exact", "exact"]}, "listed twice"),
         ({"reward_funcs": ["exact"], "reward_weights": [1.0, 2.0]}, "2 values for 1"),
         ({"reward_funcs": ["exact"], "reward_clip_range": (1.0, 1.0)}, "is empty"),
     ],

@@ -98,7 +98,7 @@ def test_llava_learns_to_stop_by_the_template_of_the_examples(tmp_path: Path) ->
     write_rows(tmp_path, *ROWS["sft"]).rename(tmp_path / "sft.jsonl")
     with pytest.raises(UsageError, match=r"no end of turn .* examples/templates/llava_1_5\.jinja is one for LLaVA"):
         task_of("sft", tmp_path, tokenizer_chat_template=str(bare))
-    found = task_of("sft", tmp_path, tokenizer_chat_template=str(LLAVA_TEMPLATE)).items.data.data.sequences
+    found = task_of("sft", tmp_path, tokenizer_chat_template=str(LLAVA_TEMPLATE)).items.data.data.items
     tokenizer = AutoTokenizer.from_pretrained(model)
     image = "<image>" * 16
     expected = [(f"USER: {image}\nHow many? ASSISTANT:", " two<|im_end|>"), ("USER: 2+2? ASSISTANT:", " 4<|im_end|>")]

@@ -428,5 +428,8 @@ def test_a_run_without_a_reward_file_has_no_notice_about_one(tmp_path):
 @pytest.mark.parametrize("command", SETTINGS_OF_IDENTITY)
 def test_a_checkpoint_records_the_same_settings_as_before(command):
     given = {"teacher_pretrain": "x"} if command == "gkd" else {}
-    words = " ".join(settings_identity(resolve(command, **given))).split()
-    assert sorted(words) == sorted(f"{OF_EVERY_ONLINE_COMMAND} {SETTINGS_OF_IDENTITY[command]}".split())
+    recorded = set(" ".join(settings_identity(resolve(command, **given))).split())
+    listed = set(f"{OF_EVERY_ONLINE_COMMAND} {SETTINGS_OF_IDENTITY[command]}".split())
+    new = "add each to a list above if it affects results, else exclude it in runs/online/identity.py"
+    assert not recorded - listed, new
+    assert not listed - recorded, "no longer recorded: old checkpoints could be resumed with other values"

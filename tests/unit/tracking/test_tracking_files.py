@@ -255,7 +255,8 @@ def test_sinks_list_every_file_that_they_write(tmp_path):
         image = Picture("a1", 8, 8, partial(np.zeros, (8, 8, 3), np.uint8))
         tracker.evaluation_samples(2, [{"response": "r", "images": [image]}])
         tracker.close()
-    assert {path.name for path in tmp_path.iterdir()} - {"run.json"} == set(files_of(SINKS))
+    written = {path.name for path in tmp_path.iterdir()} - {"run.json"}
+    assert written == set(files_of(SINKS)), "enable a new sink in the settings above"
 
 
 class FakeWandb:

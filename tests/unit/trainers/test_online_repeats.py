@@ -253,7 +253,8 @@ BY_ESTIMATOR: list[tuple[str, str, dict[str, str]]] = [
 
 
 def test_runs_with_all_estimators_are_repeated():
-    assert {row for _, row, _ in BY_ESTIMATOR} == {row.name for row in ESTIMATORS.values() if row.advantages}
+    run = {row for _, row, _ in BY_ESTIMATOR}
+    assert run == {row.name for row in ESTIMATORS.values() if row.advantages}, "add the estimator to BY_ESTIMATOR"
 
 
 @pytest.mark.parametrize(("command", "row", "given"), BY_ESTIMATOR)
@@ -264,7 +265,8 @@ def test_a_run_gives_the_same_numbers_again_and_other_ones_with_another_seed(
     common = {"pretrain": tiny_model_dir, "param_dtype": "fp32", "init_kl_coef": 0.1, **small, **given}
     first, second, other = (train(resolve(command, seed=seed, **common), row, tmp_path) for seed in (1, 1, 2))
     assert [step for step, _ in first[0]] == list(range(1, ITERATIONS + 1))
-    assert not undocumented(command, [name for _, metrics in first[0] for name in metrics])
+    names = undocumented(command, [name for _, metrics in first[0] for name in metrics])
+    assert not names, "describe the metrics in docs/metrics.yaml"
     assert first[:2] == second[:2]
     assert first[2].keys() == second[2].keys()
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
