@@ -1,18 +1,15 @@
 """End-to-end tests of `rlhf rm`, `dpo` and `kto`: they learn, and resume exactly after a kill."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from forked import run_rlhf
+from forked import run_rlhf, started_rlhf
 from safetensors.torch import load_file
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -52,15 +49,15 @@ class Place:
         own = folder / "cache" / "rlhf-cli"
         own.mkdir(parents=True)
         (own / "kernels").symlink_to(built)  # compiled once for all tests
+        (own.parent / "torch_extensions").symlink_to(get_default_build_root())
         size = "--hidden_size 32 --intermediate_size 48 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 300"
         words = f"scratch --dataset {folder / 'pairs_train.jsonl'} {size} --output {folder / 'tiny'}"
         run_rlhf(*words.split())
 
     @property
     def caches(self) -> dict[str, str]:
-        """Return environment variables that make commands share compiled kernels and other caches."""
-        built = os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())
-        return {"TORCH_EXTENSIONS_DIR": built, "XDG_CACHE_HOME": str(self.folder / "cache")}
+        """Return environment variables that make commands share compiled kernels, but no other caches."""
+        return {"XDG_CACHE_HOME": str(self.folder / "cache")}
 
     def words(self, command: str, name: str, more: str = "") -> list[str]:
         kind = "labelled" if command == "kto" else "pairs"
@@ -73,15 +70,6 @@ class Place:
             f"--output {self.folder / name} {more}"
         )
         return words.split()
-
-    def start(self, command: str, name: str, more: str = "") -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "rlhf_cli", *self.words(command, name, more)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | self.caches,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
 
     def run(self, command: str, name: str, more: str = "") -> Path:
         run_rlhf(*self.words(command, name, more), environment=self.caches)
@@ -117,23 +105,21 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert [name for name, weight in weights.items() if not weight.equal(others[name])] == []
 
 
-def kill_after_a_checkpoint(process: subprocess.Popen, run: Path) -> None:
-    """Kill the command, its launcher and its ranks with SIGKILL."""
-    deadline = time.monotonic() + 300
-    while not list(run.glob("checkpoints/step_*")):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    for started in [*psutil.Process(process.pid).children(recursive=True), process]:
-        started.kill()
-    process.communicate()  # returns once no rank holds the output open
+def kill_after_a_checkpoint(words: list[str], run: Path, environment: Mapping[str, str]) -> None:
+    with started_rlhf(*words, environment=environment) as command:
+        deadline = time.monotonic() + 300
+        while not list(run.glob("checkpoints/step_*")):
+            assert command.is_running(), command.printed()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        command.kill_with_children()
 
 
 @pytest.mark.parametrize("command", ["rm", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_two_killed_ranks_end_as_two_never_stopped(place, command):
     whole = place.whole(command)
     killed, more = place.folder / f"{command}_killed", f"{OPTIONS[command]} {RANKS} --save_steps 1"
-    kill_after_a_checkpoint(place.start(command, killed.name, more), killed)
+    kill_after_a_checkpoint(place.words(command, killed.name, more), killed, place.caches)
     assert len(metrics_of(killed)) < len(metrics_of(whole))
     place.run(command, killed.name, f"{more} --load_checkpoint")
     assert metrics_of(killed) == metrics_of(whole)

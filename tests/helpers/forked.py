@@ -1,16 +1,20 @@
 """`rlhf` commands forked from a process that has already imported all libraries.
 
-Imports take a command five seconds. Tests that check output or send signals avoid this delay by forking. Tests of
-launchers and of a second Ctrl-C start separate processes.
+Imports take a command five seconds. Tests that check output or send signals avoid this delay by forking. The launcher
+and the ranks of `--num_processes` are forked from the command. Tests of launchers and of a second Ctrl-C start separate
+processes.
 
 The server runs this file as a program: it reads one request per line, forks, and replies with the process ID, and with
 the exit status when the command ends. Commands run one at a time.
 """
 
+import atexit
 import functools
+import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn
 
 import psutil
 from forked_worker import start_worker_server, use_worker_server
@@ -106,6 +110,14 @@ class Command:
             os.kill(self._pid, signum)
         else:
             os.killpg(self._pid, signum)
+
+    def kill_with_children(self) -> None:
+        """Kill the command and every process that it has started with SIGKILL, as a power failure does."""
+        command = psutil.Process(self._pid)
+        processes = [*command.children(recursive=True), command]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes)
 
     def finish(self, *, status: int = 0, seconds: float = SECONDS) -> str:
         """Wait for the command to end with this exit status, and return its output."""
@@ -200,10 +212,44 @@ def _run(request: dict, workers: str) -> None:
     for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
     use_worker_server(workers)
+    subprocess.Popen = ForkedPython  # type: ignore[assignment, misc]
     sys.argv = ["rlhf", *request["words"]]
     from rlhf_cli.__main__ import main
 
     sys.exit(main())
+
+
+class ForkedPython(subprocess.Popen):
+    """Forks this process instead of starting an interpreter for DeepSpeed's launcher and its ranks."""
+
+    def __init__(self, command: Any, **options: Any) -> None:
+        match command:
+            case [_, "-m", "deepspeed.launcher.launch", *_] | [_, "-u", "-m", "rlhf_cli", *_]:
+                sys.stdout.flush()  # the fork would print the buffer a second time
+                module = command[command.index("-m") + 1 :]
+                options["preexec_fn"] = functools.partial(_run_module, module, options.get("env") or dict(os.environ))
+                options["restore_signals"] = False  # the interpreter would ignore SIGPIPE again
+        super().__init__(command, **options)
+
+
+def _run_module(words: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become `python -m` with these words, called in the fork when its files and session are in place."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # includes the pipe whose end tells Popen that a program has started
+    gc.enable()  # Popen has disabled it for the fork
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = words
+    sys.modules.pop("rlhf_cli.__main__", None)  # runpy warns of modules that it runs a second time
+    status: object = 0
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    atexit._run_exitfuncs()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 if __name__ == "__main__":
