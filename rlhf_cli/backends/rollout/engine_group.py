@@ -100,7 +100,7 @@ class EngineGroup:
         self._version = 0
         self._adapter: dict[str, object] | None = None
         self._restarts = 0
-        self._batch = SharedBatch([], SamplingParams(0), [])
+        self._batch = SharedBatch({}, SamplingParams(0), [])
         # Batch numbers increase over all engines and restarts, so that late calls for an old batch have no effect.
         self._num_begun = 0
         # Start all engines before waiting for the first: each needs seconds to minutes.
@@ -147,7 +147,7 @@ class EngineGroup:
             shares = same_shares(requests, self._batch)
         else:
             shares = balanced_shares(requests, len(self._workers))
-        self._batch = SharedBatch([*requests], sampling, shares)
+        self._batch = SharedBatch(dict(enumerate(requests)), sampling, shares)
         for number, share in enumerate(shares):
             if share:
                 self._ask_for_share(number)

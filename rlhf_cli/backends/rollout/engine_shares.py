@@ -19,13 +19,14 @@ class Listening:
 class SharedBatch:
     """A batch spread over engines.
 
+    - `requests`: by number. As soon as requests are added, only open ones, because such a batch may never end.
     - `shares`: request numbers per engine.
     - `calls`: pending calls that will return responses.
     - `begun`: each engine's current batch number.
     - `seen`: numbers of completed requests.
     """
 
-    requests: list[GenerationRequest]
+    requests: dict[int, GenerationRequest]
     sampling: SamplingParams
     shares: list[list[int]]
     calls: dict[object, Listening] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class SharedBatch:
     _homes: dict[object, int] = field(default_factory=dict)
     # Expected tokens in each engine's open requests. Maintained only after the first `add`.
     _loads: list[int] = field(default_factory=list)
+    _num_requests: int = 0  # so far, also only after the first `add`
 
     @property
     def heard(self) -> set[int]:
@@ -68,22 +70,32 @@ class SharedBatch:
                 engine = self._homes.get(request.prompt, self._loads.index(min(self._loads)))
                 self._settle(request, engine)
             self._loads[engine] += _cost(request)
-            self.shares[engine].append(len(self.requests))
-            self.requests.append(request)
+            self.shares[engine].append(self._num_requests)
+            self.requests[self._num_requests] = request
+            self._num_requests += 1
             added.setdefault(engine, []).append(request)
         return added
 
     def _settle_all(self) -> None:
-        self.has_added = True
+        self.has_added, self._num_requests = True, len(self.requests)
         for engine, share in enumerate(self.shares):
             for number in share:
                 self._settle(self.requests[number], engine)
-            self._loads.append(sum(_cost(self.requests[number]) for number in share if number not in self.seen))
+            self._loads.append(sum(_cost(self.requests[number]) for number in share))
+            for number in self.seen.intersection(share):
+                self._complete(number, engine)
 
     def _settle(self, request: GenerationRequest, engine: int) -> None:
         self._homes[request.prompt] = engine
         if request.episode is not None:
             self._homes[request.episode] = engine
+
+    def _complete(self, number: int, engine: int) -> None:
+        request = self.requests.pop(number)
+        self._loads[engine] -= _cost(request)
+        # Only an episode has requests that follow: all samples of another prompt come at once.
+        if request.episode is None:
+            self._homes.pop(request.prompt, None)
 
     def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
         """Return responses not seen before, with request numbers in the full batch."""
@@ -92,7 +104,8 @@ class SharedBatch:
         new = [(number, response) for number, response in named if number not in self.seen]
         self.seen |= {number for number, _ in new}
         if self.has_added:
-            self._loads[engine] -= sum(_cost(self.requests[number]) for number, _ in new)
+            for number, _ in new:
+                self._complete(number, engine)
         return new
 
     def is_over(self, call: Listening, arrivals: Arrivals) -> bool:

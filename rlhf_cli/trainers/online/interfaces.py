@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -121,13 +121,15 @@ class Engines(SamplingEngines, Protocol):
         """Load the actor's current weights. Returns transfer metrics."""
 
 
+@runtime_checkable
 class TurnEngines(Engines, Protocol):
     """Engines that accept additional requests during a batch."""
 
     def add(self, requests: list[GenerationRequest]) -> None:
         """Add requests to the batch, even if all its responses have finished. Request numbers continue.
 
-        They use the batch's sampling parameters, and go to the engine with the start of their episode.
+        They use the batch's sampling parameters, and go to the engine with the start of their episode, or to the least
+        loaded one.
         """
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import GenerationRequest
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
@@ -12,6 +13,7 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.rollout import (
+    Round,
     SampledGroups,
     Sampler,
     mean_lengths,
@@ -69,6 +71,10 @@ class RolloutSource:
         """Return whether no data remains. Known in advance only with dynamic sampling."""
         is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
         return self.settings.dynamic is not None and is_taken
+
+    def requests(self, state: SourceState) -> list[GenerationRequest]:
+        """Return the requests of the batch after a state, without dynamic sampling."""
+        return Round(self._prompts_of_next(state), self._sampler(state), session=None).requests()
 
     async def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[SampledGroups | None, SourceState]:
         """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch

@@ -54,18 +54,22 @@ class Round:
         self._scores: dict[int, Score] = {}
         self._added: list[int] = []  # request numbers, in scoring order
 
+    def requests(self) -> list[GenerationRequest]:
+        """Return all requests without greedy ones."""
+        seed, num_samples = self._sampler.seed, self._sampler.num_samples
+        return [
+            self._request(group, prompt, scattered_seed(seed, group * num_samples + index))
+            for group, prompt in self._prompts
+            for index in range(num_samples)
+        ]
+
     async def generate(self, *, prompts_at_once: int | None, enough: Callable[["Round"], int | None] | None) -> None:
         """Generate responses, and pass finished ones to the scorer.
 
         As soon as `enough` returns a number of tokens, longer responses are dropped.
         """
-        sampler, num_samples = self._sampler, self._sampler.num_samples
-        requests = [
-            self._request(group, prompt, scattered_seed(sampler.seed, group * num_samples + index))
-            for group, prompt in self._prompts
-            for index in range(num_samples)
-        ]
-        size = (prompts_at_once or len(self._prompts)) * num_samples
+        sampler, requests = self._sampler, self.requests()
+        size = (prompts_at_once or len(self._prompts)) * sampler.num_samples
         for first in range(0, len(requests), size):
             await self._collect(first, requests[first : first + size], sampler.sampling, enough)
         if sampler.greedy:

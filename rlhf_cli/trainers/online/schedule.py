@@ -3,8 +3,8 @@
 Batch k, the data of iteration k, starts when iteration k - 1 - staleness is trained and pushed. By default, the push at
 the end of an iteration waits for batches in flight, so a batch's number determines its weights, and no batch is in
 flight between iterations. With partial rollouts, pushes do not wait: a push during a batch changes the weights for its
-remaining tokens, and engines are idle only for evaluations. With staleness 0, each batch is sampled in the main thread
-right before its iteration.
+remaining tokens, a batch joins those in flight, and engines are idle only for evaluations. With staleness 0, each batch
+is sampled in the main thread right before its iteration.
 """
 
 import asyncio
@@ -26,6 +26,8 @@ from rlhf_cli.algorithms.importance_correction import mismatch
 from rlhf_cli.errors import ProcessDied
 from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.online.interfaces import TurnEngines
+from rlhf_cli.trainers.online.joined_engines import JoinedEngines
 from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import SampledGroups
@@ -46,14 +48,20 @@ class Schedule:
 
     The main thread owns the models and trains. With staleness, the event loop "sampling" owns the engines: each batch
     is a coroutine, which awaits the source state of the one before. With `partial_rollout`, pushes do not wait for the
-    batch in flight.
+    batches in flight, and a batch sends its requests before it awaits the one before. Dynamic sampling, greedy
+    baselines and episodes do not join: they depend on the batch before, on other sampling parameters and on the state
+    of the turns.
     """
 
     def __init__(self, source: RolloutSource, actor: LentActor, *, total_iterations: int) -> None:
-        self._source = source
+        engines, settings = source.engines, source.settings
+        self._staleness = settings.staleness
+        self._partial_rollout = settings.partial_rollout
+        may_join = self._partial_rollout and settings.dynamic is None and not settings.estimator.greedy
+        self._joined = JoinedEngines(engines) if may_join and isinstance(engines, TurnEngines) else None
+        self._engines = engines
+        self._source = source if self._joined is None else replace(source, engines=self._joined)
         self._actor = actor
-        self._staleness = source.settings.staleness
-        self._partial_rollout = source.settings.partial_rollout
         self._total_iterations = total_iterations
         self._thread = LoopThread("sampling") if self._staleness else None
         self._flights = deque[Future[Sampling]]()  # in flight, or finished and not yet taken
@@ -154,7 +162,7 @@ class Schedule:
             release.set()
 
     def rest(self) -> None:
-        """Wait for the batch in flight, and start no other until the next `take`, so that the engines are idle.
+        """Wait for the batches in flight, and start no other until the next `take`, so that the engines are idle.
 
         A sampling error is raised by the next `take`.
         """
@@ -172,7 +180,7 @@ class Schedule:
     def leave(self) -> None:
         """Stop sampling, even during a batch, and release the GPUs."""
         if self._end():
-            self._source.engines.sleep()
+            self._engines.sleep()
 
     def _sampled_now(self, state: LoopState, timer: PhaseTimer) -> tuple[SampledGroups, LoopState] | None:
         if not self._has_more(state.source):
@@ -188,17 +196,20 @@ class Schedule:
         state.
         """
         first = source.iteration + len(self._flights)
-        for _ in range(first, min(num_trained + 1 + self._staleness, self._total_iterations)):
-            before = self._flights[-1] if self._flights else None
+        for number in range(first, min(num_trained + 1 + self._staleness, self._total_iterations)):
+            before, source = self._flights[-1] if self._flights else None, replace(source, iteration=number)
             self._flights.append(asyncio.run_coroutine_threadsafe(self._sample(before, source), thread.loop))
 
     async def _sample(self, before: Future[Sampling] | None, source: SourceState) -> Sampling:
-        """Sample a batch, from `source` if no other is in flight before it."""
+        """Sample a batch. `source` is the state before it, without what a batch in flight before it will change."""
         if before is not None:
+            joined = None if self._rests else self._joined
+            if joined is not None:
+                joined.join(self._source.requests(source), self._source.settings.sampling)
             # A failed batch raises its error again here, so that later batches fail instead of using a wrong state.
             # Without the shield, a cancel of this batch would mark the one before as done while it still runs.
             _, source = await asyncio.shield(asyncio.wrap_future(before))
-            if self._rests:
+            if self._rests and joined is None:
                 raise asyncio.CancelledError
         begin = time.perf_counter()
         self._spans.append((begin, math.inf))
@@ -254,12 +265,11 @@ class Schedule:
         for flight in self._flights:
             self._actor.wait(flight)  # each fails with the previous one's error
         self._flights.clear()
-        engines = self._source.engines
-        if isinstance(self._failure, ProcessDied) or not engines.is_generating:
+        if isinstance(self._failure, ProcessDied) or not self._engines.is_generating:
             return
-        engines.cut(0)
-        while engines.is_generating:
-            engines.collect()
+        self._engines.cut(0)
+        while self._engines.is_generating:
+            self._engines.collect()
 
 
 def _cancel_all() -> None:

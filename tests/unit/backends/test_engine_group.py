@@ -15,6 +15,7 @@ from rlhf_cli.backends.rollout.engine_group import EngineGroup, balanced_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied
+from rlhf_cli.trainers.online.joined_engines import JoinedEngines
 from rlhf_cli.trainers.online.lent_actor import LentActor, NotWanted
 
 REQUESTS = [GenerationRequest([number], seed=number) for number in range(6)]
@@ -349,6 +350,25 @@ def test_a_new_prompt_joins_the_engine_that_has_the_least_to_do():
     assert lengths == [[5], [2], [1, 1]]
 
 
+def test_a_batch_that_is_joined_again_and_again_keeps_open_requests_only():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    group.begin([GenerationRequest([number], seed=number) for number in range(6)], SamplingParams(1))
+    found = group.collect()
+    for first in range(6, 60, 6):
+        group.add([GenerationRequest([number // 2], seed=number) for number in range(first, first + 6)])
+        batch, before = group._batch, len(found)
+        assert set(batch.requests) == set(range(first + 6)) - {number for number, _ in found}
+        assert batch._homes.keys() <= {request.prompt for request in batch.requests.values()}
+        while len(found) < before + 6:
+            found += group.collect()
+    found += collected(group)
+    assert sorted(found) == [(number, (number, VERSION)) for number in range(60)]
+    assert not group._batch.requests
+    assert not group._batch._homes
+    assert group._batch._loads == [0, 0, 0]
+    assert len({len(worker.share) for worker in started}) == 1
+
+
 @pytest.mark.parametrize(("backend", "takes_turns"), [("ipc", True), ("nccl", False), ("shm", True), ("shm", False)])
 def test_an_engine_that_dies_repeats_what_is_unfinished_of_its_own_and_nothing_else(backend, takes_turns):
     group, started = make_group(backend, takes_turns=takes_turns, dying=set())
@@ -356,19 +376,37 @@ def test_an_engine_that_dies_repeats_what_is_unfinished_of_its_own_and_nothing_e
     found = collected(group)
     group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
     found += group.collect()
-    (finished,) = (request for number, _ in found[3:] for request in [group._batch.requests[number]])
-    victim = next(worker for worker in started if worker.share[0].episode != finished.episode)
+    ((finished, _),) = found[3:]
+    victim = next(worker for worker in started if worker.share[0].episode != finished % 3)
     group.add([turn(episode, 2, [episode, 6]) for episode in (0, 1, 2)])
     victim.alive = False
     found += collected(group)
     assert sorted(number for number, _ in found) == list(range(9))
     assert {number: seed for number, (seed, _) in found} == {
-        number: request.seed for number, request in enumerate(group._batch.requests)
+        3 * number + episode: 100 * episode + number for episode in range(3) for number in range(3)
     }
     (again,) = started[3:]
     assert again.number == victim.number
     assert [request.seed % 100 for request in again.share] == [1, 2]
     assert {version for _, (_, version) in found} == {VERSION}
+
+
+def test_an_engine_that_dies_while_two_batches_are_in_flight_repeats_open_requests_of_both():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    engines, sampling = JoinedEngines(group), SamplingParams(1)
+    second = [GenerationRequest([number], seed=number) for number in range(6, 12)]
+    engines.begin(REQUESTS, sampling)
+    found = engines.collect()
+    engines.join(second, sampling)
+    victim = next(worker for worker in started if worker.done == len(worker.share) - 3)
+    (seen,) = victim.share[: victim.done]
+    victim.alive = False
+    found += collected(engines)
+    assert sorted(found) == [(number, (number, VERSION)) for number in range(6)]
+    engines.begin(second, sampling)
+    assert sorted(collected(engines)) == [(number, (number + 6, VERSION)) for number in range(6)]
+    (again,) = started[3:]
+    assert {request.seed for request in again.share} == {request.seed for request in victim.share} - {seen.seed}
 
 
 def test_requests_join_an_engine_that_died_while_it_had_nothing_to_do():

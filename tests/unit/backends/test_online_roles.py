@@ -113,13 +113,13 @@ def test_a_question_about_another_picture_is_another_prompt():
 
 def test_turns_go_to_the_engine_of_the_turns_before():
     first = [GenerationRequest([number], number, episode=10 + number) for number in range(5)]
-    before = SharedBatch(first, SamplingParams(1), [[0, 3], [], [1, 2, 4]])
+    before = SharedBatch(dict(enumerate(first)), SamplingParams(1), [[0, 3], [], [1, 2, 4]])
     later = [GenerationRequest([number, 9], number, episode=10 + number) for number in (1, 3, 4)]
     shares = same_shares(later, before)
     assert shares == [[1], [], [0, 2]]
-    assert same_shares(later[1:], SharedBatch(later, SamplingParams(1), shares)) == [[0], [], [1]]
+    assert same_shares(later[1:], SharedBatch(dict(enumerate(later)), SamplingParams(1), shares)) == [[0], [], [1]]
     strangers = [GenerationRequest([9], 0, episode=number) for number in (91, 92)]
-    found = same_shares([*strangers, *later[1:]], SharedBatch(later, SamplingParams(1), shares))
+    found = same_shares([*strangers, *later[1:]], SharedBatch(dict(enumerate(later)), SamplingParams(1), shares))
     assert found == [[0, 2], [1], [3]]  # a first turn goes to an engine with the fewest requests
 
 
