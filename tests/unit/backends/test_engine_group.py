@@ -15,6 +15,7 @@ from rlhf_cli.backends.rollout.engine_group import EngineGroup, balanced_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied
+from rlhf_cli.trainers.online.interfaces import TurnEngines
 from rlhf_cli.trainers.online.joined_engines import JoinedEngines
 from rlhf_cli.trainers.online.lent_actor import LentActor, NotWanted
 
@@ -393,6 +394,7 @@ def test_an_engine_that_dies_repeats_what_is_unfinished_of_its_own_and_nothing_e
 
 def test_an_engine_that_dies_while_two_batches_are_in_flight_repeats_open_requests_of_both():
     group, started = make_group("shm", takes_turns=False, dying=set())
+    assert isinstance(group, TurnEngines), "no batch joins another one"
     engines, sampling = JoinedEngines(group), SamplingParams(1)
     second = [GenerationRequest([number], seed=number) for number in range(6, 12)]
     engines.begin(REQUESTS, sampling)
