@@ -24,6 +24,8 @@ class SharedBatch:
     - `calls`: pending calls that will return responses.
     - `begun`: each engine's current batch number.
     - `seen`: numbers of completed requests.
+    - `homes`: engine per prompt and per episode, filled by the first `add`. An engine that has already read the
+      beginning can reuse its prefix cache.
     """
 
     requests: dict[int, GenerationRequest]
@@ -34,8 +36,7 @@ class SharedBatch:
     max_tokens: int | None = None
     seen: set[int] = field(default_factory=set)
     has_added: bool = False
-    # Engine per prompt and per episode. An engine that has already read the beginning can reuse its prefix cache.
-    _homes: dict[object, int] = field(default_factory=dict)
+    homes: dict[object, int] = field(default_factory=dict)
     # Expected tokens in each engine's open requests. Maintained only after the first `add`.
     _loads: list[int] = field(default_factory=list)
     _num_requests: int = 0  # so far, also only after the first `add`
@@ -65,9 +66,9 @@ class SharedBatch:
             self._settle_all()
         added: dict[int, list[GenerationRequest]] = {}
         for request in requests:
-            engine = self._homes.get(request.episode)
+            engine = self.homes.get(request.episode)
             if engine is None:
-                engine = self._homes.get(request.prompt, self._loads.index(min(self._loads)))
+                engine = self.homes.get(request.prompt, self._loads.index(min(self._loads)))
                 self._settle(request, engine)
             self._loads[engine] += _cost(request)
             self.shares[engine].append(self._num_requests)
@@ -86,16 +87,16 @@ class SharedBatch:
                 self._complete(number, engine)
 
     def _settle(self, request: GenerationRequest, engine: int) -> None:
-        self._homes[request.prompt] = engine
+        self.homes[request.prompt] = engine
         if request.episode is not None:
-            self._homes[request.episode] = engine
+            self.homes[request.episode] = engine
 
     def _complete(self, number: int, engine: int) -> None:
         request = self.requests.pop(number)
         self._loads[engine] -= _cost(request)
         # Only an episode has requests that follow: all samples of another prompt come at once.
         if request.episode is None:
-            self._homes.pop(request.prompt, None)
+            self.homes.pop(request.prompt, None)
 
     def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
         """Return responses not seen before, with request numbers in the full batch."""
@@ -151,9 +152,10 @@ def same_shares(requests: list[GenerationRequest], before: SharedBatch) -> list[
 
     Returns request numbers per engine. Episodes without a turn in `before` go to the engine with the fewest requests.
     """
-    engine_of = {
-        before.requests[place].episode: engine for engine, share in enumerate(before.shares) for place in share
-    }
+    engine_of = dict(before.homes)
+    for engine, share in enumerate(before.shares):
+        # Only open requests are kept after an `add`: `homes` has the episodes of the others.
+        engine_of |= {before.requests[place].episode: engine for place in share if place in before.requests}
     shares: list[list[int]] = [[] for _ in before.shares]
     for number, request in enumerate(requests):
         if request.episode not in engine_of:

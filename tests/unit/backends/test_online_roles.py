@@ -11,10 +11,11 @@ from tiny_training import make_sequences
 from rlhf_cli.backends.roles.groups import FrozenPolicyRole, RewardRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.backends.rollout.engine_shares import SharedBatch, balanced_shares, same_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.models.reward_model import ScoreStatistics
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
@@ -121,6 +122,17 @@ def test_turns_go_to_the_engine_of_the_turns_before():
     strangers = [GenerationRequest([9], 0, episode=number) for number in (91, 92)]
     found = same_shares([*strangers, *later[1:]], SharedBatch(dict(enumerate(later)), SamplingParams(1), shares))
     assert found == [[0, 2], [1], [3]]  # a first turn goes to an engine with the fewest requests
+
+
+def test_turns_go_to_the_engine_of_turns_that_joined_and_are_complete():
+    first = [GenerationRequest([number], number, episode=number) for number in range(2)]
+    before = SharedBatch(dict(enumerate(first)), SamplingParams(1), [[1], [0]])
+    before.add([GenerationRequest([0, 9], 0, episode=0)])
+    answer = Generation([9], [-0.1], "stop", 0)
+    before.news(0, Arrivals([(0, answer)], is_last=True))
+    before.news(1, Arrivals([(0, answer), (1, answer)], is_last=True))
+    later = [GenerationRequest([number, 9, 9], number, episode=number) for number in range(2)]
+    assert same_shares(later, before) == [[1], [0]]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])
