@@ -4,6 +4,8 @@ Libraries may change them without notice: fix such changes here; each wrapper ha
 methods are in `backends/rollout/vllm_scheduler.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 # Some processes only render templates: do not import PyTorch at module level.
@@ -56,3 +58,16 @@ def use_attention(config: "PretrainedConfig", name: str) -> None:
     `set_attn_implementation` would look for a package if the name contains "flash".
     """
     config._attn_implementation = name
+
+
+@contextmanager
+def without_partitions() -> Iterator[None]:
+    """Let transformers build models without ZeRO-3, which it otherwise applies to all models once a process uses it."""
+    from transformers.integrations import deepspeed
+
+    active = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = active

@@ -168,9 +168,6 @@ def _load(
             **(_quantised(config, architecture) if in_4bit else placed_on(None if partition else device)),
             **options,
         )
-    # Models without the attention interface ignore attn_implementation and would attend across sequences.
-    if not model.is_backend_compatible():
-        raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention kernel is fixed")
     if not config.keep_dropout:
         switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)

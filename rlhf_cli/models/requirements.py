@@ -14,6 +14,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import attention_needs, resolve_attention
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.fused import is_installed, uses_fused_kernels
+from rlhf_cli.models.mixers.layers import layers_of
 from rlhf_cli.models.vision.families.table import takes_pictures
 
 # fmt: off
@@ -33,19 +34,15 @@ PACKED_TYPES = frozenset({
 
 tests/unit/models/test_packed_types.py compares them; add new types in both places.
 """
-PACKED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types that keep packed sequences separate."""
+PACKED_MASKS = {"full_attention", "sliding_attention", "linear_attention"}
+"""Attention in `layer_types` that kernels for packs compute without a mask from transformers."""
 WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 """RoPE scaling types where the configured number of positions already includes the scaling, as in vLLM."""
 
 
-def check_trainable(architecture: PretrainedConfig) -> None:
+def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) -> None:
     """Raise UsageError, before loading weights, for a model that cannot be trained on packs."""
-    unsupported = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
     kind = architecture.model_type
-    # Recurrent, chunked and convolutional layers would mix the sequences in a pack.
-    if unsupported:
-        raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(unsupported)}")
     # PACKED_TYPES covers only text models in transformers: neither custom model code nor vision-language types.
     is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
     if is_of_transformers and kind not in PACKED_TYPES:
@@ -53,6 +50,14 @@ def check_trainable(architecture: PretrainedConfig) -> None:
             f"models of type {kind} cannot be trained on packs: not tested to keep sequences separate; "
             "docs/status.md lists the supported types"
         )
+    named = getattr(architecture.get_text_config(), "layer_types", None) or ()
+    # Chunked or sparse attention goes through the interface too, with masks that the kernels ignore.
+    if masked := sorted({name for name in named if name.endswith("_attention")} - PACKED_MASKS):
+        raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(masked)}")
+    layers = layers_of(architecture, trust_remote_code=trust_remote_code)
+    if layers.unsupported or not layers.num_attention:
+        problem = f"no support for {', '.join(layers.unsupported)}" if layers.unsupported else "no attention layer"
+        raise UsageError(f"models of type {kind} cannot be trained on packs: {problem}")
 
 
 def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:
@@ -101,7 +106,7 @@ def _stretch(text: PretrainedConfig) -> float:
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
     """Raise UsageError, before loading weights, if this process cannot load the model for training."""
-    check_trainable(architecture)
+    check_trainable(architecture, trust_remote_code=config.trust_remote_code)
     no_gpu = not torch.cuda.is_available()
     problems = (
         (

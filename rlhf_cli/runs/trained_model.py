@@ -100,7 +100,7 @@ def find_frozen_policy(
     found = find_reader(flag, source, tokenizer)
     try:
         # The model is never trained, but it reads the same packs.
-        check_trainable(found.architecture)
+        check_trainable(found.architecture, trust_remote_code=source.trust_remote_code)
     except UsageError as error:
         raise UsageError(f"--{flag}: {error}") from error
     _require_all_embeddings(found.architecture, architecture, f"--{flag} {pretrain!r}")

@@ -93,7 +93,7 @@ def find_models(config: OnlineConfig, estimator: Estimator) -> OnlineModels:
     """
     policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
     require_language_model(config.model, policy.architecture, policy.plan)
-    check_trainable(policy.architecture)
+    check_trainable(policy.architecture, trust_remote_code=policy.base.trust_remote_code)
     check_trained_parts(policy.base, config.adapter, policy.architecture, is_adapted=policy.plan is not None)
     if policy.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps requires full fine-tuning: with an adapter, the base model is the reference")
@@ -158,7 +158,7 @@ def _critic(config: OnlineConfig, policy: ModelPlan) -> ModelPlan:
     source = config.model.model_copy(update={"pretrain": pretrain, "tokenizer_chat_template": None})
     try:
         critic = trained_model(source, config.adapter, seed=config.batch.seed)
-        check_trainable(critic.architecture)
+        check_trainable(critic.architecture, trust_remote_code=critic.base.trust_remote_code)
     except UsageError as error:
         raise UsageError(f"--critic_pretrain: {error}") from error
     what = f"--critic_pretrain {pretrain!r}"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_cli.models.compat import (
@@ -11,6 +12,7 @@ from rlhf_cli.models.compat import (
     has_bf16_products,
     prepare_amx,
     softmax_backward,
+    without_partitions,
 )
 
 
@@ -35,6 +37,15 @@ def test_the_attention_of_a_model_is_known_by_name(name):
     config.attn_implementation = name
     model = Qwen2ForCausalLM._from_config(config, attn_implementation=name)
     assert attention_name(model.config) == name
+
+
+def test_a_process_with_zero3_builds_models_without_partitions():
+    held = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    with without_partitions():
+        assert not is_deepspeed_zero3_enabled()
+    assert is_deepspeed_zero3_enabled()
+    del held
+    assert not is_deepspeed_zero3_enabled()
 
 
 def test_questions_about_the_processor_have_an_answer():

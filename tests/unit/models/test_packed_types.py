@@ -40,7 +40,7 @@ def test_every_other_type_is_refused_in_one_sentence(kind):
     assert kind in CONFIG_MAPPING_NAMES
     architecture = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
     with pytest.raises(UsageError, match=f"models of type {kind} cannot be trained on packs: not tested"):
-        check_trainable(architecture)
+        check_trainable(architecture, trust_remote_code=False)
 
 
 def test_the_page_lists_the_types_that_train():

@@ -1,0 +1,68 @@
+"""Find the layers of a model that mix tokens, by class.
+
+Configurations do not tell: some have no `layer_types`, others use their own names. A module mixes tokens if its forward
+pass takes a cache, which every decoder needs to generate.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_cli.models.compat import without_partitions
+
+CACHES = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache", "state"})
+"""Argument names of caches in transformers layers."""
+CUSTOM = (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
+"""Classes that custom model code may define instead of `AutoModel`."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers of a model that mix tokens: number of attention layers, and class names of unsupported layers."""
+
+    num_attention: int
+    unsupported: tuple[str, ...]
+
+
+def layers_of(architecture: PretrainedConfig, *, trust_remote_code: bool) -> Layers:
+    """Return the layers of a model with this configuration, without allocating weights."""
+    classes = getattr(architecture, "auto_map", None) or {}
+    auto_class = next((custom for custom in CUSTOM if custom.__name__ in classes), AutoModel)
+    # ZeRO-3 would partition the modules, and cannot initialize meta tensors.
+    with without_partitions(), torch.device("meta"):
+        return layers_in(auto_class.from_config(architecture, trust_remote_code=trust_remote_code))
+
+
+def layers_in(model: nn.Module) -> Layers:
+    """Return the layers of a model."""
+    by_class = {cls: _kind(cls) for cls in {type(part) for part in model.modules()}}
+    kinds = {name: kind for name, part in model.named_modules() if (kind := by_class[type(part)]) is not None}
+    # An unknown module with another mixer inside is only its container.
+    unsupported = {
+        type(model.get_submodule(name)).__name__
+        for name, kind in kinds.items()
+        if kind == "unsupported" and not any(other.startswith(f"{name}.") for other in kinds)
+    }
+    return Layers([*kinds.values()].count("attention"), tuple(sorted(unsupported)))
+
+
+def _kind(cls: type[nn.Module]) -> Literal["attention", "unsupported"] | None:
+    """Return how modules of this class mix tokens, or None if they do not."""
+    takes_cache = not CACHES.isdisjoint(inspect.signature(cls.forward).parameters)
+    # Decoder layers and models take a cache only to pass it on.
+    if not takes_cache or issubclass(cls, GradientCheckpointingLayer | PreTrainedModel):
+        return None
+    # Attention through the transformers interface runs the kernels in models/attention, which separate sequences.
+    return "attention" if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls.forward) else "unsupported"
