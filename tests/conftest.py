@@ -1,5 +1,6 @@
 """Tiny models with tokenizers, created locally without downloads."""
 
+import functools
 import gc
 import json
 import os
@@ -131,6 +132,27 @@ def tiny_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     shape = _shape(tokenizer) | {"head_dim": 32}  # vLLM's CPU kernels require multiples of 32
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
     return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-qwen3-moe"))
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Create a folder with a random float32 model of a type with convolutions or recurrent layers."""
+    import torch
+    from tiny_causal_models import tiny_config
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = make_tiny_tokenizer()
+
+    @functools.cache
+    def create(kind: str) -> str:
+        config = tiny_config(kind)
+        config.vocab_size = 300
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return _save(model, tokenizer, tmp_path_factory.mktemp(f"tiny-{kind}"))
+
+    return create
 
 
 @pytest.fixture(scope="session")

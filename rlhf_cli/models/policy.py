@@ -17,6 +17,8 @@ from rlhf_cli.models.attention.masks import MASKED_HERE, packed_masks
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 from rlhf_cli.models.logprobs import token_logprobs
+from rlhf_cli.models.mixers.operations import RUNS, bind_mixers
+from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of
@@ -34,6 +36,7 @@ class Decoder:
         self._decoder = model.get_decoder()
         self._tower = tower_of(model)
         self._last_mlp = LastMLP(self._decoder)
+        self._has_mixers = bind_mixers(self._decoder)
         self._text = model.config.get_text_config()
         self.routers = router_recorder(model.config)
 
@@ -53,6 +56,7 @@ class Decoder:
                 **self._masks(pack),
                 # transformers passes unknown arguments through all layers to the attention function.
                 **({"shards": part.shards} if part.shards else {}),
+                **({RUNS: MixerRuns(part.runs)} if self._has_mixers else {}),
                 **({"output_router_logits": True} if records_routers else {}),
             )
         if self.routers is not None and records_routers:

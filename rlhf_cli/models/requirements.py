@@ -14,7 +14,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import attention_needs, resolve_attention
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.fused import is_installed, uses_fused_kernels
-from rlhf_cli.models.mixers.layers import layers_of
+from rlhf_cli.models.mixers.layers import Layers, layers_of
 from rlhf_cli.models.vision.families.table import takes_pictures
 
 # fmt: off
@@ -24,10 +24,10 @@ PACKED_TYPES = frozenset({
     "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa",
     "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe",
-    "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "llama", "longcat_flash", "mellum", "mimo_v2_flash",
-    "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3",
-    "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-    "starcoder2", "vaultgemma", "youtu"
+    "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "lfm2", "lfm2_moe", "llama", "longcat_flash", "mellum",
+    "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo",
+    "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"
 })
 # fmt: on
 """transformers types with equal log-probs for packed and separate sequences.
@@ -40,8 +40,8 @@ WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepse
 """RoPE scaling types where the configured number of positions already includes the scaling, as in vLLM."""
 
 
-def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) -> None:
-    """Raise UsageError, before loading weights, for a model that cannot be trained on packs."""
+def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) -> Layers:
+    """Return the model's layers. Raises UsageError, before loading weights, if it cannot be trained on packs."""
     kind = architecture.model_type
     # PACKED_TYPES covers only text models in transformers: neither custom model code nor vision-language types.
     is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
@@ -55,9 +55,10 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
     if masked := sorted({name for name in named if name.endswith("_attention")} - PACKED_MASKS):
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(masked)}")
     layers = layers_of(architecture, trust_remote_code=trust_remote_code)
-    if layers.unsupported or not layers.num_attention:
+    if layers.unsupported or not (layers.num_attention or layers.mixers):
         problem = f"no support for {', '.join(layers.unsupported)}" if layers.unsupported else "no attention layer"
         raise UsageError(f"models of type {kind} cannot be trained on packs: {problem}")
+    return layers
 
 
 def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:
@@ -106,9 +107,14 @@ def _stretch(text: PretrainedConfig) -> float:
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
     """Raise UsageError, before loading weights, if this process cannot load the model for training."""
-    check_trainable(architecture, trust_remote_code=config.trust_remote_code)
+    layers = check_trainable(architecture, trust_remote_code=config.trust_remote_code)
     no_gpu = not torch.cuda.is_available()
     problems = (
+        (
+            config.compile_model and bool(layers.mixers),
+            f"compile_model is not supported for {architecture.model_type}: its layers of type "
+            f"{', '.join(layers.mixers)} depend on the runs of each pack",
+        ),
         (
             partitioned and config.compile_model,
             "compile_model cannot be combined with --zero_stage 3, which gathers weights between layers",

@@ -12,6 +12,7 @@ from transformers import AutoModel, PretrainedConfig
 
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.mixers.layers import layers_in
 
 SPLIT = {"colwise": "column", "rowwise": "row"}
 """Split styles in transformers and in DeepSpeed: by output, by input."""
@@ -106,6 +107,8 @@ def _check_complete(architecture: PretrainedConfig, layers: list[dict[str, Any]]
     # Build the decoder on the meta device to list parameters without allocating weights.
     with torch.device("meta"):
         decoder = AutoModel.from_config(architecture)
+    if layers_in(decoder).mixers:
+        raise UsageError(f"--tensor_parallel_size: {architecture.model_type} has layers that cannot be split")
     patterns = [pattern for layer in layers for pattern in layer["patterns"]]
     names = [name for name, part in decoder.named_modules() if next(part.parameters(recurse=False), None) is not None]
     planned = {name for name in names if any(re.match(pattern, f"{name}.weight") for pattern in patterns)}

@@ -9,6 +9,7 @@ from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan, check_layer_names, plan_adapter
 from rlhf_cli.models.finding import FoundModel, find_model
+from rlhf_cli.models.mixers.layers import Layers, layers_of
 from rlhf_cli.models.requirements import check_trainable, packed_attention
 from rlhf_cli.models.reward_model import find_reader
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -38,6 +39,11 @@ class ModelPlan:
     def attention(self) -> str:
         """Name of the attention kernel for training."""
         return packed_attention(self.base, self.architecture)
+
+    @property
+    def layers(self) -> Layers:
+        """Layers of `base` that mix tokens."""
+        return layers_of(self.architecture, trust_remote_code=self.base.trust_remote_code)
 
 
 def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> ModelPlan:

@@ -95,6 +95,8 @@ OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
     },
+    # Default configurations for so few layers have no convolution.
+    **{kind: {"layer_types": ["conv", "full_attention", "conv"]} for kind in ("lfm2", "lfm2_moe")},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 """Settings of individual types."""

@@ -6,7 +6,6 @@ pass takes a cache, which every decoder needs to generate.
 
 import inspect
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -26,13 +25,22 @@ CACHES = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_
 """Argument names of caches in transformers layers."""
 CUSTOM = (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
 """Classes that custom model code may define instead of `AutoModel`."""
+ATTENTION = "attention"
+MIXERS = {"short convolution": ("ShortConv",)}
+"""Layers that mix tokens without attention, with the ends of their class names in transformers."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of a model that mix tokens: number of attention layers, and class names of unsupported layers."""
+    """Layers of a model that mix tokens.
+
+    - `num_attention`: number of attention layers.
+    - `mixers`: names in `MIXERS` of its other layers.
+    - `unsupported`: class names of layers that would mix the sequences in a pack.
+    """
 
     num_attention: int
+    mixers: tuple[str, ...]
     unsupported: tuple[str, ...]
 
 
@@ -47,22 +55,30 @@ def layers_of(architecture: PretrainedConfig, *, trust_remote_code: bool) -> Lay
 
 def layers_in(model: nn.Module) -> Layers:
     """Return the layers of a model."""
-    by_class = {cls: _kind(cls) for cls in {type(part) for part in model.modules()}}
+    by_class = {cls: kind_of(cls) for cls in {type(part) for part in model.modules()}}
     kinds = {name: kind for name, part in model.named_modules() if (kind := by_class[type(part)]) is not None}
     # An unknown module with another mixer inside is only its container.
     unsupported = {
         type(model.get_submodule(name)).__name__
         for name, kind in kinds.items()
-        if kind == "unsupported" and not any(other.startswith(f"{name}.") for other in kinds)
+        if not kind and not any(other.startswith(f"{name}.") for other in kinds)
     }
-    return Layers([*kinds.values()].count("attention"), tuple(sorted(unsupported)))
+    named = [*kinds.values()]
+    return Layers(named.count(ATTENTION), tuple(sorted(MIXERS.keys() & {*named})), tuple(sorted(unsupported)))
 
 
-def _kind(cls: type[nn.Module]) -> Literal["attention", "unsupported"] | None:
-    """Return how modules of this class mix tokens, or None if they do not."""
+def kind_of(cls: type[nn.Module]) -> str | None:
+    """Return how modules of this class mix tokens: attention, a name in `MIXERS`, or "" if unknown.
+
+    None if they do not mix tokens.
+    """
     takes_cache = not CACHES.isdisjoint(inspect.signature(cls.forward).parameters)
     # Decoder layers and models take a cache only to pass it on.
     if not takes_cache or issubclass(cls, GradientCheckpointingLayer | PreTrainedModel):
         return None
     # Attention through the transformers interface runs the kernels in models/attention, which separate sequences.
-    return "attention" if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls.forward) else "unsupported"
+    if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls.forward):
+        return ATTENTION
+    # Custom code has operations of its own under the same class names.
+    is_known = cls.__module__.startswith("transformers.models.")
+    return next((name for name, ends in MIXERS.items() if is_known and cls.__name__.endswith(ends)), "")

@@ -79,7 +79,13 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
     _, num_ranks = distributed_env.rank_and_world_size()
     check_secondary_parts(config.deepspeed, num_ranks=num_ranks)
-    check_sequence_parallel(model.architecture, config.deepspeed, num_ranks=num_ranks, attention=model.attention)
+    check_sequence_parallel(
+        model.architecture,
+        config.deepspeed,
+        num_ranks=num_ranks,
+        attention=model.attention,
+        layers=model.layers,
+    )
     check_tensor_parallel(
         model.architecture,
         config.deepspeed,

@@ -46,6 +46,7 @@ class MixedForCausalLM(Qwen2ForCausalLM):
     ("kind", "unsupported"),
     [
         ("qwen2", ()),
+        ("lfm2", ()),
         ("gemma3_text", ()),
         ("recurrent_gemma", ("RecurrentGemmaRecurrentBlock",)),
         ("rwkv", ("RwkvFeedForward", "RwkvSelfAttention")),

@@ -1,0 +1,41 @@
+"""End-to-end tests of models with convolutions or recurrent layers in `rlhf sft` and `rlhf dpo`."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_rlhf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SHARED = "--param_dtype fp32 --max_len 64 --train_batch_size 8 --learning_rate 1e-3"
+
+
+@pytest.mark.parametrize("kind", ["lfm2"])
+def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems, tmp_path):
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    examples, pairs = tmp_path / "examples.jsonl", tmp_path / "pairs.jsonl"
+    examples.write_text("".join(json.dumps({"prompt": r["prompt"], "response": r["answer"]}) + "\n" for r in rows))
+    chosen = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": "no idea"} for r in rows]
+    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in chosen))
+    sft = f"sft --pretrain {tiny_hybrid_dir(kind)} --dataset {examples} {SHARED} --gradient_checkpointing"
+    dpo = f"dpo --pretrain {tmp_path / 'sft'} --dataset {pairs} {SHARED} --num_processes 2 --zero_stage 3"
+    for name, command in (("sft", sft), ("dpo", dpo)):
+        run_rlhf(*command.split(), "--output", tmp_path / name)
+    first = read_metrics(tmp_path / "dpo")[1]
+    # Policy and reference are the same model, whatever the packs; both responses continue one prompt.
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["grad_norm"] > 0
+    folders = [Path(tiny_hybrid_dir(kind)), tmp_path / "sft" / "model", tmp_path / "dpo" / "model"]
+    start, tuned, trained = (load_file(folder / "model.safetensors") for folder in folders)
+    assert start.keys() == tuned.keys() == trained.keys()
+    mixers = [name for name in start if ".conv." in name]
+    assert mixers
+    assert all(not start[name].equal(tuned[name]) and not tuned[name].equal(trained[name]) for name in mixers)
+    assert AutoModelForCausalLM.from_pretrained(folders[-1])(torch.arange(9)[None]).logits.isfinite().all()
