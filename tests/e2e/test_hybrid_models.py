@@ -1,4 +1,4 @@
-"""End-to-end tests of models with convolutions or recurrent layers in `rlhf sft` and `rlhf dpo`."""
+"""End-to-end tests of models with convolutions or recurrent layers in `rlhf sft`, `rlhf dpo` and `rlhf grpo`."""
 
 import json
 import math
@@ -39,3 +39,24 @@ def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems
     assert mixers
     assert all(not start[name].equal(tuned[name]) and not tuned[name].equal(trained[name]) for name in mixers)
     assert AutoModelForCausalLM.from_pretrained(folders[-1])(torch.arange(9)[None]).logits.isfinite().all()
+
+
+VARIED = """
+def reward_func(queries, prompts, labels):
+    return [len(set(query[len(prompt):])) for query, prompt in zip(queries, prompts)]
+"""
+
+
+@pytest.mark.parametrize("kind", ["lfm2"])
+def test_a_hybrid_model_is_pushed_to_the_engine_that_samples(kind, tiny_hybrid_dir, problems, reward_file, tmp_path):
+    run_rlhf(
+        *f"grpo --pretrain {tiny_hybrid_dir(kind)} --prompt_data {problems} --label_key answer --max_len 64".split(),
+        *f"--param_dtype fp32 --reward_func {reward_file(VARIED)} --max_new_tokens 6 --rollout_batch_size 4".split(),
+        *f"--n_samples_per_prompt 3 --train_batch_size 12 --max_iterations 2 --output {tmp_path / 'run'}".split(),
+        *["--actor_learning_rate", "1e-2", "--rollout_backend", "transformers"],
+    )
+    metrics = read_metrics(tmp_path / "run")
+    assert sorted(metrics) == [1, 2]
+    assert all(found["grad_norm"] > 0 for found in metrics.values())
+    # Log-probs of the engine and of packs with shared prompts agree, also after a push.
+    assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]

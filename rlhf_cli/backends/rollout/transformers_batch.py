@@ -29,6 +29,7 @@ from rlhf_cli.backends.rollout.transformers_cache import (
     has_only_full_attention,
     join_caches,
     select_rows,
+    state_bytes,
 )
 from rlhf_cli.backends.rollout.transformers_pictures import prefill_inputs
 from rlhf_cli.backends.rollout.transformers_sampling import request_uniforms, sample_tokens
@@ -85,7 +86,7 @@ class TransformersBatch:
     ) -> None:
         """Create a batch without rows. `tower` is the model's vision encoder, for prompts with images.
 
-        At most `max_rows` rows run at once, with a KV cache of at most `cache_bytes`. One row is always allowed.
+        At most `max_rows` rows run at once, with a cache of at most `cache_bytes`. One row is always allowed.
         """
         self._model = model
         self._tower = tower
@@ -95,7 +96,8 @@ class TransformersBatch:
         self._device = model.device
         self._config = model.config.get_text_config()
         self._max_rows = max_rows
-        self._max_tokens = cache_bytes // bytes_per_token(self._config, model.dtype)
+        self._cache_bytes = cache_bytes
+        self._token_bytes, self._state_bytes = bytes_per_token(self._config, model.dtype), state_bytes(model)
         # Other caches, such as sliding windows, have no columns to align: requests join when no row is left.
         self._has_full_attention = has_only_full_attention(self._config)
         self._rows: list[_Row] = []
@@ -200,7 +202,8 @@ class TransformersBatch:
             width = max(width, len(waiting[number].prompt_ids))
             num_left = max(num_left, waiting[number].limit(self._sampling))
             count = len(self._rows) + len(fitting) + 1
-            if count > 1 and (count > self._max_rows or count * (width + num_left) > self._max_tokens):
+            needed = count * (self._token_bytes * (width + num_left) + self._state_bytes)
+            if count > 1 and (count > self._max_rows or needed > self._cache_bytes):
                 break
             fitting.append(number)
         return fitting
@@ -281,7 +284,7 @@ class TransformersBatch:
         mask = None if self._mask is None else self._mask[:, : self._width]
         if mask is not None:
             # transformers uses a 4D mask unchanged, which avoids building one per step. Sliding-window layers need
-            # their own.
+            # their own. Recurrent layers need none: the state of a row contains no padding.
             mask = mask[:, None, None, :] if self._has_full_attention else mask.long()
         output = self._model(
             input_ids=tokens[:, None],

@@ -1,12 +1,24 @@
 """In-place KV cache for decoding with transformers models.
 
 transformers' DynamicCache copies the entire cache for every token, and StaticCache attends over the full capacity.
-Models with sliding-window or other attention layers use DynamicCache.
+Models with sliding-window or other attention layers use DynamicCache. Convolutions and recurrent layers keep a state
+per row instead of keys and values.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
+"""Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
 
 
 class InPlaceLayer(DynamicLayer):
@@ -51,18 +63,20 @@ class InPlaceLayer(DynamicLayer):
         torch.index_select(states[:, :, : self._length], 0, indices, out=selected[:, :, : self._length])
         return selected
 
-    def append_rows(self, other: "InPlaceLayer", *, width: int, capacity: int) -> None:
-        """Append the rows of `other`, so that all rows end at column `width`. Columns beyond a row's are zero.
+    def append_rows(self, others: Sequence["InPlaceLayer"], *, capacity: int, width: int | None = None) -> None:
+        """Append the rows of `others`, so that all rows end at column `width`, by default the last one of this layer.
 
-        Rows may lose columns at the left, which must be padding.
+        Columns beyond a row's are zero. Rows may lose columns at the left, which must be padding.
         """
+        width = self._length if width is None else width
+        layers = [self, *others]
+        lengths = [layer._length for layer in layers]
         self.capacity = capacity
-        lengths = self._length, other._length
-        self.keys = self._aligned((self.keys, other.keys), lengths, width)
-        self.values = self._aligned((self.values, other.values), lengths, width)
+        self.keys = self._aligned([layer.keys for layer in layers], lengths, width)
+        self.values = self._aligned([layer.values for layer in layers], lengths, width)
         self._length = width
 
-    def _aligned(self, parts: tuple[torch.Tensor, ...], lengths: tuple[int, ...], width: int) -> torch.Tensor:
+    def _aligned(self, parts: list[torch.Tensor], lengths: list[int], width: int) -> torch.Tensor:
         aligned = self._room(parts[0], sum(map(len, parts)))
         for rows, states, length in zip(aligned.split([*map(len, parts)]), parts, lengths, strict=True):
             kept = min(length, width)
@@ -72,19 +86,70 @@ class InPlaceLayer(DynamicLayer):
         return aligned
 
 
-def has_only_full_attention(config: PretrainedConfig) -> bool:
-    """Return whether all layers use full attention."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return set(layer_types) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None
+class StateLayer(LinearAttentionLayer):
+    """Cache layer with a convolution and a recurrent state [rows, ...]. They have no columns to align."""
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Replace row i by row indices[i]. Rows may be repeated or dropped."""
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({number: state.index_select(0, indices) for number, state in _filled(states)})
+
+    def append_rows(self, others: Sequence["StateLayer"], **_: int | None) -> None:
+        """Append the rows of `others`."""
+        for name in ("conv_states", "recurrent_states"):
+            parts = [getattr(layer, name) for layer in (self, *others)]
+            parts[0].update({number: torch.cat([part[number] for part in parts]) for number, _ in _filled(parts[0])})
+
+    def num_bytes(self) -> int:
+        """Return the memory of the states."""
+        return sum(state.nbytes for states in (self.conv_states, self.recurrent_states) for _, state in _filled(states))
+
+
+def _filled(states: dict[int, torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
+    # LFM2 has no recurrent state, and MLPs of Nemotron-H have a layer without any.
+    return [(number, state) for number, state in states.items() if state is not None]
+
+
+class StateAndKeysLayer(StateLayer, InPlaceLayer):
+    """Cache layer of models with attention and a recurrent layer side by side."""
+
+    def __init__(self, capacity: int, number_of_states: int) -> None:
+        InPlaceLayer.__init__(self, capacity)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: torch.Tensor, **kwargs: object) -> None:
+        # transformers passes keys and values by position, states by keyword.
+        (InPlaceLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        StateLayer.batch_select_indices(self, indices)
+        InPlaceLayer.batch_select_indices(self, indices)
+
+    def append_rows(self, others: Sequence["StateAndKeysLayer"], **sizes: Any) -> None:  # type: ignore[override]
+        StateLayer.append_rows(self, others)
+        InPlaceLayer.append_rows(self, others, **sizes)
 
 
 def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
     """Create an empty cache for sequences of up to `capacity` tokens."""
-    if not has_only_full_attention(config):
-        return DynamicCache(config=config)
-    return Cache(layers=[InPlaceLayer(capacity) for _ in range(config.num_hidden_layers)])
+    return Cache(layers=[_in_place(layer, capacity) for layer in DynamicCache(config=config).layers])
+
+
+def _in_place(layer: CacheLayerMixin | LinearAttentionLayer, capacity: int) -> CacheLayerMixin | LinearAttentionLayer:
+    # By exact type: sliding windows are subclasses, and keep their layers.
+    if type(layer) is DynamicLayer:
+        return InPlaceLayer(capacity)
+    if type(layer) is LinearAttentionLayer:
+        return StateLayer(layer.number_of_states)
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return StateAndKeysLayer(capacity, layer.number_of_states)
+    return layer
+
+
+def has_only_full_attention(config: PretrainedConfig) -> bool:
+    """Return whether all attention layers use full attention, so that rows can join a batch."""
+    layers = decoding_cache(config, capacity=0).layers
+    return all(isinstance(layer, InPlaceLayer | StateLayer) for layer in layers)
 
 
 def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Cache:
@@ -94,10 +159,12 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
     """
     joined = caches[0]
     for index, layer in enumerate(joined.layers):
-        layers = [cache.layers[index] for cache in caches]
-        if len(layers) > 1:
-            layer.keys = torch.cat([part.keys for part in layers])
-            layer.values = torch.cat([part.values for part in layers])
+        others = [cache.layers[index] for cache in caches[1:]]
+        if others and isinstance(layer, StateLayer):
+            layer.append_rows(others, capacity=capacity)
+        elif others:
+            layer.keys = torch.cat([layer.keys, *(other.keys for other in others)])
+            layer.values = torch.cat([layer.values, *(other.values for other in others)])
         if isinstance(layer, InPlaceLayer):
             layer.capacity = capacity
         layer.batch_select_indices(rows)
@@ -105,9 +172,12 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
 
 
 def append_rows(cache: Cache, other: Cache, *, width: int, capacity: int) -> None:
-    """Append the rows of `other` to a cache of `InPlaceLayer`s, in place. All rows end at column `width` afterwards."""
+    """Append the rows of `other` to a cache for which `has_only_full_attention` holds, in place.
+
+    All rows end at column `width` afterwards.
+    """
     for layer, others in zip(cache.layers, other.layers, strict=True):
-        layer.append_rows(others, width=width, capacity=capacity)
+        layer.append_rows([others], width=width, capacity=capacity)
 
 
 def select_rows(cache: Cache, indices: torch.Tensor) -> None:
@@ -124,5 +194,17 @@ def head_size(config: PretrainedConfig) -> int:
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Compute the KV cache bytes per token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    num_layers = sum(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
     # Factor 2 for keys and values.
-    return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize
+    return 2 * num_layers * heads * head_size(config) * dtype.itemsize
+
+
+def state_bytes(model: Any) -> int:
+    """Return the bytes of all convolution and recurrent states per row: 0 for most models."""
+    cache = decoding_cache(model.config.get_text_config(), capacity=1)
+    states = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+    if states:
+        # Shapes of states are known to the layers only: decode one token.
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return sum(layer.num_bytes() for layer in states)

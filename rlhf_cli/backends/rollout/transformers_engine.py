@@ -25,6 +25,7 @@ from rlhf_cli.backends.rollout.engine import (
 from rlhf_cli.backends.rollout.stop_strings import StopStrings, stop_strings
 from rlhf_cli.backends.rollout.transformers_attention import GROUPED_DECODE
 from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
+from rlhf_cli.backends.rollout.transformers_cache import OWN_STATES
 from rlhf_cli.backends.weight_sync.shm import read_verified_push
 from rlhf_cli.backends.weight_sync.transfer import weights_checksum
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -41,8 +42,16 @@ Result = TypeVar("Result")
 
 
 def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    """Load a language model, with vision encoder if any, and select the fastest attention for decoding."""
+    """Load a language model, with vision encoder if any, and select the fastest attention for decoding.
+
+    Raises UsageError for types whose states this engine cannot manage.
+    """
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    if architecture.model_type in OWN_STATES:
+        raise UsageError(
+            f"the transformers engine cannot generate with models of type {architecture.model_type}, which keep their "
+            "state outside of the cache: use vLLM"
+        )
     model = language_model_class(architecture).from_pretrained(
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
     )

@@ -1,0 +1,56 @@
+"""Models with convolutions or recurrent layers in the transformers engine."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_joining_rows import assert_same, run
+from test_rollout_transformers import SETTINGS, largest_difference
+from tiny_causal_models import tiny_config
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.errors import UsageError
+
+SAMPLING = SamplingParams(max_new_tokens=12)
+# Prompts of several lengths are padded, repeated ones share a prefill, and limits differ.
+REQUESTS = [
+    GenerationRequest([5 + index % 4] * (1 + 3 * (index % 4)), seed=index, max_new_tokens=3 + index)
+    for index in range(9)
+]
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+def test_a_hybrid_model_has_the_logprobs_of_a_plain_forward_pass(kind: str, tiny_hybrid_dir) -> None:
+    path = tiny_hybrid_dir(kind)
+    engine = TransformersEngine(path, SETTINGS)
+    whole, _ = run(engine, REQUESTS, SAMPLING, rows=len(REQUESTS))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        assert largest_difference(model, REQUESTS, [whole[number] for number in range(len(REQUESTS))], 1.0) < 2e-5
+    # Rows leave, others join: states move with their rows.
+    joined, shapes = run(engine, REQUESTS, SAMPLING, rows=3)
+    assert max(rows for rows, _ in shapes) == 3
+    assert_same(joined, whole)
+    asyncio.run(engine.shutdown())
+
+
+@pytest.mark.parametrize(("missing", "rows"), [(0, 3), (1, 2)])
+def test_states_count_as_memory_of_a_row(missing: int, rows: int, tiny_hybrid_dir) -> None:
+    """Two convolutions with 3 positions of 32 channels in float32 are 768 bytes, a token of one layer 128 bytes."""
+    engine = TransformersEngine(tiny_hybrid_dir("lfm2"), SETTINGS)
+    requests = [GenerationRequest([5], seed=index) for index in range(9)]
+    _, shapes = run(engine, requests, SAMPLING, rows=9, cache_bytes=3 * (768 + 13 * 128) - missing)
+    assert max(shape[0] for shape in shapes) == rows
+    asyncio.run(engine.shutdown())
+
+
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv"])
+def test_types_with_states_outside_of_the_cache_are_refused(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: use vLLM"):
+        TransformersEngine(str(tmp_path), SETTINGS)
