@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from rlhf_cli.models.weight_files import RenamedTensors, TensorSource
 
@@ -23,6 +23,18 @@ def as_in_checkpoint(
     """
     for name, tensor in named:
         yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def forget_unused_prefixes(model: PreTrainedModel) -> None:
+    """Drop changes of prefixes that changed no name when the model was loaded.
+
+    Under ZeRO-3, transformers keeps them, and saving would revert them: text models would get the names that they have
+    within vision-language models.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        used = [one for one in conversions if not isinstance(one, PrefixChange) or one.was_used()]
+        model._weight_conversions = used
 
 
 def shapes_in_checkpoint(

@@ -25,6 +25,7 @@ from transformers import (
 
 from rlhf_cli.config.model import ModelConfig, ModelSource
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.checkpoint_names import forget_unused_prefixes
 from rlhf_cli.models.classifiers import is_token_classifier, refuse_classifier, refuse_several_labels
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
@@ -168,6 +169,7 @@ def _load(
             **(_quantised(config, architecture) if in_4bit else placed_on(None if partition else device)),
             **options,
         )
+    forget_unused_prefixes(model)
     if not config.keep_dropout:
         switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)

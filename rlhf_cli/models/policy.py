@@ -220,11 +220,12 @@ class ValueModel(nn.Module):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return trainable matrices and expert stacks of all layers except embeddings and heads."""
+    """Return trainable matrices and expert stacks of all layers except embeddings, convolutions and heads."""
     # Muon orthogonalizes hidden matrices only; embeddings and heads use AdamW (kellerjordan.github.io/posts/muon).
     outer: set[nn.Parameter] = set()
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
+        # The kernels of depthwise convolutions are no matrices either, although they are 3-D.
+        if isinstance(module, nn.Embedding | nn.Conv1d):
             outer.update(module.parameters())
         if isinstance(module, PreTrainedModel):
             heads = (module.get_output_embeddings(), getattr(module, "score", None))

@@ -97,6 +97,23 @@ OWN: dict[str, dict[str, Any]] = {
     },
     # Default configurations for so few layers have no convolution.
     **{kind: {"layer_types": ["conv", "full_attention", "conv"]} for kind in ("lfm2", "lfm2_moe")},
+    # Float32 scans of delta rules round by more than 1e-5 with large weights, also in transformers itself.
+    **{
+        kind: {
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "initializer_range": 0.05,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 4 if kind == "olmo_hybrid" else 2,
+            "linear_num_value_heads": 4,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "head_dim": 16,
+            "num_key_value_heads": 4 if kind == "kimi_linear" else 2,
+            "q_lora_rank": None,
+        }
+        for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear")
+    },
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 """Settings of individual types."""

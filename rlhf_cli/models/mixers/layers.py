@@ -26,7 +26,11 @@ CACHES = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_
 CUSTOM = (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
 """Classes that custom model code may define instead of `AutoModel`."""
 ATTENTION = "attention"
-MIXERS = {"short convolution": ("ShortConv",)}
+MIXERS = {
+    "gated delta net": ("GatedDeltaNet",),
+    "Kimi delta attention": ("DeltaAttention",),
+    "short convolution": ("ShortConv",),
+}
 """Layers that mix tokens without attention, with the ends of their class names in transformers."""
 
 

@@ -1,15 +1,18 @@
 """Run the operations of mixers that combine tokens on each run of a pack.
 
-Projections, gates and norms of a mixer compute on the flat pack. Its module in transformers calls the convolution by
-name, so a wrapper takes its place there and inserts the tokens that each run continues. The bounds that transformers
-can pass are not enough: its PyTorch functions ignore them without an error, and so do kernels under another name.
+Projections, gates and norms of a mixer compute on the flat pack. Its module in transformers calls convolution and scan
+by name, so wrappers take their places there. The convolution gets the tokens that each run continues, the scan gets
+runs as rows. The bounds that transformers can pass are not enough: its PyTorch functions ignore them without an error,
+and so do kernels under another name.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +25,33 @@ from rlhf_cli.models.mixers.runs import MixerRuns
 
 RUNS = "mixer_runs"
 """Argument under which decoders pass the runs to their layers."""
-Operation = Callable[..., torch.Tensor]
+Operation = Callable[..., Any]
 Arguments = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A function that scans tokens with a recurrent state, and names of its arguments.
+
+    - `tokens`: arguments [rows, length, ...]. Zeros in all of them leave a zero state at zero.
+    - `begin`: states [rows, ...] to begin with.
+    - `end`: whether to return final states.
+    - `returns_pair`: whether it returns a pair also without final states.
+    """
+
+    function: str
+    tokens: frozenset[str]
+    begin: str
+    end: str
+    returns_pair: bool
+
+
+_OF_DELTA_RULES = frozenset({"query", "key", "value", "g", "beta"}), "initial_state", "output_final_state", True
+SCANS = {
+    "gated delta net": Scan("torch_chunk_gated_delta_rule", *_OF_DELTA_RULES),
+    "Kimi delta attention": Scan("chunk_kimi_delta_attention", *_OF_DELTA_RULES),
+}
+"""Scans by the name of the mixer."""
 PACKED = "is_packed"
 """Attribute of functions that are wrapped already."""
 _current: ContextVar[MixerRuns | None] = ContextVar("runs of the pack in a layer", default=None)
@@ -31,9 +59,13 @@ _current: ContextVar[MixerRuns | None] = ContextVar("runs of the pack in a layer
 
 def bind_mixers(decoder: PreTrainedModel) -> bool:
     """Let the mixers in a decoder see the runs that its layers receive as `mixer_runs`. Returns whether it has any."""
-    mixers = {type(part) for part in decoder.modules() if kind_of(type(part)) in MIXERS}
-    for cls in mixers:
-        _wrap(cls, "causal_conv1d_fn", packed_convolution)
+    classes = {type(part) for part in decoder.modules()}
+    mixers = {cls: kind for cls in classes if (kind := kind_of(cls)) in MIXERS}
+    for cls, kind in mixers.items():
+        _wrap(cls, "causal_conv1d_fn", {"weight", "bias", "activation"}, packed_convolution)
+        if (scan := SCANS.get(kind)) is not None:
+            arguments = scan.tokens | {scan.begin, scan.end}
+            _wrap(cls, scan.function, arguments, functools.partial(packed_scan, scan=scan))
     if mixers:
         for layer in decoder.layers:
             # The wrapped functions serve all models in this process, engines too, so runs are set only within a layer:
@@ -56,12 +88,14 @@ def _leave(layer: nn.Module, args: Arguments, output: object) -> None:
     _current.set(None)
 
 
-def _wrap(cls: type[nn.Module], name: str, wrapper: Callable[[Operation], Operation]) -> None:
-    """Replace a function in the module of a mixer. Raises RunError if another version of transformers lacks it."""
+def _wrap(cls: type[nn.Module], name: str, arguments: Set[str], wrapper: Callable[[Operation], Operation]) -> None:
+    """Replace a function in the module of a mixer. Raises RunError if another version of transformers has none such."""
     module = sys.modules[cls.__module__]
     plain = getattr(module, name, None)
-    if plain is None:
-        raise RunError(f"{cls.__name__} cannot be packed: this version of transformers has no {name} in its module")
+    missing = arguments - inspect.signature(plain).parameters.keys() if plain else {}
+    if plain is None or missing:
+        what = f"{name} has no argument {min(missing)}" if missing else f"there is no {name}"
+        raise RunError(f"{cls.__name__} cannot be packed: in this version of transformers, {what}")
     if not hasattr(plain, PACKED):
         wrapped = functools.wraps(plain)(wrapper(plain))
         setattr(wrapped, PACKED, True)
@@ -87,11 +121,43 @@ def packed_convolution(plain: Operation) -> Operation:
         if runs is None:
             return function(hidden_states, weight, bias, activation=activation, **kwargs)
         context_S, own_T = runs.context(weight.shape[-1] - 1)
-        # Row T of zeros is the context of runs that start a sequence.
-        tokens_TC = nn.functional.pad(hidden_states[0].transpose(0, 1), (0, 0, 0, 1))
         # The end of a prompt is selected once per response: gradients add up in float32.
-        spread_CS = SelectTokens.apply(tokens_TC, context_S).transpose(0, 1)
+        spread_CS = SelectTokens.apply(_with_zero(hidden_states[0].transpose(0, 1)), context_S).transpose(0, 1)
         convolved = function(spread_CS[None], weight, bias, activation=activation)
         return convolved.index_select(-1, own_T)
 
     return convolve
+
+
+def packed_scan(plain: Operation, scan: Scan) -> Operation:
+    """Wrap a scan over tokens [1, T, ...]. Runs that continue a prompt begin with the prompt's final state."""
+    # Of the PyTorch function: kernels have other names for the first arguments, which models give by position.
+    names = list(inspect.signature(plain).parameters)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        function, runs = _for_device(plain, args[0]), _current.get()
+        if runs is None:
+            return function(*args, **kwargs)
+        # Bounds of sequences under other names are dropped: rows need none.
+        given = {name: value for name, value in kwargs.items() if name in names} | dict(zip(names, args, strict=False))
+        padded = {name: _with_zero(given[name][0]) for name in scan.tokens}
+        outputs: list[torch.Tensor] = []
+        ends: list[torch.Tensor] = []
+        for rows in runs.rows:
+            begin = None if rows.parents_N is None else torch.cat(ends).index_select(0, rows.parents_N)
+            taken = given | {name: rows.take(tensor) for name, tensor in padded.items()}
+            taken |= {scan.begin: begin, scan.end: rows.is_continued}
+            by_position = [taken.pop(name) for name in names[: len(args)]]
+            result = function(*by_position, **taken)
+            output, end = result if isinstance(result, tuple) else (result, None)
+            outputs.append(output.flatten(0, 1))
+            ends += [end] if rows.is_continued else []
+        whole = torch.cat(outputs).index_select(0, runs.home_T)[None]
+        return (whole, None) if scan.returns_pair else whole
+
+    return run
+
+
+def _with_zero(tokens_TD: torch.Tensor) -> torch.Tensor:
+    """Append row T of zeros, which stands for padding and for the tokens before a sequence."""
+    return torch.cat([tokens_TD, tokens_TD.new_zeros(1, *tokens_TD.shape[1:])])

@@ -1,11 +1,38 @@
 """Runs of a pack as convolutions and scans read them."""
 
+import functools
 import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rlhf_cli.models.sequence_parallel.parts import Runs
+
+CHUNK = 64
+"""Tokens in a chunk of a scan, which pads shorter rows to it."""
+LEAST_FILLED = 0.75
+"""Least share of a row that holds tokens, if rows are longer than a chunk."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs of similar length as rows of a batch.
+
+    - `index_NL`: token positions in the pack; T for padding.
+    - `parents_N`: numbers of the prompts whose final states the runs begin with; None for runs that start a sequence.
+    - `is_continued`: whether the runs are prompts that others continue. They are left-padded, so that the state at the
+      end of a row is that of its last token.
+    """
+
+    index_NL: torch.Tensor
+    parents_N: torch.Tensor | None
+    is_continued: bool
+
+    def take(self, padded_TD: torch.Tensor) -> torch.Tensor:
+        """Return rows [N, L, ...] of values [T + 1, ...], of which the last is for padding."""
+        return padded_TD.index_select(0, self.index_NL.flatten()).unflatten(0, self.index_NL.shape)
 
 
 class MixerRuns:
@@ -41,6 +68,51 @@ class MixerRuns:
             kept = np.arange(self.num_tokens) + shift
             self._contexts[count] = self._on_device(np.concatenate(spread)), self._on_device(kept)
         return self._contexts[count]
+
+    @functools.cached_property
+    def rows(self) -> list[Rows]:
+        """All runs as rows. Prompts that are continued come first, numbered in order."""
+        by_start = {int(own[0]): number for number, own in enumerate(self._own)}
+        parents = {number: by_start[int(part[0])] for number, part in enumerate(self._before) if part.size}
+        # Final states exist only at the end of a run, and prompts have no prompt of their own.
+        assert all(self._before[number].size == self._own[parent].size for number, parent in parents.items())
+        assert parents.keys().isdisjoint(parents.values())
+        prompts = list(self._similar(set(parents.values())))
+        place = {number: index for index, number in enumerate(itertools.chain(*prompts))}
+        rows = [Rows(self._index(part, at_left=True), None, is_continued=True) for part in prompts]
+        for part in self._similar(set(range(len(self._own))) - parents.keys() - place.keys()):
+            rows.append(Rows(self._index(part), None, is_continued=False))
+        for part in self._similar(parents):
+            places = self._on_device(np.array([place[parents[number]] for number in part]))
+            rows.append(Rows(self._index(part), places, is_continued=False))
+        return rows
+
+    @functools.cached_property
+    def home_T(self) -> torch.Tensor:
+        """Places of all tokens in the concatenated rows, padding included."""
+        flat = torch.cat([rows.index_NL.flatten() for rows in self.rows])
+        # Places of padding are written to an extra position.
+        home = flat.new_empty(self.num_tokens + 1)
+        home[flat] = torch.arange(flat.numel(), device=flat.device)
+        return home[:-1]
+
+    def _similar(self, numbers: Iterable[int]) -> Iterator[list[int]]:
+        """Yield the runs in groups, longest first, so that little is padding and scans are few."""
+        left = sorted(numbers, key=lambda number: (-self._own[number].size, number))
+        while left:
+            longest = self._own[left[0]].size
+            least = 0 if longest <= CHUNK else LEAST_FILLED * longest
+            count = sum(self._own[number].size >= least for number in left)
+            yield left[:count]
+            left = left[count:]
+
+    def _index(self, numbers: list[int], *, at_left: bool = False) -> torch.Tensor:
+        """Return the positions of runs as rows, padded at the right or at the left."""
+        index = np.full((len(numbers), max(self._own[number].size for number in numbers)), self.num_tokens)
+        for row, number in zip(index, numbers, strict=True):
+            own = self._own[number]
+            row[row.size - own.size if at_left else 0 :][: own.size] = own
+        return self._on_device(index)
 
     def _on_device(self, positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(positions.astype(np.int64)).to(self._device)

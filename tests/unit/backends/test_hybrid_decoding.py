@@ -23,7 +23,9 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "kind", ["kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
+)
 def test_a_hybrid_model_has_the_logprobs_of_a_plain_forward_pass(kind: str, tiny_hybrid_dir) -> None:
     path = tiny_hybrid_dir(kind)
     engine = TransformersEngine(path, SETTINGS)

@@ -17,14 +17,22 @@ from rlhf_cli.models.mixers.layers import layers_of
 from rlhf_cli.models.mixers.operations import bind_mixers
 from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import with_filler
-from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.policy import PolicyModel, hidden_matrices
 from rlhf_cli.models.sequence_parallel.parts import Runs
 
-MIXERS = {"lfm2": ("short convolution",), "lfm2_moe": ("short convolution",)}
+MIXERS = {
+    "kimi_linear": ("Kimi delta attention",),
+    "lfm2": ("short convolution",),
+    "lfm2_moe": ("short convolution",),
+    "olmo_hybrid": ("gated delta net",),
+    "qwen3_5_moe_text": ("gated delta net",),
+    "qwen3_5_text": ("gated delta net",),
+    "qwen3_next": ("gated delta net",),
+}
 """Mixers by model type."""
 KINDS = sorted(MIXERS)
 LOGPROBS = 1e-5
-GRADIENTS = 1e-4  # relative to the largest of a parameter
+GRADIENTS = 1e-4  # relative to the largest of the parameter, or to a hundredth of the largest of the model
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -90,8 +98,15 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def assert_equal(results: Results, wanted: Results) -> None:
     assert (results[0] - wanted[0]).abs().max() < LOGPROBS
     assert results[1].keys() >= wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        distance = (results[1][name] - gradient).abs().max() / (gradient.abs().max() + 1e-6)
+    assert_same_gradients(results[1], wanted[1])
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    # Gradients of decays are small sums of large terms in float32: with scans in float64, packs with shared prompts are
+    # 300 times as close.
+    least = max(gradient.abs().max() for gradient in wanted.values()) / 100
+    for name, gradient in wanted.items():
+        distance = (found[name] - gradient).abs().max() / max(gradient.abs().max(), least)
         assert distance < GRADIENTS, name
 
 
@@ -108,6 +123,7 @@ def test_a_pack_has_the_logprobs_and_gradients_of_each_sequence(
     pack_sequences: Callable[[list[TokenSequence]], Pack],
     recompute: bool,
 ) -> None:
+    torch.manual_seed(1)
     weights = torch.randn(sum(sequence.num_trained for sequence in sequences))
     policy = packed_model(kind)
     if recompute:
@@ -170,9 +186,7 @@ def test_two_packs_and_a_generation_may_come_before_one_backward(kind: str) -> N
     with torch.no_grad():
         tiny_model(kind, "eager")(input_ids=torch.arange(3, 20)[None], use_cache=False)
     total.backward()
-    for name, gradient in gradients(policy.model).items():
-        wanted = separate[0][name] + separate[1][name]
-        assert (gradient - wanted).abs().max() < GRADIENTS * (wanted.abs().max() + 1e-6), name
+    assert_same_gradients(gradients(policy.model), {name: one + separate[1][name] for name, one in separate[0].items()})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,10 +196,37 @@ def test_tiny_models_have_the_mixers(kind: str) -> None:
     assert not layers.unsupported
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_finite(kind: str) -> None:
+    policy = packed_model(kind).bfloat16()
+    made = pack_groups(SHARED)
+    logprobs, found = in_pack(policy, made, torch.ones(made.targets_K.numel()))
+    assert logprobs.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_muon_leaves_convolutions_to_adamw() -> None:
+    model = tiny_model("lfm2", VARLEN)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_muon = {names[id(parameter)] for parameter in hidden_matrices(model)}
+    assert "model.layers.0.conv.in_proj.weight" in by_muon
+    assert "model.layers.0.conv.conv.weight" not in by_muon
+
+
 def test_a_release_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("lfm2", VARLEN)
     monkeypatch.delattr("transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn")
-    with pytest.raises(RunError, match="Lfm2ShortConv cannot be packed: this version of transformers has no causal"):
+    with pytest.raises(RunError, match=r"Lfm2ShortConv cannot be packed: .*, there is no causal_conv1d_fn"):
+        bind_mixers(model.get_decoder())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear"])
+def test_a_release_with_other_arguments_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(kind, VARLEN)
+    mixer = next(part for part in model.modules() if type(part).__name__.endswith(("GatedDeltaNet", "DeltaAttention")))
+    for name in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"):
+        monkeypatch.setattr(f"{type(mixer).__module__}.{name}", lambda query, key, value: None, raising=False)
+    with pytest.raises(RunError, match=f"{type(mixer).__name__} cannot be packed: .* has no argument beta"):
         bind_mixers(model.get_decoder())
 
 
@@ -197,3 +238,23 @@ def test_each_run_is_preceded_by_what_it_continues() -> None:
     assert context.tolist() == [6, 6, 0, 1, 2, 1, 2, 3, 4, 6, 6, 5]
     assert own.tolist() == [2, 3, 4, 7, 8, 11]
     assert runs.context(4)[0].tolist() == [6, 6, 6, 6, 0, 1, 2, 6, 0, 1, 2, 3, 4, 6, 6, 6, 6, 5]
+
+
+def test_runs_are_rows_of_similar_lengths() -> None:
+    """Prompts of 3 and 2 tokens with continuations of 2 and 1, then sequences of 200 and 100 tokens."""
+    lengths, before = [3, 2, 2, 1, 200, 100], [[], [0, 1, 2], [], [5, 6], [], []]
+    bounds = np.cumsum([0, *lengths])
+    keys = [np.array([*prompt, *range(bounds[i], bounds[i + 1])]) for i, prompt in enumerate(before)]
+    bounds_k = np.cumsum([0, *(part.size for part in keys)])
+    runs = MixerRuns(
+        Runs(torch.from_numpy(bounds), torch.from_numpy(bounds_k), 200, 200, torch.from_numpy(np.concatenate(keys)))
+    )
+    prompts, long, shorter, continued = runs.rows
+    assert prompts.is_continued
+    assert prompts.index_NL.tolist() == [[0, 1, 2], [308, 5, 6]]
+    assert [tuple(rows.index_NL.shape) for rows in (long, shorter)] == [(1, 200), (1, 100)]
+    assert continued.index_NL.tolist() == [[3, 4], [7, 308]]
+    assert continued.parents_N is not None
+    assert continued.parents_N.tolist() == [0, 1]
+    places = torch.cat([rows.index_NL.flatten() for rows in runs.rows])
+    assert places[runs.home_T].tolist() == list(range(308))
