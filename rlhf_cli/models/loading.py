@@ -30,6 +30,7 @@ from rlhf_cli.models.classifiers import is_token_classifier, refuse_classifier, 
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
+from rlhf_cli.models.mixers.layers import use_configured_limits
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
 from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.attention import attention_of_parts, use_tower_kernel
@@ -170,6 +171,7 @@ def _load(
             **options,
         )
     forget_unused_prefixes(model)
+    use_configured_limits(model)
     if not config.keep_dropout:
         switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)

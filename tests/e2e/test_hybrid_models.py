@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SHARED = "--param_dtype fp32 --max_len 64 --train_batch_size 8 --learning_rate 1e-3"
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems, tmp_path):
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     examples, pairs = tmp_path / "examples.jsonl", tmp_path / "pairs.jsonl"
@@ -47,7 +47,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_a_hybrid_model_is_pushed_to_the_engine_that_samples(kind, tiny_hybrid_dir, problems, reward_file, tmp_path):
     run_rlhf(
         *f"grpo --pretrain {tiny_hybrid_dir(kind)} --prompt_data {problems} --label_key answer --max_len 64".split(),

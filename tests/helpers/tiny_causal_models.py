@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.mixers.layers import use_configured_limits
 from rlhf_cli.models.policy import PolicyModel
 
 VOCABULARY = 97
@@ -114,6 +115,27 @@ OWN: dict[str, dict[str, Any]] = {
         }
         for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear")
     },
+    **{
+        kind: {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_ssm": 64,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 16,
+            "attn_layer_indices": [1],
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        }
+        for kind in ("bamba", "falcon_h1", "granitemoehybrid")
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 """Settings of individual types."""
@@ -146,6 +168,7 @@ def distance_in_packs(kind: str, folder: Path, attention: str = "auto") -> float
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager", dtype=torch.float32).eval()
+    use_configured_limits(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name:

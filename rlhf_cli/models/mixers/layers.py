@@ -29,6 +29,7 @@ ATTENTION = "attention"
 MIXERS = {
     "gated delta net": ("GatedDeltaNet",),
     "Kimi delta attention": ("DeltaAttention",),
+    "Mamba 2": ("MambaLayer", "BambaMixer", "FalconH1Mixer", "Mamba2Mixer"),
     "short convolution": ("ShortConv",),
 }
 """Layers that mix tokens without attention, with the ends of their class names in transformers."""
@@ -86,3 +87,14 @@ def kind_of(cls: type[nn.Module]) -> str | None:
     # Custom code has operations of its own under the same class names.
     is_known = cls.__module__.startswith("transformers.models.")
     return next((name for name, ends in MIXERS.items() if is_known and cls.__name__.endswith(ends)), "")
+
+
+def use_configured_limits(model: nn.Module) -> None:
+    """Let Nemotron-H limit its time steps as its configuration says.
+
+    transformers clamps them at `time_step_min` in a scan over several tokens, but not in its own decoding of single
+    tokens; vLLM and the published code use `time_step_limit`. Otherwise log-probs differ by 1e-3 between engines.
+    """
+    for part in model.modules():
+        if type(part).__name__ == "NemotronHMamba2Mixer":
+            part.time_step_limit = tuple(part.config.time_step_limit)

@@ -50,6 +50,13 @@ _OF_DELTA_RULES = frozenset({"query", "key", "value", "g", "beta"}), "initial_st
 SCANS = {
     "gated delta net": Scan("torch_chunk_gated_delta_rule", *_OF_DELTA_RULES),
     "Kimi delta attention": Scan("chunk_kimi_delta_attention", *_OF_DELTA_RULES),
+    "Mamba 2": Scan(
+        "mamba2_chunk_scan",
+        frozenset({"hidden_states", "dt", "B", "C"}),
+        "initial_states",
+        "return_final_states",
+        returns_pair=False,
+    ),
 }
 """Scans by the name of the mixer."""
 PACKED = "is_packed"
@@ -66,6 +73,8 @@ def bind_mixers(decoder: PreTrainedModel) -> bool:
         if (scan := SCANS.get(kind)) is not None:
             arguments = scan.tokens | {scan.begin, scan.end}
             _wrap(cls, scan.function, arguments, functools.partial(packed_scan, scan=scan))
+        if kind == "Mamba 2":
+            _wrap(cls, "mamba2_split_conv1d_scan_combined", set(), not_in_packs)
     if mixers:
         for layer in decoder.layers:
             # The wrapped functions serve all models in this process, engines too, so runs are set only within a layer:
@@ -127,6 +136,16 @@ def packed_convolution(plain: Operation) -> Operation:
         return convolved.index_select(-1, own_T)
 
     return convolve
+
+
+def not_in_packs(plain: Operation) -> Operation:
+    """Wrap the kernel that computes a whole layer in training, if installed. It would also bypass an adapter."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Without a result, the layer calls convolution and scan.
+        return None if _current.get() is not None else _for_device(plain, args[0])(*args, **kwargs)
+
+    return run
 
 
 def packed_scan(plain: Operation, scan: Scan) -> Operation:

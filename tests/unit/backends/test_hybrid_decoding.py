@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.mixers.layers import use_configured_limits
 
 SAMPLING = SamplingParams(max_new_tokens=12)
 # Prompts of several lengths are padded, repeated ones share a prefill, and limits differ.
@@ -22,15 +23,19 @@ REQUESTS = [
     for index in range(9)
 ]
 
+KINDS = [
+    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+]
 
-@pytest.mark.parametrize(
-    "kind", ["kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
-)
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_hybrid_model_has_the_logprobs_of_a_plain_forward_pass(kind: str, tiny_hybrid_dir) -> None:
     path = tiny_hybrid_dir(kind)
     engine = TransformersEngine(path, SETTINGS)
     whole, _ = run(engine, REQUESTS, SAMPLING, rows=len(REQUESTS))
     model = AutoModelForCausalLM.from_pretrained(path)
+    use_configured_limits(model)
     with torch.no_grad():
         assert largest_difference(model, REQUESTS, [whole[number] for number in range(len(REQUESTS))], 1.0) < 2e-5
     # Rows leave, others join: states move with their rows.

@@ -13,7 +13,7 @@ from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.loading import switch_off_dropout
-from rlhf_cli.models.mixers.layers import layers_of
+from rlhf_cli.models.mixers.layers import layers_of, use_configured_limits
 from rlhf_cli.models.mixers.operations import bind_mixers
 from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import with_filler
@@ -21,9 +21,13 @@ from rlhf_cli.models.policy import PolicyModel, hidden_matrices
 from rlhf_cli.models.sequence_parallel.parts import Runs
 
 MIXERS = {
+    "bamba": ("Mamba 2",),
+    "falcon_h1": ("Mamba 2",),
+    "granitemoehybrid": ("Mamba 2",),
     "kimi_linear": ("Kimi delta attention",),
     "lfm2": ("short convolution",),
     "lfm2_moe": ("short convolution",),
+    "nemotron_h": ("Mamba 2",),
     "olmo_hybrid": ("gated delta net",),
     "qwen3_5_moe_text": ("gated delta net",),
     "qwen3_5_text": ("gated delta net",),
@@ -40,6 +44,7 @@ def tiny_model(kind: str, attention: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation=attention, dtype=torch.float32)
     switch_off_dropout(model)
+    use_configured_limits(model)
     # Checkpointed layers are recomputed in training mode only.
     return model.train()
 
