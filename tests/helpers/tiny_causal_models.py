@@ -128,6 +128,13 @@ OWN: dict[str, dict[str, Any]] = {
         }
         for kind in ("bamba", "falcon_h1", "granitemoehybrid")
     },
+    "jamba": {
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba"],
         "mamba_num_heads": 8,

@@ -53,6 +53,7 @@ from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffer
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone
 from rlhf_cli.models.merging import folded, in_folding_order
+from rlhf_cli.models.mixers.layers import layers_in
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.quantised import dense
 from rlhf_cli.models.saving import end_at, save_all_but_weights, save_hf
@@ -77,8 +78,8 @@ class Packer:
     """Packs the sequences of a micro-batch. Prompts shared by neighbors are packed once, if the model supports it."""
 
     def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
-        attention = attention_name(hf_model.config)
-        self._shares_prompts = settings.share_prompts and can_share_prompts(attention, settings.deepspeed)
+        attention, layers = attention_name(hf_model.config), layers_in(hf_model)
+        self._shares_prompts = settings.share_prompts and can_share_prompts(attention, settings.deepspeed, layers)
 
     def shares_prompts(self) -> bool:
         """Return whether shared prompts are packed once."""

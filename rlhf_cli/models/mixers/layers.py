@@ -29,10 +29,13 @@ ATTENTION = "attention"
 MIXERS = {
     "gated delta net": ("GatedDeltaNet",),
     "Kimi delta attention": ("DeltaAttention",),
+    "Mamba 1": ("JambaMambaMixer",),
     "Mamba 2": ("MambaLayer", "BambaMixer", "FalconH1Mixer", "Mamba2Mixer"),
     "short convolution": ("ShortConv",),
 }
 """Layers that mix tokens without attention, with the ends of their class names in transformers."""
+WITHOUT_INITIAL_STATE = frozenset({"Mamba 1"})
+"""Layers whose scan always begins with a zero state."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Layers:
     num_attention: int
     mixers: tuple[str, ...]
     unsupported: tuple[str, ...]
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether a response can continue the state at the end of a prompt that was computed once."""
+        return WITHOUT_INITIAL_STATE.isdisjoint(self.mixers)
 
 
 def layers_of(architecture: PretrainedConfig, *, trust_remote_code: bool) -> Layers:

@@ -34,22 +34,32 @@ class Scan:
     """A function that scans tokens with a recurrent state, and names of its arguments.
 
     - `tokens`: arguments [rows, length, ...]. Zeros in all of them leave a zero state at zero.
-    - `begin`: states [rows, ...] to begin with.
+    - `begin`: states [rows, ...] to begin with; None if it has none such.
     - `end`: whether to return final states.
     - `returns_pair`: whether it returns a pair also without final states.
+    - `channels_first`: whether tokens and output are [rows, channels, length].
     """
 
     function: str
     tokens: frozenset[str]
-    begin: str
+    begin: str | None
     end: str
     returns_pair: bool
+    channels_first: bool = False
 
 
 _OF_DELTA_RULES = frozenset({"query", "key", "value", "g", "beta"}), "initial_state", "output_final_state", True
 SCANS = {
     "gated delta net": Scan("torch_chunk_gated_delta_rule", *_OF_DELTA_RULES),
     "Kimi delta attention": Scan("chunk_kimi_delta_attention", *_OF_DELTA_RULES),
+    "Mamba 1": Scan(
+        "mamba_selective_scan",
+        frozenset({"hidden_states", "dt", "B", "C", "z"}),
+        None,
+        "return_last_state",
+        returns_pair=False,
+        channels_first=True,
+    ),
     "Mamba 2": Scan(
         "mamba2_chunk_scan",
         frozenset({"hidden_states", "dt", "B", "C"}),
@@ -71,7 +81,7 @@ def bind_mixers(decoder: PreTrainedModel) -> bool:
     for cls, kind in mixers.items():
         _wrap(cls, "causal_conv1d_fn", {"weight", "bias", "activation"}, packed_convolution)
         if (scan := SCANS.get(kind)) is not None:
-            arguments = scan.tokens | {scan.begin, scan.end}
+            arguments = scan.tokens | {scan.end} | ({scan.begin} if scan.begin else set())
             _wrap(cls, scan.function, arguments, functools.partial(packed_scan, scan=scan))
         if kind == "Mamba 2":
             _wrap(cls, "mamba2_split_conv1d_scan_combined", set(), not_in_packs)
@@ -149,9 +159,12 @@ def not_in_packs(plain: Operation) -> Operation:
 
 
 def packed_scan(plain: Operation, scan: Scan) -> Operation:
-    """Wrap a scan over tokens [1, T, ...]. Runs that continue a prompt begin with the prompt's final state."""
+    """Wrap a scan over all tokens of a pack. Runs that continue a prompt begin with the prompt's final state."""
     # Of the PyTorch function: kernels have other names for the first arguments, which models give by position.
     names = list(inspect.signature(plain).parameters)
+
+    def turned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(1, 2) if scan.channels_first else tensor
 
     def run(*args: Any, **kwargs: Any) -> Any:
         function, runs = _for_device(plain, args[0]), _current.get()
@@ -159,19 +172,20 @@ def packed_scan(plain: Operation, scan: Scan) -> Operation:
             return function(*args, **kwargs)
         # Bounds of sequences under other names are dropped: rows need none.
         given = {name: value for name, value in kwargs.items() if name in names} | dict(zip(names, args, strict=False))
-        padded = {name: _with_zero(given[name][0]) for name in scan.tokens}
+        padded = {name: _with_zero(turned(given[name])[0]) for name in scan.tokens}
+        assert scan.begin or not runs.rows[0].is_continued, "shared prompts need an initial state"
         outputs: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []
         for rows in runs.rows:
             begin = None if rows.parents_N is None else torch.cat(ends).index_select(0, rows.parents_N)
-            taken = given | {name: rows.take(tensor) for name, tensor in padded.items()}
-            taken |= {scan.begin: begin, scan.end: rows.is_continued}
+            taken = given | {name: turned(rows.take(tensor)) for name, tensor in padded.items()}
+            taken |= {scan.end: rows.is_continued} | ({scan.begin: begin} if scan.begin else {})
             by_position = [taken.pop(name) for name in names[: len(args)]]
             result = function(*by_position, **taken)
             output, end = result if isinstance(result, tuple) else (result, None)
-            outputs.append(output.flatten(0, 1))
+            outputs.append(turned(output).flatten(0, 1))
             ends += [end] if rows.is_continued else []
-        whole = torch.cat(outputs).index_select(0, runs.home_T)[None]
+        whole = turned(torch.cat(outputs).index_select(0, runs.home_T)[None])
         return (whole, None) if scan.returns_pair else whole
 
     return run

@@ -27,10 +27,13 @@ def chosen_mode(architecture: PretrainedConfig, settings: DeepSpeedConfig) -> Mo
     return "ulysses" if divides else "gather"
 
 
-def can_share_prompts(attention: str | None, settings: DeepSpeedConfig) -> bool:
-    """Return whether packs may share a prompt between responses; ring-flash-attn only supports keys in order."""
+def can_share_prompts(attention: str | None, settings: DeepSpeedConfig, layers: Layers) -> bool:
+    """Return whether packs may share a prompt between responses.
+
+    ring-flash-attn only supports keys in order, and some recurrent layers cannot continue the state of a prompt.
+    """
     by_ring = settings.ring_flash_attn and settings.sequence_parallel_size > 1
-    return attention == VARLEN and not by_ring
+    return attention == VARLEN and not by_ring and layers.can_continue
 
 
 def check_sequence_parallel(

@@ -37,13 +37,13 @@ def load_pair_items(
 ) -> tuple[Items, str]:
     """Load training and evaluation pairs, with a summary line.
 
-    Prompts are shared if enabled and supported by the attention kernel. `reader` loads images.
+    Prompts are shared if enabled and supported by the model's layers. `reader` loads images.
 
     Raises:
         UsageError: a required margin is missing.
     """
-    # Not all attention kernels support two branches after one prompt.
-    share = config.batch.share_prompts and can_share_prompts(model.attention, config.deepspeed)
+    # Not all kernels and layers support two branches after one prompt.
+    share = config.batch.share_prompts and can_share_prompts(model.attention, config.deepspeed, model.layers)
     data, seed = config.data, config.batch.seed
 
     load = partial(PAIRS.load, data, model.tokenizer, template=config.template, seed=seed, reader=reader)

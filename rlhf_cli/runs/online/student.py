@@ -84,4 +84,5 @@ def hosted_teacher(config: GKDConfig, teacher: ModelPlan) -> HostedTeacher:
 
 def shares_prompts(config: GKDConfig, teacher: ModelPlan) -> bool:
     """Return whether packs may contain a shared prompt once; student and teacher read the same packs."""
-    return config.batch.share_prompts and can_share_prompts(teacher.attention, config.deepspeed_of("teacher"))
+    settings = config.deepspeed_of("teacher")
+    return config.batch.share_prompts and can_share_prompts(teacher.attention, settings, teacher.layers)

@@ -24,7 +24,17 @@ REQUESTS = [
 ]
 
 KINDS = [
-    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+    *(
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "nemotron_h",
+        "olmo_hybrid",
+    ),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 ]
 

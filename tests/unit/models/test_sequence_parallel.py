@@ -102,11 +102,16 @@ def test_the_ring_kernel_is_refused_where_flash_attn_is_not_installed() -> None:
 
 
 def test_prompts_are_shared_if_the_kernel_takes_keys_in_any_order() -> None:
-    assert can_share_prompts("varlen", settings(2))
-    assert not can_share_prompts("sdpa", settings(1))
+    assert can_share_prompts("varlen", settings(2), LAYERS)
+    assert not can_share_prompts("sdpa", settings(1), LAYERS)
     by_ring = settings(2, ring_flash_attn=True)
-    assert not can_share_prompts("varlen", by_ring)
-    assert can_share_prompts("varlen", by_ring.model_copy(update={"sequence_parallel_size": 1}))
+    assert not can_share_prompts("varlen", by_ring, LAYERS)
+    assert can_share_prompts("varlen", by_ring.model_copy(update={"sequence_parallel_size": 1}), LAYERS)
+
+
+def test_prompts_are_repeated_for_layers_that_cannot_continue_a_state() -> None:
+    assert can_share_prompts("varlen", settings(1), Layers(1, ("Mamba 2",), ()))
+    assert not can_share_prompts("varlen", settings(1), Layers(1, ("Mamba 1",), ()))
 
 
 @pytest.mark.parametrize(
