@@ -1,24 +1,28 @@
 """Compute cost by sequence length."""
 
-from transformers import (
-    PretrainedConfig,
-)
+from transformers import PretrainedConfig
+
+LINEAR = frozenset({"conv", "linear_attention", "mlp", "moe"})
+"""Names in `layer_types` of layers without attention, whose cost is linear."""
 
 
 def quadratic_cost(config: PretrainedConfig) -> float:
     """Return q such that the forward pass for L tokens costs in proportion to L + q L^2 multiply-adds.
 
     Per token: one multiply-add per weight in projections, MLP and head, with only active experts. Causal attention: L^2
-    / 2 times 2 multiply-adds per layer and query dimension.
+    / 2 times 2 multiply-adds per attention layer and query dimension.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
     head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     query = text.num_attention_heads * head_size
     key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
+    types = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    num_attention = sum(kind not in LINEAR for kind in types)
+    # Other mixers count as if they had the projections of attention.
     # Query and output projections, key and value projections, and the three MLP matrices (gate, up, down).
     weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * active_width(text))
-    return layers * query / (weights + hidden * text.vocab_size)
+    return num_attention * query / (weights + hidden * text.vocab_size)
 
 
 def active_width(text: PretrainedConfig) -> int:

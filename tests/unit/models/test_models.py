@@ -24,6 +24,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -454,6 +455,13 @@ def test_attention_share_of_the_cost_by_hand():
 def test_of_a_mixture_the_experts_that_a_token_takes_cost_something(config, width):
     dense = Qwen2Config(**{**COST_SHAPE, "intermediate_size": width}, head_dim=getattr(config, "head_dim", None))
     assert quadratic_cost(config) == pytest.approx(quadratic_cost(dense))
+
+
+def test_layers_without_attention_cost_nothing_for_the_square():
+    types = ["conv", "full_attention", "conv"]
+    hybrid = Lfm2Config(**COST_SHAPE | {"num_hidden_layers": 3, "layer_types": types})
+    dense = Lfm2Config(**COST_SHAPE | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    assert quadratic_cost(hybrid) == pytest.approx(quadratic_cost(dense) / 3)
 
 
 def test_parameters_are_counted_once_and_whole(tiny_model_dir):
