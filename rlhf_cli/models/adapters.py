@@ -29,7 +29,7 @@ from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import fill, language_model_class, num_parameters
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
 from rlhf_cli.models.tensor_parallel import whole_shape
-from rlhf_cli.models.vision.adapting import language_targets
+from rlhf_cli.models.vision.adapting import EVERYWHERE, language_targets
 from rlhf_cli.models.vision.families.table import takes_pictures
 from rlhf_cli.models.vision.freezing import freeze_parts
 from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
@@ -51,6 +51,8 @@ ACTIVE = "default"
 """PEFT's name for the only adapter, part of in-memory names but not of names in files."""
 
 
+UNCALLED = {"falcon_h1": "out_proj", "jamba": "dt_proj", "nemotron_h": "out_proj"}
+"""Linear layers by model type whose weights are read by other code, so that an adapter might not be applied."""
 VARIANTS = ("use_rslora", "use_dora", "exclude_modules", "rank_pattern", "alpha_pattern")
 """Optional adapter settings that most adapters leave at their defaults."""
 OF_NEW_ADAPTERS = (
@@ -247,6 +249,7 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
         config.target_modules = language_targets(model, config.target_modules)
     # A stored adapter may list layer names of other models as well.
     if plan.weights is None:
+        _leave_out_uncalled(config, model.config.model_type)
         _require_layers(model, config)
     with torch.random.fork_rng():
         # Adapter weights must not depend on random numbers consumed while loading the model.
@@ -264,6 +267,20 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
     if plan.weights is not None:
         _load_weights(model, plan.weights)
     model.adapter_fingerprint = plan.fingerprint
+
+
+def _leave_out_uncalled(config: Any, model_type: str) -> None:
+    """Exclude layers in `UNCALLED` from "all-linear". Raises UsageError if they are named.
+
+    PEFT refuses some of them itself. Jamba multiplies with the weight of dt_proj: an adapter would get no gradient.
+    """
+    name = UNCALLED.get(model_type)
+    if name is None:
+        return
+    if config.target_modules == EVERYWHERE:
+        config.exclude_modules = sorted({name, *(config.exclude_modules or ())})
+    elif name in config.target_modules:
+        raise UsageError(f"target_modules: {name} of {model_type} is not called as a layer and cannot have an adapter")
 
 
 def _naming_setting(config: Any) -> str:

@@ -8,11 +8,13 @@ import torch
 from tiny_causal_models import VOCABULARY, tiny_config
 from transformers import AutoModelForCausalLM
 
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 from rlhf_cli.data.packing.shared_prompts import pack_groups
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.adapters import UNCALLED, load_with_adapter, plan_adapter
 from rlhf_cli.models.attention.varlen import VARLEN
-from rlhf_cli.models.loading import switch_off_dropout
+from rlhf_cli.models.loading import load_causal_lm, switch_off_dropout
 from rlhf_cli.models.mixers.layers import layers_of, use_configured_limits
 from rlhf_cli.models.mixers.operations import bind_mixers
 from rlhf_cli.models.mixers.runs import MixerRuns
@@ -214,6 +216,28 @@ def test_bf16_is_finite(kind: str) -> None:
     logprobs, found = in_pack(policy, made, torch.ones(made.targets_K.numel()))
     assert logprobs.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_adapter_of_all_linear_layers_gets_a_gradient(kind: str, tiny_hybrid_dir: Callable[[str], str]) -> None:
+    source = ModelConfig(pretrain=tiny_hybrid_dir(kind), param_dtype="fp32")
+    # The router of Qwen3-Next is no linear layer: "all-linear" is refused, as for other mixtures.
+    targets = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"] if kind == "qwen3_next" else ["all-linear"]
+    plan = plan_adapter(source, LoraConfig(lora_rank=4, target_modules=targets), seed=0)
+    policy = PolicyModel(load_with_adapter(load_causal_lm, source, plan))
+    made = pack(SHARED)
+    found = in_pack(policy, made, torch.randn(made.targets_K.numel()))[1]
+    adapted = {name: gradient for name, gradient in found.items() if "lora_B" in name and "expert" not in name}
+    assert any(mixer in name for name in adapted for mixer in ("conv", "mamba", "linear_attn", "mixer", "self_attn"))
+    assert all(gradient.any() for gradient in adapted.values())
+
+
+@pytest.mark.parametrize("kind", sorted(UNCALLED))
+def test_an_adapter_on_a_layer_that_is_not_called_is_refused(kind: str, tiny_hybrid_dir: Callable[[str], str]) -> None:
+    source = ModelConfig(pretrain=tiny_hybrid_dir(kind), param_dtype="fp32")
+    plan = plan_adapter(source, LoraConfig(lora_rank=4, target_modules=["in_proj", UNCALLED[kind]]), seed=0)
+    with pytest.raises(UsageError, match=f"{UNCALLED[kind]} of {kind} is not called as a layer"):
+        load_with_adapter(load_causal_lm, source, plan)
 
 
 def test_muon_leaves_convolutions_to_adamw() -> None:
