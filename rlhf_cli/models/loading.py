@@ -16,7 +16,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -32,11 +31,11 @@ from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.mixers.layers import use_configured_limits
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
+from rlhf_cli.models.score_heads import sequence_classifier_class
 from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.attention import attention_of_parts, use_tower_kernel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import find_processing, names_of_parts, takes_pictures
-from rlhf_cli.models.vision.scoring import scoring_class
 from rlhf_cli.models.vision.tower import PROCESSING
 
 
@@ -62,11 +61,6 @@ def load_causal_lm(
 def language_model_class(architecture: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """Return the transformers class that loads a language model, including any vision encoder."""
     return AutoModelForImageTextToText if takes_pictures(architecture) else AutoModelForCausalLM
-
-
-def sequence_classifier_class(architecture: PretrainedConfig) -> Any:
-    """Return the class that loads a model with a score head, including any vision encoder."""
-    return scoring_class(architecture) if takes_pictures(architecture) else AutoModelForSequenceClassification
 
 
 def load_value_backbone(

@@ -286,7 +286,8 @@ def _set_dtype(folder: Path, source: TensorSource, dtype: object) -> None:
 
 def _auto_class(config: Any) -> Any:
     """Return the transformers model class for this configuration: sequence classifier or language model."""
-    from rlhf_cli.models.loading import language_model_class, sequence_classifier_class
+    from rlhf_cli.models.loading import language_model_class
+    from rlhf_cli.models.score_heads import sequence_classifier_class
 
     has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")
     return sequence_classifier_class(config) if has_head else language_model_class(config)
