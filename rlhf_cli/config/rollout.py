@@ -42,7 +42,9 @@ class EngineConfig(SettingsGroup):
             methods=ENGINE_METHODS,
         ),
     ] = "auto"
-    """Rollout engine. auto uses vLLM if installed."""
+    """Rollout engine. auto uses vLLM if installed; on a CPU, transformers for models with convolutions or recurrent
+    layers.
+    """
     vllm_tensor_parallel_size: int = Field(1, gt=0)
     """Tensor parallel size of each engine."""
     vllm_gpu_memory_utilization: float | None = Field(None, gt=0, le=1)

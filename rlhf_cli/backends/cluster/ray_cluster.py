@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import ray
+import torch
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -39,6 +40,11 @@ CPU_ONLY_PLACES = 1024
 
 PROCESS_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 """Ray's exceptions for a dead process. Ray raises the second one if its memory monitor has killed the process."""
+
+
+def may_have_gpus() -> bool:
+    """Return whether the cluster may have GPUs: this machine has some, or RAY_ADDRESS is set."""
+    return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
 
 
 def death_reason(error: Exception) -> str:

@@ -19,6 +19,8 @@ from transformers.cache_utils import (
 
 OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
 """Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
+STATES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
+"""Names in `layer_types` of layers with convolution or recurrent states."""
 
 
 class InPlaceLayer(DynamicLayer):
@@ -144,6 +146,12 @@ def _in_place(layer: CacheLayerMixin | LinearAttentionLayer, capacity: int) -> C
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return StateAndKeysLayer(capacity, layer.number_of_states)
     return layer
+
+
+def keeps_states(architecture: PretrainedConfig) -> bool:
+    """Return whether a model has convolution or recurrent states, and this module can manage them."""
+    text = architecture.get_text_config()
+    return text.model_type not in OWN_STATES and not STATES.isdisjoint(getattr(text, "layer_types", None) or ())
 
 
 def has_only_full_attention(config: PretrainedConfig) -> bool:

@@ -93,8 +93,8 @@ def model_under_test(
     prm_pretrain: str | None = None,
 ) -> ModelUnderTest:
     """Find the model, its prompts and its judges. Raises UsageError if they conflict."""
-    sampling, backend = config.sampling, rollout_backend(config.engine)
-    model = find_inference_model(config.model)
+    sampling, model = config.sampling, find_inference_model(config.model)
+    backend = rollout_backend(config.engine, model.architecture)
     check_engine_pictures(model.architecture, backend=backend)
     # transformers has no maximum length, unlike vLLM, which refuses a longer one at startup.
     if backend == "vllm":

@@ -1,6 +1,5 @@
 """An online run after all checks that need no process, before anything starts."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
@@ -12,6 +11,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, memory_share
 from rlhf_cli.backends.cluster.placement import check_layout
+from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
@@ -139,6 +139,9 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     check_partial_rollout(config, backend=backend)
     models = find_models(config, estimator)
     model = models.policy
+    # On a CPU, vLLM is not the default engine of every model.
+    backend = rollout_backend(config.engine, model.architecture)
+    check_partial_rollout(config, backend=backend)
     check_adapters(config, models, backend=backend)
     check_pictures(config, models, backend=backend)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
@@ -172,11 +175,6 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     check_rewards(config.reward, *(read.prompts for read in all_data), is_episode=config.episodes.plays_episodes)
     return run
-
-
-def may_have_gpus() -> bool:
-    """Return whether the cluster may have GPUs: this machine has some, or RAY_ADDRESS is set."""
-    return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
 
 
 def _check_places(config: OnlineConfig, models: OnlineModels) -> None:

@@ -11,7 +11,9 @@ from test_rollout_transformers import SETTINGS, largest_difference
 from tiny_causal_models import tiny_config
 from transformers import AutoModelForCausalLM
 
+from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.mixers.layers import use_configured_limits
@@ -63,6 +65,29 @@ def test_states_count_as_memory_of_a_row(missing: int, rows: int, tiny_hybrid_di
     _, shapes = run(engine, requests, SAMPLING, rows=9, cache_bytes=3 * (768 + 13 * 128) - missing)
     assert max(shape[0] for shape in shapes) == rows
     asyncio.run(engine.shutdown())
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "has_gpus", "backend"),
+    [
+        ("lfm2", {}, False, "transformers"),
+        ("falcon_h1", {}, False, "transformers"),
+        ("lfm2", {}, True, "vllm"),
+        ("lfm2", {"rollout_backend": "vllm"}, False, "vllm"),
+        ("lfm2", {"vllm_args": '{"block_size": 32}'}, False, "vllm"),
+        ("minimax", {}, False, "vllm"),
+        ("qwen2", {}, False, "vllm"),
+    ],
+)
+def test_on_a_cpu_vllm_is_not_the_default_for_models_with_states(
+    kind: str, given: dict[str, str], has_gpus: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "rlhf_cli.backends.rollout.engine_group"
+    monkeypatch.setattr(f"{module}.is_vllm_installed", lambda: True)
+    monkeypatch.setattr(f"{module}.may_have_gpus", lambda: has_gpus)
+    config = EngineConfig.model_validate(given)
+    assert rollout_backend(config, tiny_config(kind)) == backend
+    assert ("vLLM does not run" in described(config, backend)) == (backend == "transformers")
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv"])
