@@ -28,6 +28,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
@@ -198,6 +200,32 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Qwen3VLForConditionalGeneration(config)
 
 
+def _qwen3_5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Return a model with two gated delta nets and one attention layer, which rotates a quarter of its heads."""
+    axes = {
+        "rope_type": "default",
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    }
+    layers = {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    config = Qwen3_5Config(
+        text_config=_text(tokenizer, rope_parameters=axes, **layers),
+        vision_config=_qwen_tower(num_position_embeddings=64),
+        tie_word_embeddings=False,
+        **_qwen_ids(tokenizer),
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
 def _idefics3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Idefics3ForConditionalGeneration(Idefics3Config(**_idefics3_settings(tokenizer)))
 
@@ -277,6 +305,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     ),
     "qwen3_vl": TinyFamily(
         _QWEN_MARKS, "<|image_pad|>", _qwen3_vl, _save_qwen_processor, tuple(QWEN_TOKENS), _QWEN_NAMES
+    ),
+    "qwen3_5": TinyFamily(
+        _QWEN_MARKS, "<|image_pad|>", _qwen3_5, _save_qwen_processor, tuple(QWEN_TOKENS), _QWEN_NAMES
     ),
     "idefics3": TinyFamily(
         "<image>",

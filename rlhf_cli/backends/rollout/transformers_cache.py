@@ -214,5 +214,6 @@ def state_bytes(model: Any) -> int:
     if states:
         # Shapes of states are known to the layers only: decode one token.
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        # With positions, because Qwen-VL models remember the shifts that they compute themselves.
+        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return sum(layer.num_bytes() for layer in states)

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images keep their size within pixel bounds, in multiples of merged patches."""
+"""Qwen2-VL to Qwen3-VL and Qwen3.5: images keep their size within pixel bounds, in multiples of merged patches."""
 
 import math
 from typing import TYPE_CHECKING
