@@ -33,6 +33,7 @@ from rlhf_cli.models.mixers.layers import use_configured_limits
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
 from rlhf_cli.models.score_heads import sequence_classifier_class
 from rlhf_cli.models.tensor_parallel import whole_shape
+from rlhf_cli.models.unused_weights import ORIGIN
 from rlhf_cli.models.vision.attention import attention_of_parts, use_tower_kernel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import find_processing, names_of_parts, takes_pictures
@@ -165,6 +166,7 @@ def _load(
             **options,
         )
     forget_unused_prefixes(model)
+    setattr(model, ORIGIN, path)
     use_configured_limits(model)
     if not config.keep_dropout:
         switch_off_dropout(model)

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.unused_weights import copy_unused_weights
 from rlhf_cli.models.vision.tower import PROCESSING
 from rlhf_cli.models.weight_files import folder_of
 
@@ -46,6 +47,7 @@ def save_hf(
         tokenizer = set_padding(model, tokenizer)
         make_generation_valid(model, tokenizer)
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
+        copy_unused_weights(model, written)
         tokenizer.save_pretrained(written)
         save_processor(model, written)
 

@@ -1,0 +1,71 @@
+"""Weights that transformers ignores when it loads a checkpoint, such as layers for multi-token prediction.
+
+They are copied unchanged into the saved model, so that it serves like its source. Training moves the other layers
+away from them, so fewer of their predictions are accepted.
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from rlhf_cli.models.weight_files import TensorSource, folder_of, open_weights
+
+ORIGIN = "weights_origin"
+"""Attribute of a loaded model with the folder or Hub name of its weights."""
+VISION = "model.visual."
+"""Prefix of vision encoders, which text models of a vision-language family drop."""
+INDEX = "model.safetensors.index.json"
+
+logger = logging.getLogger(__name__)
+
+
+def unused_names(model: PreTrainedModel, weights: TensorSource) -> list[str]:
+    """Return the names of tensors that loading ignores by rule of the model's class."""
+    own = [*model.state_dict()]
+    rules = [re.compile(rule) for rule in model._keys_to_ignore_on_load_unexpected or ()]
+    # A rule names the layer after the last one, which a larger model of the same class would have.
+    rules = [rule for rule in rules if not any(rule.search(name) for name in own)]
+    return [
+        name for name in weights.names() if not name.startswith(VISION) and any(rule.search(name) for rule in rules)
+    ]
+
+
+def copy_unused_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Add the unused weights of the model's origin to a saved language model."""
+    origin: str | None = getattr(model, ORIGIN, None)
+    # Most classes ignore nothing; reward models are not sampled from.
+    if origin is None or not model._keys_to_ignore_on_load_unexpected or not model.can_generate():
+        return
+    try:
+        weights = open_weights(folder_of(origin))
+    # huggingface_hub raises a ValueError for a path that does not exist; UsageError is one too.
+    except (OSError, ValueError) as error:
+        # The trained weights must not be lost with the origin.
+        logger.warning("weights that transformers does not load (multi-token prediction) are not saved: %s", error)
+        return
+    names = unused_names(model, weights)
+    if names:
+        _add(folder, {name: weights.read(name).contiguous() for name in names})
+
+
+def _add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a further weight file, and the index of all files."""
+    whole, index = folder / "model.safetensors", folder / INDEX
+    saved = open_weights(folder)
+    total = sum(saved.dtype(name).itemsize * torch.Size(saved.shape(name)).numel() for name in saved.names())
+    if whole.is_file():
+        # Next to a file of this name, the index would not be read.
+        whole.rename(folder / "model-trained.safetensors")
+        files = dict.fromkeys(saved.names(), "model-trained.safetensors")
+    else:
+        files = json.loads(index.read_text())["weight_map"]
+    unused = "model-unused.safetensors"
+    save_file(tensors, folder / unused, metadata={"format": "pt"})
+    total += sum(tensor.nbytes for tensor in tensors.values())
+    written = {"metadata": {"total_size": total}, "weight_map": files | dict.fromkeys(tensors, unused)}
+    index.write_text(json.dumps(written, indent=2) + "\n")
