@@ -35,6 +35,7 @@ from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import language_model_class, placed_on
 from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.operations import wrap_operations
 from rlhf_cli.models.vision.attention import attention_of_parts
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
 from rlhf_cli.models.vision.tower import PROCESSING, tower_of
@@ -57,6 +58,8 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
     )
     use_configured_limits(model)
+    # So that kernels for GPUs, if installed, are not called on a CPU.
+    wrap_operations(model.get_decoder())
     if takes_pictures(architecture):
         processing = find_processing(model_path, architecture, trust_remote_code=trust_remote_code)
         setattr(model, PROCESSING, processing)

@@ -69,6 +69,14 @@ SCANS = {
     ),
 }
 """Scans by the name of the mixer."""
+DECODING = (
+    "causal_conv1d_update",
+    "mamba2_selective_state_update",
+    "mamba_selective_state_update",
+    "recurrent_kimi_delta_attention",
+    "torch_recurrent_gated_delta_rule",
+)
+"""Functions for single tokens, which have no runs."""
 PACKED = "is_packed"
 """Attribute of functions that are wrapped already."""
 _current: ContextVar[MixerRuns | None] = ContextVar("runs of the pack in a layer", default=None)
@@ -76,6 +84,18 @@ _current: ContextVar[MixerRuns | None] = ContextVar("runs of the pack in a layer
 
 def bind_mixers(decoder: PreTrainedModel) -> bool:
     """Let the mixers in a decoder see the runs that its layers receive as `mixer_runs`. Returns whether it has any."""
+    has_mixers = wrap_operations(decoder)
+    if has_mixers:
+        for layer in decoder.layers:
+            # The wrapped functions serve all models in this process, engines too, so runs are set only within a layer:
+            # always_call includes a recomputation, which PyTorch stops early with an exception.
+            layer.register_forward_pre_hook(_enter, with_kwargs=True)
+            layer.register_forward_hook(_leave, always_call=True)
+    return has_mixers
+
+
+def wrap_operations(decoder: PreTrainedModel) -> bool:
+    """Wrap the operations of a decoder's mixers. Returns whether it has any."""
     classes = {type(part) for part in decoder.modules()}
     mixers = {cls: kind for cls in classes if (kind := kind_of(cls)) in MIXERS}
     for cls, kind in mixers.items():
@@ -85,12 +105,9 @@ def bind_mixers(decoder: PreTrainedModel) -> bool:
             _wrap(cls, scan.function, arguments, functools.partial(packed_scan, scan=scan))
         if kind == "Mamba 2":
             _wrap(cls, "mamba2_split_conv1d_scan_combined", set(), not_in_packs)
-    if mixers:
-        for layer in decoder.layers:
-            # The wrapped functions serve all models in this process, engines too, so runs are set only within a layer:
-            # always_call includes a recomputation, which PyTorch stops early with an exception.
-            layer.register_forward_pre_hook(_enter, with_kwargs=True)
-            layer.register_forward_hook(_leave, always_call=True)
+        for name in DECODING:
+            if hasattr(sys.modules[cls.__module__], name):
+                _wrap(cls, name, set(), on_device)
     return bool(mixers)
 
 
@@ -124,6 +141,15 @@ def _wrap(cls: type[nn.Module], name: str, arguments: Set[str], wrapper: Callabl
 def _for_device(plain: Operation, tensor: torch.Tensor) -> Operation:
     # transformers binds installed GPU kernels at import, also for tensors on a CPU, where they fail.
     return plain if tensor.is_cuda else inspect.unwrap(plain)
+
+
+def on_device(plain: Operation) -> Operation:
+    """Wrap a function that needs nothing but the right implementation."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _for_device(plain, args[0])(*args, **kwargs)
+
+    return run
 
 
 def packed_convolution(plain: Operation) -> Operation:

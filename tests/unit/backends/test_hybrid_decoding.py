@@ -1,9 +1,14 @@
 """Models with convolutions or recurrent layers in the transformers engine."""
 
 import asyncio
+import functools
+import inspect
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_joining_rows import assert_same, run
@@ -14,9 +19,11 @@ from transformers import AutoModelForCausalLM
 from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.policy import PolicyModel
 
 SAMPLING = SamplingParams(max_new_tokens=12)
 # Prompts of several lengths are padded, repeated ones share a prefill, and limits differ.
@@ -55,6 +62,36 @@ def test_a_hybrid_model_has_the_logprobs_of_a_plain_forward_pass(kind: str, tiny
     assert max(rows for rows, _ in shapes) == 3
     assert_same(joined, whole)
     asyncio.run(engine.shutdown())
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "kimi_linear", "qwen3_5_text", "granitemoehybrid", "jamba"])
+def test_kernels_for_gpus_are_not_called_on_a_cpu(
+    kind: str, tiny_hybrid_dir: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers binds flash-linear-attention, causal-conv1d and mamba-ssm at import if they are installed."""
+    path = tiny_hybrid_dir(kind)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    module = sys.modules[type(model).__module__]
+    for name, function in [*vars(module).items()]:
+        if hasattr(function, "__wrapped__") and getattr(function, "__module__", "") == module.__name__:
+            torch_function = inspect.unwrap(function)
+            if inspect.isfunction(torch_function) and torch_function.__module__ == module.__name__:
+                monkeypatch.setattr(module, name, _kernel(torch_function))
+    engine = TransformersEngine(path, SETTINGS)
+    responses, _ = run(engine, REQUESTS, SAMPLING, rows=len(REQUESTS))
+    policy = PolicyModel(model)
+    with torch.no_grad():
+        assert policy(pack([TokenSequence(np.arange(3, 9, dtype=np.int32), np.arange(6) > 0)]))[0].isfinite().all()
+    assert len(responses) == len(REQUESTS)
+    asyncio.run(engine.shutdown())
+
+
+def _kernel(function: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(function)
+    def kernel(*args: object, **kwargs: object) -> object:
+        raise AssertionError("0 active drivers")
+
+    return kernel
 
 
 @pytest.mark.parametrize(("missing", "rows"), [(0, 3), (1, 2)])
