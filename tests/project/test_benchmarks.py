@@ -315,6 +315,14 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_sentence(monkeypatch, ca
     assert printed.out == ""
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+def test_hybrid_models_are_measured_by_length_and_with_a_shared_prompt(kind):
+    by_length, prompts = load("hybrid").measure(kind, [16, 32])
+    assert len(by_length) == 2
+    assert prompts.keys() == {"shared", "repeated"}
+    assert all(seconds > 0 for seconds in (*by_length, *prompts.values()))
+
+
 def test_photos_are_files_much_smaller_than_their_pixels(tmp_path):
     memory = load("online")
     rows = [json.loads(line) for line in memory.write_photos(tmp_path, 2).read_text().splitlines()]
