@@ -104,7 +104,8 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     scale = getattr(text, "logit_scale", None)
     return LogitTransform(
         scale=(1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor)),
-        softcap=getattr(text, "final_logit_softcapping", None),
+        # RecurrentGemma has a name of its own.
+        softcap=getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None),
     )
 
 

@@ -32,6 +32,7 @@ MIXERS = {
     "Kimi delta attention": ("DeltaAttention",),
     "Mamba 1": ("JambaMambaMixer",),
     "Mamba 2": ("MambaLayer", "BambaMixer", "FalconH1Mixer", "Mamba2Mixer"),
+    "RG-LRU": ("RecurrentBlock",),
     "short convolution": ("ShortConv",),
 }
 """Layers that mix tokens without attention, with the ends of their class names in transformers."""
@@ -42,8 +43,8 @@ KERNELS = {
     "Mamba 2": ("mamba_ssm", "mamba"),
 }
 """Modules with GPU kernels that transformers uses if they are installed, and the extras that install them."""
-WITHOUT_INITIAL_STATE = frozenset({"Mamba 1"})
-"""Layers whose scan always begins with a zero state."""
+WITHOUT_INITIAL_STATE = frozenset({"Mamba 1", "RG-LRU"})
+"""Layers that always begin with a zero state if they compute several tokens."""
 
 
 @dataclass(frozen=True)

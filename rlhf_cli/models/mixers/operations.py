@@ -96,19 +96,27 @@ def bind_mixers(decoder: PreTrainedModel) -> bool:
 
 def wrap_operations(decoder: PreTrainedModel) -> bool:
     """Wrap the operations of a decoder's mixers. Returns whether it has any."""
-    classes = {type(part) for part in decoder.modules()}
-    mixers = {cls: kind for cls in classes if (kind := kind_of(cls)) in MIXERS}
-    for cls, kind in mixers.items():
-        _wrap(cls, "causal_conv1d_fn", {"weight", "bias", "activation"}, packed_convolution)
-        if (scan := SCANS.get(kind)) is not None:
-            arguments = scan.tokens | {scan.end} | ({scan.begin} if scan.begin else set())
-            _wrap(cls, scan.function, arguments, functools.partial(packed_scan, scan=scan))
-        if kind == "Mamba 2":
-            _wrap(cls, "mamba2_split_conv1d_scan_combined", set(), not_in_packs)
-        for name in DECODING:
-            if hasattr(sys.modules[cls.__module__], name):
-                _wrap(cls, name, set(), on_device)
+    mixers = [(part, kind) for part in decoder.modules() if (kind := kind_of(type(part))) in MIXERS]
+    for part, kind in mixers:
+        if kind == "RG-LRU":
+            # It calls its convolution as a module, and its recurrence starts anew at position 0.
+            _wrap_forward(part.conv_1d, functools.partial(packed_module, count=part.conv1d_width - 1))
+        else:
+            _wrap_functions(type(part), kind)
     return bool(mixers)
+
+
+def _wrap_functions(cls: type[nn.Module], kind: str | None) -> None:
+    """Wrap the functions that a mixer calls. Raises RunError if they are not those of the supported releases."""
+    _wrap(cls, "causal_conv1d_fn", {"weight", "bias", "activation"}, packed_convolution)
+    if (scan := SCANS.get(kind or "")) is not None:
+        arguments = scan.tokens | {scan.end} | ({scan.begin} if scan.begin else set())
+        _wrap(cls, scan.function, arguments, functools.partial(packed_scan, scan=scan))
+    if kind == "Mamba 2":
+        _wrap(cls, "mamba2_split_conv1d_scan_combined", set(), not_in_packs)
+    for name in DECODING:
+        if hasattr(sys.modules[cls.__module__], name):
+            _wrap(cls, name, set(), on_device)
 
 
 def _enter(layer: nn.Module, args: Arguments, kwargs: dict[str, object]) -> tuple[Arguments, dict[str, object]]:
@@ -136,6 +144,14 @@ def _wrap(cls: type[nn.Module], name: str, arguments: Set[str], wrapper: Callabl
         wrapped = functools.wraps(plain)(wrapper(plain))
         setattr(wrapped, PACKED, True)
         setattr(module, name, wrapped)
+
+
+def _wrap_forward(part: nn.Module, wrapper: Callable[[Operation], Operation]) -> None:
+    """Replace the forward pass of a module."""
+    if not hasattr(part.forward, PACKED):
+        wrapped = functools.wraps(part.forward)(wrapper(part.forward))
+        setattr(wrapped, PACKED, True)
+        part.forward = wrapped
 
 
 def _for_device(plain: Operation, tensor: torch.Tensor) -> Operation:
@@ -166,12 +182,28 @@ def packed_convolution(plain: Operation) -> Operation:
         if runs is None:
             return function(hidden_states, weight, bias, activation=activation, **kwargs)
         context_S, own_T = runs.context(weight.shape[-1] - 1)
-        # The end of a prompt is selected once per response: gradients add up in float32.
-        spread_CS = SelectTokens.apply(_with_zero(hidden_states[0].transpose(0, 1)), context_S).transpose(0, 1)
-        convolved = function(spread_CS[None], weight, bias, activation=activation)
-        return convolved.index_select(-1, own_T)
+        return function(_spread(hidden_states, context_S), weight, bias, activation=activation).index_select(-1, own_T)
 
     return convolve
+
+
+def packed_module(plain: Operation, count: int) -> Operation:
+    """Wrap a convolution module, channels first [1, C, T], that sees `count` tokens before each."""
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        runs = _current.get()
+        if runs is None:
+            return plain(hidden_states)
+        context_S, own_T = runs.context(count)
+        return plain(_spread(hidden_states, context_S)).index_select(-1, own_T)
+
+    return forward
+
+
+def _spread(hidden_states: torch.Tensor, context_S: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of all runs, each after those that it continues, channels first [1, C, S]."""
+    # The end of a prompt is selected once per response: gradients add up in float32.
+    return SelectTokens.apply(_with_zero(hidden_states[0].transpose(0, 1)), context_S).transpose(0, 1)[None]
 
 
 def not_in_packs(plain: Operation) -> Operation:

@@ -35,10 +35,11 @@ MIXERS = {
     "qwen3_5_moe_text": ("gated delta net",),
     "qwen3_5_text": ("gated delta net",),
     "qwen3_next": ("gated delta net",),
+    "recurrent_gemma": ("RG-LRU",),
 }
 """Mixers by model type."""
 KINDS = sorted(MIXERS)
-CONTINUING = [kind for kind in KINDS if kind != "jamba"]
+CONTINUING = [kind for kind in KINDS if kind not in ("jamba", "recurrent_gemma")]
 """Types that pack shared prompts once."""
 LOGPROBS = 1e-5
 GRADIENTS = 1e-4  # relative to the largest of the parameter, or to a hundredth of the largest of the model
@@ -228,7 +229,11 @@ def test_every_adapter_of_all_linear_layers_gets_a_gradient(kind: str, tiny_hybr
     made = pack(SHARED)
     found = in_pack(policy, made, torch.randn(made.targets_K.numel()))[1]
     adapted = {name: gradient for name, gradient in found.items() if "lora_B" in name and "expert" not in name}
-    assert any(mixer in name for name in adapted for mixer in ("conv", "mamba", "linear_attn", "mixer", "self_attn"))
+    assert any(
+        mixer in name
+        for name in adapted
+        for mixer in ("conv", "mamba", "linear_attn", "mixer", "self_attn", "temporal_block")
+    )
     assert all(gradient.any() for gradient in adapted.values())
 
 
