@@ -30,6 +30,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
@@ -201,7 +203,21 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 def _qwen3_5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a model with two gated delta nets and one attention layer, which rotates a quarter of its heads."""
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(**_qwen3_5_settings(tokenizer)))
+
+
+def _qwen3_5_moe(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": HIDDEN,
+        "shared_expert_intermediate_size": HIDDEN,
+    }
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**_qwen3_5_settings(tokenizer, **experts)))
+
+
+def _qwen3_5_settings(tokenizer: PreTrainedTokenizerFast, **others: Any) -> dict[str, Any]:
+    """Return two gated delta nets and one attention layer, which rotates a quarter of its heads."""
     axes = {
         "rope_type": "default",
         "mrope_section": [2, 1, 1],
@@ -217,13 +233,12 @@ def _qwen3_5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     }
-    config = Qwen3_5Config(
-        text_config=_text(tokenizer, rope_parameters=axes, **layers),
-        vision_config=_qwen_tower(num_position_embeddings=64),
-        tie_word_embeddings=False,
+    return {
+        "text_config": _text(tokenizer, rope_parameters=axes, **layers, **others),
+        "vision_config": _qwen_tower(num_position_embeddings=64),
+        "tie_word_embeddings": False,
         **_qwen_ids(tokenizer),
-    )
-    return Qwen3_5ForConditionalGeneration(config)
+    }
 
 
 def _idefics3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -308,6 +323,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     ),
     "qwen3_5": TinyFamily(
         _QWEN_MARKS, "<|image_pad|>", _qwen3_5, _save_qwen_processor, tuple(QWEN_TOKENS), _QWEN_NAMES
+    ),
+    "qwen3_5_moe": TinyFamily(
+        _QWEN_MARKS, "<|image_pad|>", _qwen3_5_moe, _save_qwen_processor, tuple(QWEN_TOKENS), _QWEN_NAMES
     ),
     "idefics3": TinyFamily(
         "<image>",

@@ -51,7 +51,8 @@ def test_windows_that_overlap_or_reach_beyond_the_picture_stay_a_convolution(lay
     assert "forward" not in vars(layer)
 
 
-@pytest.mark.parametrize("kind", TINY_FAMILIES)
+# Gated delta nets in the decoder of Qwen3.5 begin with one.
+@pytest.mark.parametrize("kind", [kind for kind in TINY_FAMILIES if "qwen3_5" not in kind])
 def test_no_family_runs_a_convolution(kind, tmp_path):
     folder = save_tiny_vision(kind, tmp_path)
     model = PolicyModel(load_causal_lm(ModelConfig(pretrain=str(folder), param_dtype="fp32")))

@@ -153,7 +153,9 @@ def test_a_text_model_has_no_family_and_other_vision_models_are_refused() -> Non
     for config in (Gemma3Config(), PaliGemmaConfig()):
         with pytest.raises(UsageError, match=rf"{config.model_type} .*attend both ways"):
             find_family("nowhere", config, tokenizer)
-    with pytest.raises(UsageError, match=r"type mistral3 .*qwen2_5_vl, qwen3_vl, qwen3_5, idefics3, smolvlm, llava"):
+    with pytest.raises(
+        UsageError, match=r"type mistral3 .*qwen2_5_vl, qwen3_vl, qwen3_5, qwen3_5_moe, idefics3, smolvlm, llava"
+    ):
         find_family("nowhere", AutoConfig.for_model("mistral3"), tokenizer)
 
 

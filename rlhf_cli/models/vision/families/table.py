@@ -49,6 +49,7 @@ FAMILIES = {
     "qwen2_5_vl": QWEN2,
     "qwen3_vl": replace(QWEN2, projectors=("model.visual.merger", "model.visual.deepstack_merger_list")),
     "qwen3_5": QWEN2,
+    "qwen3_5_moe": QWEN2,
     "idefics3": IDEFICS3,
     # SmolVLM's processor imports num2words, for video lengths.
     "smolvlm": replace(IDEFICS3, vllm_needs=(TORCHVISION, "num2words")),
