@@ -25,11 +25,11 @@ PACKED_TYPES = frozenset({
     "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa",
     "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear",
-    "laguna", "lfm2", "lfm2_moe", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2", "olmo3",
-    "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
-    "youtu"
+    "laguna", "lfm2", "lfm2_moe", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax",
+    "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2",
+    "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2",
+    "vaultgemma", "youtu"
 })
 # fmt: on
 """transformers types with equal log-probs for packed and separate sequences.

@@ -135,6 +135,7 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "minimax": {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 16},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 64},
     "nemotron_h": {
         "layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba"],

@@ -30,6 +30,7 @@ ATTENTION = "attention"
 MIXERS = {
     "gated delta net": ("GatedDeltaNet",),
     "Kimi delta attention": ("DeltaAttention",),
+    "lightning attention": ("LightningAttention",),
     "Mamba 1": ("JambaMambaMixer",),
     "Mamba 2": ("MambaLayer", "BambaMixer", "FalconH1Mixer", "Mamba2Mixer"),
     "RG-LRU": ("RecurrentBlock",),

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.attention.varlen import SelectTokens
 from rlhf_cli.models.mixers.layers import MIXERS, kind_of
+from rlhf_cli.models.mixers.lightning import lightning_forward, lightning_scan
 from rlhf_cli.models.mixers.runs import MixerRuns
 
 RUNS = "mixer_runs"
@@ -49,6 +50,7 @@ class Scan:
 
 
 _OF_DELTA_RULES = frozenset({"query", "key", "value", "g", "beta"}), "initial_state", "output_final_state", True
+LIGHTNING = Scan("lightning_scan", frozenset({"query", "key", "value"}), "initial_state", "output_final_state", True)
 SCANS = {
     "gated delta net": Scan("torch_chunk_gated_delta_rule", *_OF_DELTA_RULES),
     "Kimi delta attention": Scan("chunk_kimi_delta_attention", *_OF_DELTA_RULES),
@@ -101,6 +103,8 @@ def wrap_operations(decoder: PreTrainedModel) -> bool:
         if kind == "RG-LRU":
             # It calls its convolution as a module, and its recurrence starts anew at position 0.
             _wrap_forward(part.conv_1d, functools.partial(packed_module, count=part.conv1d_width - 1))
+        elif kind == "lightning attention":
+            _wrap_forward(part, functools.partial(packed_lightning, layer=part))
         else:
             _wrap_functions(type(part), kind)
     return bool(mixers)
@@ -204,6 +208,18 @@ def _spread(hidden_states: torch.Tensor, context_S: torch.Tensor) -> torch.Tenso
     """Return the tokens of all runs, each after those that it continues, channels first [1, C, S]."""
     # The end of a prompt is selected once per response: gradients add up in float32.
     return SelectTokens.apply(_with_zero(hidden_states[0].transpose(0, 1)), context_S).transpose(0, 1)[None]
+
+
+def packed_lightning(plain: Operation, layer: nn.Module) -> Operation:
+    """Wrap a whole layer, whose projections compute on the flat pack."""
+    scan = packed_scan(lightning_scan, LIGHTNING)
+
+    def forward(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        if _current.get() is None:
+            return plain(hidden_states, **kwargs)
+        return lightning_forward(layer, hidden_states, scan)
+
+    return forward
 
 
 def not_in_packs(plain: Operation) -> Operation:

@@ -49,7 +49,7 @@ class MixedForCausalLM(Qwen2ForCausalLM):
         ("lfm2", ()),
         ("gemma3_text", ()),
         ("recurrent_gemma", ()),
-        ("minimax", ("MiniMaxLightningAttention",)),
+        ("minimax", ()),
         ("rwkv", ("RwkvFeedForward", "RwkvSelfAttention")),
         ("xlstm", ("xLSTMLayer",)),
         ("falcon_mamba", ("FalconMambaMixer",)),

@@ -30,6 +30,7 @@ MIXERS = {
     "kimi_linear": ("Kimi delta attention",),
     "lfm2": ("short convolution",),
     "lfm2_moe": ("short convolution",),
+    "minimax": ("lightning attention",),
     "nemotron_h": ("Mamba 2",),
     "olmo_hybrid": ("gated delta net",),
     "qwen3_5_moe_text": ("gated delta net",),
@@ -222,8 +223,9 @@ def test_bf16_is_finite(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_adapter_of_all_linear_layers_gets_a_gradient(kind: str, tiny_hybrid_dir: Callable[[str], str]) -> None:
     source = ModelConfig(pretrain=tiny_hybrid_dir(kind), param_dtype="fp32")
-    # The router of Qwen3-Next is no linear layer: "all-linear" is refused, as for other mixtures.
-    targets = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"] if kind == "qwen3_next" else ["all-linear"]
+    # Routers of these two are no linear layers: "all-linear" is refused, as for other mixtures.
+    mixtures = {"minimax": ["qkv_proj"], "qwen3_next": ["in_proj_qkvz", "in_proj_ba"]}
+    targets = [*mixtures[kind], "out_proj", "q_proj"] if kind in mixtures else ["all-linear"]
     plan = plan_adapter(source, LoraConfig(lora_rank=4, target_modules=targets), seed=0)
     policy = PolicyModel(load_with_adapter(load_causal_lm, source, plan))
     made = pack(SHARED)
