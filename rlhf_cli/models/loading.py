@@ -30,6 +30,7 @@ from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.separation import require_separate_sequences
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
 from rlhf_cli.models.score_heads import sequence_classifier_class
 from rlhf_cli.models.tensor_parallel import whole_shape
@@ -171,6 +172,10 @@ def _load(
     if not config.keep_dropout:
         switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)
+    # On a machine with a GPU, kernels may not run before the model is moved there, nor on partitioned weights.
+    runs_here = partition is None and (model.device.type == "cuda" or not torch.cuda.is_available())
+    if runs_here and not type(model).__module__.startswith("transformers."):
+        require_separate_sequences(model)
     if processing is not None:
         setattr(model, PROCESSING, processing)
         use_tower_kernel(model, kernel)
