@@ -17,12 +17,16 @@ def quadratic_cost(config: PretrainedConfig) -> float:
     head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     query = text.num_attention_heads * head_size
     key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
-    types = getattr(text, "layer_types", None) or ["full_attention"] * layers
-    num_attention = sum(kind not in LINEAR for kind in types)
     # Other mixers count as if they had the projections of attention.
     # Query and output projections, key and value projections, and the three MLP matrices (gate, up, down).
     weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * active_width(text))
-    return num_attention * query / (weights + hidden * text.vocab_size)
+    return num_attention_layers(text) * query / (weights + hidden * text.vocab_size)
+
+
+def num_attention_layers(text: PretrainedConfig) -> int:
+    """Return the number of layers with attention, alone or beside a recurrent layer."""
+    types = getattr(text, "layer_types", None)
+    return int(text.num_hidden_layers) if types is None else sum(kind not in LINEAR for kind in types)
 
 
 def active_width(text: PretrainedConfig) -> int:

@@ -17,6 +17,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from rlhf_cli.models.cost import num_attention_layers
+
 OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
 """Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
 STATES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
@@ -202,9 +204,8 @@ def head_size(config: PretrainedConfig) -> int:
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Compute the KV cache bytes per token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    num_layers = sum(isinstance(layer, CacheLayerMixin) for layer in DynamicCache(config=config).layers)
     # Factor 2 for keys and values.
-    return 2 * num_layers * heads * head_size(config) * dtype.itemsize
+    return 2 * num_attention_layers(config) * heads * head_size(config) * dtype.itemsize
 
 
 def state_bytes(model: Any) -> int:
