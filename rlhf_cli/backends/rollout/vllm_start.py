@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
-from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, head_size
+from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, head_size, keeps_states
 from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import OutOfMemory, RunError, UsageError, first_line, full_memory, memory_sentence
@@ -191,6 +191,8 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
     if on_cpu:
         arguments = _cpu_cache(model_path, settings, arguments) | arguments
+        # For recurrent states, vLLM caches prefixes only with chunked prefill, which is off on a CPU.
+        arguments["enable_prefix_caching"] &= not keeps_states(_config(model_path, settings))
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
