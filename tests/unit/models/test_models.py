@@ -31,7 +31,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
+    RwkvConfig,
 )
 
 from rlhf_cli.backends.rollout.engine import eos_token_ids
@@ -305,9 +305,9 @@ def test_weights_that_lack_a_tensor_are_refused(tiny_llama_dir, tmp_path):
 
 
 def test_recurrent_models_are_refused_before_their_weights_are_read(tmp_path):
-    Qwen3NextConfig().save_pretrained(tmp_path)
+    RwkvConfig().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_text("never read")
-    with pytest.raises(UsageError, match="qwen3_next cannot be trained on packs: not tested"):
+    with pytest.raises(UsageError, match="rwkv cannot be trained on packs: not tested"):
         load_causal_lm(settings(tmp_path))
 
 
