@@ -359,13 +359,13 @@ def test_a_batch_that_is_joined_again_and_again_keeps_open_requests_only():
         group.add([GenerationRequest([number // 2], seed=number) for number in range(first, first + 6)])
         batch, before = group._batch, len(found)
         assert set(batch.requests) == set(range(first + 6)) - {number for number, _ in found}
-        assert batch._homes.keys() <= {request.prompt for request in batch.requests.values()}
+        assert batch.homes.keys() <= {request.prompt for request in batch.requests.values()}
         while len(found) < before + 6:
             found += group.collect()
     found += collected(group)
     assert sorted(found) == [(number, (number, VERSION)) for number in range(60)]
     assert not group._batch.requests
-    assert not group._batch._homes
+    assert not group._batch.homes
     assert group._batch._loads == [0, 0, 0]
     assert len({len(worker.share) for worker in started}) == 1
 
