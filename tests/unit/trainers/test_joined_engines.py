@@ -133,19 +133,19 @@ def test_a_run_that_goes_on_from_any_checkpoint_loses_no_prompt_and_trains_none_
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_no_slot_is_idle_while_a_batch_may_begin(staleness, monkeypatch):
     made, begin = run(staleness), Schedule._begin
-    engines, allowed, idle = engines_of(made), [0, 0], list[int]()
+    engines, allowed, idle = engines_of(made), [0, 0, 0], list[int]()
 
     def begins(self: Schedule, *given: Any, num_trained: int) -> None:
         begin(self, *given, num_trained=num_trained)
-        allowed[1] = min(num_trained + 1 + staleness, 10)
+        allowed[-1] = min(num_trained + 1 + staleness, 10)
 
     def is_held() -> bool:
         if len(engines.requests) < staleness + 1:
             return True
-        # Batches that were allowed before the last look have sent their requests.
+        # A batch sends its requests within two looks: the loop creates its task after one, and runs it after the next.
         if len(engines._line) < SLOTS and len(engines.requests) < allowed[0]:
             idle.append(len(engines._line))
-        allowed[0] = allowed[1]
+        allowed[:-1] = allowed[1:]
         return False
 
     monkeypatch.setattr(Schedule, "_begin", begins)
