@@ -1,5 +1,6 @@
 """Language models of a training command, with an optional adapter, before weights are loaded."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class ModelPlan:
         """Name of the attention kernel for training."""
         return packed_attention(self.base, self.architecture)
 
-    @property
+    @functools.cached_property
     def layers(self) -> Layers:
         """Layers of `base` that mix tokens."""
         return layers_of(self.architecture, trust_remote_code=self.base.trust_remote_code)

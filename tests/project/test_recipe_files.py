@@ -20,7 +20,6 @@ from rlhf_cli.commands.ppo import PPOConfig
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.attention.varlen import VARLEN
-from rlhf_cli.models.mixers.layers import layers_of
 from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.options import build_config
@@ -142,8 +141,9 @@ def test_an_online_recipe_fits_its_nodes(name):
         settings, num_ranks = config.deepspeed_of(role), config.num_ranks(role)
         assert num_ranks == hardware.num_ranks
         check_deepspeed(settings, param_dtype=config.model.param_dtype)
-        layers = layers_of(hardware.architecture, trust_remote_code=False)
-        check_sequence_parallel(hardware.architecture, settings, num_ranks=num_ranks, attention=VARLEN, layers=layers)
+        check_sequence_parallel(
+            hardware.architecture, settings, num_ranks=num_ranks, attention=VARLEN, trust_remote_code=False
+        )
         assert_fits(hardware, settings, config.batch.max_tokens)
     assert config.placement.deepspeed_enable_sleep  # otherwise memory must fit both roles at once
     assert 2 * sleeping_bytes(hardware, config, layout) < hardware.host_gb * GB  # pinned buffers are rounded up
@@ -164,9 +164,8 @@ def test_an_offline_recipe_fits_its_nodes(name):
     config = read(name, cls, dataset="rows", output="run")
     settings, max_tokens = config.deepspeed, config.batch.max_tokens
     check_deepspeed(settings, param_dtype=config.model.param_dtype)
-    layers = layers_of(hardware.architecture, trust_remote_code=False)
     check_sequence_parallel(
-        hardware.architecture, settings, num_ranks=hardware.num_ranks, attention=VARLEN, layers=layers
+        hardware.architecture, settings, num_ranks=hardware.num_ranks, attention=VARLEN, trust_remote_code=False
     )
     assert config.launch.num_processes == (hardware.gpus if hardware.nodes == 1 else 1)  # torchrun starts several nodes
     longest = config.data.max_len * (2 if cls is DPOConfig else 1)  # both responses of a pair, at most

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.varlen import VARLEN
-from rlhf_cli.models.mixers.layers import Layers
+from rlhf_cli.models.mixers.layers import Layers, layers_of
 from rlhf_cli.models.sequence_parallel.attention import check_ring_kernel
 from rlhf_cli.models.sequence_parallel.shards import Mode
 from rlhf_cli.models.vision.families.table import takes_pictures
@@ -42,14 +42,14 @@ def check_sequence_parallel(
     *,
     num_ranks: int,
     attention: str,
-    layers: Layers,
+    trust_remote_code: bool,
     name: str = "sequence_parallel_size",
 ) -> None:
     """Raise UsageError if the settings do not support sequence parallelism for this model.
 
     Args:
         num_ranks: number of model ranks.
-        layers: the model's layers.
+        trust_remote_code: whether to run the model's own code.
         name: name of the setting, for messages.
     """
     size, mode = settings.sequence_parallel_size, chosen_mode(architecture, settings)
@@ -57,7 +57,8 @@ def check_sequence_parallel(
         return
     if takes_pictures(architecture):
         raise UsageError(f"--{name} is not supported for vision-language models ({architecture.model_type})")
-    if layers.mixers:
+    # Only here, because the model is built without weights to find its layers.
+    if layers_of(architecture, trust_remote_code=trust_remote_code).mixers:
         raise UsageError(f"--{name}: {architecture.model_type} has layers whose state would cross the ranks")
     if num_ranks % size:
         raise UsageError(f"--{name} {size} does not divide the {num_ranks} ranks of the model")

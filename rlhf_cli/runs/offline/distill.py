@@ -11,7 +11,6 @@ from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.loading import load_causal_lm
-from rlhf_cli.models.mixers.layers import layers_of
 from rlhf_cli.models.requirements import check_loadable, packed_attention
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.models.student import StudentModel
@@ -87,8 +86,13 @@ def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: Mode
     try:
         check_loadable(source, found.architecture, in_4bit=False, partitioned=deepspeed.zero_stage == 3)
         attention = packed_attention(source, found.architecture)
-        layers = layers_of(found.architecture, trust_remote_code=source.trust_remote_code)
-        check_sequence_parallel(found.architecture, deepspeed, num_ranks=num_ranks, attention=attention, layers=layers)
+        check_sequence_parallel(
+            found.architecture,
+            deepspeed,
+            num_ranks=num_ranks,
+            attention=attention,
+            trust_remote_code=source.trust_remote_code,
+        )
     except UsageError as error:
         raise UsageError(f"--teacher_pretrain: {error}") from error
     return found

@@ -84,7 +84,7 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
         config.deepspeed,
         num_ranks=num_ranks,
         attention=model.attention,
-        layers=model.layers,
+        trust_remote_code=model.base.trust_remote_code,
     )
     check_tensor_parallel(
         model.architecture,

@@ -15,7 +15,6 @@ from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
-from rlhf_cli.models.mixers.layers import layers_of
 from rlhf_cli.models.requirements import check_loadable, check_trainable
 from rlhf_cli.models.reward_model import (
     RewardModelPlan,
@@ -214,7 +213,7 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
             config.deepspeed_of(role),
             num_ranks=config.num_ranks(config.host_of(role)),
             attention=models.frozen_policies.get(role, policy).attention,
-            layers=layers_of(model.found.architecture, trust_remote_code=model.source.trust_remote_code),
+            trust_remote_code=model.source.trust_remote_code,
             name=config.deepspeed_name(role, "sequence_parallel_size"),
         )
 

@@ -4,6 +4,7 @@ computation.
 
 import pytest
 import torch
+from tiny_causal_models import tiny_config
 from tiny_training import make_sequences
 from transformers import Qwen2Config, Qwen3VLConfig
 
@@ -19,8 +20,6 @@ from rlhf_cli.models.sequence_parallel.checks import (
     chosen_mode,
 )
 from rlhf_cli.models.sequence_parallel.parts import part_of
-
-LAYERS = Layers(num_attention=2, mixers=(), unsupported=())
 
 
 def model(heads: int = 8, key_heads: int = 2, **rope: object) -> Qwen2Config:
@@ -67,20 +66,23 @@ def test_ranks_exchange_tokens_for_heads_where_heads_divide(heads, given, mode) 
 )
 def test_ranks_that_cannot_share_a_sequence_are_refused(config, size, num_ranks, attention, fault) -> None:
     with pytest.raises(UsageError, match=fault):
-        check_sequence_parallel(config, settings(size), num_ranks=num_ranks, attention=attention, layers=LAYERS)
+        check_sequence_parallel(
+            config, settings(size), num_ranks=num_ranks, attention=attention, trust_remote_code=False
+        )
 
 
 def test_ranks_do_not_share_sequences_of_vision_language_models() -> None:
     with pytest.raises(
         UsageError, match=r"--sequence_parallel_size is not supported for vision-language models \(qwen3_vl\)"
     ):
-        check_sequence_parallel(Qwen3VLConfig(), settings(2), num_ranks=2, attention="varlen", layers=LAYERS)
+        check_sequence_parallel(Qwen3VLConfig(), settings(2), num_ranks=2, attention="varlen", trust_remote_code=False)
 
 
 def test_ranks_do_not_share_sequences_of_layers_with_a_state() -> None:
-    layers = Layers(num_attention=2, mixers=("short convolution",), unsupported=())
-    with pytest.raises(UsageError, match="qwen2 has layers whose state would cross the ranks"):
-        check_sequence_parallel(model(), settings(2), num_ranks=2, attention="varlen", layers=layers)
+    with pytest.raises(UsageError, match="lfm2 has layers whose state would cross the ranks"):
+        check_sequence_parallel(
+            tiny_config("lfm2"), settings(2), num_ranks=2, attention="varlen", trust_remote_code=False
+        )
 
 
 def test_heads_that_cannot_be_dealt_are_refused_with_the_mode_that_takes_them() -> None:
@@ -89,24 +91,25 @@ def test_heads_that_cannot_be_dealt_are_refused_with_the_mode_that_takes_them() 
         UsageError, match=r"--ref_sequence_parallel_size 4 .* 6 attention heads: .* gather supports any"
     ):
         check_sequence_parallel(
-            model(6), given, num_ranks=4, attention="varlen", layers=LAYERS, name="ref_sequence_parallel_size"
+            model(6), given, num_ranks=4, attention="varlen", trust_remote_code=False, name="ref_sequence_parallel_size"
         )
-    check_sequence_parallel(model(6), settings(4), num_ranks=4, attention="varlen", layers=LAYERS)
+    check_sequence_parallel(model(6), settings(4), num_ranks=4, attention="varlen", trust_remote_code=False)
 
 
 def test_the_ring_kernel_is_refused_where_flash_attn_is_not_installed() -> None:
     with pytest.raises(UsageError, match="--ring_flash_attn needs the package flash-attn: pip install"):
         check_sequence_parallel(
-            model(), settings(2, ring_flash_attn=True), num_ranks=2, attention="varlen", layers=LAYERS
+            model(), settings(2, ring_flash_attn=True), num_ranks=2, attention="varlen", trust_remote_code=False
         )
 
 
 def test_prompts_are_shared_if_the_kernel_takes_keys_in_any_order() -> None:
-    assert can_share_prompts("varlen", settings(2), LAYERS)
-    assert not can_share_prompts("sdpa", settings(1), LAYERS)
+    layers = Layers(num_attention=2, mixers=(), unsupported=())
+    assert can_share_prompts("varlen", settings(2), layers)
+    assert not can_share_prompts("sdpa", settings(1), layers)
     by_ring = settings(2, ring_flash_attn=True)
-    assert not can_share_prompts("varlen", by_ring, LAYERS)
-    assert can_share_prompts("varlen", by_ring.model_copy(update={"sequence_parallel_size": 1}), LAYERS)
+    assert not can_share_prompts("varlen", by_ring, layers)
+    assert can_share_prompts("varlen", by_ring.model_copy(update={"sequence_parallel_size": 1}), layers)
 
 
 def test_prompts_are_repeated_for_layers_that_cannot_continue_a_state() -> None:
@@ -137,7 +140,7 @@ def test_settings_that_need_whole_packs_are_refused() -> None:
 
 
 def test_one_rank_a_sequence_asks_for_nothing() -> None:
-    check_sequence_parallel(model(7, 7), settings(1), num_ranks=3, attention="eager", layers=LAYERS)
+    check_sequence_parallel(model(7, 7), settings(1), num_ranks=3, attention="eager", trust_remote_code=False)
     one = pack(make_sequences(3))
     part = part_of(one, None)
     assert part.pack is one
