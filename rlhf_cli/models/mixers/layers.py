@@ -1,7 +1,7 @@
 """Find the layers of a model that mix tokens, by class.
 
-Configurations do not tell: some have no `layer_types`, others use their own names. A module mixes tokens if its forward
-pass takes a cache, which every decoder needs to generate.
+Configurations are not enough: some have no `layer_types`, others use their own names. A module mixes tokens if its
+forward pass takes a cache, which every decoder needs to generate.
 """
 
 import inspect
@@ -117,7 +117,7 @@ def kind_of(cls: type[nn.Module]) -> str | None:
 
 
 def use_configured_limits(model: nn.Module) -> None:
-    """Let Nemotron-H limit its time steps as its configuration says.
+    """Apply the configured `time_step_limit` to Nemotron-H's time steps.
 
     transformers clamps them at `time_step_min` in a scan over several tokens, but not in its own decoding of single
     tokens; vLLM and the published code use `time_step_limit`. Otherwise log-probs differ by 1e-3 between engines.
