@@ -3,7 +3,6 @@
 Runs in the driver. Engines are in `vllm_engine` and `transformers_engine`, transports in `weight_sync/`.
 """
 
-import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,60 +11,24 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayTaskError
-from transformers import PretrainedConfig
 
-from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason, may_have_gpus
+from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
 from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.rollout.engine_shares import Listening, SharedBatch, balanced_shares, same_shares
-from rlhf_cli.backends.rollout.transformers_cache import keeps_states
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
-from rlhf_cli.config.rollout import EngineConfig, SyncBackend
+from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import ProcessDied, RunError, UsageError
+from rlhf_cli.errors import ProcessDied, RunError
 
 Result = TypeVar("Result")
 EngineCall = Callable[[EngineHost], Awaitable[Result]]
 
 MAX_RESTARTS = 3
 """Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
-
-
-def rollout_backend(config: EngineConfig, architecture: PretrainedConfig | None = None) -> str:
-    """Return the rollout backend, for a model or, before it is known, for the settings.
-
-    "auto" selects vLLM if installed. On a CPU, it selects transformers for models with convolutions or recurrent
-    layers, of which vLLM's CPU build cannot run all. Raises UsageError for an unsupported setting.
-    """
-    backend = config.rollout_backend
-    if backend == "vllm" and not is_vllm_installed():
-        raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
-    if backend == "auto":
-        # Engine arguments are for vLLM only.
-        is_better = architecture is None or bool(config.engine_arguments) or may_have_gpus()
-        runs_on_vllm = is_vllm_installed() and (is_better or not keeps_states(architecture))
-        backend = "vllm" if runs_on_vllm else "transformers"
-    if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
-        raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
-    return backend
-
-
-def is_vllm_installed() -> bool:
-    # find_spec instead of an import, because importing vLLM takes seconds and changes environment variables.
-    return importlib.util.find_spec("vllm") is not None
-
-
-def described(config: EngineConfig, backend: str) -> str:
-    """Describe the engines for the log: count, backend and the user's engine arguments."""
-    added = f" with {config.vllm_args}" if config.engine_arguments else ""
-    if config.rollout_backend == "auto" and backend == "transformers" and is_vllm_installed():
-        added = (
-            ", because vLLM does not run all convolutions and recurrent layers on a CPU; --rollout_backend vllm tries"
-        )
-    return f"{config.vllm_num_engines or 1} x {backend}{added}"
 
 
 @dataclass(frozen=True)

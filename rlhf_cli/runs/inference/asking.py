@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.roles.start import Started
-from rlhf_cli.backends.rollout.engine_group import described
+from rlhf_cli.backends.rollout.backend_choice import described
 from rlhf_cli.runs.inference.model_groups import ModelGroup, manifest_of
 from rlhf_cli.runs.inference.run import InferenceHooks, ModelUnderTest, answer_by, answer_prompts, started_scorer
 from rlhf_cli.runs.inference.workers import started_models

@@ -16,7 +16,7 @@ import yaml
 from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
-from rlhf_cli.backends.rollout.engine_group import rollout_backend
+from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.data.prompts import PASS_RATE

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
-from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
+from rlhf_cli.backends.rollout.backend_choice import described, rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.data.selection import select_samples, summary, write_rows

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.roles.start import Started
-from rlhf_cli.backends.rollout.engine_group import rollout_backend
+from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts

@@ -12,7 +12,7 @@ from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, memory_share
 from rlhf_cli.backends.cluster.placement import check_layout
 from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
-from rlhf_cli.backends.rollout.engine_group import rollout_backend
+from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.deepspeed_config import check_compiler, check_deepspeed

@@ -15,7 +15,7 @@ from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.roles.start import Processes
-from rlhf_cli.backends.rollout.engine_group import described
+from rlhf_cli.backends.rollout.backend_choice import described
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.environment import resume_collector

@@ -16,7 +16,7 @@ from test_rollout_transformers import SETTINGS, largest_difference
 from tiny_causal_models import tiny_config
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
+from rlhf_cli.backends.rollout.backend_choice import described, rollout_backend
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
@@ -119,7 +119,7 @@ def test_states_count_as_memory_of_a_row(missing: int, rows: int, tiny_hybrid_di
 def test_on_a_cpu_vllm_is_not_the_default_for_models_with_states(
     kind: str, given: dict[str, str], has_gpus: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "rlhf_cli.backends.rollout.engine_group"
+    module = "rlhf_cli.backends.rollout.backend_choice"
     monkeypatch.setattr(f"{module}.is_vllm_installed", lambda: True)
     monkeypatch.setattr(f"{module}.may_have_gpus", lambda: has_gpus)
     config = EngineConfig.model_validate(given)

@@ -6,8 +6,8 @@ import pytest
 from extending_page import page_file
 from online_settings import resolve
 
+from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.backends.rollout.engine import EngineSettings, RolloutEngine
-from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.engine_host import make_engine
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.config.rollout import ENGINE_METHODS

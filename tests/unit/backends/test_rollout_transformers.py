@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.backends.rollout.engine import EngineSettings, eos_token_ids
-from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.engine_host import make_engine
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.backends.weight_sync.shm import ShmTransport

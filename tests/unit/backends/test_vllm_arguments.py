@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from rlhf_cli import cli
+from rlhf_cli.backends.rollout.backend_choice import described
 from rlhf_cli.backends.rollout.engine import EngineSettings
-from rlhf_cli.backends.rollout.engine_group import described
 from rlhf_cli.backends.rollout.vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
 from rlhf_cli.backends.rollout.vllm_start import _cpu_cache, kv_blocks
 from rlhf_cli.config.rollout import EngineConfig

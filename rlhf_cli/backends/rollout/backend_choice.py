@@ -1,0 +1,45 @@
+"""Choice of the rollout backend, and its description for the log."""
+
+import importlib.util
+
+from transformers import PretrainedConfig
+
+from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
+from rlhf_cli.backends.rollout.transformers_cache import keeps_states
+from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.errors import UsageError
+
+
+def rollout_backend(config: EngineConfig, architecture: PretrainedConfig | None = None) -> str:
+    """Return the rollout backend, for a model or, before it is known, for the settings.
+
+    "auto" selects vLLM if installed. On a CPU, it selects transformers for models with convolutions or recurrent
+    layers, of which vLLM's CPU build cannot run all. Raises UsageError for an unsupported setting.
+    """
+    backend = config.rollout_backend
+    if backend == "vllm" and not is_vllm_installed():
+        raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
+    if backend == "auto":
+        # Engine arguments are for vLLM only.
+        is_better = architecture is None or bool(config.engine_arguments) or may_have_gpus()
+        runs_on_vllm = is_vllm_installed() and (is_better or not keeps_states(architecture))
+        backend = "vllm" if runs_on_vllm else "transformers"
+    if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
+        raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
+    return backend
+
+
+def is_vllm_installed() -> bool:
+    # find_spec instead of an import, because importing vLLM takes seconds and changes environment variables.
+    return importlib.util.find_spec("vllm") is not None
+
+
+def described(config: EngineConfig, backend: str) -> str:
+    """Describe the engines for the log: count, backend and the user's engine arguments."""
+    added = f" with {config.vllm_args}" if config.engine_arguments else ""
+    if config.rollout_backend == "auto" and backend == "transformers" and is_vllm_installed():
+        added = (
+            ", because vLLM does not run all convolutions and recurrent layers on a CPU; "
+            "force it with --rollout_backend vllm"
+        )
+    return f"{config.vllm_num_engines or 1} x {backend}{added}"
