@@ -1,25 +1,22 @@
-"""Agent processes for a run, one per episode. The driver collects their requests and outcomes.
+"""Agent processes for a run, one per episode. The caller answers their requests in its own event loop.
 
 The endpoint and the supervision run in an event loop on a background thread, so agents continue while the driver works.
 """
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import os
-import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rlhf_cli.agents.agent_command import command_words
 from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd
-from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
+from rlhf_cli.agents.chat_records import EPISODE_ENDED, ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_responses import MODEL
-from rlhf_cli.agents.endpoint import Caller, Endpoint
+from rlhf_cli.agents.endpoint import Caller, Endpoint, new_key
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.time_limit import TimeLimit
 from rlhf_cli.event_loop import LoopThread
@@ -30,40 +27,13 @@ logger = logging.getLogger(__name__)
 _LONGEST_NAME = 80
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The process for an episode has started."""
-
-    episode: int
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """An agent requests turns. Pass the ticket to `AgentPrograms.answer`."""
-
-    episode: int
-    ticket: int
-    request: ChatRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The process for an episode has exited."""
-
-    episode: int
-    end: ProgramEnd
-
-
-Event = Started | Asked | Ended
-
-
 @dataclass(eq=False)
 class _Program(Caller):
-    """An agent, seen from the event loop."""
+    """An agent, seen from the event loop. `answer` begins to answer a request in the loop of the episode."""
 
+    answer: Callable[[ChatRequest], "asyncio.Future[Completion]"] = field(kw_only=True)
     limit: TimeLimit = field(kw_only=True)
-    open: dict[int, "asyncio.Future[Completion]"] = field(default_factory=dict)
-    """Pending responses by ticket."""
+    exit: "asyncio.Future[None]" = field(kw_only=True)
 
 
 class AgentPrograms:
@@ -81,12 +51,7 @@ class AgentPrograms:
         self._noticed: set[str] = set()
 
     def __enter__(self) -> Self:
-        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        self._tickets = itertools.count()
-        # The event loop keeps only weak references to tasks, so hold them here.
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        # By open ticket.
-        self._programs: dict[int, _Program] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         # Carries no data: if the driver dies, the kernel closes the write end and kills the agents.
         self._lifeline, self._held = os.pipe()
         self._slots = asyncio.Semaphore(self._num_workers)
@@ -117,70 +82,56 @@ class AgentPrograms:
         """Description for prompt rendering. The run sees no tools: agents declare tools in their requests."""
         return EnvironmentDescription((), f"agent program {self._command!r}", is_program=True)
 
-    def start(self, episode: int, row: Mapping[str, object]) -> None:
-        """Start the agent for an episode with the row on stdin, as soon as a slot is free."""
-        self._thread.call_soon(self._begin, episode, row)
+    async def play(
+        self,
+        row: Mapping[str, object],
+        answer: Callable[[ChatRequest], Coroutine[Any, Any, Completion]],
+        started: Callable[[], object],
+    ) -> ProgramEnd:
+        """Run an agent with the row on stdin, as soon as a slot is free. Returns how it ended; a cancel kills it.
 
-    def end(self, episode: int) -> None:
-        """Kill the agent for an episode."""
-        self._thread.call_soon(self._drop, episode)
-
-    def answer(self, ticket: int, answer: Completion | Refused) -> None:
-        """Answer a request. No-op if the agent has exited."""
-        self._thread.call_soon(self._deliver, ticket, answer)
-
-    def collect(self, timeout: float | None = None) -> list[Event]:
-        """Return events since the last call. Waits up to `timeout` seconds for the first one.
-
-        Raises any exception from the event loop thread.
+        `started` and `answer` are called in the caller's event loop. `answer` may raise Refused.
         """
-        events: list[Event] = []
-        with contextlib.suppress(queue.Empty):
-            event = self._events.get(timeout != 0, timeout)
-            while True:
-                if isinstance(event, BaseException):
-                    raise event
-                events.append(event)
-                event = self._events.get(block=False)
-        return events
+        loop = asyncio.get_running_loop()
+
+        def begin(request: ChatRequest) -> "asyncio.Future[Completion]":
+            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(request), loop))
+
+        return await self._thread.ask(self._play(row, begin, lambda: loop.call_soon_threadsafe(started)))
 
     async def _end_all(self) -> None:
-        for episode in [*self._tasks]:
-            self._drop(episode)
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for task in self._tasks:
+            # A second cancellation would interrupt the cleanup in `_play` and leak the process.
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._endpoint.close()
 
-    def _begin(self, episode: int, row: Mapping[str, object]) -> None:
-        self._tasks[episode] = task = self._loop.create_task(self._play(episode, row))
-        task.add_done_callback(lambda ended: self._forget(episode, ended))
-
-    def _drop(self, episode: int) -> None:
-        task = self._tasks.get(episode)
-        # A second cancellation would interrupt the cleanup in `_play` and leak the process.
-        if task is not None and not task.cancelling():
-            task.cancel()
-
-    def _forget(self, episode: int, task: "asyncio.Task[None]") -> None:
-        del self._tasks[episode]
-        if not task.cancelled() and (defect := task.exception()) is not None:
-            self._events.put(defect)
-
-    async def _play(self, episode: int, row: Mapping[str, object]) -> None:
-        """Run one episode's agent until it exits, times out or is dropped."""
+    async def _play(
+        self,
+        row: Mapping[str, object],
+        answer: Callable[[ChatRequest], "asyncio.Future[Completion]"],
+        started: Callable[[], object],
+    ) -> ProgramEnd:
+        """Run an agent until it exits, times out or is cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         async with self._slots:
-            program = _Program(episode, limit=TimeLimit(self._timeout, now=self._loop.time()))
-            variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": program.key, "OPENAI_MODEL": MODEL}
+            key, limit = new_key(), TimeLimit(self._timeout, now=self._loop.time())
+            variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
             try:
                 process = AgentProcess(self._words, row, variables, self._lifeline)
             # The machine is out of processes, file descriptors or memory: fail this episode, not the run.
             except OSError as error:
-                self._events.put(Ended(episode, ProgramEnd(failure=f"could not be started: {error.strerror}")))
-                return
-            self._endpoint.admit(program)
-            self._events.put(Started(episode))
+                return ProgramEnd(failure=f"could not be started: {error.strerror}")
             ended = self._loop.run_in_executor(self._watchers, process.wait)
+            program = _Program(key, answer=answer, limit=limit, exit=ended)
+            self._endpoint.admit(program)
             try:
-                is_late = not await self._has_ended(program, ended)
+                started()
+                is_late = not await self._has_ended(program)
             finally:
                 # Order matters: reject new requests first, then kill, and free the pid (`close`) only when the watcher
                 # thread has seen the exit.
@@ -189,49 +140,36 @@ class AgentPrograms:
                 # Shielded from cancellation. The wait is short, since the process was killed.
                 await asyncio.shield(ended)
                 end = process.close()
-                self._refuse_all(program)
             late = ProgramEnd(failure=f"sent no request and did not exit within {self._timeout:g} s", trace=end.trace)
-            self._events.put(Ended(episode, late if is_late else end))
+            return late if is_late else end
 
-    async def _has_ended(self, program: _Program, ended: "asyncio.Future[None]") -> bool:
+    async def _has_ended(self, program: _Program) -> bool:
         """Wait until an agent exits. Returns False on timeout."""
         # Requests move the deadline, so look at it again after each wait.
         while (remaining := program.limit.remaining(self._loop.time())) > 0:
-            done, _ = await asyncio.wait({ended}, timeout=remaining)
+            done, _ = await asyncio.wait({program.exit}, timeout=remaining)
             if done:
                 return True
-        return ended.done()
+        return program.exit.done()
 
     async def _answer(self, caller: Caller, request: ChatRequest) -> Completion:
-        """Pass an agent's request to the driver and wait for the response."""
+        """Pass an agent's request to the caller of `play` and wait for the response."""
         assert isinstance(caller, _Program)
         for name in request.ignored:
             if name not in self._noticed:
                 self._noticed.add(name)
                 written = ascii(name)[1:-1][:_LONGEST_NAME]
                 logger.warning("the agent program sets %s, which is ignored: turns use the run's settings", written)
-        ticket = next(self._tickets)
-        answer: asyncio.Future[Completion] = self._loop.create_future()
-        caller.open[ticket] = answer
         caller.limit.ask(self._loop.time())
-        self._programs[ticket] = caller
-        self._events.put(Asked(caller.episode, ticket, request))
-        return await answer
-
-    def _deliver(self, ticket: int, answer: Completion | Refused) -> None:
-        program = self._programs.pop(ticket, None)
-        if program is None:
-            return
-        future = program.open.pop(ticket)
-        program.limit.answer(self._loop.time(), is_refused=isinstance(answer, Refused))
-        # Cancelled: the client has disconnected.
-        if future.done():
-            return
-        if isinstance(answer, Completion):
-            future.set_result(answer)
-        else:
-            future.set_exception(answer)
-
-    def _refuse_all(self, program: _Program) -> None:
-        for ticket in [*program.open]:
-            self._deliver(ticket, Refused("the episode has ended", status=410))
+        answer, is_refused = caller.answer(request), True
+        try:
+            either: set[asyncio.Future[Any]] = {answer, caller.exit}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            # Cancelled: the episode was dropped, and its process is about to be killed.
+            if not answer.done() or answer.cancelled():
+                answer.cancel()
+                raise Refused(EPISODE_ENDED, status=410)
+            completion, is_refused = answer.result(), False
+            return completion
+        finally:
+            caller.limit.answer(self._loop.time(), is_refused=is_refused)

@@ -5,6 +5,8 @@ from typing import Literal
 
 from rlhf_cli.data.formats.conversations import Message, Tool, ToolCall
 
+EPISODE_ENDED = "the episode has ended"
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:

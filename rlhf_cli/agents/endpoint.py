@@ -28,12 +28,16 @@ _USE = "use chat completions, POST /v1/chat/completions"
 _CLOSE_SECONDS = 1.0
 
 
+def new_key() -> str:
+    """Return an API key that nobody can guess."""
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
 @dataclass(eq=False)
 class Caller:
     """An agent with access to the endpoint, identified by API key."""
 
-    episode: int
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
+    key: str = field(default_factory=new_key)
 
 
 Answer = Callable[[Caller, ChatRequest], Awaitable[Completion]]

@@ -1,4 +1,4 @@
-"""All episode processes, seen from one event loop: start, send actions, collect replies, enforce timeouts, kill.
+"""All episode processes, seen from one event loop: start, send actions, receive replies, enforce timeouts, kill.
 
 Nothing here blocks on an environment: sockets are non-blocking, and unsent data is buffered. The processes are children
 of the fork server (fork_server.py), which reports their exits.
@@ -6,11 +6,11 @@ of the fork server (fork_server.py), which reports their exits.
 
 import asyncio
 import errno
+import itertools
 import json
 import resource
 import socket
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlhf_cli.agents.records import Reply, late_reply
@@ -31,6 +31,8 @@ class _Process:
     channel: socket.socket | None = None
     outgoing: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
+    reply: "asyncio.Future[Reply] | None" = None
+    """Gets the reply to the current action."""
     place: str = ""
     """Methods that the current action calls, for messages."""
     end: str | None = None
@@ -38,25 +40,28 @@ class _Process:
 
 
 class EpisodeProcesses:
-    """Sends actions to processes, at most `num_workers` at a time, and delivers replies. Works in `loop`.
+    """Sends actions to processes, at most `num_workers` at a time. Works in `loop`.
 
-    The first action for a number starts a process. A timeout starts when the process receives the action.
+    The first action of an episode starts a process. A timeout starts when the process receives the action.
     """
 
     def __init__(
         self,
         server: ChildProcess,
         loop: asyncio.AbstractEventLoop,
-        deliver: Callable[[int, Reply], None],
         *,
         timeout: float,
         close_seconds: float,
         num_workers: int,
     ) -> None:
         """Start listening. `close_seconds` is the timeout for `close` methods, 0 if the class has none."""
-        self._server, self._loop, self._deliver = server, loop, deliver
+        self._server, self._loop = server, loop
         self._timeout, self._close_seconds, self._num_workers = timeout, close_seconds, num_workers
+        # By number, which an episode that starts again gets anew: the server reports exits by number.
         self._processes: dict[int, _Process] = {}
+        self._episodes: dict[int, int] = {}
+        self._count = itertools.count()
+        self._defect: BaseException | None = None
         # Processes with a queued action.
         self._waiting: deque[_Process] = deque()
         # Processes with an action in progress, and the timers of their timeouts.
@@ -69,8 +74,8 @@ class EpisodeProcesses:
     async def close(self) -> None:
         """End all processes, then wait for the fork server, which waits for them."""
         self._waiting.clear()
-        for number in list(self._processes):
-            self.drop(number)
+        for episode in list(self._episodes):
+            self.drop(episode)
         self._server.socket.settimeout(_END_SECONDS)
         self._flush_server()
         # Whatever is still queued could not be sent, because the server has exited.
@@ -80,17 +85,33 @@ class EpisodeProcesses:
         self._ignore(self._server.socket)
         self._server.finish(self._close_seconds + _END_SECONDS)
 
-    def put(self, number: int, line: bytes, place: str) -> None:
-        """Queue an encoded action. `place` names the methods that it calls."""
+    async def answer(self, episode: int, line: bytes, place: str) -> Reply:
+        """Queue an encoded action, and wait for the reply. `place` names the methods that it calls.
+
+        Raises the exception passed to `break_down`.
+        """
+        if self._defect is not None:
+            raise self._defect
+        number = self._episodes.setdefault(episode, next(self._count))
         process = self._processes.setdefault(number, _Process(number))
-        process.outgoing, process.place = bytearray(line), place
+        process.outgoing, process.place, process.reply = bytearray(line), place, self._loop.create_future()
         self._waiting.append(process)
         self._hand_out()
+        return await process.reply
 
-    def drop(self, number: int) -> None:
-        """End a process and discard its action. An idle process may close the user's object first."""
-        process = self._processes.pop(number, None)
-        if process is not None:
+    def break_down(self, defect: BaseException) -> None:
+        """Raise an exception in current and future callers, because no more replies will come."""
+        self._defect = defect
+        for process in self._processes.values():
+            if process.reply is not None and not process.reply.done():
+                process.reply.set_exception(defect)
+
+    def drop(self, episode: int) -> None:
+        """End an episode's process, and cancel its action. An idle process may close the user's object first."""
+        if episode in self._episodes:
+            process = self._processes.pop(self._episodes.pop(episode))
+            if process.reply is not None:
+                process.reply.cancel()
             # A busy process cannot read the end of its stream, so waiting for the `close` method is useless.
             self._end(process, seconds=0.0 if process in self._running else self._close_seconds)
             self._stop_timer(process)
@@ -180,7 +201,9 @@ class EpisodeProcesses:
 
     def _conclude(self, process: _Process, reply: Reply) -> None:
         self._stop_timer(process)
-        self._deliver(process.number, reply)
+        # Done: the caller has given up, or the server has exited.
+        if process.reply is not None and not process.reply.done():
+            process.reply.set_result(reply)
         # Not at once: each queued action may fail at once and would call this again.
         self._loop.call_soon(self._hand_out)
 

@@ -1,7 +1,7 @@
 """Environments defined by a class in a user's file, one process per episode.
 
 The file is never imported into the driver. An event loop in a background thread exchanges actions and replies with the
-processes, so `send` does not block and environments run while the caller does other work.
+processes, so environments run while the caller does other work.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Self, cast
 
 from rlhf_cli.agents.environment_class import ClassFacts, ResetColumns
 from rlhf_cli.agents.episode_processes import EpisodeProcesses
-from rlhf_cli.agents.mailbox import Mailbox
 from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset, method_names
 from rlhf_cli.agents.wire import action_line
 from rlhf_cli.errors import UsageError
@@ -40,7 +39,6 @@ class FileEnvironments:
 
     def __init__(self, source: str, *, timeout: float, num_workers: int) -> None:
         self._source, self._timeout, self._num_workers = source, timeout, num_workers
-        self._mailbox = Mailbox()
 
     def __enter__(self) -> Self:
         """Load the file in the fork server.
@@ -62,11 +60,10 @@ class FileEnvironments:
         self._columns, self._class_name = facts["columns"], facts["name"]
         about = f"{facts['name']} of {path.name}: {facts['about']}"
         self._description = EnvironmentDescription(tuple(facts["tools"]), about, facts["owns_reward"])
-        self._thread = LoopThread("environments", on_defect=self._mailbox.break_down)
+        self._thread = LoopThread("environments", on_defect=lambda defect: self._processes.break_down(defect))
         self._processes = EpisodeProcesses(
             self._server,
             self._thread.loop,
-            self._mailbox.deliver,
             timeout=self._timeout,
             close_seconds=self._timeout if facts["has_close"] else 0.0,
             num_workers=self._num_workers,
@@ -94,32 +91,21 @@ class FileEnvironments:
         if problem is not None:
             raise UsageError(f"--environment {self._source}: {self._class_name} {problem}")
 
-    def send(self, episode: int, action: Action) -> None:
-        """Send an action to an episode's environment. `Reset` starts the process."""
-        # Encode first: a row that is not JSON must fail before the episode is registered.
-        line = action_line(action)
-        if isinstance(action, Reset):
-            self.end(episode)
-        self._thread.call_soon(self._processes.put, self._mailbox.ask(episode, action), line, method_names(action))
-
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one.
-
-        Returns immediately if no action is pending.
+    async def answer(self, episode: int, action: Action) -> Reply:
+        """Send an action to an episode's environment, and wait for the reply. `Reset` starts the process.
 
         Raises:
             ProcessDied: the fork server has exited.
         """
-        return self._mailbox.collect(timeout)
+        # Encode first: a row that is not JSON must fail before the process starts.
+        line = action_line(action)
+        if isinstance(action, Reset):
+            self._thread.call_soon(self._processes.drop, episode)
+        return await self._thread.ask(self._processes.answer(episode, line, method_names(action)))
 
     def end(self, episode: int) -> None:
-        """End an episode's process and discard the pending reply.
-
-        The `close` method is called unless an action is in progress.
-        """
-        number = self._mailbox.drop(episode)
-        if number is not None:
-            self._thread.call_soon(self._processes.drop, number)
+        """End an episode's process. The `close` method is called unless an action is in progress."""
+        self._thread.call_soon(self._processes.drop, episode)
 
     def _load(self) -> ClassFacts:
         """Have the fork server load the file, and return the facts about the class."""

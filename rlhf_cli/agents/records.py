@@ -106,11 +106,8 @@ class Environments(Protocol):
     @property
     def description(self) -> EnvironmentDescription: ...
 
-    def send(self, episode: int, action: Action) -> None:
-        """Send an action to an episode's environment. `Reset` creates it."""
-
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one."""
+    async def answer(self, episode: int, action: Action) -> Reply:
+        """Send an action to an episode's environment, and wait for the reply. `Reset` creates the environment."""
         ...
 
     def end(self, episode: int) -> None:

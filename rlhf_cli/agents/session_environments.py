@@ -1,15 +1,14 @@
 """Environments that are sessions at an external server, one session per episode.
 
-Runs an event loop in a background thread, so `send` does not block. The `Provider` implements the server's protocol:
-openenv.py or mcp_server.py.
+An event loop in a background thread runs the sessions. The `Provider` implements the server's protocol: openenv.py or
+mcp_server.py.
 """
 
 import asyncio
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-from rlhf_cli.agents.mailbox import Mailbox
 from rlhf_cli.agents.records import (
     Action,
     Calls,
@@ -65,9 +64,10 @@ class Provider(Protocol):
 
 @dataclass(eq=False)
 class _Episode:
-    """Action queue and state for one episode."""
+    """Actions with the futures of their replies, and state of one episode."""
 
-    actions: "asyncio.Queue[Action]" = field(default_factory=asyncio.Queue)
+    actions: "asyncio.Queue[tuple[Action, asyncio.Future[Reply]]]" = field(default_factory=asyncio.Queue)
+    task: "asyncio.Task[None]" = field(init=False)
     is_closing: bool = False
     is_dropped: bool = False
 
@@ -89,11 +89,11 @@ class SessionEnvironments:
         Raises:
             UsageError: the server is unreachable or does not follow the protocol.
         """
-        self._mailbox = Mailbox()
         self._slots = asyncio.Semaphore(self._num_workers)
         self._episodes: dict[int, _Episode] = {}
-        # The event loop keeps only weak references to tasks, so hold them here.
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        # The event loop keeps only weak references to tasks, so hold them here until their sessions are closed.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._defect: BaseException | None = None
         self._thread = LoopThread("environments")
         try:
             self._description = self._thread.run(asyncio.wait_for(self._provider.describe(), LOAD_LIMIT))
@@ -126,88 +126,90 @@ class SessionEnvironments:
         except SessionFailed as error:
             raise UsageError(f"--environment {self._source} {error}") from None
 
-    def send(self, episode: int, action: Action) -> None:
-        """Send an action to an episode's environment. `Reset` opens the session."""
-        if isinstance(action, Reset):
-            self.end(episode)
-        number = self._mailbox.ask(episode, action)
-        self._thread.call_soon(self._hand_over, number, action)
-
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        """Return replies since the last call, with their episodes. Waits up to `timeout` seconds for the first one.
-
-        Returns immediately if no action is pending.
-        """
-        return self._mailbox.collect(timeout)
+    async def answer(self, episode: int, action: Action) -> Reply:
+        """Send an action to an episode's environment, and wait for the reply. `Reset` opens the session."""
+        return await self._thread.ask(self._answer(episode, action))
 
     def end(self, episode: int) -> None:
         """Close an episode's session and discard the pending reply."""
-        number = self._mailbox.drop(episode)
-        if number is not None:
-            self._thread.call_soon(self._drop, number)
+        self._thread.call_soon(self._drop, episode)
 
     async def _end_all(self) -> None:
-        for number in [*self._episodes]:
-            self._drop(number)
+        for name in [*self._episodes]:
+            self._drop(name)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             await asyncio.wait(others, timeout=_END_SECONDS)
 
-    def _drop(self, number: int) -> None:
-        """Close a session."""
-        episode = self._episodes.pop(number)
+    def _drop(self, name: int) -> None:
+        """Close an episode's session, if it has one."""
+        episode = self._episodes.pop(name, None)
+        if episode is None:
+            return
         episode.is_dropped = True
         # Never cancel a task inside session.close(): that would leave the server's process or connection open.
-        if number in self._tasks and not episode.is_closing:
-            self._tasks[number].cancel()
+        if not episode.is_closing:
+            episode.task.cancel()
 
-    def _hand_over(self, number: int, action: Action) -> None:
+    async def _answer(self, name: int, action: Action) -> Reply:
+        if self._defect is not None:
+            raise self._defect
         if isinstance(action, Reset):
-            self._episodes[number] = episode = _Episode()
-            self._tasks[number] = task = asyncio.create_task(self._play(number, episode))
-            task.add_done_callback(lambda ended: self._forget(number, ended))
-        self._episodes[number].actions.put_nowait(action)
+            self._drop(name)
+            self._episodes[name] = episode = _Episode()
+            episode.task = asyncio.create_task(self._play(episode))
+            self._tasks.add(episode.task)
+            episode.task.add_done_callback(self._forget)
+        episode = self._episodes[name]
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        episode.actions.put_nowait((action, reply))
+        either: set[asyncio.Future[Any]] = {reply, episode.task}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done():
+            episode.task.result()  # raises a defect
+            reply.cancel()  # the episode was dropped
+        return reply.result()
 
-    def _forget(self, number: int, task: "asyncio.Task[None]") -> None:
-        del self._tasks[number]
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
-            self._mailbox.break_down(defect)
+            self._defect = defect
 
-    async def _play(self, number: int, episode: _Episode) -> None:
+    async def _play(self, episode: _Episode) -> None:
         """Answer the actions of one episode. After a failure, answer each with that failure."""
         # `mcp` uses anyio cancel scopes, which must be entered and left in the same task. So one task opens, uses and
         # closes the session.
         session = self._provider.session()
         try:
-            reply = await self._failure(number, session, episode)
+            failure = await self._failure(session, episode)
         finally:
             episode.is_closing = True
             await session.close()
             episode.is_closing = False
         while not episode.is_dropped:
-            await episode.actions.get()
-            self._mailbox.deliver(number, reply)
+            _, reply = await episode.actions.get()
+            reply.set_result(failure)
 
-    async def _failure(self, number: int, session: Session, episode: _Episode) -> Reply:
+    async def _failure(self, session: Session, episode: _Episode) -> Reply:
         """Answer actions until the first failure and return it."""
-        action = None
+        reply = None
         try:
             while True:
-                action = await episode.actions.get()
-                reply = await self._reply(session, action)
-                self._mailbox.deliver(number, reply)
-                if reply.failure is not None:
-                    return reply
-                action = None
+                action, reply = await episode.actions.get()
+                found = await self._reply(session, action)
+                reply.set_result(found)
+                if found.failure is not None:
+                    return found
+                reply = None
         # When a connection breaks, `mcp` cancels the task that uses it, even between actions. Only a drop is a
         # cancellation to pass on.
         except asyncio.CancelledError:
             if episode.is_dropped:
                 raise
-            reply = Reply(failure="dropped the connection")
-            if action is not None:
-                self._mailbox.deliver(number, reply)
-            return reply
+            found = Reply(failure="dropped the connection")
+            if reply is not None:
+                reply.set_result(found)
+            return found
 
     async def _reply(self, session: Session, action: Action) -> Reply:
         # Servers have no end-of-episode method, so this needs no slot.

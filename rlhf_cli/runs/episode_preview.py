@@ -1,9 +1,10 @@
 """Plays an episode without a model: the user or a script writes the turns, and the environment responds.
 
-Tokens, observations, limits and rewards come from the classes used in training (episodes.py). Only the engines are
-replaced.
+Tokens, observations, limits and rewards come from the classes used in training (environment_player.py). Only the
+engines are replaced.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.parts import UNREWARDED
 from rlhf_cli.runs.episodes import EnvironmentPlan
-from rlhf_cli.trainers.online.rollout import request_of
+from rlhf_cli.trainers.online.rollout import generate, request_of
 
 MADE_UP = "The answer is 1."
 """Last turn of the default script."""
@@ -35,11 +36,6 @@ class WrittenEngines:
         self._written: list[tuple[int, Generation]] = []
         self.is_out = False
         """Whether the author has no more turns."""
-
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return the next turn for each request."""
-        self.begin(requests, sampling)
-        return [turn for _, turn in self.collect()]
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Get the next turn from the author."""
@@ -66,7 +62,7 @@ class WrittenEngines:
         """Whether a turn is available."""
         return bool(self._written)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         """Return the written turns."""
         written, self._written = self._written, []
         return written
@@ -122,7 +118,7 @@ class Rehearsal:
         seed = scattered_seed(self.seed, 0)
         request = request_of(self.prompt, seed, environment_seed=seed)
         with self.plan.played_by(engines) as episodes:
-            (generation,) = episodes.generate([request], SamplingParams(self.max_new_tokens))
+            (generation,) = asyncio.run(generate(episodes, [request], SamplingParams(self.max_new_tokens)))
         episode = generation.episode
         assert episode is not None
         facts = self._facts(generation, episode) | {"end": self._end(generation, episode, is_out=engines.is_out)}

@@ -24,9 +24,10 @@ from rlhf_cli.data.templates.tool_dialogues import ToolDialogues
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.weight_files import description_of
-from rlhf_cli.trainers.online.agent_episodes import AgentEngines
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.environment_player import EnvironmentPlayer
 from rlhf_cli.trainers.online.interfaces import Engines, TurnEngines
+from rlhf_cli.trainers.online.multi_turn import EpisodeLimits, MultiTurnEngines
+from rlhf_cli.trainers.online.program_player import ProgramPlayer
 
 
 class EpisodePlan(Protocol):
@@ -74,13 +75,13 @@ class EnvironmentPlan:
             self.environments.check_sessions(count)
 
     @contextmanager
-    def played_by(self, engines: TurnEngines) -> Iterator[EpisodeEngines]:
+    def played_by(self, engines: TurnEngines) -> Iterator[MultiTurnEngines]:
         """Start the environments, and yield engines with complete episodes as responses."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         # Start new environments per run: those used to read the description have ended.
         with _environments(self.settings) as environments:
-            in_step = self.settings.turn_schedule == "step"
-            yield EpisodeEngines(engines, environments, self.dialogue, limits, in_step=in_step)
+            player = EnvironmentPlayer(environments, self.dialogue, limits)
+            yield MultiTurnEngines(engines, player, in_step=self.settings.turn_schedule == "step")
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,11 @@ class AgentPlan:
         """No-op: episodes wait until a process is available."""
 
     @contextmanager
-    def played_by(self, engines: TurnEngines) -> Iterator[AgentEngines]:
+    def played_by(self, engines: TurnEngines) -> Iterator[MultiTurnEngines]:
         """Start the program server, and yield engines with complete episodes as responses."""
+        limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         with self.programs as programs:
-            yield AgentEngines(
-                engines, programs, self.dialogues, EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
-            )
+            yield MultiTurnEngines(engines, ProgramPlayer(programs, self.dialogues, limits), in_step=False)
 
 
 def find_episodes(

@@ -33,7 +33,7 @@ from engine_under_test import (
     pushed_in_flight,
     trainer_model,
 )
-from episode_fakes import FakeDialogue, FakeEnvironments
+from episode_fakes import FakeDialogue, FakeEnvironments, episode_engines
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
@@ -46,7 +46,7 @@ from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.rollout import generate
 
 pytestmark = [
     pytest.mark.e2e,
@@ -499,11 +499,13 @@ def test_turns_of_episodes_have_the_log_probs_of_one_forward_pass_also_after_a_p
 ):
     requests = [GenerationRequest(PROMPTS[index % 5], seed=index) for index in range(24)]
     environments = FakeEnvironments(lambda episode, turn, action: Reply(("ok",) if turn else (), is_done=turn == 3))
-    episodes = EpisodeEngines(Turns(engine), environments, ShortTurns(), EpisodeLimits(3, 150), in_step=in_step)  # type: ignore[arg-type]
+    episodes = episode_engines(
+        Turns(engine), environments, dialogue=ShortTurns(), max_turns=3, max_len=150, in_step=in_step
+    )
     model, sender = trainer_model(model_dir), WeightSender(ShmTransport(folders=(str(tmp_path),)))
     for version in (11, 12):
         engine.push(sender.send(model.named_parameters(), version).manifest, version)
-        found = episodes.generate(requests, SamplingParams(16))
+        found = asyncio.run(generate(episodes, requests, SamplingParams(16)))
         assert sum(len(one.turns) == 3 for one in found) > 20
         assert {one.weight_version for one in found} == {version}
         for request, one in zip(requests, found, strict=True):

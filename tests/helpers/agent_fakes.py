@@ -1,12 +1,12 @@
 """Agent programs as generators, and engines that answer with text from a function."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 from model_templates import FAMILIES
 
 from rlhf_cli.agents.agent_process import ProgramEnd
-from rlhf_cli.agents.agent_programs import Asked, Ended, Event, Started
 from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_requests import chat_request
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -37,43 +37,31 @@ class FakePrograms:
 
     def __init__(self, program: Callable[[Mapping[str, Any]], Program]) -> None:
         self._program = program
-        self._events: list[Event] = []
-        self._running: dict[int, Program] = {}
-        self._open: dict[int, dict[int, Completion | Refused | None]] = {}  # answers by ticket, per episode
-        self._count = 0
-        self.dropped: list[int] = []
+        self.killed: list[Mapping[str, Any]] = []
 
-    def start(self, episode: int, row: Mapping[str, Any]) -> None:
-        self._running[episode] = self._program(row)
-        self._events.append(Started(episode))
-        self._go_on(episode, None)
-
-    def _go_on(self, episode: int, answers: Answers | None) -> None:
-        program = self._running[episode]
+    async def play(
+        self,
+        row: Mapping[str, Any],
+        answer: Callable[[ChatRequest], Coroutine[Any, Any, Completion]],
+        started: Callable[[], object],
+    ) -> ProgramEnd:
+        started()
+        program = self._program(row)
         try:
-            requests = next(program) if answers is None else program.send(answers)
+            requests = next(program)
+            while True:
+                answers = await asyncio.gather(*map(answer, requests), return_exceptions=True)
+                requests = program.send([self._checked(one) for one in answers])
         except StopIteration as stop:
-            self._events.append(Ended(episode, stop.value))
-            return
-        tickets = range(self._count, self._count + len(requests))
-        self._count += len(requests)
-        self._open[episode] = dict.fromkeys(tickets)
-        self._events += [Asked(episode, *pair) for pair in zip(tickets, requests, strict=True)]
+            return stop.value
+        except asyncio.CancelledError:
+            self.killed.append(row)
+            raise
 
-    def answer(self, ticket: int, answer: Completion | Refused) -> None:
-        episode, answers = next(pair for pair in self._open.items() if ticket in pair[1])
-        assert answers[ticket] is None, "a ticket is answered twice"
-        answers[ticket] = answer
-        known = [one for one in answers.values() if one is not None]
-        if len(known) == len(answers):
-            self._go_on(episode, known)
-
-    def end(self, episode: int) -> None:
-        self.dropped.append(episode)
-
-    def collect(self, timeout: float | None = None) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+    def _checked(self, answer: Completion | BaseException) -> Completion | Refused:
+        if isinstance(answer, Completion | Refused):
+            return answer
+        raise answer
 
 
 class TextEngines:
@@ -114,7 +102,7 @@ class TextEngines:
     def is_generating(self) -> bool:
         return bool(self._left)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         found, self._left = self._left, []
         return found
 

@@ -1,6 +1,7 @@
 """vLLM engine for tests: tiny model, requests, and trainer log-probs for its responses."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,20 @@ class Turns:
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self._thread = ThreadPoolExecutor(1)  # the engine has an event loop of its own
         self.is_generating = False
 
     def begin(self, requests, sampling):
-        self._engine.begin(requests, sampling)
+        self._thread.submit(self._engine.begin, requests, sampling).result()
         self.is_generating = True
 
     def add(self, requests):
-        self._engine.add(requests)
+        self._thread.submit(self._engine.add, requests).result()
         self.is_generating = True
 
-    def collect(self, timeout=None):
-        arrivals = self._engine.collect()
+    async def collect(self, timeout=None):
+        # Blocks, so that no request is added meanwhile.
+        arrivals = self._thread.submit(self._engine.collect).result()
         self.is_generating = not arrivals.is_last
         return arrivals.responses
 

@@ -1,10 +1,14 @@
 """Fake environments and dialogues without processes and templates: tokens are characters."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset
 from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
+from rlhf_cli.trainers.online.environment_player import EnvironmentPlayer
+from rlhf_cli.trainers.online.multi_turn import EpisodeLimits, MultiTurnEngines
 
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "look", "parameters": {}}},)
 SEPARATOR = 10
@@ -18,22 +22,26 @@ class FakeEnvironments:
         self.description = EnvironmentDescription(TOOLS if tools else (), "a fake")
         self._answer = answer
         self._turn: dict[int, int] = {}
-        self._replies: list[tuple[int, Reply]] = []
+        self._waiting: list[tuple[int, asyncio.Future[Reply], Reply]] = []
         self.actions: list[tuple[int, Action]] = []
         self.open: set[int] = set()
         self.latest_first = False
 
-    def send(self, episode: int, action: Action) -> None:
+    async def answer(self, episode: int, action: Action) -> Reply:
         self.actions.append((episode, action))
         if isinstance(action, Reset):
             self.open.add(episode)
         self._turn[episode] = self._turn.get(episode, -1) + 1
-        self._replies.append((episode, self._answer(episode, self._turn[episode], action)))
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting.append((episode, future, self._answer(episode, self._turn[episode], action)))
+        asyncio.get_running_loop().call_soon(self._reply)
+        return await future
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        if not self._replies:
-            return []
-        return [self._replies.pop(-1 if self.latest_first else 0)]
+    def _reply(self) -> None:
+        """Send a reply. Called once for each action."""
+        _, future, reply = self._waiting.pop(-1 if self.latest_first else 0)
+        if not future.done():  # cancelled with its episode
+            future.set_result(reply)
 
     def end(self, episode: int) -> None:
         self.open.discard(episode)
@@ -55,3 +63,11 @@ class FakeDialogue:
 
     def opened(self, conversation: Conversation, observation: str) -> list[int]:
         return [*map(ord, conversation.messages[-1].content), *map(ord, observation)]
+
+
+def episode_engines(
+    engines: Any, environments: Any, *, dialogue: Any = None, max_turns: int, max_len: int, in_step: bool = True
+) -> MultiTurnEngines:
+    """Return engines whose responses are episodes with these environments."""
+    player = EnvironmentPlayer(environments, dialogue or FakeDialogue(), EpisodeLimits(max_turns, max_len))
+    return MultiTurnEngines(engines, player, in_step=in_step)

@@ -124,7 +124,7 @@ class FakeEngines:
     def is_generating(self) -> bool:
         return bool(self._left)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         return [self._left.pop(0)]
 
     def cut(self, max_tokens: int) -> None:

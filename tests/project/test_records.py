@@ -21,10 +21,8 @@ RECORDS = {
     "MicroBatch": "data/packing/packs.py",
     "PolicyColumns": "algorithms/policy_loss.py",
 }
-WITH_LOGPROBS = {"Generation", "Rollout", "PolicyColumns", "EpisodeProgress"}
-"""Classes with log-probs as fields; `TokenSequence` and `MicroBatch` have them as columns. `EpisodeProgress` is an
-episode being played, from which a `Generation` is made.
-"""
+WITH_LOGPROBS = {"Generation", "Rollout", "PolicyColumns"}
+"""Classes with log-probs as fields; `TokenSequence` and `MicroBatch` have them as columns."""
 ON_THE_WAY = (
     "data/rollouts.py",
     "data/packing",

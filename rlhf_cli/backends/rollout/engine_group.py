@@ -3,6 +3,7 @@
 Runs in the driver. Engines are in `vllm_engine` and `transformers_engine`, transports in `weight_sync/`.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,9 @@ from rlhf_cli.errors import ProcessDied, RunError
 
 Result = TypeVar("Result")
 EngineCall = Callable[[EngineHost], Awaitable[Result]]
+
+# Between two looks at the calls, the event loop runs episodes and pushes. Responses soon after a look are short.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
 
 MAX_RESTARTS = 3
 """Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
@@ -111,14 +115,6 @@ class EngineGroup:
         )
         actor.group.all(lambda rank: rank.connect_engines(link))
 
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Generate one response per request, in request order."""
-        self.begin(requests, sampling)
-        responses: dict[int, Generation] = {}
-        while self.is_generating:
-            responses |= self.collect()
-        return [responses[number] for number in range(len(requests))]
-
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch on all engines. Call `collect` for the responses."""
         # The next turn of an episode reuses the prefix cache, which only the previous turn's engine has.
@@ -154,14 +150,14 @@ class EngineGroup:
         """Whether the batch has open requests."""
         return bool(self._batch.calls)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         """Return responses completed since the last call, with request numbers.
 
         Waits for one, at most `timeout` seconds. If an engine dies, it is restarted and repeats all of its requests
         with the same seeds; the first response to a request counts.
         """
+        ready = await self._first_ready(timeout)
         batch, responses = self._batch, []
-        ready, _ = ray.wait(list(batch.calls), num_returns=1, timeout=timeout) if batch.calls else ([], [])
         for call in ready:
             listening = batch.calls.pop(call)
             try:
@@ -173,6 +169,19 @@ class EngineGroup:
             if not batch.is_over(listening, arrivals):
                 self._listen(listening.engine)
         return responses
+
+    async def _first_ready(self, timeout: float | None) -> list[Any]:
+        """Wait up to `timeout` seconds for a call with responses, and return it; [] if there is none."""
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = _SHORTEST_PAUSE
+        # Look up the calls after each pause, because a push may have replaced them.
+        while self._batch.calls:
+            ready, _ = ray.wait([*self._batch.calls], num_returns=1, timeout=0)
+            if ready or (end is not None and time.monotonic() >= end):
+                return ready
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return []
 
     def cut(self, max_tokens: int) -> None:
         """Cancel responses that exceed `max_tokens`, now or later. Shorter ones are still returned."""

@@ -102,8 +102,9 @@ class SamplingEngines(Protocol):
     def is_generating(self) -> bool:
         """Whether responses in the batch are pending."""
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         """Return finished responses with request numbers. Waits for at least one, at most `timeout` seconds."""
+        ...
 
     def cut(self, max_tokens: int) -> None:
         """Drop responses that exceed `max_tokens`."""

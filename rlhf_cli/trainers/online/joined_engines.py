@@ -42,13 +42,13 @@ class JoinedEngines:
         """Whether responses in the current batch are pending."""
         return self._num_open > 0
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         """Return finished responses of the current batch with request numbers.
 
         Waits for a response of any batch, at most `timeout` seconds.
         """
         if self._current not in self._arrived:
-            for number, response in self._engines.collect(timeout):
+            for number, response in await self._engines.collect(timeout):
                 batch = next(batch for batch in (self._current, *self._joined) if number in batch)
                 self._arrived[batch].append((number - batch.start, response))
         found = self._arrived.pop(self._current, [])

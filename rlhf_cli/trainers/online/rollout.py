@@ -120,7 +120,7 @@ class Round:
         while engines.is_generating:
             # Between two looks a push may use the engines, and a cancellation ends the batch.
             await asyncio.sleep(0)
-            self._take([(first + number, response) for number, response in engines.collect(_LOOK_SECONDS)])
+            self._take([(first + number, response) for number, response in await engines.collect(_LOOK_SECONDS)])
             if not is_cut and enough is not None and self._has_new_scores():
                 longest = enough(self)
                 if longest is not None and engines.is_generating:
@@ -218,6 +218,17 @@ class SampledGroups:
     filtered: list[Group]
     num_carried: int
     metrics: dict[str, float]
+
+
+async def generate(
+    engines: SamplingEngines, requests: list[GenerationRequest], sampling: SamplingParams
+) -> list[Generation]:
+    """Return one response per request, in order."""
+    engines.begin(requests, sampling)
+    responses: dict[int, Generation] = {}
+    while engines.is_generating:
+        responses |= await engines.collect()
+    return [responses[number] for number in range(len(requests))]
 
 
 async def sample_once(sampler: Sampler, prompts: Mapping[int, Prompt], timer: PhaseTimer) -> SampledGroups:

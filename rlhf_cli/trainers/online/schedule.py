@@ -26,7 +26,7 @@ from rlhf_cli.algorithms.importance_correction import mismatch
 from rlhf_cli.errors import ProcessDied
 from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.interfaces import TurnEngines
+from rlhf_cli.trainers.online.interfaces import SamplingEngines, TurnEngines
 from rlhf_cli.trainers.online.joined_engines import JoinedEngines
 from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
@@ -267,9 +267,18 @@ class Schedule:
         self._flights.clear()
         if isinstance(self._failure, ProcessDied) or not self._engines.is_generating:
             return
-        self._engines.cut(0)
-        while self._engines.is_generating:
-            self._engines.collect()
+        assert self._thread is not None
+        # In the loop, which owns the engines; a restarted one borrows the actor.
+        stopping = asyncio.run_coroutine_threadsafe(_stopped(self._engines), self._thread.loop)
+        self._actor.wait(stopping)
+        stopping.result()
+
+
+async def _stopped(engines: SamplingEngines) -> None:
+    """Drop the batch in flight."""
+    engines.cut(0)
+    while engines.is_generating:
+        await engines.collect()
 
 
 def _cancel_all() -> None:

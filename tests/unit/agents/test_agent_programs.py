@@ -1,12 +1,17 @@
 """Agent programs in real processes: their input, exit, and leftover processes."""
 
+import asyncio
 import json
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +20,15 @@ from model_templates import FAMILIES
 from scoring import is_alive, wait_until
 
 from rlhf_cli.agents.agent_process import ProgramEnd
-from rlhf_cli.agents.agent_programs import AgentPrograms, Asked, Ended, Started
-from rlhf_cli.agents.chat_records import Choice, Completion, Refused
+from rlhf_cli.agents.agent_programs import AgentPrograms
+from rlhf_cli.agents.chat_records import ChatRequest, Choice, Completion, Refused
 from rlhf_cli.data.formats.conversations import Message
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import LONGEST_REASON, UsageError
-from rlhf_cli.trainers.online.agent_episodes import AgentEngines
-from rlhf_cli.trainers.online.episodes import EpisodeLimits
+from rlhf_cli.event_loop import LoopThread
+from rlhf_cli.trainers.online.multi_turn import EpisodeLimits, MultiTurnEngines
+from rlhf_cli.trainers.online.program_player import ProgramPlayer
+from rlhf_cli.trainers.online.rollout import generate
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
@@ -47,31 +54,70 @@ def program(folder: Path, text: str) -> str:
     return f"{sys.executable} {folder / 'program.py'}"
 
 
-def next_event(programs: AgentPrograms):
-    """Return the next event other than a start."""
-    left = vars(programs).setdefault("left_of_test", [])
-    while not left:
-        left += [event for event in programs.collect(30) if not isinstance(event, Started)]
-    return left.pop(0)
+Request = tuple[ChatRequest, "asyncio.Future[Completion]"]
+
+
+class Player:
+    """Plays episodes of programs in an event loop of its own."""
+
+    def __init__(self, programs: AgentPrograms) -> None:
+        self.programs, self.thread = programs, LoopThread("player of the test")
+        self.requests: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
+        self.num_started = 0
+
+    def start(self, episode: int, row: Mapping[str, object] | None = None) -> "Future[ProgramEnd]":
+        """Begin an episode. Its requests come into the queue."""
+
+        async def answer(request: ChatRequest) -> Completion:
+            future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self.requests.put((episode, (request, future)))
+            return await future
+
+        def started() -> None:
+            self.num_started += 1
+
+        return asyncio.run_coroutine_threadsafe(self.programs.play(row or {}, answer, started), self.thread.loop)
+
+    def next(self) -> tuple[int, Request]:
+        """Return the next request with its episode."""
+        return self.requests.get(timeout=30)
+
+    def answer(self, request: Request, answer: Completion | Refused = ANSWER) -> None:
+        """Answer a request."""
+        if isinstance(answer, Refused):
+            self.thread.call_soon(request[1].set_exception, answer)
+        else:
+            self.thread.call_soon(request[1].set_result, answer)
+
+
+@contextmanager
+def played(command: str, *, timeout: float = 30, num_workers: int = 1) -> Iterator[Player]:
+    """Start a player of programs."""
+    with AgentPrograms(command, timeout=timeout, num_workers=num_workers) as programs:
+        player = Player(programs)
+        yield player
+        player.thread.end(partial(asyncio.sleep, 0))
+
+
+async def answered(request: ChatRequest) -> Completion:
+    """Answer a request at once."""
+    return ANSWER
 
 
 def end_of(command: str, row: Mapping[str, object] | None = None) -> ProgramEnd:
     """Run a program, answer all its requests, and return how it ended."""
     with AgentPrograms(command, timeout=30, num_workers=1) as programs:
-        programs.start(0, row or {})
-        while isinstance(event := next_event(programs), Asked):
-            programs.answer(event.ticket, ANSWER)
-        return event.end
+        return asyncio.run(programs.play(row or {}, answered, lambda: None))
 
 
 def test_a_program_gets_its_row_asks_and_ends_with_a_reward(tmp_path):
     command = program(tmp_path, "print('a log'); print(json.dumps({'reward': len(ask(row['question']))}))")
-    with AgentPrograms(command, timeout=30, num_workers=1) as programs:
-        programs.start(5, {"question": "why? é"})
-        asked = next_event(programs)
-        assert (asked.episode, asked.request.messages) == (5, (Message("user", "why? é"),))
-        programs.answer(asked.ticket, ANSWER)
-        assert next_event(programs) == Ended(5, ProgramEnd(5.0))
+    with played(command) as player:
+        end = player.start(5, {"question": "why? é"})
+        episode, asked = player.next()
+        assert (episode, asked[0].messages) == (5, (Message("user", "why? é"),))
+        player.answer(asked)
+        assert (end.result(30), player.num_started) == (ProgramEnd(5.0), 1)
 
 
 def test_a_program_gets_few_variables_of_the_run_and_no_key_of_another(tmp_path, monkeypatch):
@@ -127,12 +173,13 @@ def test_a_program_has_its_time_between_answers_and_is_killed_with_its_children_
         "child = subprocess.Popen(['sleep', '600']); print(child.pid, file=open(row['file'], 'w'), flush=True)\n"
         "time.sleep(600)"
     )
-    with AgentPrograms(program(tmp_path, text), timeout=2.5, num_workers=1) as programs:
-        programs.start(0, {"file": str(tmp_path / "pid")})
-        asked = next_event(programs)
-        assert programs.collect(2.7) == []
-        programs.answer(asked.ticket, ANSWER)
-        assert next_event(programs).end.failure == "sent no request and did not exit within 2.5 s"
+    with played(program(tmp_path, text), timeout=2.5) as player:
+        end = player.start(0, {"file": str(tmp_path / "pid")})
+        _, asked = player.next()
+        with pytest.raises(TimeoutError):
+            end.result(2.7)
+        player.answer(asked)
+        assert end.result(30).failure == "sent no request and did not exit within 2.5 s"
     wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
 
 
@@ -141,10 +188,7 @@ def test_settings_of_sampling_are_reported_once_and_programs_can_be_started_agai
     programs = AgentPrograms(command, timeout=30, num_workers=1)
     for _ in range(2):
         with programs:
-            programs.start(0, {})
-            for _ in range(2):
-                programs.answer(next_event(programs).ticket, ANSWER)
-            assert next_event(programs) == Ended(0, ProgramEnd(1.0))
+            assert asyncio.run(programs.play({}, answered, lambda: None)) == ProgramEnd(1.0)
     assert [record.message for record in caplog.records if "temperature" in record.message] == [
         "the agent program sets temperature, which is ignored: turns use the run's settings"
     ]
@@ -152,14 +196,14 @@ def test_settings_of_sampling_are_reported_once_and_programs_can_be_started_agai
 
 def test_an_episode_that_is_given_up_leaves_no_process_and_its_request_no_answer(tmp_path):
     text = "print(os.getpid(), file=open(row['file'], 'w'), flush=True); ask('x')"
-    with AgentPrograms(program(tmp_path, text), timeout=30, num_workers=1) as programs:
-        programs.start(0, {"file": str(tmp_path / "pid")})
-        asked = next_event(programs)
-        programs.end(0)
+    with played(program(tmp_path, text)) as player:
+        end = player.start(0, {"file": str(tmp_path / "pid")})
+        _, (_, answer) = player.next()
+        end.cancel()
         wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
-        programs.answer(asked.ticket, ANSWER)  # too late, and ignored
-        programs.start(1, {"file": str(tmp_path / "pid")})
-        assert next_event(programs).episode == 1  # no further events from the first program
+        wait_until(answer.cancelled)
+        player.start(1, {"file": str(tmp_path / "pid")})
+        assert player.next()[0] == 1  # no further requests from the first program
 
 
 def test_a_child_that_asks_after_the_end_of_its_program_is_refused(tmp_path):
@@ -174,34 +218,56 @@ def test_a_child_that_asks_after_the_end_of_its_program_is_refused(tmp_path):
         "except HTTPError as error:\n    print(error.code, file=open(row['file'], 'w'), flush=True)\n"
     )
     seen = tmp_path / "seen"
-    with AgentPrograms(program(tmp_path, text), timeout=30, num_workers=1) as programs:
-        programs.start(0, {"file": str(seen)})
-        assert next_event(programs) == Ended(0, ProgramEnd())
+    with played(program(tmp_path, text)) as player:
+        assert player.start(0, {"file": str(seen)}).result(30) == ProgramEnd()
         (tmp_path / "seen.go").touch()
         wait_until(lambda: seen.exists() and seen.read_text() == "401\n")
-        assert programs.collect(0.0) == []
+        assert player.requests.empty()
 
 
 def test_no_more_processes_run_than_are_allowed(tmp_path):
     command = program(tmp_path, "ask('x'); print(json.dumps({'reward': 1.0}))")
-    with AgentPrograms(command, timeout=30, num_workers=2) as programs:
-        for episode in range(3):
-            programs.start(episode, {})
-        waiting = [next_event(programs), next_event(programs)]
-        assert {event.episode for event in waiting} == {0, 1}
-        programs.answer(waiting[0].ticket, Refused("no"))  # the program fails, which frees a slot
-        last = [next_event(programs), next_event(programs)]
-        assert [type(event) for event in last] == [Ended, Asked]
-        assert last[1].episode == 2
+    with played(command, num_workers=2) as player:
+        ends = [player.start(episode) for episode in range(3)]
+        waiting = [player.next(), player.next()]
+        assert {episode for episode, _ in waiting} == {0, 1}
+        assert player.num_started == 2
+        (first, request), _ = waiting
+        player.answer(request, Refused("no"))  # the program fails, which frees a slot
+        assert ends[first].result(30).failure is not None
+        assert player.next()[0] == 2
+
+
+def test_a_request_that_waits_while_its_program_exits_is_given_up(tmp_path):
+    text = (
+        "import threading; threading.Thread(target=ask, args=['x'], daemon=True).start()\n"
+        "while not os.path.exists(row['file']):\n    time.sleep(0.01)\n"
+        "print(json.dumps({'reward': 1.0}))"
+    )
+    with played(program(tmp_path, text)) as player:
+        end = player.start(0, {"file": str(tmp_path / "go")})
+        _, (_, answer) = player.next()
+        (tmp_path / "go").touch()
+        assert end.result(30) == ProgramEnd(1.0)
+        wait_until(answer.cancelled)
+
+
+def test_programs_that_run_at_the_end_are_killed(tmp_path):
+    text = "print(os.getpid(), file=open(row['file'], 'w'), flush=True); ask('x')"
+    with played(program(tmp_path, text)) as player:
+        end = player.start(0, {"file": str(tmp_path / "pid")})
+        player.next()
+        player.programs.close()
+        assert not is_alive(int((tmp_path / "pid").read_text()))
+        with pytest.raises(CancelledError):
+            end.result(30)
 
 
 DRIVER = """
-import sys
+import asyncio, sys
 from rlhf_cli.agents.agent_programs import AgentPrograms
 programs = AgentPrograms(sys.argv[1], timeout=600, num_workers=1).__enter__()
-programs.start(0, {"file": sys.argv[2]})
-programs.collect(600)
-programs.collect(600)
+asyncio.run(programs.play({"file": sys.argv[2]}, None, lambda: None))
 """
 
 
@@ -277,8 +343,9 @@ def test_the_example_of_openais_client_is_trained_unchanged():
     rows = [{"columns": {"question": f"number {number}", "answer": 11 + number}} for number in range(3)]
     requests = [GenerationRequest([1, 2], number, row=json.dumps(row)) for number, row in enumerate(rows)]
     with AgentPrograms(f"{sys.executable} {AGENT}", timeout=60, num_workers=3) as programs:
-        played = AgentEngines(engines, programs, dialogues, EpisodeLimits(4, 1000))  # type: ignore[arg-type]
-        found = played.generate(requests, SamplingParams(50))
+        player = ProgramPlayer(programs, dialogues, EpisodeLimits(4, 1000))
+        episode_engines = MultiTurnEngines(engines, player, in_step=False)  # type: ignore[arg-type]
+        found = asyncio.run(generate(episode_engines, requests, SamplingParams(50)))
     episodes = [response.episode for response in found]
     assert [one and (len(one.turns), one.earlier, one.turn_rewards) for one in episodes] == [
         (3, (), (0.0, 0.0, reward)) for reward in (0.0, 1.0, 0.0)

@@ -26,7 +26,7 @@ class Served:
     def __init__(self) -> None:
         self.asked: list[ChatRequest] = []
         self.answer: Completion | Refused = Completion((WORDS,), 7)
-        self.caller, self.other = Caller(0), Caller(1)
+        self.caller, self.other = Caller(), Caller()
         self.endpoint = Endpoint(self._answer)
         self.thread = LoopThread("endpoint")
         self.thread.run(self.endpoint.start())

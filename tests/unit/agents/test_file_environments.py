@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from scoring import is_alive, wait_until
+from sent_actions import SentActions
 
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
@@ -91,11 +92,14 @@ def moods(tmp_path: Path) -> Path:
     return path
 
 
-def opened(path: Path, *, timeout: float = 60.0, num_workers: int = 8) -> FileEnvironments:
-    return FileEnvironments(str(path), timeout=timeout, num_workers=num_workers)
+class SentEnvironments(SentActions, FileEnvironments): ...
 
 
-def ask(environments: FileEnvironments, episode: int, action: Action) -> Reply:
+def opened(path: Path, *, timeout: float = 60.0, num_workers: int = 8) -> SentEnvironments:
+    return SentEnvironments(str(path), timeout=timeout, num_workers=num_workers)
+
+
+def ask(environments: SentEnvironments, episode: int, action: Action) -> Reply:
     """Return the reply to an action while no other is in flight."""
     environments.send(episode, action)
     ((answered, reply),) = environments.collect()
@@ -103,7 +107,7 @@ def ask(environments: FileEnvironments, episode: int, action: Action) -> Reply:
     return reply
 
 
-def collected(environments: FileEnvironments, count: int) -> dict[int, Reply]:
+def collected(environments: SentEnvironments, count: int) -> dict[int, Reply]:
     """Return this many replies, by episode."""
     replies: dict[int, Reply] = {}
     while len(replies) < count:
@@ -286,24 +290,15 @@ def test_an_environment_that_does_not_close_in_time_is_killed(tmp_path: Path) ->
     assert not (tmp_path / "note").exists()
 
 
-def test_collect_waits_no_longer_than_it_may(moods: Path) -> None:
-    with opened(moods) as environments:
-        environments.send(0, Reset({"kind": "hang"}, 0))
-        assert environments.collect(0.01) == []
-
-
 FEW_FILES = """
-import resource, sys
+import asyncio, resource, sys
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.records import Reset
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 60))
 with FileEnvironments(sys.argv[1], timeout=60, num_workers=1) as environments:
-    replies = []
-    for episode in range(60):
-        environments.send(episode, Reset({}, 0))
-        replies += environments.collect()
-failures = [(episode, reply.failure) for episode, reply in replies if reply.failure]
+    replies = [asyncio.run(environments.answer(episode, Reset({}, 0))) for episode in range(60)]
+failures = [(episode, reply.failure) for episode, reply in enumerate(replies) if reply.failure]
 print(20 < failures[0][0] < 60, {failure for _, failure in failures})
 """
 
@@ -317,17 +312,16 @@ def test_the_limit_of_open_files_is_raised_and_then_named(moods: Path) -> None:
 ROOT = Path(__file__).parents[3]
 
 OWNER = """
-import sys, threading
+import asyncio, sys
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.records import Reset
 
 environments = FileEnvironments(sys.argv[1], timeout=600, num_workers=8)
 environments.__enter__()
-for episode, kind in enumerate(["", "hold the lock", "child and hang"]):
-    environments.send(episode, Reset({"kind": kind, "note": sys.argv[2]}, 0))
-while True:
-    environments.collect()
-    threading.Event().wait(0.05)
+async def begin():
+    kinds = enumerate(["", "hold the lock", "child and hang"])
+    await asyncio.gather(*(environments.answer(n, Reset({"kind": kind, "note": sys.argv[2]}, 0)) for n, kind in kinds))
+asyncio.run(begin())
 """
 
 

@@ -1,5 +1,6 @@
 """Episodes with the tools of a real MCP server: one process per episode, isolation, kills, and errors at startup."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import pytest
 from scoring import is_alive, wait_until
 
 from rlhf_cli.agents.mcp_server import McpServer
-from rlhf_cli.agents.records import Calls, Finish, Reply, Reset
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset
 from rlhf_cli.agents.session_environments import SessionEnvironments
 from rlhf_cli.backends.training.distributed_env import free_port
 from rlhf_cli.data.formats.conversations import ToolCall
@@ -59,11 +60,21 @@ def opened(command: str, *, timeout: float = 60.0) -> SessionEnvironments:
     return SessionEnvironments(f"mcp:{command}", McpServer(command), timeout=timeout, num_workers=8)
 
 
+def ask(environments: SessionEnvironments, episode: int, action: Action) -> Reply:
+    return asyncio.run(asyncio.wait_for(environments.answer(episode, action), 60))
+
+
 def call(environments: SessionEnvironments, episode: int, *calls: ToolCall) -> Reply:
-    environments.send(episode, Calls(calls))
-    ((answered, reply),) = environments.collect(60)
-    assert answered == episode
-    return reply
+    return ask(environments, episode, Calls(calls))
+
+
+def reset(environments: SessionEnvironments, count: int) -> list[Reply]:
+    """Begin episodes at the same time."""
+
+    async def replies() -> list[Reply]:
+        return await asyncio.gather(*(environments.answer(number, Reset({}, number)) for number in range(count)))
+
+    return asyncio.run(asyncio.wait_for(replies(), 60))
 
 
 def note(text: str) -> ToolCall:
@@ -77,13 +88,7 @@ def test_each_episode_has_a_server_of_its_own_which_dies_with_it(tmp_path: Path)
         assert sorted(tools) == ["fail", "note", "number"]
         assert tools["note"]["description"] == "Keep a text."
         assert tools["note"]["parameters"]["properties"]["text"]["type"] == "string"
-        for episode in range(4):
-            environments.send(episode, Reset({"question": "?"}, episode))
-        replies: dict[int, Reply] = {}
-        while len(replies) < 4:
-            replies |= dict(environments.collect(60))
-        assert set(replies.values()) == {Reply()}
-
+        assert reset(environments, 4) == [Reply()] * 4
         assert call(environments, 0, note("a"), note("b")) == Reply(("a", "a b"))
         assert call(environments, 1, note("c")) == Reply(("c",))
         pids = [int(call(environments, i, ToolCall("number", {})).observations[0]) for i in range(4)]
@@ -100,12 +105,12 @@ def test_each_episode_has_a_server_of_its_own_which_dies_with_it(tmp_path: Path)
         assert call(environments, 1, note("d")) == ended
         os.kill(pids[2], signal.SIGKILL)
         assert (call(environments, 2, note("e")).failure or "").startswith("ended in note: Connection closed")
-        environments.send(0, Finish())
-        assert environments.collect(60) == [(0, Reply(is_done=True))]
+        assert ask(environments, 0, Finish()) == Reply(is_done=True)
         environments.end(0)
         wait_until(lambda: not is_alive(pids[0]))
         assert call(environments, 3, note("f")) == Reply(("f",))
-        environments.send(3, Calls((ToolCall("fail", {"how": "hang"}),)))  # killed when the block ends
+        hanging = environments.answer(3, Calls((ToolCall("fail", {"how": "hang"}),)))  # killed when the block ends
+        asyncio.run_coroutine_threadsafe(hanging, environments._thread.loop)
     assert not any(map(is_alive, pids))
 
 
@@ -135,8 +140,7 @@ def test_a_tool_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
     source = FIRST_LINES.replace("TOOLS", "[{'name': 'wait', 'inputSchema': {'type': 'object'}}]")
     (tmp_path / "old.py").write_text(source)
     with opened(f"{sys.executable} {tmp_path / 'old.py'}", timeout=5.0) as environments:
-        environments.send(0, Reset({}, 0))
-        assert environments.collect(60) == [(0, Reply())]
+        assert ask(environments, 0, Reset({}, 0)) == Reply()
         late = Reply(failure="ran out of time (5 s) in wait", is_late=True)
         assert call(environments, 0, ToolCall("wait", {})) == late
 
@@ -193,23 +197,15 @@ def test_a_server_by_http_has_a_session_an_episode_and_is_found_again_when_it_is
     url = f"http://127.0.0.1:{port}/mcp"
     with listening(tmp_path / "notes.py", port), opened(url) as environments:
         assert environments.description.about == "MCP server with tools note, number, fail"
-        for episode in range(3):
-            environments.send(episode, Reset({}, episode))
-        replies: dict[int, Reply] = {}
-        while len(replies) < 3:
-            replies |= dict(environments.collect(60))
-        assert set(replies.values()) == {Reply()}
+        assert reset(environments, 3) == [Reply()] * 3
         assert call(environments, 0, note("a")).observations == ("a",)
         assert call(environments, 1, ToolCall("fail", {"how": "exit"})).failure == "dropped the connection"
         assert call(environments, 0, note("b")).failure == "dropped the connection"
         environments.end(2)
-        environments.send(2, Reset({}, 2))
-        ((_, reply),) = environments.collect(60)
-        assert str(reply.failure).startswith("cannot be reached: ")
+        assert str(ask(environments, 2, Reset({}, 2)).failure).startswith("cannot be reached: ")
         with listening(tmp_path / "notes.py", port):
             environments.end(3)
-            environments.send(3, Reset({}, 3))
-            assert environments.collect(60) == [(3, Reply())]
+            assert ask(environments, 3, Reset({}, 3)) == Reply()
             assert call(environments, 3, note("c")).observations == ("c",)
 
 

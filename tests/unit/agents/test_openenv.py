@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from rlhf_cli.agents.session_environments import SessionEnvironments, SessionFai
 from rlhf_cli.data.formats.conversations import Message, ToolCall, plain_message
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.environment_player import EnvironmentPlayer
+from rlhf_cli.trainers.online.multi_turn import EpisodeLimits, MultiTurnEngines
+from rlhf_cli.trainers.online.rollout import generate
 
 
 class Moods(Environment):
@@ -56,17 +59,12 @@ def opened(server: OpenEnvLike, *, timeout: float = 30.0, num_workers: int = 64)
 
 
 def ask(environments: SessionEnvironments, episode: int, action: Action) -> Reply:
-    environments.send(episode, action)
-    ((answered, reply),) = environments.collect(30)
-    assert answered == episode
-    return reply
+    return asyncio.run(asyncio.wait_for(environments.answer(episode, action), 30))
 
 
-def collected(environments: SessionEnvironments, count: int) -> dict[int, Reply]:
-    replies: dict[int, Reply] = {}
-    while len(replies) < count:
-        replies |= dict(environments.collect(30))
-    return replies
+def sent(environments: SessionEnvironments, episode: int, action: Action) -> "Future[Reply]":
+    """Send an action, without waiting for the reply."""
+    return asyncio.run_coroutine_threadsafe(environments.answer(episode, action), environments._thread.loop)
 
 
 def test_a_session_gets_the_row_the_seed_and_the_turns_and_gives_rewards() -> None:
@@ -143,24 +141,22 @@ class Meeting(Environment):
 def test_fifty_sessions_are_open_and_num_workers_of_them_are_asked_at_once(num_workers: int) -> None:
     Meeting.barrier, Meeting.at_work, Meeting.most = asyncio.Barrier(num_workers), 0, 0
     with OpenEnvLike(Meeting) as server, opened(server, num_workers=num_workers) as environments:
-        for episode in range(50):
-            environments.send(episode, Reset({}, episode))
-        collected(environments, 50)
+        for reply in [sent(environments, episode, Reset({}, episode)) for episode in range(50)]:
+            reply.result(30)
         assert server.num_sessions == 50
-        for episode in range(50):
-            environments.send(episode, Text("go"))
-        replies = collected(environments, 50)
-        assert {episode: reply.reward for episode, reply in replies.items()} == {i: float(i) for i in range(50)}
+        replies = [sent(environments, episode, Text("go")) for episode in range(50)]
+        assert [reply.result(30).reward for reply in replies] == [*map(float, range(50))]
         assert Meeting.most == num_workers
 
 
 def test_an_episode_waits_for_a_session_that_becomes_free() -> None:
     with OpenEnvLike(Moods, max_sessions=1) as server, opened(server) as environments:
         ask(environments, 0, Reset({"name": "a"}, 0))
-        environments.send(1, Reset({"name": "b"}, 1))
-        assert environments.collect(0.3) == []
+        reply = sent(environments, 1, Reset({"name": "b"}, 1))
+        with pytest.raises(TimeoutError):
+            reply.result(0.3)
         environments.end(0)
-        assert collected(environments, 1) == {1: Reply(("hello b",))}
+        assert reply.result(30) == Reply(("hello b",))
 
 
 def test_an_episode_without_a_session_fails_at_its_limit() -> None:
@@ -230,10 +226,11 @@ def test_a_server_that_died_fails_its_episodes_and_is_found_again_at_the_next() 
         server.kill()
         failure = ask(environments, 0, Text("one")).failure
         assert failure == "closed the connection (code 1006)"
-        environments.send(1, Reset({"name": "ann"}, 0))
-        assert environments.collect(0.2) == []
+        reply = sent(environments, 1, Reset({"name": "ann"}, 0))
+        with pytest.raises(TimeoutError):
+            reply.result(0.2)
         with OpenEnvLike(Moods, port=server.port):
-            assert collected(environments, 1) == {1: Reply(("hello ann",))}
+            assert reply.result(30) == Reply(("hello ann",))
 
 
 def test_idle_sessions_answer_pings() -> None:
@@ -329,8 +326,17 @@ class SeededEngines:
     def is_generating(self) -> bool:
         return bool(self._left)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         return [self._left.pop(-1 if self._backwards else 0)]
+
+
+def played(
+    engines: SeededEngines, environments: SessionEnvironments, requests: list[GenerationRequest]
+) -> list[Generation]:
+    """Play an episode for each request."""
+    player = EnvironmentPlayer(environments, FakeDialogue(), EpisodeLimits(3, 200))
+    episodes = MultiTurnEngines(engines, player, in_step=True)  # type: ignore[arg-type]
+    return asyncio.run(generate(episodes, requests, SamplingParams(5)))
 
 
 class Slow(Moods):
@@ -353,8 +359,7 @@ def test_episodes_do_not_depend_on_the_order_of_answers() -> None:
         ]
         engines = SeededEngines(backwards=backwards)
         with OpenEnvLike(Slow) as server, opened(server, num_workers=4) as environments:
-            played = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(3, 200))  # type: ignore[arg-type]
-            return played.generate(requests, SamplingParams(5))
+            return played(engines, environments, requests)
 
     found = episodes(backwards=False)
     assert found == episodes(backwards=True)
@@ -380,11 +385,10 @@ def test_a_server_that_dies_in_a_batch_fails_its_episodes_and_serves_the_next_ba
                     server.kill()
 
         engines = Killing(backwards=False)
-        played = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(3, 200))  # type: ignore[arg-type]
-        broken = [generation.episode for generation in played.generate(requests, SamplingParams(5))]
+        broken = [generation.episode for generation in played(engines, environments, requests)]
         assert [one and one.failure for one in broken] == ["closed the connection (code 1006)"] * 4
         with OpenEnvLike(Moods, port=server.port):
-            sound = [generation.episode for generation in played.generate(requests, SamplingParams(5))]
+            sound = [generation.episode for generation in played(engines, environments, requests)]
         assert [one and (one.failure, one.turn_rewards) for one in sound] == [(None, (0.5, 0.5, 0.5))] * 4
 
 

@@ -17,6 +17,8 @@ from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import EngineHost, make_engine
 from rlhf_cli.backends.weight_sync.transfer import PushReport
+from rlhf_cli.event_loop import LoopThread
+from rlhf_cli.trainers.online.rollout import generate
 
 SETTINGS = EngineSettings(max_model_len=256, dtype="fp32", max_images_per_prompt=2)
 VERSION = 3
@@ -33,7 +35,7 @@ class Worker:
         self.host = EngineHost(make_engine("transformers", folder, SETTINGS))
         self.alive, self.dies = True, dies
         self.call = SimpleNamespace(remote=self._remote)
-        self._runner = asyncio.Runner()
+        self._thread = LoopThread("engine")
 
     def _remote(self, call: Any) -> FakeCall:
         sent, method = cloudpickle.dumps(call), recorded(call)[0]
@@ -42,7 +44,7 @@ class Worker:
     def _answer(self, sent: bytes, method: str) -> object:
         if not self.alive:
             return RayActorError()
-        answer = self._runner.run(pickle.loads(sent)(self.host))
+        answer = self._thread.run(pickle.loads(sent)(self.host))
         if method == "begin" and self.dies:
             self.alive = False
             return RayActorError()
@@ -84,7 +86,7 @@ def test_an_engine_that_dies_at_prompts_with_pictures_is_replaced_and_answers_as
         actor = Actor(trainer)
         group.connect(actor)  # type: ignore[arg-type]
         group.receive_weights(VERSION)
-        found = group.generate(pictured_requests(folder), SAMPLING)
+        found = asyncio.run(generate(group, pictured_requests(folder), SAMPLING))
         group.shutdown()
         actor.sender.close()
         return found, len(started), actor.pushes

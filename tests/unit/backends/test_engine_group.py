@@ -1,5 +1,6 @@
 """Engines that die during a batch, with fakes of Ray, of the engines and of the actor."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from rlhf_cli.errors import ProcessDied
 from rlhf_cli.trainers.online.interfaces import TurnEngines
 from rlhf_cli.trainers.online.joined_engines import JoinedEngines
 from rlhf_cli.trainers.online.lent_actor import LentActor, NotWanted
+from rlhf_cli.trainers.online.rollout import generate
 
 REQUESTS = [GenerationRequest([number], seed=number) for number in range(6)]
 VERSION = 4
@@ -168,7 +170,7 @@ def actor_of(group):
 @pytest.mark.parametrize(("backend", "takes_turns"), [("ipc", True), ("nccl", False), ("shm", True), ("shm", False)])
 def test_after_the_death_of_engines_every_request_has_one_response_by_the_present_weights(backend, takes_turns, dying):
     group, started = make_group(backend, takes_turns=takes_turns, dying=dying)
-    assert group.generate(REQUESTS, SamplingParams(1)) == [(number, VERSION) for number in range(len(REQUESTS))]
+    assert generated(group) == [(number, VERSION) for number in range(len(REQUESTS))]
     assert [worker.number for worker in started[3:]] == sorted(dying)
     assert not any(worker.asleep for worker in started if worker.alive)
 
@@ -199,7 +201,7 @@ def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_a
     group, started = make_group(backend, takes_turns=False, dying={1}, borrowed_actor=lent.borrowed)
     shares = balanced_shares(REQUESTS, 3)
     with ThreadPoolExecutor(1) as thread:
-        sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
+        sampling = thread.submit(generated, group)
         while len(started) == 3:  # the new engine starts while the actor trains
             assert not sampling.done()
         assert started[3].version == 0
@@ -246,7 +248,7 @@ def test_an_actor_in_training_hears_nothing_of_an_engine_that_is_started_again()
     actor = actor_of(group)
     links = actor.links
     with ThreadPoolExecutor(1) as thread:
-        sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
+        sampling = thread.submit(generated, group)
         while len(started) == 3:
             assert not sampling.done()
         assert actor.links == links
@@ -260,7 +262,7 @@ def test_a_run_that_ends_does_not_wait_for_an_engine_that_waits_for_the_actor():
     lent = LentActor()
     group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=lent.borrowed)
     with ThreadPoolExecutor(1) as thread:
-        sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
+        sampling = thread.submit(generated, group)
         while len(started) == 3:
             assert not sampling.done()
         lent.end()
@@ -275,13 +277,13 @@ def test_engines_that_have_finished_are_not_asked_again_when_another_one_dies():
     finished, dead, _ = started
     found = []
     for _ in range(4):  # the first part of each engine's share, then the rest of the first engine's
-        found += group.collect()
+        found += asyncio.run(group.collect())
     assert not finished.is_generating
     assert dead.is_generating
     dead.alive = False
     finished.begin = None  # type: ignore[assignment]
     while group.is_generating:
-        found += group.collect()
+        found += asyncio.run(group.collect())
     assert sorted(found) == [(number, (number, VERSION)) for number in range(len(REQUESTS))]
 
 
@@ -301,7 +303,7 @@ def test_an_engine_that_died_has_its_adapter_again_without_an_actor():
 
     group = EngineGroup(start, num_engines=2, takes_turns=False, sync_backend="shm", ranks_per_engine=1)
     group.take_adapter({"tensors": []}, VERSION)
-    assert group.generate(REQUESTS, SamplingParams(1)) == [(number, VERSION) for number in range(len(REQUESTS))]
+    assert generated(group) == [(number, VERSION) for number in range(len(REQUESTS))]
     assert [worker.number for worker in started] == [0, 1, 1]
     started[0].alive = False
     group.take_adapter({"tensors": []}, VERSION + 1)
@@ -312,7 +314,7 @@ def test_engines_that_die_again_and_again_end_the_run():
     group, started = make_group("ipc", takes_turns=True, dying={1})
     group._restarts = engine_group.MAX_RESTARTS
     with pytest.raises(ProcessDied, match="most recently engine 1"):
-        group.generate(REQUESTS, SamplingParams(1))
+        generated(group)
     assert len(started) == 3
 
 
@@ -320,10 +322,14 @@ def turn(episode, number, prompt_ids):
     return GenerationRequest(prompt_ids, seed=100 * episode + number, episode=episode)
 
 
+def generated(group):
+    return asyncio.run(generate(group, REQUESTS, SamplingParams(1)))
+
+
 def collected(group):
     found = []
     while group.is_generating:
-        found += group.collect()
+        found += asyncio.run(group.collect())
     return found
 
 
@@ -354,14 +360,14 @@ def test_a_new_prompt_joins_the_engine_that_has_the_least_to_do():
 def test_a_batch_that_is_joined_again_and_again_keeps_open_requests_only():
     group, started = make_group("shm", takes_turns=False, dying=set())
     group.begin([GenerationRequest([number], seed=number) for number in range(6)], SamplingParams(1))
-    found = group.collect()
+    found = asyncio.run(group.collect())
     for first in range(6, 60, 6):
         group.add([GenerationRequest([number // 2], seed=number) for number in range(first, first + 6)])
         batch, before = group._batch, len(found)
         assert set(batch.requests) == set(range(first + 6)) - {number for number, _ in found}
         assert batch.homes.keys() <= {request.prompt for request in batch.requests.values()}
         while len(found) < before + 6:
-            found += group.collect()
+            found += asyncio.run(group.collect())
     found += collected(group)
     assert sorted(found) == [(number, (number, VERSION)) for number in range(60)]
     assert not group._batch.requests
@@ -376,7 +382,7 @@ def test_an_engine_that_dies_repeats_what_is_unfinished_of_its_own_and_nothing_e
     group.begin([turn(episode, 0, [episode]) for episode in range(3)], SamplingParams(1))
     found = collected(group)
     group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
-    found += group.collect()
+    found += asyncio.run(group.collect())
     ((finished, _),) = found[3:]
     victim = next(worker for worker in started if worker.share[0].episode != finished % 3)
     group.add([turn(episode, 2, [episode, 6]) for episode in (0, 1, 2)])
@@ -398,7 +404,7 @@ def test_an_engine_that_dies_while_two_batches_are_in_flight_repeats_open_reques
     engines, sampling = JoinedEngines(group), SamplingParams(1)
     second = [GenerationRequest([number], seed=number) for number in range(6, 12)]
     engines.begin(REQUESTS, sampling)
-    found = engines.collect()
+    found = asyncio.run(engines.collect())
     engines.join(second, sampling)
     victim = next(worker for worker in started if worker.done == len(worker.share) - 3)
     (seen,) = victim.share[: victim.done]

@@ -1,5 +1,6 @@
 """The quickstart with a calculator: valid commands, and an environment that matches the demonstrations."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -74,11 +75,10 @@ def test_the_calculator_of_the_run_answers_the_calls_of_the_demonstrations(walk)
     function = call["tool_calls"][0]["function"]
     with FileEnvironments(str(walk.root / ENVIRONMENT_FILE), timeout=30, num_workers=1) as environments:
         assert list(environments.description.tools) == tools
-        environments.send(0, Reset({"prompt": "1+2=", "answer": "3"}, 0))
-        assert environments.collect() == [(0, Reply())]
+        assert asyncio.run(environments.answer(0, Reset({"prompt": "1+2=", "answer": "3"}, 0))) == Reply()
         terms = (json.loads(function["arguments"])["terms"], "4821*2")
-        environments.send(0, Calls(tuple(ToolCall(function["name"], {"terms": one}) for one in terms)))
-        ((_, reply),) = environments.collect()
+        calls = Calls(tuple(ToolCall(function["name"], {"terms": one}) for one in terms))
+        reply = asyncio.run(environments.answer(0, calls))
     refusal = "Error: write numbers with + between them, as in 12+34"
     assert reply == Reply(observations=(result["content"], refusal))
 

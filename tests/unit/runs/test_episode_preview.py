@@ -1,5 +1,6 @@
 """`rlhf data --environment` plays one episode interactively or from a script, with the tokens used in training."""
 
+import asyncio
 import io
 import json
 import re
@@ -19,7 +20,7 @@ from rlhf_cli.options import build_config
 from rlhf_cli.runs.data_preview import inspect_data
 from rlhf_cli.runs.episode_preview import Rehearsal, WrittenEngines, read_turns
 from rlhf_cli.runs.episode_view import LineReader, show_episode
-from rlhf_cli.trainers.online.rollout import request_of
+from rlhf_cli.trainers.online.rollout import generate, request_of
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
@@ -206,7 +207,7 @@ def test_the_shown_tokens_are_those_that_training_has(files, model):
     rehearsal = rehearsal_of(model, "higher.py", "number.jsonl", turns="turns.txt")
     turns = iter(("7", "3", "5"))
     with rehearsal.plan.played_by(WrittenEngines(lambda ids, start: next(turns), rehearsal.plan.dialogue)) as engines:
-        (found,) = engines.generate([request_of(rehearsal.prompt, 0)], SamplingParams(256))
+        (found,) = asyncio.run(generate(engines, [request_of(rehearsal.prompt, 0)], SamplingParams(256)))
     sequence = sample_of(rehearsal.prompt, found).sequence
     played = rehearsal.play_script()
     parts = played.example.parts
@@ -306,8 +307,8 @@ def test_a_turn_ends_at_the_first_end_in_it_and_is_cut_at_its_limit(calculator):
     assert ids.index(end) == len(ids) - 1
     request = request_of(calculator.prompt, 0)
     engines = WrittenEngines(lambda token_ids, start: "one", dialogue)
-    (whole,) = engines.generate([request], SamplingParams(len(ids)))
-    (cut,) = engines.generate([request], SamplingParams(len(ids) - 1))
+    (whole,) = asyncio.run(generate(engines, [request], SamplingParams(len(ids))))
+    (cut,) = asyncio.run(generate(engines, [request], SamplingParams(len(ids) - 1)))
     assert whole == Generation(ids, [0.0] * len(ids), "stop", 0)
     assert cut == Generation(ids[:-1], [0.0] * (len(ids) - 1), "length", 0)
 

@@ -157,7 +157,7 @@ class FakeEngines:
     def is_generating(self):
         return bool(self.left)
 
-    def collect(self, timeout):
+    async def collect(self, timeout):
         found, self.left = self.left, []
         return found
 

@@ -1,11 +1,12 @@
 """Multi-turn episodes with fakes: tokens, masks, rewards and limits."""
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import pytest
-from episode_fakes import SEPARATOR, TOOLS, FakeDialogue, FakeEnvironments
+from episode_fakes import SEPARATOR, TOOLS, FakeDialogue, FakeEnvironments, episode_engines
 from samples import sample_of
 
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, late_reply, method_names
@@ -14,9 +15,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_bridge import MALFORMED
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.metrics import length_metrics
-from rlhf_cli.trainers.online.rollout import score_request
+from rlhf_cli.trainers.online.rollout import generate, score_request
 
 SAMPLING = SamplingParams(5)
 
@@ -44,7 +44,7 @@ class ScriptedEngines:
     def is_generating(self) -> bool:
         return bool(self._left)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         return [] if self.is_slow and timeout is not None else [self._left.pop()]
 
     def cut(self, max_tokens: int) -> None:
@@ -68,8 +68,8 @@ def play(
     max_turns: int = 4,
     max_len: int = 100,
 ) -> list[Generation]:
-    limits = EpisodeLimits(max_turns, max_len)
-    return EpisodeEngines(engines, environments, FakeDialogue(), limits).generate(requests, SAMPLING)  # type: ignore[arg-type]
+    episodes = episode_engines(engines, environments, max_turns=max_turns, max_len=max_len)
+    return asyncio.run(generate(episodes, requests, SAMPLING))
 
 
 def test_an_episode_whose_environment_has_no_reward_says_so_to_the_rewards():
@@ -253,12 +253,17 @@ def test_longer_episodes_are_given_up_when_no_other_is_left_and_leave_no_turn_be
 
     scripts = {"a": ["hello", "hm", "hm"], "b": ["hi", "b"], "c": ["hello", "u", "u"]}
     environments, engines = FakeEnvironments(answer), ScriptedEngines(scripts)
-    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(9, 100))  # type: ignore[arg-type]
-    episodes.begin([request(name) for name in "abc"], SAMPLING)
-    episodes.cut(5)
-    found = []
-    while episodes.is_generating:
-        found += episodes.collect()
+    episodes = episode_engines(engines, environments, max_turns=9, max_len=100)
+
+    async def with_cut() -> list[tuple[int, Generation]]:
+        episodes.begin([request(name) for name in "abc"], SAMPLING)
+        episodes.cut(5)
+        found = []
+        while episodes.is_generating:
+            found += await episodes.collect()
+        return found
+
+    found = asyncio.run(with_cut())
     assert [(number, bytes(one.token_ids[-1:])) for number, one in found] == [(1, b"b")]
     assert [len(batch) for batch in engines.batches] == [3, 3]
     assert not environments.open
@@ -267,15 +272,19 @@ def test_longer_episodes_are_given_up_when_no_other_is_left_and_leave_no_turn_be
 
 def test_a_batch_begins_without_the_turns_of_the_one_before():
     environments, engines = FakeEnvironments(game), ScriptedEngines({"a": ["hi", "bye"], "b": ["ok", "go"]})
-    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
-    episodes.begin([request("a")], SAMPLING)
-    engines.is_slow = True
-    while not engines.batches:
-        episodes.collect(0.001)
-    episodes.sleep()
-    assert engines.cuts == [0]
-    engines.is_slow = False
-    (found,) = episodes.generate([request("b")], SAMPLING)
+    episodes = episode_engines(engines, environments, max_turns=4, max_len=100)
+
+    async def two_batches() -> list[Generation]:
+        episodes.begin([request("a")], SAMPLING)
+        engines.is_slow = True
+        while not engines.batches:
+            await episodes.collect(0.001)
+        episodes.sleep()
+        assert engines.cuts == [0]
+        engines.is_slow = False
+        return await generate(episodes, [request("b")], SAMPLING)
+
+    (found,) = asyncio.run(two_batches())
     assert bytes(found.token_ids).startswith(b"ok")
 
 
@@ -297,8 +306,8 @@ def test_what_the_template_does_not_take_fails_the_episode_alone():
             return super().between(conversation, observations, last_id=last_id)
 
     engines = ScriptedEngines({"a": ["hi"], "b": ["ok", "go"]})
-    episodes = EpisodeEngines(engines, FakeEnvironments(game), Strict(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
-    first, second = episodes.generate([request("a"), request("b")], SAMPLING)
+    episodes = episode_engines(engines, FakeEnvironments(game), dialogue=Strict(), max_turns=4, max_len=100)
+    first, second = asyncio.run(generate(episodes, [request("a"), request("b")], SAMPLING))
     assert first.episode is not None
     assert first.episode.failure == "answered, and the chat template does not take this"
     assert second.episode is not None

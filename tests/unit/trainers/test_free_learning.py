@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from episode_fakes import FakeDialogue
+from episode_fakes import episode_engines
 from test_online_repeats import (
     OneEngine,
     Parts,
@@ -16,7 +16,6 @@ from test_online_repeats import (
 )
 
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 
 pytestmark = [pytest.mark.usefixtures("group_of_one"), pytest.mark.slow]
 
@@ -35,7 +34,7 @@ class JoinedTurns(StoppedTurns):
 
 
 def play_freely(engine: OneEngine) -> Any:
-    return EpisodeEngines(JoinedTurns(engine), parity_game(), FakeDialogue(), EpisodeLimits(4, 32), in_step=False)  # type: ignore[arg-type]
+    return episode_engines(JoinedTurns(engine), parity_game(), max_turns=4, max_len=32, in_step=False)
 
 
 def test_the_answer_to_an_observation_is_learned_with_free_turns(tiny_model_dir, tmp_path):

@@ -1,17 +1,18 @@
 """Turns that start as soon as their environments have answered give the same episodes as turns in lockstep."""
 
+import asyncio
 import json
 import random
 import zlib
 from collections.abc import Callable
 
 import pytest
-from episode_fakes import SEPARATOR, FakeDialogue, FakeEnvironments
+from episode_fakes import SEPARATOR, FakeEnvironments, episode_engines
 
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply
 from rlhf_cli.data.formats.conversations import Message, plain_message
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.rollout import generate
 
 SAMPLING = SamplingParams(5)
 LETTERS = "abcnx"
@@ -44,7 +45,7 @@ class SeededEngines:
     def is_generating(self) -> bool:
         return bool(self.open)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         if timeout is not None and self._order.random() < 0.7:
             return []
         number, request = self.open.pop(self._order.randrange(len(self.open)))
@@ -72,13 +73,15 @@ class LateEnvironments(FakeEnvironments):
         self._order = order
         self.held: set[int] = set()
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
-        ready = [one for one in self._replies if one[0] not in self.held]
-        if not ready or (timeout == 0 and self._order.random() < 0.5):
-            return []
-        reply = self._order.choice(ready)
-        self._replies.remove(reply)
-        return [reply]
+    def _reply(self) -> None:
+        ready = [one for one in self._waiting if one[0] not in self.held]
+        if not ready or self._order.random() < 0.5:
+            asyncio.get_running_loop().call_later(0.001, self._reply)
+            return
+        chosen = self._order.choice(ready)
+        self._waiting.remove(chosen)
+        self._waiting.insert(0, chosen)
+        super()._reply()
 
 
 def requests_of(count: int) -> list[GenerationRequest]:
@@ -104,14 +107,18 @@ def play(
 ) -> tuple[dict[int, Generation], SeededEngines, LateEnvironments]:
     rng = random.Random(order)
     engines, environments = SeededEngines(rng), LateEnvironments(answer, rng, tools=answer is tool)
-    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(6, max_len), in_step=in_step)  # type: ignore[arg-type]
-    episodes.begin(requests_of(24), SAMPLING)
-    if cut is not None:
-        episodes.cut(cut)
-    found: dict[int, Generation] = {}
-    while episodes.is_generating:
-        found |= episodes.collect()
-    return found, engines, environments
+    episodes = episode_engines(engines, environments, max_turns=6, max_len=max_len, in_step=in_step)
+
+    async def with_cut() -> dict[int, Generation]:
+        episodes.begin(requests_of(24), SAMPLING)
+        if cut is not None:
+            episodes.cut(cut)
+        found: dict[int, Generation] = {}
+        while episodes.is_generating:
+            found |= await episodes.collect()
+        return found
+
+    return asyncio.run(with_cut()), engines, environments
 
 
 @pytest.mark.parametrize("answer", [tool, game])
@@ -139,18 +146,22 @@ def test_broken_environments_and_limits_are_among_these_episodes():
 def test_no_episode_waits_for_a_slow_environment():
     rng = random.Random(0)
     engines, environments = SeededEngines(rng), LateEnvironments(game, rng, tools=False)
-    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(9, 90), in_step=False)  # type: ignore[arg-type]
+    episodes = episode_engines(engines, environments, max_turns=9, max_len=90, in_step=False)
     environments.held = {2}
-    episodes.begin(requests_of(5), SAMPLING)
-    found: dict[int, Generation] = {}
-    while len(found) < 4:
-        found |= episodes.collect(0.05)
-    assert sorted(found) == [0, 1, 3, 4]
-    assert not engines.is_generating
-    environments.held = set()
-    while episodes.is_generating:
-        found |= episodes.collect()
-    assert len(found[2].turns) >= 1
+
+    async def held_and_freed() -> None:
+        episodes.begin(requests_of(5), SAMPLING)
+        found: dict[int, Generation] = {}
+        while len(found) < 4:
+            found |= await episodes.collect(0.05)
+        assert sorted(found) == [0, 1, 3, 4]
+        assert not engines.is_generating
+        environments.held = set()
+        while episodes.is_generating:
+            found |= await episodes.collect()
+        assert len(found[2].turns) >= 1
+
+    asyncio.run(held_and_freed())
 
 
 @pytest.mark.parametrize("place", [2, 12])
@@ -167,16 +178,21 @@ def test_a_cut_gives_up_longer_episodes_at_once_and_changes_no_other(place):
 def test_a_cut_of_all_episodes_drains_the_turns_that_are_sampled_yet():
     rng = random.Random(0)
     engines, environments = SeededEngines(rng), LateEnvironments(game, rng, tools=False)
-    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(9, 90), in_step=False)  # type: ignore[arg-type]
-    episodes.begin(requests_of(6), SAMPLING)
-    while sum(SEPARATOR in request.prompt_ids for _, request in engines.open) < 3:
-        episodes.collect(0.0001)
-    environments.held = set(range(6))
-    episodes.cut(0)
-    while episodes.is_generating:
-        episodes.collect()
-    assert engines.cuts[-1:] == [0]
-    assert not engines.is_generating
-    assert not environments.open
-    (found,) = episodes.generate(requests_of(1), SAMPLING)
+    episodes = episode_engines(engines, environments, max_turns=9, max_len=90, in_step=False)
+
+    async def cut_in_the_middle() -> list[Generation]:
+        episodes.begin(requests_of(6), SAMPLING)
+        while sum(SEPARATOR in request.prompt_ids for _, request in engines.open) < 3:
+            await episodes.collect(0.0001)
+        environments.held = set(range(6))
+        episodes.cut(0)
+        while episodes.is_generating:
+            await episodes.collect()
+        await asyncio.sleep(0)  # dropped episodes end
+        assert engines.cuts[-1:] == [0]
+        assert not engines.is_generating
+        assert not environments.open
+        return await generate(episodes, requests_of(1), SAMPLING)
+
+    (found,) = asyncio.run(cut_in_the_middle())
     assert found.turns

@@ -1,5 +1,6 @@
 """Partial rollouts in which the next batch joins the running one, with fake models, rewards and engines with slots."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class SlotEngines(EnginesInFlight):
     def is_generating(self) -> bool:
         return bool(self._line)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         with self._alone():
             if self.is_held():
                 time.sleep(0.001)
@@ -241,7 +242,7 @@ def test_responses_of_a_batch_that_joined_are_kept_until_its_turn():
     def numbers() -> list[list[int]]:
         found = []
         while engines.is_generating:
-            found.append([number for number, _ in engines.collect(0.1)])
+            found.append([number for number, _ in asyncio.run(engines.collect(0.1))])
         return found
 
     engines.begin(requests(1, 4), sampling)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from episode_fakes import FakeDialogue, FakeEnvironments
+from episode_fakes import FakeEnvironments, episode_engines
 from online_fakes import FakeScorer, FakeTracker
 from online_settings import online_settings, resolve
 from safetensors.torch import load_file
@@ -51,10 +51,10 @@ from rlhf_cli.models.adapters import plan_adapter
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.evaluation import EvaluationState, EvaluationTask, Evaluator
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.multi_turn import MultiTurnEngines
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
@@ -95,7 +95,7 @@ class OneEngine:
     def is_generating(self) -> bool:
         return bool(self._left)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         return [self._left.pop()]
 
     def cut(self, max_tokens: int) -> None:
@@ -385,12 +385,12 @@ class StoppedTurns:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        return [(number, replace(one, finish_reason="stop")) for number, one in self._engine.collect(timeout)]
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        return [(number, replace(one, finish_reason="stop")) for number, one in await self._engine.collect(timeout)]
 
 
-def play_parity(engine: OneEngine, *, is_shown: bool = True) -> EpisodeEngines:
-    return EpisodeEngines(StoppedTurns(engine), parity_game(is_shown=is_shown), FakeDialogue(), EpisodeLimits(4, 32))  # type: ignore[arg-type]
+def play_parity(engine: OneEngine, *, is_shown: bool = True) -> MultiTurnEngines:
+    return episode_engines(StoppedTurns(engine), parity_game(is_shown=is_shown), max_turns=4, max_len=32)
 
 
 class Recorded:
@@ -399,10 +399,10 @@ class Recorded:
     def __init__(self) -> None:
         self._games: list[FakeEnvironments] = []
 
-    def __call__(self, engine: OneEngine) -> EpisodeEngines:
+    def __call__(self, engine: OneEngine) -> MultiTurnEngines:
         game = parity_game()
         self._games.append(game)
-        return EpisodeEngines(StoppedTurns(engine), game, FakeDialogue(), EpisodeLimits(4, 32))  # type: ignore[arg-type]
+        return episode_engines(StoppedTurns(engine), game, max_turns=4, max_len=32)
 
     @property
     def seeds(self) -> list[int]:

@@ -39,11 +39,11 @@ class EnginesInFlight(FakeEngines):
             self.versions.append(self.version)
             super().begin(requests, sampling)
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         assert timeout is not None, "a look without a limit keeps pushes waiting"
         with self._alone():
             self.before_look(len(self.versions))
-            (number, found), *_ = super().collect(timeout)
+            (number, found), *_ = await super().collect(timeout)
             self.arrived.append(len(self.versions))
             half = len(found.token_ids) // 2
             runs = [(found.weight_version, half), (self.version, len(found.token_ids) - half)]
@@ -98,11 +98,11 @@ def looks_after_push(made: Run, *, of: int, awaited: int) -> None:
             pushed.set()
         return found
 
-    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(engines.versions) == of and not pushed.is_set():
             begun.set()
             return []
-        return EnginesInFlight.collect(engines, timeout)
+        return await EnginesInFlight.collect(engines, timeout)
 
     def trains(*given: Any, **named: Any) -> Any:
         assert len(made.actor.updates) + 1 < awaited or begun.wait(WAIT)
@@ -161,11 +161,11 @@ def test_an_evaluation_waits_for_the_batch_in_flight_and_keeps_others_from_begin
             evaluates.set()
         return iteration == 1
 
-    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(engines.versions) == 3 and not evaluates.is_set():
             begun.set()
             return []
-        return EnginesInFlight.collect(engines, timeout)
+        return await EnginesInFlight.collect(engines, timeout)
 
     def evaluate(iteration: int, is_last: bool) -> None:
         if iteration == 1:
@@ -182,11 +182,11 @@ def test_an_error_of_the_sampling_before_an_evaluation_leaves_engines_at_rest():
     made, failed = run(), threading.Event()
     engines = in_flight(made)
 
-    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(engines.versions) == 2 and threading.current_thread().name.startswith("sampling"):
             failed.set()
             raise RunError("no room is left")
-        return EnginesInFlight.collect(engines, 0.0)
+        return await EnginesInFlight.collect(engines, 0.0)
 
     def is_due(iteration: int, is_last: bool) -> bool:
         if iteration == 1:
@@ -208,7 +208,7 @@ def test_a_checkpoint_keeps_the_actor_from_an_engine_that_is_started_again():
     made, looked, saving = run(2, episodes=4), threading.Event(), threading.Event()
     engines, order = in_flight(made), list[str]()
 
-    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(engines.versions) == 3 and not engines.version:
             return []  # the batch continues after the weight update
         if len(engines.versions) == 3 and not looked.is_set():
@@ -216,7 +216,7 @@ def test_a_checkpoint_keeps_the_actor_from_an_engine_that_is_started_again():
             looked.set()
             with made.lent_actor.borrowed():
                 order.append("engine")
-        return EnginesInFlight.collect(engines, timeout)
+        return await EnginesInFlight.collect(engines, timeout)
 
     def saves(self: list[Any], state: Any) -> None:
         if state.iteration == 1:
@@ -317,11 +317,11 @@ def test_too_many_skipped_steps_end_the_sampling_before_the_checkpoint():
     made.actor.found = {"skipped_in_a_row": 2.0}
     made.settings = replace(made.settings, optim=made.settings.optim.model_copy(update={"max_skipped_steps": 1}))
 
-    def never(timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def never(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(in_flight(made).versions) > 1:
             begun.release()
             return []
-        return EnginesInFlight.collect(in_flight(made), timeout)
+        return await EnginesInFlight.collect(in_flight(made), timeout)
 
     made.engines.collect = never  # type: ignore[method-assign]
     update = made.actor.update
@@ -360,14 +360,14 @@ def test_an_engine_may_need_the_actor_whatever_the_main_thread_does(place):
     made, arrived, asks, versions = run(2, episodes=4), threading.Event(), threading.Event(), list[int | None]()
     engines = in_flight(made)
 
-    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
         if len(engines.versions) == 3 and not arrived.is_set():
             return []
         if len(engines.versions) == 3 and not asks.is_set():
             asks.set()
             with made.lent_actor.borrowed() as version:
                 versions.append(version)
-        return EnginesInFlight.collect(engines, timeout)
+        return await EnginesInFlight.collect(engines, timeout)
 
     def arrives(*given: Any, **named: Any) -> None:
         if made.tracker.logged and not arrived.is_set():

@@ -48,10 +48,10 @@ class WatchedEngines(FakeEngines):
         super().begin(requests, sampling)
         self.begun()
 
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+    async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         if self.held is not None and not self.held.wait(timeout):
             return []
-        return super().collect(timeout)
+        return await super().collect(timeout)
 
     def _answer(self, request: GenerationRequest) -> Generation:
         found = super()._answer(request)
