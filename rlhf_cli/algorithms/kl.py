@@ -18,6 +18,11 @@ LOG_RATIO_LIMIT = 20.0
 MAX_KL_ERROR = 0.2
 
 
+def kl_metric(role: str) -> str:
+    """Return the metric and sample column for the KL divergence from a frozen policy."""
+    return "kl" if role == "ref" else f"{role}_kl"
+
+
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Tensor:
     """Estimate KL(policy || reference) per token in nats, in the shape of the sampled-token log-probs.
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maximum, sequence_mean, token_mean
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
-from rlhf_cli.algorithms.kl import kl_estimate
+from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
 from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, PolicyColumns, TokenLoss, log_ratio
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.policy import POLICY_LOSSES, LossAgg, PolicyConfig
+from rlhf_cli.config.roles import KLTerm
 from rlhf_cli.errors import RunError
 
 # Metrics with this prefix are raw moments. They add up over micro-batches and ranks; a variance or correlation does
@@ -28,9 +29,9 @@ MOMENT = "moment/"
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Loss weights that controllers adjust during the run: KL coefficient and entropy bonus."""
+    """Weights of loss terms at an optimizer step: KL penalties by role, and the entropy bonus."""
 
-    kl: float
+    kl: Mapping[str, KLTerm]
     entropy: EntropyState
 
 
@@ -73,10 +74,10 @@ def policy_objective(
         metrics["entropy"] = token_mean(entropy_K.detach(), totals)
     elif weights.entropy.weight:
         raise ValueError("the entropy has a weight but was not computed")
-    if columns.ref_K is not None:
-        kl_K = kl_estimate(logprobs_K, columns.ref_K, settings.kl_estimator)
-        loss = loss + weights.kl * mean(kl_K)
-        metrics["kl"] = sequence_mean(kl_K.detach(), totals)
+    for role, term in weights.kl.items():
+        kl_K = kl_estimate(logprobs_K, columns.frozen_K[role], term.estimator)
+        loss = loss + term.coef * mean(kl_K)
+        metrics[kl_metric(role)] = sequence_mean(kl_K.detach(), totals)
     metrics |= _ratio_metrics(logprobs_K.detach(), anchor_K, flags, totals)
     metrics |= _correction_metrics(anchor_K, columns.rollout_K, weight_K, corrected_K, totals)
     return loss, metrics

@@ -5,7 +5,8 @@ of the micro-batch and the policy settings. It returns the per-token loss and pe
 `clip_low`, `clip_high`, `clip_dual` as 0 or 1 for the bound that stops the gradient. Aggregation is in aggregation.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class PolicyColumns:
     - `cu`: sequence boundaries, int64 `[B+1]`.
     - `old_K`: log-probs under the anchor policy. None on the first update after a rollout: the model is the anchor, and
       the ratio is exactly 1.
-    - `ref_K`: reference log-probs, if the loss includes a KL term.
+    - `frozen_K`: log-probs from the frozen policy of each KL term, by role: `{"ref": ...}`.
 
     All log-probs are computed from logits divided by the sampling temperature.
 
@@ -39,7 +40,7 @@ class PolicyColumns:
     advantages_K: Tensor
     cu: Tensor
     old_K: Tensor | None = None
-    ref_K: Tensor | None = None
+    frozen_K: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def log_ratio(logprobs_K: Tensor, old_K: Tensor) -> Tensor:

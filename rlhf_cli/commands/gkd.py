@@ -5,7 +5,7 @@ from pydantic import model_validator
 from rlhf_cli.commands.online import NEVER_ONLINE, OnlineConfig
 from rlhf_cli.config.distillation import DistillationConfig, FixedRowsConfig
 from rlhf_cli.config.policy import PolicyConfig
-from rlhf_cli.config.roles import STUDENT_ROLES
+from rlhf_cli.config.roles import ROLES, STUDENT_ROLES
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS
 from rlhf_cli.config.train import OptimConfig
@@ -21,7 +21,8 @@ class GKDConfig(OnlineConfig):
         | STEP_REWARDS
         | SHAPING
         | {"distillation.temperature", "distillation.kd_coef"}
-        | {"episodes", "asynchronous", "dynamic", "teacher", "policy", "reference", "critic"}
+        | {"episodes", "asynchronous", "dynamic", "teacher", "policy"}
+        | {role.group for role in ROLES.values() if role.name not in STUDENT_ROLES}
     )
     roles = STUDENT_ROLES
 

@@ -19,6 +19,7 @@ from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.roles import (
     ROLES,
     CriticConfig,
+    KLTerm,
     OnlineReferenceConfig,
     RewardRanksConfig,
     Role,
@@ -96,6 +97,17 @@ class OnlineConfig(CommandConfig):
         """Return defaults that depend on the given settings."""
         rates = defaults_of_adapter(given, cls.model_fields["optim"].default, cls.model_fields["critic"].default)
         return rates | defaults_of_loss(given) | defaults_of_roles(given)
+
+    @property
+    def kl_terms(self) -> dict[str, KLTerm]:
+        """KL penalties by role, for frozen policies with a model and a coefficient above 0."""
+        terms = {}
+        for name, role in self.roles.items():
+            # Without `pretrain`, the role starts from the policy. Commands without its group have no coefficient.
+            is_present = not role.pretrain or self.setting(role.pretrain) is not None
+            if is_present and (coef := self.setting(role.kl_coef)):
+                terms[name] = KLTerm(coef, self.setting(role.kl_estimator) or "k3")
+        return terms
 
     def deepspeed_of(self, role: str) -> DeepSpeedConfig:
         """Return the DeepSpeed settings of a role: its own where they are set, otherwise the common ones."""

@@ -108,11 +108,6 @@ class PolicyConfig(SettingsGroup):
         """Upper clip range of the ratio."""
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[1]
 
-    @property
-    def has_kl_loss(self) -> bool:
-        """Whether the loss has a KL term."""
-        return self.use_kl_loss and self.init_kl_coef > 0
-
     @model_validator(mode="after")
     def _check_ranges(self) -> "PolicyConfig":
         # Both forms of the setting give these two values.

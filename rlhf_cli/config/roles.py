@@ -1,8 +1,9 @@
 """Roles in online training: one row per role, with its classes, partners and notices, and the settings of each role.
 
-To add a role, add a row and a group of settings here, and the group to `OnlineConfig` (`commands/online.py`). Flags,
-model search, placement, startup, checks and identity derive from them. The log-probs of a frozen policy are in
-`Rollout.frozen_logprobs`; other drivers need a field in `Roles` (`trainers/online/interfaces.py`).
+To add a role, add a row and a group of settings here, and the group to `OnlineConfig` (`commands/online.py`), or to one
+command. Flags, model search, placement, startup, checks, identity and a KL term in the loss derive from them. The
+log-probs of a frozen policy are in `Rollout.frozen_logprobs`; other drivers need a field in `Roles`
+(`trainers/online/interfaces.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pydantic import Field
 
 from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.model import ReferenceConfig
+from rlhf_cli.config.policy import KLEstimator
 from rlhf_cli.config.train import ZeroStage
 
 # Names instead of classes, because importing them would import torch.
@@ -31,6 +33,9 @@ class Role:
     - `rank`: class for one process as "module:class". Only that process imports it.
     - `driver`: class for all ranks together, which the loop calls.
     - `pretrain`: setting for the model. With `FROZEN_POLICY` ranks, the role is loaded if it is set.
+    - `kl_coef`: setting with the coefficient of a KL penalty toward this frozen policy, which is part of the loss; the
+      reference's may be part of the reward instead. Empty without one.
+    - `kl_estimator`: setting with its estimator; k3 if empty. In a loss, k1 has a gradient with zero expectation.
     - `partner`: role that shares GPUs if `switch` is set.
     - `absent`: completes "--ref_num_nodes is ignored: ".
     - `host`: role with the ranks that load this model; empty for separate ranks.
@@ -45,6 +50,8 @@ class Role:
     driver: str
     is_trained: bool = False
     pretrain: str = ""
+    kl_coef: str = ""
+    kl_estimator: str = ""
     partner: str = ""
     absent: str = ""
     host: str = ""
@@ -88,6 +95,8 @@ ROLES = {
             title="",
             rank=FROZEN_POLICY,
             driver=f"{DRIVERS}:ReferenceRole",
+            kl_coef="init_kl_coef",
+            kl_estimator="kl_estimator",
             partner="actor",
             absent="a reference requires --init_kl_coef above 0; with an adapter, the actor's base model is the "
             "reference",
@@ -115,14 +124,23 @@ ROLES = {
 }
 """Roles by name, in the order used for placement and output."""
 
-STUDENT_ROLES = ROLES | {
+STUDENT_ROLES = {
     "actor": replace(
         ROLES["actor"], rank="rlhf_cli.backends.roles.student_rank:StudentRank", driver=f"{DRIVERS}:StudentRole"
     ),
+    "reward": ROLES["reward"],
     "teacher": replace(ROLES["teacher"], host="actor"),
 }
 """Roles for distillation with full distributions, which are too large to send between ranks: the actor's ranks
-load the teacher."""
+load the teacher. The loss has no other terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class KLTerm:
+    """KL penalty toward a frozen policy."""
+
+    coef: float
+    estimator: KLEstimator
 
 
 class CriticConfig(SettingsGroup):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from online_settings import reference_terms
 
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -258,6 +259,7 @@ class Run:
             reward=reward,
             policy=policy,
             batch=batch,
+            kl_terms=reference_terms(policy),
             **({"critic": CriticConfig(), "reference": ReferenceConfig(), "optim": OptimConfig()} | more),
         )
         self.stop_after = stop_after

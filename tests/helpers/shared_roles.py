@@ -21,6 +21,7 @@ from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.config.roles import KLTerm
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.adapters import plan_adapter
@@ -29,15 +30,13 @@ GSPO = ActorCriticPolicyConfig(
     policy_loss="gspo",
     eps_clip_low_high=(0.02, 0.03),
     loss_agg="seq_mean",
-    use_kl_loss=True,
-    kl_estimator="k2",
-    init_kl_coef=0.1,
     entropy_loss_coef=0.01,
     rollout_correction="seq_mask",
     rollout_correction_range=(0.9, 1.1),
 )
 """Ratios, corrections and means over full sequences, which span several ranks."""
 CLIP = ActorCriticPolicyConfig(entropy_loss_coef=0.01)
+WEIGHTS = LossWeights({"ref": KLTerm(0.1, "k2")}, EntropyState(0.01))
 STEPS = [np.arange(0, 5), np.arange(5, 7)]
 LAST = np.arange(7, 8)
 """Step with one short response: other rank groups are idle, and some ranks of its group may have no target."""
@@ -122,9 +121,8 @@ def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **se
     """Return log-probs, then run steps; includes the weights for engines, and their saved average."""
     role = ActorRank(role_settings(pretrain, size, split=split, **settings))
     shares, sequences = Shares(size, split=split), samples()
-    weights = LossWeights(0.1, EntropyState(0.01))
     found: dict[str, Any] = {"before": shares.answers(sequences, role.logprobs)}
-    metrics = role.update(shares.steps(STEPS), False, weights) + role.update(shares.steps([LAST]), True, weights)
+    metrics = role.update(shares.steps(STEPS), False, WEIGHTS) + role.update(shares.steps([LAST]), True, WEIGHTS)
     if role.settings.adapter is not None:
         found["base"] = shares.answers(sequences, role.base_logprobs)
     if folder is not None:
@@ -152,7 +150,7 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
     return {
         "before": found,
         "pictures": sum(bool(sequences[number].pictures) for number in found),
-        "metrics": role.update(step, False, LossWeights(0.1, EntropyState(0.01))),
+        "metrics": role.update(step, False, WEIGHTS),
         "weights": weights_of(role.engine, role.hf_model),
     }
 

@@ -218,15 +218,14 @@ class ActorRank(SampledRank):
 
     def update(self, work: RankWork, on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
         """Run the optimizer steps. Returns metrics per step. If `on_policy`, ratios use current log-probs."""
-        policy = self.settings.policy
         anchor = () if on_policy else ("old_logprobs",)
-        reference = ("ref_logprobs",) if policy.has_kl_loss else ()
-        names = ("rollout_logprobs", "advantages", *anchor, *reference)
+        names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl))
+        _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
         for micro_batches, totals in self.packer.steps(work, names):
             found = self.engine.train_step(micro_batches, self._loss(totals, weights))
             self.update_average()
-            weights = next_weights(weights, found, settings=policy)
+            weights = next_weights(weights, found, settings=self.settings.policy)
             metrics.append(found)
         return metrics
 
@@ -256,7 +255,7 @@ class ActorRank(SampledRank):
                 advantages_K=batch.columns["advantages"],
                 cu=batch.pack.cu_trained,
                 old_K=batch.columns.get("old_logprobs"),
-                ref_K=batch.columns.get("ref_logprobs"),
+                frozen_K={role: batch.columns[f"{role}_logprobs"] for role in weights.kl},
             )
             return policy_objective(
                 logprobs_K,
@@ -360,6 +359,13 @@ def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.
     seed_everything(settings.seed)
     partition = partitioned_loading(settings.deepspeed, param_dtype=settings.model.param_dtype)
     return load_with_adapter(load, settings.model, settings.adapter, device=distributed.device(), partition=partition)
+
+
+def _check_all_read(work: RankWork, names: set[str]) -> None:
+    """Assert that every column of the sequences is read by the loss of actor or critic."""
+    members = itertools.chain.from_iterable(itertools.chain.from_iterable(work.steps))
+    unread = {name for sequence in members for name in sequence.columns} - names
+    assert not unread, f"no loss reads the columns {sorted(unread)}: pack them in ActorRank.update or drop them"
 
 
 def _infer(

@@ -33,8 +33,8 @@ class TokenSequence:
     - `loss_mask`: bool `[L]`, True for training targets. The first token is never one: nothing predicts it.
     - `pictures`: images in token order; none of their tokens is a target.
     - `columns`: float32 `[K]` by name, one value per target: `rollout_logprobs`, `advantages`, `old_logprobs` and
-      `ref_logprobs` for the policy, `old_values` and `returns` for the critic, `labels` for a process reward model.
-      Empty for a forward pass.
+      `ROLE_logprobs` of KL terms for the policy, `old_values` and `returns` for the critic, `labels` for a process
+      reward model. Empty for a forward pass.
 
     Example: a prompt of two tokens and a response of three, trained with advantage 0.5:
 

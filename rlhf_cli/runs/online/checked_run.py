@@ -106,6 +106,7 @@ class OnlineRun:
             reference=config.reference,
             optim=config.optim,
             dynamic=config.dynamic_sampling,
+            kl_terms=config.kl_terms,
             # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
             distill_coef=config.teacher.weight,
             step_weight=config.reward.prm_weight,

@@ -90,7 +90,7 @@ def _role_settings(config: OnlineConfig) -> dict[str, object]:
     roles = config.roles.values()
     # Models are identified by hashes.
     besides = {name for role in roles for name in (*role.rank_settings, role.pretrain)} | HOW_ROLES_RUN
-    groups = [role.group for role in roles if role.group != "placement"]
+    groups = [role.group for role in roles if role.group != "placement" and role.group in type(config).model_fields]
     return {
         name: value for group in groups for name, value in supported_identity(config, group, besides=besides).items()
     }

@@ -12,7 +12,7 @@ import torch
 from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
 from rlhf_cli.algorithms.estimators.estimator import Experience
 from rlhf_cli.algorithms.groups import scale_of
-from rlhf_cli.algorithms.kl import kl_estimate
+from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.config.policy import PolicyConfig
@@ -58,7 +58,7 @@ def learning_samples(
     """
     policy, cu = settings.policy, rollout.cu
     # With a KL loss the divergence is part of the objective instead of the reward.
-    kl_N = None if policy.has_kl_loss else _kl(rollout, policy)
+    kl_N = None if "ref" in settings.kl_losses else _kl(rollout, policy)
     rewards_N = token_rewards(_rewards(rollout, settings), kl_N, cu, kl_coef=kl_coef)
     # NaN marks tokens that do not end a step.
     if settings.estimator.steps == "tokens" and rollout.step_rewards is not None:
@@ -72,12 +72,15 @@ def learning_samples(
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     # Add the teacher's term after normalization, whose scale depends on rewards only.
     if settings.distill_coef is not None:
-        log_ratio_N = _log_ratio_to_teacher(rollout)
-        advantages_N = drawn_to_teacher(advantages_N, log_ratio_N, coef=settings.distill_coef)
-        metrics |= _teacher_metrics(rollout, log_ratio_N)
+        assert "teacher" in rollout.frozen_logprobs, "distill_coef requires a teacher"
+        advantages_N = drawn_to_teacher(advantages_N, _log_ratio(rollout, "teacher"), coef=settings.distill_coef)
+    for role, logprobs in rollout.frozen_logprobs.items():
+        if role not in settings.kl_terms:
+            metrics[kl_metric(role)] = float(_log_ratio(rollout, role).mean())
+            metrics[f"{role}_logprob"] = float(_flat(logprobs).mean())
     # Keep the advantages for samples.jsonl.
     rollout.advantages = _split(advantages_N, cu)
-    columns = _columns(rollout, policy, rollout.advantages, returns_N=found.returns_N)
+    columns = _columns(rollout, settings, rollout.advantages, returns_N=found.returns_N)
     samples = [
         sample
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
@@ -180,7 +183,7 @@ def _of_groups(values_G: torch.Tensor, greedy: Rollout, rollout: Rollout) -> tor
 
 
 def _columns(
-    rollout: Rollout, policy: PolicyConfig, advantages: Sequence[np.ndarray], *, returns_N: torch.Tensor | None
+    rollout: Rollout, settings: OnlineSettings, advantages: Sequence[np.ndarray], *, returns_N: torch.Tensor | None
 ) -> dict[str, Sequence[np.ndarray]]:
     """Return the columns of response tokens by name."""
     columns: dict[str, Sequence[np.ndarray]] = {
@@ -191,9 +194,7 @@ def _columns(
         columns["old_logprobs"] = rollout.old_logprobs
     if returns_N is not None and rollout.values is not None:
         columns |= {"old_values": rollout.values, "returns": _split(returns_N, rollout.cu)}
-    if policy.has_kl_loss and "ref" in rollout.frozen_logprobs:
-        columns["ref_logprobs"] = rollout.frozen_logprobs["ref"]
-    return columns
+    return columns | {f"{role}_logprobs": rollout.frozen_logprobs[role] for role in settings.kl_losses}
 
 
 def _kl(rollout: Rollout, policy: PolicyConfig) -> torch.Tensor | None:
@@ -204,22 +205,13 @@ def _kl(rollout: Rollout, policy: PolicyConfig) -> torch.Tensor | None:
     return kl_estimate(_flat(rollout.old_logprobs), _flat(reference), policy.kl_estimator)
 
 
-def _log_ratio_to_teacher(rollout: Rollout) -> torch.Tensor:
-    """Return policy minus teacher log-probs, `[N]`, both computed by the trainer.
+def _log_ratio(rollout: Rollout, role: str) -> torch.Tensor:
+    """Return policy minus frozen-policy log-probs, `[N]`, both computed by the trainer.
 
     The sampler's log-probs would add numerical differences between engines to every value.
     """
-    assert rollout.old_logprobs is not None, "a teacher requires policy log-probs"
-    assert "teacher" in rollout.frozen_logprobs, "distill_coef requires a teacher"
-    return _flat(rollout.old_logprobs) - _flat(rollout.frozen_logprobs["teacher"])
-
-
-def _teacher_metrics(rollout: Rollout, log_ratio_N: torch.Tensor) -> dict[str, float]:
-    """Return means over sampled tokens, in nats."""
-    return {
-        "teacher_kl": float(log_ratio_N.mean()),
-        "teacher_logprob": float(_flat(rollout.frozen_logprobs["teacher"]).mean()),
-    }
+    assert rollout.old_logprobs is not None, f"{role} requires policy log-probs"
+    return _flat(rollout.old_logprobs) - _flat(rollout.frozen_logprobs[role])
 
 
 def _flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:

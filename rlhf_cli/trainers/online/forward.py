@@ -7,7 +7,10 @@ from rlhf_cli.trainers.online.state import OnlineSettings
 
 
 def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, rollout: Rollout, *, needs_old: bool) -> None:
-    """Compute log-probs and values with the current models."""
+    """Compute log-probs and values with the current models. Frozen policies outside the loss are compared with the
+    policy's log-probs, so they always require these.
+    """
+    needs_old = needs_old or not roles.frozen_policies.keys() <= settings.kl_losses.keys()
     # One model at a time: on shared GPUs only one fits, and each sleeps before the next wakes.
     for role, policy in roles.frozen_policies.items():
         with awake(policy):

@@ -302,7 +302,7 @@ class PolicyGradient:
             after = replace(after, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
         if after.skipped:
             metrics["skipped_iterations"] = float(after.skipped)
-        tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
+        tracker.log(iteration, metrics | controlled(settings, state, metrics), timer.take())
         tracker.samples(iteration, iteration_rows(batch.sampled.samples, rollout, settings))
         return after, metrics
 
@@ -320,7 +320,7 @@ class PolicyGradient:
         # log-probs.
         on_policy = plan.on_policy and not batch.groups.num_carried and not settings.staleness
         with timer("forward"):
-            fill_in_outputs(roles, settings, rollout, needs_old=not on_policy or settings.needs_old)
+            fill_in_outputs(roles, settings, rollout, needs_old=not on_policy)
         with timer("advantage"):
             # All forward passes precede the update, because ratios and returns need the old weights.
             samples, metrics = learning_samples(rollout, batch.greedy, settings, kl_coef=state.kl_coef)
@@ -332,7 +332,7 @@ class PolicyGradient:
             roles.actor.wake()
             if not plan.actor:
                 return metrics, []
-            of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=state.weights)
+            of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=state.weights(settings))
         return metrics | mean_of_steps(of_actor), of_actor
 
     def is_used_up(self, state: LoopState) -> bool:
@@ -413,7 +413,7 @@ def _next_state(
     num_sequences: int,
 ) -> LoopState:
     """Return the state after an iteration, with controllers updated like those on the actor's ranks."""
-    policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
+    policy, weights, kl_coef = settings.policy, state.weights(settings), state.kl_coef
     for step in updates:
         weights = next_weights(weights, step, settings=policy)
     if "kl" in metrics:

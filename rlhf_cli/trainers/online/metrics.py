@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_cli.algorithms.groups import is_alike
-from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.samples import Rollout, Sample
-from rlhf_cli.trainers.online.state import LoopState
+from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
 MAX_SOURCES = 32
 """Maximum number of sources with separate metrics: a column with more values is not a source."""
@@ -149,7 +148,9 @@ def mean_of_steps(steps: Sequence[dict[str, float]], *, prefix: str = "") -> dic
     return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
 
 
-def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
+def controlled(settings: OnlineSettings, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
     """Return the controlled loss weights at the start of an iteration, as metrics."""
     kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
-    return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}
+    if settings.policy.entropy_target is None:
+        return kl
+    return kl | {"entropy_coef": state.weights(settings).entropy.weight}

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhf_cli.algorithms.kl import kl_estimate
-from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
+from rlhf_cli.config.roles import KLTerm
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.trainers.online.samples import Rollout, Sample
 from rlhf_cli.trainers.online.state import OnlineSettings
@@ -59,23 +59,21 @@ def episode_columns(response: Generation) -> dict[str, object]:
 
 def iteration_rows(sampled: Sequence[Sample], trained: Rollout, settings: OnlineSettings) -> list[dict[str, object]]:
     """Return rows for an iteration's samples, with the update's values for samples in `trained`."""
-    learned = _learned(trained, settings.policy)
+    learned = _learned(trained, settings)
     has_reward, unlearned = settings.reward.is_given, dict.fromkeys(LEARNED)
     return [sample_row(sample, has_reward=has_reward) | learned.get(sample.id, unlearned) for sample in sampled]
 
 
-def _learned(trained: Rollout, policy: PolicyConfig) -> dict[str, dict[str, float | None]]:
+def _learned(trained: Rollout, settings: OnlineSettings) -> dict[str, dict[str, float | None]]:
     """Return the update's columns by sample id. Sums and means are over sampled tokens, in nats."""
     rows: dict[str, dict[str, float | None]] = {}
-    is_trained = trained.trained_B(policy).tolist()
+    is_trained = trained.trained_B(settings.policy).tolist()
     for number, sample in enumerate(trained.samples):
-        rollout, old, ref, teacher, advantages = (
+        rollout, old, advantages = (
             None if column is None else column[number].astype(np.float64)
             for column in (
                 trained.rollout_logprobs,
                 trained.old_logprobs,
-                trained.frozen_logprobs.get("ref"),
-                trained.frozen_logprobs.get("teacher"),
                 trained.advantages if is_trained[number] else None,
             )
         )
@@ -83,19 +81,25 @@ def _learned(trained: Rollout, policy: PolicyConfig) -> dict[str, dict[str, floa
         row: dict[str, float | None] = dict.fromkeys(LEARNED)
         if old is not None:
             row["old_logprob"] = _rounded(old.sum())
-        if ref is not None:
-            row["ref_logprob"] = _rounded(ref.sum())
         if old is not None and len(old):
             row["ratio"] = _rounded(np.exp((old - rollout).mean()))
-        if old is not None and ref is not None:
-            kl_T = kl_estimate(torch.from_numpy(old), torch.from_numpy(ref), policy.kl_estimator)
-            row["kl"] = _rounded(kl_T.sum().item())
         if advantages is not None and len(advantages):
             row["advantage"] = _rounded(advantages.mean())
-        if old is not None and teacher is not None:
-            row["teacher_kl"] = _rounded((old - teacher).mean()) if len(old) else None
+        for role, logprobs in trained.frozen_logprobs.items():
+            row |= _compared(role, logprobs[number].astype(np.float64), old, settings.kl_terms.get(role))
         rows[sample.id] = row
     return rows
+
+
+def _compared(role: str, frozen: np.ndarray, old: np.ndarray | None, term: KLTerm | None) -> dict[str, float | None]:
+    """Return the columns of a frozen policy: sums with a KL term, the mean log-ratio without one."""
+    if term is None:
+        return {} if old is None else {kl_metric(role): _rounded((old - frozen).mean()) if len(old) else None}
+    kl_T = None if old is None else kl_estimate(torch.from_numpy(old), torch.from_numpy(frozen), term.estimator)
+    return {
+        f"{role}_logprob": _rounded(frozen.sum()),
+        kl_metric(role): None if kl_T is None else _rounded(kl_T.sum().item()),
+    }
 
 
 def _rounded(value: float) -> float:

@@ -1,7 +1,7 @@
 """Settings and state of the online loop, except the models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlhf_cli.algorithms.entropy import EntropyState
@@ -10,7 +10,7 @@ from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
-from rlhf_cli.config.roles import CriticConfig
+from rlhf_cli.config.roles import CriticConfig, KLTerm
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -32,6 +32,7 @@ class OnlineSettings:
     reference: ReferenceConfig
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None to train on all groups
+    kl_terms: Mapping[str, KLTerm] = field(default_factory=dict)  # KL penalties by role
     distill_coef: float | None = None  # None without a teacher
     step_weight: float = 1.0  # weight of step rewards
     staleness: int = 0  # number of batches sampled ahead of training
@@ -54,10 +55,9 @@ class OnlineSettings:
         )
 
     @property
-    def needs_old(self) -> bool:
-        """Whether policy log-probs are required regardless of the steps: for a KL reward or a teacher."""
-        has_kl_reward = self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
-        return has_kl_reward or self.distill_coef is not None
+    def kl_losses(self) -> dict[str, KLTerm]:
+        """KL penalties in the loss by role. The reference's is in the reward unless `use_kl_loss` is set."""
+        return {role: term for role, term in self.kl_terms.items() if role != "ref" or self.policy.use_kl_loss}
 
     def reference_moves(self, iteration: int) -> bool:
         """Return whether the reference is updated after this iteration."""
@@ -119,10 +119,13 @@ class LoopState:
         source = SourceState(**plain["source"], surplus=surplus)
         return cls(**{**plain, "source": source, "ahead": ahead})
 
-    @property
-    def weights(self) -> LossWeights:
-        """Loss weights from the controllers."""
-        return LossWeights(kl=self.kl_coef, entropy=EntropyState(self.entropy_coef, self.entropy_applied))
+    def weights(self, settings: OnlineSettings) -> LossWeights:
+        """Return the loss weights for the next update."""
+        kl = settings.kl_losses
+        # --kl_target adapts the reference's coefficient.
+        if "ref" in kl:
+            kl["ref"] = replace(kl["ref"], coef=self.kl_coef)
+        return LossWeights(kl, EntropyState(self.entropy_coef, self.entropy_applied))
 
 
 def first_state(policy: PolicyConfig) -> LoopState:

@@ -1,6 +1,7 @@
 """Policy and value losses, rollout correction, and the combined objectives."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,7 @@ from rlhf_cli.algorithms.objective import (
 from rlhf_cli.algorithms.policy_loss import PolicyColumns, ppo_clip
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
 from rlhf_cli.config.policy import LossAgg, PolicyConfig
+from rlhf_cli.config.roles import KLTerm
 
 
 def with_advantages(*advantages: float) -> PolicyColumns:
@@ -146,8 +148,8 @@ def make_columns(num_sequences: int = 12) -> dict[str, torch.Tensor]:
     }
 
 
-WITH_ENTROPY = LossWeights(kl=0.3, entropy=EntropyState(0.1))
-WEIGHTS = LossWeights(kl=0.0, entropy=EntropyState(0.0))
+WITH_ENTROPY = LossWeights(kl={}, entropy=EntropyState(0.1))
+WEIGHTS = LossWeights(kl={}, entropy=EntropyState(0.0))
 
 
 def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: LossWeights = WEIGHTS):
@@ -163,7 +165,7 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
             rollout_K=columns["rollout_K"][rows],
             advantages_K=columns["advantages_K"][rows],
             cu=cu[first : last + 1] - cu[first],
-            ref_K=columns["ref_K"][rows] if settings.has_kl_loss else None,
+            frozen_K=dict.fromkeys(weights.kl, columns["ref_K"][rows]),
         ),
         settings=settings,
         totals=StepTotals(num_tokens=int(cu[-1]), num_sequences=len(cu) - 1),
@@ -180,16 +182,17 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
     [
         *({"rollout_correction": correction} for correction in ("token_clip", "token_mask", "seq_mask", "off")),
         *({"policy_loss": loss} for loss in ("gspo", "cispo", "sapo", "reinforce")),
-        *({"loss_agg": agg, "use_kl_loss": True, "kl_estimator": "k3"} for agg in ("seq_mean", "seq_sum_norm")),
+        *({"loss_agg": agg} for agg in ("seq_mean", "seq_sum_norm")),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(settings) -> None:
     columns, settings = make_columns(), PolicyConfig(**settings)
-    whole, whole_gradient, whole_metrics = run_policy(columns, 0, 12, settings, WITH_ENTROPY)
+    weights = replace(WITH_ENTROPY, kl={"ref": KLTerm(0.3, "k3"), "prior": KLTerm(0.2, "k2")})
+    whole, whole_gradient, whole_metrics = run_policy(columns, 0, 12, settings, weights)
     loss, gradient, metrics = torch.zeros(()), torch.zeros_like(whole_gradient), Metrics()
     for first, last in [(0, 1), (1, 8), (8, 8), (8, 12)]:  # one of the ranks is idle
-        part, part_gradient, part_metrics = run_policy(columns, first, last, settings, WITH_ENTROPY)
+        part, part_gradient, part_metrics = run_policy(columns, first, last, settings, weights)
         loss, gradient, metrics = loss + part, gradient + part_gradient, combine_metrics(metrics, part_metrics)
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(gradient, whole_gradient)
@@ -243,9 +246,9 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_that_of_reinforce() -> None
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 def test_the_divergence_in_the_loss_is_weighed_averaged_and_measured(kind) -> None:
     columns = make_columns()
-    settings = PolicyConfig(use_kl_loss=True, kl_estimator=kind, loss_agg="seq_mean")
-    plain, plain_gradient, _ = run_policy(columns, 0, 12, PolicyConfig(loss_agg="seq_mean"))
-    loss, gradient, metrics = run_policy(columns, 0, 12, settings, LossWeights(kl=0.3, entropy=EntropyState(0.0)))
+    settings = PolicyConfig(loss_agg="seq_mean")
+    plain, plain_gradient, _ = run_policy(columns, 0, 12, settings)
+    loss, gradient, metrics = run_policy(columns, 0, 12, settings, replace(WEIGHTS, kl={"ref": KLTerm(0.3, kind)}))
     logprobs_K, cu = columns["logprobs_K"].clone().requires_grad_(), columns["cu"].tolist()
     kl_K = kl_estimate(logprobs_K, columns["ref_K"], kind)
     by_response = [kl_K[start:end] for start, end in pairwise(cu)]
@@ -258,8 +261,9 @@ def test_the_divergence_in_the_loss_is_weighed_averaged_and_measured(kind) -> No
 
 def test_a_measured_entropy_changes_the_weight_of_its_bonus_and_no_other() -> None:
     settings = PolicyConfig(entropy_target=0.5, entropy_delta=1e-3)
-    weights = LossWeights(kl=0.3, entropy=EntropyState(0.0))
-    assert next_weights(weights, {"entropy": 0.4}, settings=settings) == LossWeights(0.3, EntropyState(1e-3))
+    weights = replace(WEIGHTS, kl={"ref": KLTerm(0.3, "k3")})
+    expected = replace(weights, entropy=EntropyState(1e-3))
+    assert next_weights(weights, {"entropy": 0.4}, settings=settings) == expected
     assert next_weights(weights, {"entropy": 0.4}, settings=PolicyConfig()) == weights
 
 

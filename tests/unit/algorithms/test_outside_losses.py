@@ -29,7 +29,7 @@ def loss_of(policy_loss: str, **settings):
         columns,
         settings=PolicyConfig(policy_loss=policy_loss, **settings),
         totals=StepTotals(num_tokens=3, num_sequences=2),
-        weights=LossWeights(0.0, EntropyState(0.0)),
+        weights=LossWeights({}, EntropyState(0.0)),
         max_new_tokens=9,
     )
     loss.backward()

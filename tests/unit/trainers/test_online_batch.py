@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from online_settings import reference_terms
 from samples import sample_of
 
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
@@ -69,11 +70,13 @@ def settings_of(
     *,
     distill_coef: float | None = None,
 ) -> OnlineSettings:
+    policy = policy or ActorCriticPolicyConfig()
     return OnlineSettings(
         estimator=ESTIMATORS[algorithm],
         rollout=RolloutConfig(max_new_tokens=4),
         reward=reward,
-        policy=policy or ActorCriticPolicyConfig(),
+        policy=policy,
+        kl_terms=reference_terms(policy),
         batch=BatchConfig(),
         critic=CriticConfig(),
         reference=ReferenceConfig(),
@@ -267,7 +270,6 @@ def test_advantages_do_not_depend_on_the_scale_of_rewards_or_are_proportional_to
 @pytest.mark.parametrize("algorithm", ["reinforce++", "reinforce++_group", "grpo", "grpo_passk"])
 def test_rounding_of_the_divergence_is_no_advantage_where_all_scores_are_equal(algorithm):
     policy = ReinforcePolicyConfig() if algorithm == "reinforce++" else GroupPolicyConfig(use_kl_loss=False)
-    assert not policy.has_kl_loss
     assert np.abs(advantages_at(0.0, algorithm, policy, kl=1e-7)).max() < 0.01
 
 

@@ -22,7 +22,7 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
-from rlhf_cli.config.roles import CriticConfig
+from rlhf_cli.config.roles import CriticConfig, KLTerm
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
@@ -295,7 +295,7 @@ def test_the_weight_of_the_entropy_follows_every_step_and_goes_on_after_a_resume
     above = Run(policy=policy, batch=ONE_STEP)
     above.actor.found = {"entropy": 0.3}
     above(total_iterations=1, save_steps=1)
-    assert above.saved[0].weights.entropy == EntropyState(0.0, applied=False)
+    assert above.saved[0].weights(above.settings).entropy == EntropyState(0.0, applied=False)
 
 
 @pytest.mark.parametrize("batch", [ONE_STEP, TWO_STEPS])
@@ -308,7 +308,7 @@ def test_a_divergence_in_the_loss_is_measured_there_and_steers_the_coefficient(b
     assert ("actor.logprobs" in run.journal) == (batch is TWO_STEPS)
     samples, _ = run.actor.updates[0]
     assert all((sample.columns["ref_logprobs"] == -1.25).all() for sample in samples)
-    assert [weights.kl for weights in run.actor.weights if weights] == [0.1]
+    assert [weights.kl for weights in run.actor.weights if weights] == [{"ref": KLTerm(0.1, "k3")}]
     assert run.saved[0].kl_coef == pytest.approx(0.1 * (1 + 0.2 * 6 / 100))
     assert run.tracker.logged[0][1]["kl_coef"] == 0.1
     # Rewards are lengths, so only the difference to the other response of the prompt remains.
