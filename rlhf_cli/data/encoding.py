@@ -1,5 +1,6 @@
 """Renders and tokenizes rows, and checks that trained tokens decode to the assistant's text."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from rlhf_cli.data.pictures.sources import SourcePicture
 from rlhf_cli.data.reading.columns import refuse_half_characters
 from rlhf_cli.data.reading.sources import Row, RowFault
 from rlhf_cli.data.templates.kwargs import template_kwargs_of
+from rlhf_cli.data.templates.prompt_templates import load_prompt_template
 from rlhf_cli.data.templates.rendering import Pieces, Renderer
 from rlhf_cli.data.templates.text import TRIAL, TemplateFault
 from rlhf_cli.data.tokenizing.control_tokens import ControlTokens
@@ -36,9 +38,12 @@ class Encoded(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A parsed row with its rendered examples, or the error.
+    """A parsed row with its rendered text, or the error.
 
-    `controls` are special tokens in the row's messages. `pictures` are the images per example, after they are measured.
+    - `read`: the parsed row; a prompt's ground truth.
+    - `texts`, `prompt`: rendered examples, or the rendered prompt.
+    - `controls`: special tokens in the row's messages.
+    - `pictures`: images per example, after they are measured.
     """
 
     row: Row
@@ -46,6 +51,7 @@ class Draft:
     examples: Sequence[Conversation | Document]
     texts: list[Pieces]
     fault: RowFault | None = None
+    prompt: str = ""
     controls: frozenset[str] = frozenset()
     pictures: Sequence[tuple[SourcePicture, ...]] = ()
 
@@ -56,22 +62,61 @@ Batch = tuple[int, list[Draft], list[Found]]
 """Number of rows up to the end of the batch, parsed rows, and tokens."""
 
 
-class Encoder:
-    """Renders and tokenizes parsed rows, and checks that trained tokens decode to the assistant's text.
+class Encoder(ABC):
+    """Tokenizes parsed rows. `reader` loads images; None for text models."""
 
-    `reader` loads images; None for text models.
-    """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None) -> None:
+        self.reader = reader
+        self.is_fast = tokenizer.is_fast
+        self._tokeniser = Tokeniser(tokenizer)
+        self._controls = ControlTokens(tokenizer)
+        self._saved = SavedTokenizer.of(tokenizer)
+
+    def placed(self, row: Row, examples: list[Conversation | Document]) -> list[Conversation | Document]:
+        """Place a row's images at the markers. Raises RowFault."""
+        if self.reader is None:
+            refuse_pictures(row, examples)
+            return examples
+        return [self.reader.example(row, example) for example in examples]
+
+    def measured(self, drafts: list[Draft]) -> list[Draft]:
+        """Measure the drafts' images, and add images or the error."""
+        return drafts if self.reader is None else made_in_order(partial(_measured, self.reader), drafts)
+
+    def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
+        """Return special tokens written as text in a row's messages."""
+        conversations = (example for example in examples if isinstance(example, Conversation))
+        return frozenset[str]().union(*map(self._controls.within, conversations))
+
+    @abstractmethod
+    def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
+        """Tokenize all rows. The first `num_checked` may be verified.
+
+        Raises UsageError if a text is lost. This is caused by the template or tokenizer, not by the row, so the row is
+        not dropped.
+        """
+
+    def _expanded(self, draft: Draft, tokens: list[Tokens]) -> list[Tokens]:
+        """Return a row's tokens with expanded images. Raises RowFault."""
+        if self.reader is None:
+            return tokens
+        try:
+            pairs = zip(tokens, draft.pictures, strict=True)
+            return [expanded(part, pictures, self.reader.family) for part, pictures in pairs]
+        except TemplateFault as fault:
+            raise draft.row.error(str(fault)) from fault
+
+
+class ExampleEncoder(Encoder):
+    """Renders and tokenizes training examples, and checks that trained tokens decode to the assistant's text."""
 
     def __init__(
         self, template: TemplateConfig, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None
     ) -> None:
         # Fail before any row is read.
         require_offsets(tokenizer)
-        self.reader = reader
+        super().__init__(tokenizer, reader)
         self._renderer = Renderer(template, tokenizer)
-        self._tokeniser = Tokeniser(tokenizer)
-        self._controls = ControlTokens(tokenizer)
-        self._saved = SavedTokenizer.of(tokenizer)
 
     def tried_template(self) -> str:
         """Test the chat template, and return its end-of-turn text.
@@ -95,17 +140,6 @@ class Encoder:
             raise tokens
         self._tokeniser.check(tokens, pieces)
 
-    def placed(self, row: Row, examples: list[Conversation | Document]) -> list[Conversation | Document]:
-        """Place a row's images at the markers. Raises RowFault."""
-        if self.reader is None:
-            refuse_pictures(row, examples)
-            return examples
-        return [self.reader.example(row, example) for example in examples]
-
-    def measured(self, drafts: list[Draft]) -> list[Draft]:
-        """Measure the drafts' images, and add images or the error."""
-        return drafts if self.reader is None else made_in_order(partial(_measured, self.reader), drafts)
-
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
         """Render a row's examples. Raises RowFault if that fails."""
         try:
@@ -117,11 +151,6 @@ class Encoder:
         for rendered in (part for pieces in found for part in pieces.texts):
             refuse_half_characters(row, rendered.text)
         return found
-
-    def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
-        """Return special tokens written as text in a row's messages."""
-        conversations = (example for example in examples if isinstance(example, Conversation))
-        return frozenset[str]().union(*map(self._controls.within, conversations))
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
         """Tokenize all rows' examples. The first `num_checked` are decoded and compared with their text.
@@ -157,14 +186,7 @@ class Encoder:
         if is_checked:
             self._check(draft, tokens)
         # After the check, which compares the text including excluded ranges.
-        tokens = [part.without_left_out() for part in tokens]
-        if self.reader is None:
-            return tokens
-        try:
-            pairs = zip(tokens, draft.pictures, strict=True)
-            return [expanded(part, pictures, self.reader.family) for part, pictures in pairs]
-        except TemplateFault as fault:
-            raise draft.row.error(str(fault)) from fault
+        return self._expanded(draft, [part.without_left_out() for part in tokens])
 
     def _check(self, draft: Draft, tokens: list[Tokens]) -> None:
         try:
@@ -172,6 +194,51 @@ class Encoder:
                 self._tokeniser.check(part, pieces)
         except TemplateFault as fault:
             raise UsageError(f"{draft.row.where}: {fault}") from fault
+
+
+class PromptEncoder(Encoder):
+    """Renders and tokenizes prompts, with one placeholder per image before they are expanded."""
+
+    def __init__(
+        self, template: TemplateConfig, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None
+    ) -> None:
+        super().__init__(tokenizer, reader)
+        own = None
+        if template.prompt_template is not None:
+            mark = None if reader is None else reader.family.mark
+            own = load_prompt_template(
+                template.prompt_template, system_prompt=template.system_prompt, picture_mark=mark
+            )
+        # A custom prompt template writes the text itself, so the tokenizer adds BOS.
+        self._plain = own is not None or not template.apply_chat_template
+        self._renderer = own or Renderer(template, tokenizer)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """End-of-response tokens of the chat template."""
+        return self._renderer.end_ids if isinstance(self._renderer, Renderer) else ()
+
+    def rendered(self, row: Row, conversation: Conversation) -> str:
+        """Render a prompt. Raises TemplateFault, or RowFault for half of a character."""
+        text = self._renderer.prompt(conversation, template_kwargs_of(row))
+        refuse_half_characters(row, text)
+        return text
+
+    def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
+        """Tokenize all prompts, without verification."""
+        texts = [draft.prompt for draft in drafts if draft.fault is None]
+        if self._saved is not None:
+            self._saved.compare(texts)
+        ids = iter(self._tokeniser.prompts(texts, plain=self._plain))
+        return [draft.fault or self._sound(draft, next(ids)) for draft in drafts]
+
+    def _sound(self, draft: Draft, ids: list[int]) -> Found:
+        """Return a prompt's tokens, or the error."""
+        try:
+            (tokens,) = self._expanded(draft, [Tokens(ids, [])])
+            return [tokens] if tokens.ids else draft.row.error("the prompt is empty")
+        except RowFault as fault:
+            return fault
 
 
 def _measured(reader: PictureReader, draft: Draft) -> Draft:

@@ -1,16 +1,18 @@
-"""Loads offline datasets of any kind: rows are parsed, rendered, tokenized and stored as items, with one report.
+"""Loads datasets: rows are parsed, rendered, tokenized and stored as items, with one report.
 
-A kind is a row of functions: `SEQUENCES` in sft_data.py, `PAIRS` and `RESPONSES` in preference_data.py, `STEPS` in
-step_data.py.
+A kind of offline data is a row of functions: `SEQUENCES` in sft_data.py, `PAIRS` and `RESPONSES` in preference_data.py,
+`STEPS` in step_data.py. Prompts are in prompts.py.
 """
 
 import collections.abc
 import gc
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -27,7 +29,7 @@ from rlhf_cli.config.data import (
     TemplateConfig,
 )
 from rlhf_cli.data.cache import KeptTableWriter, kept_path, read_kept
-from rlhf_cli.data.encoding import Batch, Draft, Encoded, Encoder, Found
+from rlhf_cli.data.encoding import Batch, Draft, Encoded, Encoder, ExampleEncoder, Found
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.pictures.reading import BATCH_ROWS as PICTURE_BATCH_ROWS
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
@@ -37,8 +39,7 @@ from rlhf_cli.data.reading.columns import RowFormat, refuse_images
 from rlhf_cli.data.reading.sources import Row, RowFault, Rows, Source, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable, TableWriter
 from rlhf_cli.data.templates.rendering import Pieces
-from rlhf_cli.data.tokenizing.control_tokens import note_controls
-from rlhf_cli.data.tokenizing.tokenizer import note_largest
+from rlhf_cli.data.tokenizing.tokenizer import Tokens
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.folders import one_at_a_time
 
@@ -115,7 +116,7 @@ class Kind(Generic[Settings, Read, Item]):
         forms = [str(formats[source.name]) for source in rows.sources]
         check_image_key(rows, reader)
         report = DataReport(self.items_are, read_sources(rows, forms), rows=len(rows))
-        encoder = Encoder(template, tokenizer, reader)
+        encoder = ExampleEncoder(template, tokenizer, reader)
         # Plain text uses no template, which a base model may not have.
         if template.apply_chat_template and any(form.name != "text" for form in formats.values()):
             report.end_of_turn = encoder.tried_template()
@@ -123,7 +124,9 @@ class Kind(Generic[Settings, Read, Item]):
         kept_at = kept_path(
             config, tokenizer, rows, kind=self.items_are, formats=forms, template=template, reader=reader
         )
-        table = _Preparation(self, config, formats, encoder, schema, progress).table(rows, report, kept_at=kept_at)
+        drops = config.invalid_rows == "drop"
+        pipeline = _KindPipeline(rows, encoder, report, drops, self, config, formats, schema)
+        table = pipeline.table(progress, kept_at=kept_at)
         if len(table) == 0:
             raise UsageError(f"no {report.items_are[:-1]} remains for training: {report.summary}")
         numbers = [name for name, column in self.schema.items() if column in (pa.int32(), pa.bool_())]
@@ -172,63 +175,53 @@ def older_objects_uncollected() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass(frozen=True, slots=True)
-class _Preparation(Generic[Settings, Read, Item]):
-    """Pipeline from rows to table columns."""
+@dataclass(frozen=True)
+class RowPipeline(ABC):
+    """Pipeline from rows to table columns, in batches. Subclasses parse rows and make items."""
 
-    kind: Kind[Settings, Read, Item]
-    config: Settings
-    formats: dict[str, RowFormat[Read]]
+    rows: Rows
     encoder: Encoder
-    schema: pa.Schema
-    progress: Progress
+    report: DataReport
+    drops_invalid: bool
 
-    def table(self, rows: Rows, report: DataReport, *, kept_at: Path | None) -> StoredTable:
-        """Return all items and update the report. Items are loaded from, or saved to, the cache file `kept_at`."""
-        if kept_at is None:
-            return self._fill(TableWriter(self.schema), rows, report).finish()
-        # Another process may be writing the same entry: wait, then read it.
-        with one_at_a_time(kept_at):
-            kept = read_kept(kept_at, self.schema)
-            # Images may have been replaced since the table was made.
-            if kept is not None and files_are_unchanged(kept.table):
-                report.take(kept.counts)
-                return kept.table
-            with KeptTableWriter(self.schema, kept_at) as writer:
-                self._fill(writer, rows, report)
-                if self.encoder.reader is not None and report.dropped_invalid:
-                    return writer.finish()  # do not cache: a missing image may exist next time
-                return writer.keep(report.counts())
+    @abstractmethod
+    def _draft(self, row: Row) -> Draft | None:
+        """Parse and render a row; None if it is filtered out. Raises RowFault."""
+
+    @abstractmethod
+    def _items(self, draft: Draft, tokens: list[Tokens]) -> list[dict[str, object]]:
+        """Return the stored columns of a row's items. Raises RowFault."""
 
     @older_objects_uncollected()
-    def _fill(self, writer: TableWriter, rows: Rows, report: DataReport) -> TableWriter:
-        numbers = {source.name: number for number, source in enumerate(rows.sources)}
-        for num_rows, drafts, tokens in self._tokenised(rows):
-            items: list[dict[str, object]] = []
-            for draft, found in zip(drafts, tokens, strict=True):
-                origin = {"source": numbers[draft.row.source.name], "index": draft.row.index}
-                items += [item | origin for item in self._made(draft, found, report)]
-            writer.append_columns({name: [item[name] for item in items] for name in self.schema.names})
-            report.items += len(items)
-            self.progress(num_rows, len(rows))
+    def fill(self, writer: TableWriter, progress: Progress = no_progress) -> TableWriter:
+        """Write the items of all rows."""
+        for num_rows, drafts, tokens in self._tokenised():
+            made = zip(drafts, tokens, strict=True)
+            items = [item for draft, found in made for item in self._made(draft, found)]
+            writer.append_columns({name: [item[name] for item in items] for name in writer.schema.names})
+            self.report.items += len(items)
+            progress(num_rows, len(self.rows))
         return writer
 
-    def _tokenised(self, rows: Rows) -> Iterator[Batch]:
+    def _tokenised(self) -> Iterator[Batch]:
         """Yield parsed rows with tokens, batch by batch.
 
         Threads tokenize batches while the next ones are read and rendered: the tokenizer releases the GIL.
         """
         num_rows = 0
         waiting: deque[Future[Batch]] = deque()
+        # Slow tokenizers are Python code with caches, so the rendering thread must not use them at the same time.
+        at_once = BATCHES_AT_ONCE if self.encoder.is_fast else 0
         with ThreadPoolExecutor(BATCHES_AT_ONCE) as executor:
-            for batch in batches(rows, BATCH_ROWS if self.encoder.reader is None else PICTURE_BATCH_ROWS):
-                drafts = self.encoder.measured([self._draft(row) for row in batch])
+            for batch in batches(self.rows, BATCH_ROWS if self.encoder.reader is None else PICTURE_BATCH_ROWS):
+                drafted = [self._tried_draft(row) for row in batch]
+                drafts = self.encoder.measured([draft for draft in drafted if draft is not None])
                 # Check at least one row per batch, since formats may change within a dataset.
                 num_checked = max(1, CHECKED_ROWS - num_rows)
                 num_rows += len(batch)
                 waiting.append(executor.submit(self._with_tokens, num_rows, drafts, num_checked=num_checked))
                 # Limit the queue, because rendered batches take memory.
-                if len(waiting) > BATCHES_AT_ONCE:
+                if len(waiting) > at_once:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -236,38 +229,79 @@ class _Preparation(Generic[Settings, Read, Item]):
     def _with_tokens(self, num_rows: int, drafts: list[Draft], *, num_checked: int) -> Batch:
         return num_rows, drafts, self.encoder.tokens(drafts, num_checked=num_checked)
 
-    def _draft(self, row: Row) -> Draft:
+    def _tried_draft(self, row: Row) -> Draft | None:
         """Render a row, or store its error. Errors are raised later in row order, because earlier batches may also have
         some.
         """
         try:
-            if self.encoder.reader is None:
-                refuse_images(row)
-            read = self.formats[row.source.name].read(row)
-            examples = self.encoder.placed(row, self.kind.examples(row, read, self.config))
-            texts = self.kind.mark(row, read, self.encoder.rendered(row, examples), self.config)
-            return Draft(row, read, examples, texts, controls=self.encoder.controls(examples))
+            return self._draft(row)
         except RowFault as fault:
             return Draft(row, None, (), [], fault)
 
-    def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, object]]:
+    def _made(self, draft: Draft, tokens: Found) -> list[dict[str, object]]:
         """Return a row's items; none if it is invalid and such rows are dropped."""
         try:
             if isinstance(tokens, RowFault):
                 raise tokens
             for part in tokens:
                 # Note tokens before truncation: the check protects the embedding for any max_len.
-                note_largest(report, part.ids, draft.row)
-            note_controls(report, draft.controls, draft.row)
-            for key in _unread_keys(draft):
-                what = f"with the key {key!r} in messages, which may be a mark and is not known"
-                report.details[what] = report.details.get(what, 0) + 1
-            return self.kind.make(Encoded(draft.row, draft.read, tokens), self.config, report)
+                self.report.note_largest(part.ids, draft.row)
+            self.report.note_controls(draft.controls, draft.row)
+            return self._items(draft, tokens)
         except RowFault as fault:
-            if self.config.invalid_rows != "drop":
+            if not self.drops_invalid:
                 raise RowFault(f"{fault}; use --invalid_rows drop to skip such rows") from fault
-            report.note("dropped_invalid", str(fault))
+            self.report.note("dropped_invalid", str(fault))
             return []
+
+
+@dataclass(frozen=True)
+class _KindPipeline(RowPipeline, Generic[Settings, Read, Item]):
+    """Pipeline for a kind of offline data."""
+
+    encoder: ExampleEncoder
+    kind: Kind[Settings, Read, Item]
+    config: Settings
+    formats: dict[str, RowFormat[Read]]
+    schema: pa.Schema
+
+    def table(self, progress: Progress, *, kept_at: Path | None) -> StoredTable:
+        """Return all items and update the report. Items are loaded from, or saved to, the cache file `kept_at`."""
+        if kept_at is None:
+            return self.fill(TableWriter(self.schema), progress).finish()
+        # Another process may be writing the same entry: wait, then read it.
+        with one_at_a_time(kept_at):
+            kept = read_kept(kept_at, self.schema)
+            # Images may have been replaced since the table was made.
+            if kept is not None and files_are_unchanged(kept.table):
+                self.report.take(kept.counts)
+                return kept.table
+            with KeptTableWriter(self.schema, kept_at) as writer:
+                self.fill(writer, progress)
+                if self.encoder.reader is not None and self.report.dropped_invalid:
+                    return writer.finish()  # do not cache: a missing image may exist next time
+                return writer.keep(self.report.counts())
+
+    def _draft(self, row: Row) -> Draft:
+        if self.encoder.reader is None:
+            refuse_images(row)
+        read = self.formats[row.source.name].read(row)
+        examples = self.encoder.placed(row, self.kind.examples(row, read, self.config))
+        texts = self.kind.mark(row, read, self.encoder.rendered(row, examples), self.config)
+        return Draft(row, read, examples, texts, controls=self.encoder.controls(examples))
+
+    def _items(self, draft: Draft, tokens: list[Tokens]) -> list[dict[str, object]]:
+        for key in _unread_keys(draft):
+            what = f"with the key {key!r} in messages, which may be a mark and is not known"
+            self.report.details[what] = self.report.details.get(what, 0) + 1
+        origin = {"source": self._numbers[draft.row.source.name], "index": draft.row.index}
+        made = self.kind.make(Encoded(draft.row, draft.read, tokens), self.config, self.report)
+        return [item | origin for item in made]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Numbers of the sources by name."""
+        return {source.name: number for number, source in enumerate(self.rows.sources)}
 
 
 def _unread_keys(draft: Draft) -> list[str]:

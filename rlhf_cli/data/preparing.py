@@ -1,5 +1,6 @@
-"""Report of loading an offline dataset, and the policy for long rows."""
+"""Report of loading a dataset, and the policy for long rows of offline data."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -8,7 +9,6 @@ import pyarrow as pa
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.reading.sources import ReadSource, Row
 from rlhf_cli.data.templates.turn_spans import Span
-from rlhf_cli.data.tokenizing.control_tokens import controls_phrase
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
 from rlhf_cli.errors import UsageError
 
@@ -19,6 +19,7 @@ KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
 MAX_NOTED = 5
 """Maximum number of rows listed per counter."""
 COUNTED = {
+    "dropped_by_pass_rate": "dropped by pass rate",
     "truncated": "truncated",
     "dropped_invalid": "dropped as invalid",
     "dropped_overlong": "dropped as too long",
@@ -42,7 +43,9 @@ class DataReport:
       including the prompt.
     - `noted`: first rows per counter, with the reason.
     - `largest_token`: largest token ID before truncation; `largest_token_at` is its first row.
-    - `control_rows`: number of rows with special tokens in messages; `control_tokens` counts rows per token.
+    - `control_rows`: number of rows with special tokens in messages; `control_tokens` counts rows per token;
+      `control_at` is the first row.
+    - `longest_prompt`, `labelled`: of prompts, the tokens of the longest kept one, and the number with ground truth.
     """
 
     items_are: str
@@ -52,8 +55,11 @@ class DataReport:
     items: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    longest_prompt: int = 0
+    labelled: int = 0
     details: dict[str, int] = field(default_factory=dict)
     truncated: int = 0
+    dropped_by_pass_rate: int = 0
     dropped_invalid: int = 0
     dropped_overlong: int = 0
     dropped_untrained: int = 0
@@ -76,6 +82,21 @@ class DataReport:
         listed = self.noted.setdefault(counter, [])
         if len(listed) < MAX_NOTED:
             listed.append(note)
+
+    def note_largest(self, ids: Sequence[int], row: Row) -> None:
+        """Record the largest ID in a row's tokens, if any."""
+        largest = max(ids, default=-1)
+        if largest > self.largest_token:
+            self.largest_token, self.largest_token_at = largest, row.where
+
+    def note_controls(self, found: frozenset[str], row: Row) -> None:
+        """Count a row with special tokens in its messages."""
+        if not found:
+            return
+        self.control_rows += 1
+        self.control_at = self.control_at or row.where
+        for token in sorted(found):
+            self.control_tokens[token] = self.control_tokens.get(token, 0) + 1
 
     def count_turns(self, *sides: Tokens) -> None:
         """Count special turns of an item. Its sides share all turns except one."""
@@ -104,15 +125,28 @@ class DataReport:
     @property
     def summary(self) -> str:
         """One-line summary."""
+        amount = f"{self.tokens:,} tokens, {self.trained_tokens:,} trained"
+        if self.items_are == "prompts":
+            amount = f"at most {self.longest_prompt:,} tokens, {self.labelled:,} with ground truth"
         counted = self.details | {what: getattr(self, counter) for counter, what in COUNTED.items()}
         parts = [
             "; ".join(map(str, self.sources)),
-            f"{self.rows:,} rows gave {self.items:,} {self.items_are} of {self.tokens:,} tokens, "
-            f"{self.trained_tokens:,} trained",
+            f"{self.rows:,} rows gave {self.items:,} {self.items_are} of {amount}",
             *(f"{count:,} {what}" for what, count in counted.items() if count),
-            controls_phrase(self),
+            self._controls,
         ]
         return ", ".join(filter(None, parts)) + (f"; turns end with {self.end_of_turn}" if self.end_of_turn else "")
+
+    @property
+    def _controls(self) -> str:
+        """Phrase for rows with special tokens; "" without."""
+        if not self.control_rows:
+            return ""
+        tokens = ", ".join(f"{token} in {count:,}" for token, count in self.control_tokens.items())
+        return (
+            f"{self.control_rows:,} with special tokens in the text of their messages, calls or tools, which become "
+            f"control tokens ({tokens}; first: {self.control_at})"
+        )
 
 
 def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: DataReport) -> list[Tokens] | None:

@@ -19,13 +19,12 @@ from rlhf_cli.data.loading import Kind, LoadedData
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import PAIRS, RESPONSES, LabelledItem, Pair
-from rlhf_cli.data.preparing import COUNTED
+from rlhf_cli.data.preparing import COUNTED, DataReport
 from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, spread
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.data.step_data import STEPS, StepItem
-from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.models.adapters import base_of, read_config
 from rlhf_cli.models.finding import FoundModel, adapter_folder, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -38,7 +37,6 @@ from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
 from rlhf_cli.trainers.offline.pairs import PairItems
 
-DROPPED_PROMPTS = ("dropped_invalid", "dropped_overlong")
 """Report counters for prompts that are dropped as invalid or too long."""
 
 
@@ -140,7 +138,13 @@ class DataReading:
     facts: Callable[[Any], dict[str, str]] = lambda item: {}
 
 
-def _controls(report: ControlReport) -> Happened:
+def _counted(report: DataReport) -> list[Happened]:
+    """Summarize dropped and special items."""
+    counts = [Happened(what, getattr(report, name), report.noted.get(name, [])) for name, what in COUNTED.items()]
+    return [*counts, _controls(report)]
+
+
+def _controls(report: DataReport) -> Happened:
     """Summarize rows with special tokens in messages, with counts per token."""
     listed = [f"{token}: {count:,} rows" for token, count in report.control_tokens.items()]
     what = "with special tokens in message, call or tool text, which become control tokens"
@@ -156,8 +160,7 @@ def _offline(
         for place in spread(len(items), config.show.num_rows)
     ]
     counts = [Happened(what, count, []) for what, count in report.details.items()]
-    counts += [Happened(what, getattr(report, name), report.noted.get(name, [])) for name, what in COUNTED.items()]
-    counts.append(_controls(report))
+    counts += _counted(report)
     return Preview(
         title=title,
         sources=report.sources,
@@ -203,16 +206,14 @@ def _prompts(
     room = config.data.max_len - config.data.max_new_tokens
     counts = [
         Happened("with ground truth", report.labelled, []),
-        Happened("dropped by pass rate", report.dropped_by_pass_rate, []),
-        *(Happened(COUNTED[name], getattr(report, name), report.noted.get(name, [])) for name in DROPPED_PROMPTS),
-        _controls(report),
+        *_counted(report),
     ]
     return Preview(
         title="Prompts",
         sources=report.sources,
         num_rows=report.rows,
-        num_items=report.prompts,
-        items_are="prompts",
+        num_items=report.items,
+        items_are=report.items_are,
         num_tokens=None,
         num_trained=None,
         end_of_turn=None,

@@ -4,17 +4,15 @@ A text is tokenized once as a whole; token offsets determine the tokens of a spa
 """
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from tokenizers import Encoding
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.data.formats.marks import runs_of
 from rlhf_cli.data.pictures.sources import StandingPicture
-from rlhf_cli.data.reading.sources import Row
 from rlhf_cli.data.templates.chat_template import Rendered
 from rlhf_cli.data.templates.rendering import Pieces
 from rlhf_cli.data.templates.text import TemplateFault
@@ -23,32 +21,19 @@ from rlhf_cli.data.tokenizing.token_bytes import TokenBytes
 from rlhf_cli.errors import UsageError
 
 
-class TokenReport(Protocol):
-    """Report of the largest token ID, -1 before the first one, and its first row."""
-
-    largest_token: int
-    largest_token_at: str
-
-
-def note_largest(report: TokenReport, ids: Sequence[int], row: Row) -> None:
-    """Record the largest ID in a row's tokens, if any."""
-    largest = max(ids, default=-1)
-    if largest > report.largest_token:
-        report.largest_token, report.largest_token_at = largest, row.where
-
-
 def check_token_ids(
-    report: TokenReport, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, *, pretrain: str
+    largest: int, where: str, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, *, pretrain: str
 ) -> None:
-    """Raise UsageError if the data contain a token without an embedding: the model was not resized for new tokens.
+    """Raise UsageError if the largest token of the text at `where` has no embedding: the model was not resized for new
+    tokens.
 
     A tokenizer may have more tokens than the model as long as no text contains them.
     """
-    largest, size = report.largest_token, architecture.get_text_config().vocab_size
+    size = architecture.get_text_config().vocab_size
     if largest >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise UsageError(
-            f"{report.largest_token_at}: the token {token!r} has the id {largest:,}, and pretrain {pretrain!r} has "
+            f"{where}: the token {token!r} has the id {largest:,}, and pretrain {pretrain!r} has "
             f"{size:,} embeddings: it was not resized (resize_token_embeddings) when its tokenizer got new tokens"
         )
 

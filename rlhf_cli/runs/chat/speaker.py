@@ -53,14 +53,6 @@ class ChatAnswer:
     finish_reason: Literal["stop", "length", "interrupted"]
 
 
-@dataclass(slots=True)
-class LargestToken:
-    """Largest token ID in a prompt, with a name for the prompt."""
-
-    largest_token: int
-    largest_token_at: str
-
-
 class Speaker(Protocol):
     """A model in the chat."""
 
@@ -198,8 +190,8 @@ class ModelSpeaker:
         prompt = ChatPrompt(text, ids, opens_thought, pictures)
         if not prompt.ids:
             raise UsageError("the message is empty")
-        largest = LargestToken(max(prompt.ids), "the conversation")
-        check_token_ids(largest, self._model.tokenizer, self._model.architecture, pretrain=self.name)
+        tokenizer, architecture = self._model.tokenizer, self._model.architecture
+        check_token_ids(max(prompt.ids), "the conversation", tokenizer, architecture, pretrain=self.name)
         left = self._room_beside(len(prompt.ids))
         if left is not None and sampling.max_new_tokens > left:
             cure = f"/set max_new_tokens {left}, " if left > 0 else ""

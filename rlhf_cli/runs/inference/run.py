@@ -116,7 +116,8 @@ def model_under_test(
         episodes.check_rows(data)
         num_prompts = min(sampling.rollout_batch_size, len(data.prompts))
         episodes.check_sessions(num_prompts * sampling.n_samples_per_prompt)
-    check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
+    largest, where = data.report.largest_token, data.report.largest_token_at
+    check_token_ids(largest, where, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
     process_model = None
     if prm_pretrain is not None and episodes is not None:
         raise UsageError("--prm_pretrain does not support multi-turn episodes")

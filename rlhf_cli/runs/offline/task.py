@@ -121,7 +121,8 @@ def load_items(
             items = make(load(dataset=dataset, split=split, progress=progress))
             report = items.data.report
             # A token beyond the embedding fails on a GPU with an unreadable assertion.
-            check_token_ids(report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+            largest, where = report.largest_token, report.largest_token_at
+            check_token_ids(largest, where, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
             check_row_positions(model.architecture, report.longest(data), dataset=dataset)
             return items
 

@@ -157,7 +157,8 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     # The critic may have a smaller embedding than the policy.
     for trained in (model, models.critic or model):
         for read in all_data:
-            check_token_ids(read.report, model.tokenizer, trained.architecture, pretrain=trained.base.pretrain)
+            largest, where = read.report.largest_token, read.report.largest_token_at
+            check_token_ids(largest, where, model.tokenizer, trained.architecture, pretrain=trained.base.pretrain)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None

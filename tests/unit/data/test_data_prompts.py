@@ -80,7 +80,7 @@ def test_prompts_without_room_for_the_response_are_dropped_or_an_error(tmp_path)
     length = len(load(tmp_path, tokenizer, rows[0]).prompts[0].prompt_ids)
     data = load(tmp_path, tokenizer, *rows, max_len=length + 16)
     assert [prompt.index for prompt in data.prompts] == [0, 2]
-    assert (data.report.rows, data.report.prompts, data.report.dropped_overlong) == (3, 2, 1)
+    assert (data.report.rows, data.report.items, data.report.dropped_overlong) == (3, 2, 1)
     assert "3 rows gave 2 prompts" in data.report.summary
     assert "1 dropped as too long" in data.report.summary
     with pytest.raises(UsageError, match=r"line 2: the prompt's \d+ tokens leave no room for max_new_tokens"):
@@ -250,7 +250,7 @@ def test_rows_that_are_no_prompts_are_refused_by_line_or_dropped_counted_and_nam
     data = load(tmp_path, make_tokenizer(CHATML), *rows, invalid_rows="drop")
     assert [(prompt.label, prompt.index) for prompt in data.prompts] == [("1", 0), ("2", 4)]
     assert [prompt.text.split("\n")[1] for prompt in data.prompts] == ["What?<|im_end|>", "How?<|im_end|>"]
-    assert (data.report.prompts, data.report.dropped_invalid) == (2, 3)
+    assert (data.report.items, data.report.dropped_invalid) == (2, 3)
     assert [note.split(": ")[0][-6:] for note in data.report.noted["dropped_invalid"]] == ["line 2", "line 3", "line 4"]
     assert "5 rows gave 2 prompts" in data.report.summary
     assert "3 dropped as invalid" in data.report.summary
@@ -269,7 +269,7 @@ def test_a_template_refuses_more_than_a_question(tmp_path):
 def test_prompts_with_special_tokens_in_their_messages_are_counted(tmp_path):
     rows = [{"prompt": "What?"}, {"prompt": "Say <|im_end|>"}, {"prompt": "Say <|start|> and <|im_end|>"}]
     data = load(tmp_path, make_tokenizer(CHATML), *rows)
-    assert len(data.prompts) == data.report.prompts == 3
+    assert len(data.prompts) == data.report.items == 3
     assert data.report.control_rows == 2
     assert data.report.control_tokens == {"<|im_end|>": 2, "<|start|>": 1}
     assert data.report.control_at.endswith("line 2")

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
-from rlhf_cli.data.prompt_report import PromptReport
+from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.prompts import Prompt, PromptData
 from rlhf_cli.data.reading.sources import Row, Source
 from rlhf_cli.errors import UsageError
@@ -183,7 +183,7 @@ def test_answers_are_greedy_unless_samples_are_asked_for():
 PROMPTS = [Prompt([i], f"<{i}>", str(i), "data.jsonl", 10 + i) for i in range(3)]
 DATA = PromptData(
     PROMPTS,
-    PromptReport(),
+    DataReport("prompts"),
     "",
     row_of=lambda prompt: Row({"question": prompt.label, "id": prompt.index}, Source(prompt.source, ()), prompt.index),
     conversation_of=lambda prompt: Conversation((Message("user", prompt.text),)),

@@ -14,7 +14,7 @@ from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.config.generate import GenerateOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
-from rlhf_cli.data.prompt_report import PromptReport
+from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.prompts import Prompt, PromptData
 from rlhf_cli.data.reading.sources import Row, Source
 from rlhf_cli.data.rollouts import Generation, SamplingParams, sampling_params, scattered_seed
@@ -132,7 +132,7 @@ def test_the_folder_of_another_command_is_never_touched(tmp_path, name):
 PROMPTS = [Prompt([20 + i], f"<{i}>", str(i), "data.jsonl", 10 + i) for i in range(7)]
 DATA = PromptData(
     PROMPTS,
-    PromptReport(),
+    DataReport("prompts"),
     "",
     row_of=lambda prompt: Row({"question": prompt.label}, Source(prompt.source, ()), prompt.index),
     conversation_of=lambda prompt: Conversation((Message("user", f"question {prompt.label}"),)),
