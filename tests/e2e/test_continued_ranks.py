@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures
 def results(tiny_model_dir, tmp_path_factory, group_of_one) -> dict[int, dict[str, Any]]:
     """Return the results of the one-rank run and of rank 0 of the two-rank run."""
     folder = tmp_path_factory.mktemp("continued")
-    ranks = start_ranks("continued_ranks.py", 2, [tiny_model_dir, str(folder)], folder)
+    ranks = start_ranks("continued_ranks", (2,), [tiny_model_dir, folder], folder)
     try:
         of_one = by_one(tiny_model_dir, folder)
     finally:
         (folder / "written_by_one").touch()
-    return {1: of_one, 2: results_of({2: ranks}, folder)[0, 2]}
+    return {1: of_one, 2: results_of(ranks, (2,), folder)[0, 2]}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

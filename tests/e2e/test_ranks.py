@@ -19,8 +19,8 @@ def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, i
     """Return the results of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
     vision = save_tiny_vision("qwen3_vl", folder / "vision")
-    words = [tiny_model_dir, tiny_moe_dir, str(vision), str(folder)]
-    return results_of({n: start_ranks("rank_scenarios.py", n, words, folder) for n in (1, 2)}, folder)
+    words = [tiny_model_dir, tiny_moe_dir, vision, folder]
+    return results_of(start_ranks("rank_scenarios", (1, 2), words, folder), (1, 2), folder)
 
 
 def assert_equal_steps(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from preference_training import TASKS
 from reward_models import save_reward_model
+from shared_sequences import RANKS_TOGETHER
 from split_layers import OBJECTIVES, STAGES
 from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, LEARNING_RATE, NOISE, farthest
@@ -14,8 +15,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-RANKS_TOGETHER = {1: 1, 3: 3, 4: 2}
-"""Ranks per parallel group, by number of ranks; four ranks form two groups with different data."""
 ROLES = ("gspo", "adapter", "critic", "reward")
 
 
@@ -24,12 +23,8 @@ def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int,
     """Return the results of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("shared")
     judge = str(save_reward_model(tmp_path_factory.mktemp("judge")))
-    words = [tiny_model_dir, tiny_llama_dir, judge, save_normed(folder / "normed"), str(folder)]
-    processes = {
-        num_ranks: start_ranks("shared_sequences.py", num_ranks, [*words, str(size)], folder)
-        for num_ranks, size in RANKS_TOGETHER.items()
-    }
-    return results_of(processes, folder)
+    words = [tiny_model_dir, tiny_llama_dir, judge, save_normed(folder / "normed"), folder]
+    return results_of(start_ranks("shared_sequences", RANKS_TOGETHER, words, folder), RANKS_TOGETHER, folder)
 
 
 def save_normed(folder: Path) -> str:

@@ -1,11 +1,10 @@
-"""Engines that resume a checkpoint with a different number of ranks: `python continued_ranks.py MODEL FOLDER`.
+"""Engines that resume a checkpoint with a different number of ranks, started by `start_ranks`.
 
 Two ranks save, the parent process resumes on one rank, and the two ranks resume from its checkpoint. The script waits
 for `written_by_two` and writes `written_by_one`. Meanwhile, the two ranks resume with sequence parallelism, and then
 without.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,13 +140,9 @@ def wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
-def main() -> None:
+def main(model: str, out: str) -> None:
     distributed.join_process_group()
-    model, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(out)
     found = by_two(model, folder)
     torch.save(found, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
     distributed.leave_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
-"""Work of one rank in multi-rank tests: `python rank_scenarios.py MODEL OUT`, with a rank's environment.
+"""Work of one rank in multi-rank tests, started by `start_ranks`.
 
 Scenarios run on one and two ranks; tests compare the files of all ranks.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +220,8 @@ def vision_steps(folder: Path, stage: int) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights_of(engine, hf_model)}
 
 
-def main(model: str, mixture: str, vision: str, folder: Path) -> None:
+def main(model: str, mixture: str, vision: str, out: str) -> None:
+    folder = Path(out)
     distributed.join_process_group()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, Any] = {}
@@ -254,7 +254,3 @@ def main(model: str, mixture: str, vision: str, folder: Path) -> None:
     results["decisions"] = decisions()
     torch.save(results, folder / f"rank{rank}of{num_ranks}.pt")
     distributed.leave_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))

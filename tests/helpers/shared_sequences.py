@@ -1,8 +1,8 @@
-"""One of several ranks with sequence parallelism: `python shared_sequences.py MODEL TEACHER JUDGE NORMED OUT SIZE`.
+"""One of several ranks with sequence parallelism, started by `start_ranks`.
 
-SIZE ranks share a sequence. Each rank also computes each pack by itself, and writes the distance between shared and own
-results; ranks of two groups do the same as one group. Then follow metrics and weights of steps. Finally, SIZE ranks
-split layers instead, also for the model in NORMED.
+Each rank also computes each pack by itself, and writes the distance between shared and own
+results; ranks of two groups do the same as one group. Then follow metrics and weights of steps. Finally, the
+ranks split layers instead, also for the model in `normed`.
 """
 
 import sys
@@ -36,6 +36,8 @@ from rlhf_cli.trainers.offline.pairs import PairItems
 from rlhf_cli.trainers.offline.reference_logprobs import all_results
 from rlhf_cli.trainers.offline.sft import sft_objective
 
+RANKS_TOGETHER = {1: 1, 3: 3, 4: 2}
+"""Ranks that share a sequence, by number of ranks; four ranks form two groups with different data."""
 SHAPES = {
     "3 key heads": (12, 3, None),
     "4 key heads": (12, 4, None),
@@ -211,9 +213,11 @@ def training(model: str, teacher: str, judge: str, normed: str, folder: Path, si
     return results | split_layers(model, normed, teacher, folder, size)
 
 
-def main(model: str, teacher: str, judge: str, normed: str, folder: Path, size: int) -> None:
+def main(model: str, teacher: str, judge: str, normed: str, out: str) -> None:
+    folder = Path(out)
     sys.path.append(str(Path(__file__).with_name("flash_attn_stand_in")))
     distributed.join_process_group()
+    size = RANKS_TOGETHER[dist.get_world_size()]
     sizes = sorted({size, dist.get_world_size()})
     groups = [group for group in map(distributed.sequence_group, sizes) if group is not None]
     results: dict[str, object] = {
@@ -223,7 +227,3 @@ def main(model: str, teacher: str, judge: str, normed: str, folder: Path, size: 
     results |= training(model, teacher, judge, normed, folder, size)
     torch.save(results, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
     distributed.leave_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], Path(sys.argv[5]), int(sys.argv[6]))
