@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
@@ -33,7 +33,7 @@ class LoopThread:
         """Schedule a function on the loop. Never blocks."""
         self.loop.call_soon_threadsafe(function, *arguments)
 
-    def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    def run(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run a coroutine on the loop and return the result. Blocks the calling thread."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -43,11 +43,11 @@ class LoopThread:
             future.cancel()
             raise
 
-    async def ask(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def ask(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run a coroutine on the loop and return the result. Awaited in another loop, whose cancellation cancels it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
-    def end(self, last: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def end(self, last: Callable[[], Coroutine[object, object, object]]) -> None:
         """Run a final coroutine, then stop the loop and join the thread. No-op if already stopped.
 
         Unfinished tasks are not awaited. If the coroutine raises, the error propagates and the loop continues.

@@ -51,7 +51,7 @@ class AgentPrograms:
         self._noticed: set[str] = set()
 
     def __enter__(self) -> Self:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         # Carries no data: if the driver dies, the kernel closes the write end and kills the agents.
         self._lifeline, self._held = os.pipe()
         self._slots = asyncio.Semaphore(self._num_workers)
@@ -85,7 +85,7 @@ class AgentPrograms:
     async def play(
         self,
         row: Mapping[str, object],
-        answer: Callable[[ChatRequest], Coroutine[Any, Any, Completion]],
+        answer: Callable[[ChatRequest], Coroutine[object, object, Completion]],
         started: Callable[[], object],
     ) -> ProgramEnd:
         """Run an agent with the row on stdin, as soon as a slot is free. Returns how it ended; a cancel kills it.

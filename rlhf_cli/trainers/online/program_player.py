@@ -50,7 +50,7 @@ class Programs(Protocol):
     async def play(
         self,
         row: Mapping[str, object],
-        answer: Callable[[ChatRequest], Coroutine[Any, Any, Completion]],
+        answer: Callable[[ChatRequest], Coroutine[object, object, Completion]],
         started: Callable[[], object],
     ) -> ProgramEnd: ...
 
