@@ -9,49 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.estimators.estimator import AdvantageFunction, Advantages, Estimator, Experience
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.algorithms.groups import group_normalised, scale_of
 from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
-from rlhf_cli.config.plugins import load_target, without_folder
-from rlhf_cli.errors import RunError, UsageError
 
 # Relative to the squared score range, so rewards of 0 and 1e-6 give the same advantages as 0 and 1.
 WHITEN_EPS = 1e-8
-
-
-def estimator_from_code(code: str, row: Estimator) -> Estimator:
-    """Load an estimator from user code. A plain function inherits the requirements of the command's row.
-
-    Raises UsageError if only one of the two has a critic.
-    """
-    loaded, name = load_target(code), without_folder(code)
-    estimator = loaded if isinstance(loaded, Estimator) else replace(row, advantages=loaded)
-    # The command has already parsed its critic settings, so a row cannot add or remove the critic here.
-    if estimator.critic != row.critic:
-        has = "trains a critic" if row.critic else "has no critic"
-        raise UsageError(
-            f"--advantage_estimator {code}: this command {has}, and critic is {estimator.critic} in the row"
-        )
-    return replace(estimator, name=name, advantages=_checked(name, estimator))
-
-
-def _checked(name: str, estimator: Estimator) -> AdvantageFunction:
-    """Wrap a user-defined estimator: allow it to return plain tensors, and check their shapes."""
-    function = estimator.advantages
-    assert function is not None, f"{name} has no advantages"
-
-    def advantages(experience: Experience, settings: object) -> Advantages:
-        result = function(experience, settings)
-        if not isinstance(result, Advantages):
-            result = Advantages(*result) if isinstance(result, tuple) and len(result) == 2 else Advantages(result)
-        shape = experience.rewards_N.shape
-        for label, values_N in {"advantages": result.per_token_N, "returns": result.returns_N}.items():
-            is_needed = label == "advantages" or estimator.critic
-            if is_needed and (not isinstance(values_N, Tensor) or values_N.shape != shape):
-                raise RunError(f"--advantage_estimator {name} must return {label} of shape {tuple(shape)}")
-        return result if estimator.critic else replace(result, returns_N=None)
-
-    return advantages
 
 
 def compute_advantages(estimator: Estimator, experience: Experience, *, settings: object) -> Advantages:

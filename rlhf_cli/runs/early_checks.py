@@ -58,9 +58,10 @@ def check_early(config: CommandConfig) -> None:
     if any(isinstance(group, COMPUTING) for group in groups):
         check_usable_gpus()
     if isinstance(config, OnlineConfig):
-        from rlhf_cli.runs.online.checks import check_without_estimator
+        from rlhf_cli.runs.online.checks import check_settings
+        from rlhf_cli.runs.online.estimator import estimator_of
 
-        check_without_estimator(config)
+        check_settings(config, estimator_of(config))
     if isinstance(config, OnlineConfig) or any(isinstance(group, AnswersOutputConfig) for group in groups):
         _check_ray_address(os.environ.get("RAY_ADDRESS"))
     for group in groups:

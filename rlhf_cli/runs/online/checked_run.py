@@ -29,14 +29,7 @@ from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
-from rlhf_cli.runs.online.checks import (
-    check_batches,
-    check_partial_rollout,
-    check_step_rewards,
-    check_without_estimator,
-    most_episodes,
-    staleness_notice,
-)
+from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, most_episodes, staleness_notice
 from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
 from rlhf_cli.runs.online.group_files import check_state
 from rlhf_cli.runs.online.identity import online_identity
@@ -133,7 +126,10 @@ class OnlineRun:
 def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
     # Check settings before models, and models before data, in the order of their cost.
-    _check_settings(config, estimator)
+    check_tracking(config.tracking)
+    check_settings(config, estimator)
+    for role in config.trained_roles:
+        _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
     backend = rollout_backend(config.engine)
     check_sync_backend(config.engine.vllm_sync_backend, engine=backend)
     check_vllm_args(config.engine, backend=backend)
@@ -287,16 +283,6 @@ def _check_deepspeed(config: OnlineConfig, role: str, *, sleeps: bool) -> None:
     check_deepspeed(
         config.deepspeed_of(role), param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=sleeps
     )
-
-
-def _check_settings(config: OnlineConfig, estimator: Estimator) -> None:
-    """Raise UsageError if settings conflict, as far as this is known without loading a model."""
-    check_tracking(config.tracking)
-    check_batches(config, estimator)
-    check_step_rewards(config, estimator)
-    check_without_estimator(config)
-    for role in config.trained_roles:
-        _check_deepspeed(config, role, sleeps=bool(config.placement.deepspeed_enable_sleep))
 
 
 def _load_data(

@@ -19,10 +19,10 @@ OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
 """Second half of error messages for settings that do not support episodes."""
 
 
-def check_without_estimator(config: OnlineConfig) -> None:
-    """Raise UsageError if settings conflict for every estimator."""
-    _check_steps(config.rollout, config.batch)
-    _check_room(config)
+def check_settings(config: OnlineConfig, estimator: Estimator) -> None:
+    """Raise UsageError if settings conflict, as far as this is known without loading a model."""
+    check_batches(config, estimator)
+    check_step_rewards(config, estimator)
     check_filtering(config)
     check_episodes(config)
     check_staleness(config)

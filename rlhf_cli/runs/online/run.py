@@ -7,8 +7,6 @@ from functools import partial
 
 from rich.console import Console
 
-from rlhf_cli.algorithms.advantages import estimator_from_code
-from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.default_layout import idle_gpus
 from rlhf_cli.backends.cluster.placement import describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
@@ -28,6 +26,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
+from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
 from rlhf_cli.runs.online.models import reward_model_fact, together
@@ -56,10 +55,8 @@ def run_online(config: OnlineConfig) -> None:
     """Train from the latest checkpoint or from the start. Saves the models and the report."""
     # Hold the lock over all attempts, so that no other run takes the folder between them.
     with held_output(config.checkpoint):
-        row, code = ESTIMATORS[config.estimator], config.policy.advantage_estimator
-        row = row if code is None else estimator_from_code(code, row)
         # One signal handler for all attempts: a stop request must survive a restart.
-        first, stop = check_run(config, row), StopSignal()
+        first, stop = check_run(config, estimator_of(config)), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
 
         restarts = Restarts(
