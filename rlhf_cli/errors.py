@@ -6,12 +6,19 @@ and the path to the full traceback.
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
     """Join names into a phrase: "a, b and c". `last` is the conjunction."""
     *others, final = names
     return f"{', '.join(others)} {last} {final}" if others else final
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a hint to the most similar known name, or "" if none is similar."""
+    near = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class UsageError(ValueError):

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import GenericAlias
@@ -29,7 +29,7 @@ from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
-from rlhf_cli.config.plugins import Target, absolute, group_of_code, is_target, loaded, require_plugins
+from rlhf_cli.config.plugins import Target, absolute, group_of_code, is_target, loaded, records_of, require_plugins
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import RESERVED, Flag, describe, expected, flags_of, shown
 from rlhf_cli.foreign.files import WrittenSettings, written_settings
@@ -77,13 +77,11 @@ def with_settings_of_code(config_cls: type[C], values: Mapping[str, object]) -> 
         UsageError: the code cannot be loaded, or its settings cannot be flags of this command.
     """
     flags, added = flags_of(config_cls), dict[str, tuple[type[SettingsGroup], SettingsGroup]]()
-    for name, plugin in ((flag.name, flag.plugin) for flag in flags.values()):
-        text = values.get(name)
-        if plugin is None or not plugin.may_have_settings or not isinstance(text, str) or not is_target(text):
-            continue
-        group = getattr(loaded(Target(name, plugin, absolute(text))), "settings", None)
+    for target in _code_with_settings(flags, values):
+        group = getattr(loaded(target), "settings", None)
         if group is None:
             continue
+        name, text = target.setting, values[target.setting]
         for own, field in group.model_fields.items():
             if own in flags or own in RESERVED:
                 raise UsageError(f"--{name} {text}: its setting {own} is already a flag of this command")
@@ -91,6 +89,14 @@ def with_settings_of_code(config_cls: type[C], values: Mapping[str, object]) -> 
                 raise UsageError(f"--{name} {text}: its setting {own} needs a default")
         added[group_of_code(name)] = (group, group())
     return create_model(config_cls.__name__, __base__=config_cls, **added) if added else config_cls  # type: ignore[call-overload, no-any-return]
+
+
+def _code_with_settings(flags: Mapping[str, Flag], values: Mapping[str, object]) -> Iterator[Target]:
+    """Yield the user code that may declare settings."""
+    for name, flag in flags.items():
+        text = values.get(name)
+        if flag.plugin and flag.plugin.may_have_settings and isinstance(text, str) and is_target(text):
+            yield Target(name, flag.plugin, absolute(text))
 
 
 def _given_early(arguments: Sequence[str], names: Collection[str]) -> dict[str, object]:
@@ -249,7 +255,7 @@ def _resolve(
     spelled = {**written.spelled, **dict.fromkeys(typed, "--{}")}
     # If a flag consumed the next flag as its value, other problems are consequences: report only this.
     swallowed = _swallowed_flags(typed, flags)
-    problems = swallowed or [*problems, *_stray_arguments(stray, flags)]
+    problems = swallowed or [*problems, *_stray_arguments(stray, flags, values)]
     problems += [_unknown_key(name, flags, spelled[name], values[name]) for name in written.values if name not in flags]
     problems += _unreadable_texts(values, spelled)
     resolved, invalid = _validate(config_cls, values, spelled)
@@ -366,13 +372,21 @@ def _did_you_mean(word: str, flags: Mapping[str, Flag], prefix: str) -> str:
     return ""
 
 
-def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
+def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag], values: Mapping[str, object]) -> list[str]:
     """Report arguments that belong to no known flag."""
     problems, after_unknown = [], False
+    # A flag may belong to a record in the user's file, while the setting names another object of the file.
+    hints = {
+        own: f": it is a setting of {record}, set --{setting} {text.rpartition(':')[0]}:{record}"
+        for setting, plugin, text in _code_with_settings(flags, values)
+        for record, value in records_of(text, plugin).items()
+        for own in (value.settings.model_fields if value.settings else ())
+    }
     for word in stray:
         if word.startswith("-") and word.strip("-")[:1].isalpha():
             name = word.split("=", 1)[0]
-            problems.append(f"unknown flag {name}{_did_you_mean(name.lstrip('-'), flags, '--')}")
+            bare = name.lstrip("-")
+            problems.append(f"unknown flag {name}{hints.get(underscores(bare)) or _did_you_mean(bare, flags, '--')}")
             after_unknown = True
         # Arguments after an unknown flag are most likely its values.
         elif not after_unknown:

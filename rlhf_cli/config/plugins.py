@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from rlhf_cli.errors import UsageError, listed, one_line
+from rlhf_cli.errors import UsageError, did_you_mean, listed, one_line
 
 FORMS = "file.py:NAME or module:NAME"
 
@@ -134,7 +134,7 @@ def loaded(target: Target) -> Any:
     """Load a target. Raises UsageError if it is not loadable or usable."""
     setting, plugin, text = target
     try:
-        found = load_target(text)
+        found = load_target(text, plugin)
     except UsageError as error:
         raise UsageError(f"--{setting} {text}: {error}") from error
     if fault := plugin.fault_of(found):
@@ -149,22 +149,48 @@ def group_of_code(setting: str) -> str:
 
 # Cached, so that a file runs once even if several settings refer to it.
 @cache
-def load_target(text: str) -> Any:
-    """Load the object `file.py:NAME` or `module:NAME`. Raises UsageError if it does not exist."""
+def load_target(text: str, plugin: Plugin | None = None) -> Any:
+    """Load the object `file.py:NAME` or `module:NAME`. Raises UsageError if it does not exist.
+
+    With `plugin`, the error lists only names that the setting can use.
+    """
     place, _, name = text.rpartition(":")
     if is_file(text) and not Path(place).is_file():
         raise UsageError(f"there is no file {place}")
     try:
-        module = _module_of_file(Path(place)) if is_file(text) else importlib.import_module(place)
+        module = _module_of(text)
     except SyntaxError as error:
         raise UsageError(f"line {error.lineno} of {error.filename} is not valid Python: {error.msg}") from error
     except (Exception, SystemExit) as error:  # a script that calls sys.exit must not end this process
         raise UsageError(f"the import of {place} raises {type(error).__name__}: {one_line(error)}") from error
     if not hasattr(module, name):
-        # List only what the file defines itself, not its imports.
-        own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise UsageError(f"{place} has no {name}; it has {', '.join(own) or 'no function'}")
+        own = _names_in(module, plugin)
+        hint = did_you_mean(name, own)
+        raise UsageError(f"{place} has no {name}{hint}; it has {', '.join(own) or 'no function'}")
     return getattr(module, name)
+
+
+def _names_in(module: Any, plugin: Plugin | None) -> list[str]:
+    """Return the names that a module defines itself, and that the setting can use."""
+    records = plugin.records if plugin else ()
+    found = []
+    for name, value in vars(module).items():
+        # A record has the module of its class.
+        is_own = getattr(value, "__module__", "") == module.__name__ or type(value).__name__ in records
+        if is_own and (plugin is None or not plugin.fault_of(value)):
+            found.append(name)
+    return found
+
+
+def records_of(text: str, plugin: Plugin) -> dict[str, Any]:
+    """Return the records in the module of user code, by name."""
+    module = _module_of(text)
+    return {name: value for name, value in vars(module).items() if type(value).__name__ in plugin.records}
+
+
+def _module_of(text: str) -> Any:
+    place = text.rpartition(":")[0]
+    return _module_of_file(Path(place)) if is_file(text) else importlib.import_module(place)
 
 
 @cache

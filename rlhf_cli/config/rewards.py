@@ -6,11 +6,10 @@ The functions are in `rlhf_cli/rewards/` and imported where they run, so that im
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 from rlhf_cli.config.plugins import FORMS, Plugin, is_target, load_target
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, did_you_mean
 
 Value = int | float
 
@@ -202,7 +201,7 @@ def _row(name: str) -> RewardRow:
         except UsageError as error:
             raise ValueError(str(error)) from error
     if name not in REWARDS:
-        near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else _did_you_mean(name, REWARDS)
+        near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else did_you_mean(name, REWARDS)
         raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}, or {FORMS}")
     return REWARDS[name]
 
@@ -228,7 +227,7 @@ def _given(name: str, row: RewardRow, text: str) -> dict[str, Value]:
         key, _, written = (piece.strip() for piece in part.partition("="))
         parameter = row.parameters.get(key)
         if parameter is None:
-            raise ValueError(f"{name} has no parameter {key!r}{_did_you_mean(key, row.parameters)}: {_all_of(row)}")
+            raise ValueError(f"{name} has no parameter {key!r}{did_you_mean(key, row.parameters)}: {_all_of(row)}")
         if key in given:
             raise ValueError(f"{name} is given {key} twice")
         try:
@@ -240,8 +239,3 @@ def _given(name: str, row: RewardRow, text: str) -> dict[str, Value]:
 
 def _all_of(row: RewardRow) -> str:
     return f"it takes {', '.join(row.parameters)}" if row.parameters else "it takes none"
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    near = get_close_matches(word, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -76,6 +76,7 @@ AdvantageFunction = Callable[[Experience, Any], Advantages]
 class Estimator:
     """How advantages are computed, and what the run must provide for it.
 
+    - `name`: recorded in checkpoints. User code needs none: there it is the name of the file and the object.
     - `advantages`: the function; None for losses without advantages, such as a divergence. User code may also return
       `per_token_N`, or a pair with `returns_N`, instead of `Advantages`.
     - `settings`: the settings group that user code brings; its fields become flags of the command, and the function
@@ -89,8 +90,8 @@ class Estimator:
       rewards are not supported.
     """
 
-    name: str
-    advantages: Callable[[Experience, Any], Any] | None
+    name: str = ""
+    advantages: Callable[[Experience, Any], Any] | None = None
     settings: type["SettingsGroup"] | None = None
     critic: bool = False
     min_group: int = 1

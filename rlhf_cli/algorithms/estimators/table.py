@@ -12,6 +12,6 @@ from rlhf_cli.algorithms.estimators.remax import REMAX
 from rlhf_cli.algorithms.estimators.rloo import RLOO
 
 # The run identity stores the name: renaming an estimator makes its existing checkpoints refuse to resume.
-ROWS = (PPO, REINFORCE, REINFORCE_GROUP, GRPO, GRPO_PASSK, GDPO, RLOO, REMAX, Estimator("gkd", None))
+ROWS = (PPO, REINFORCE, REINFORCE_GROUP, GRPO, GRPO_PASSK, GDPO, RLOO, REMAX, Estimator("gkd"))
 
 ESTIMATORS = {row.name: row for row in ROWS}

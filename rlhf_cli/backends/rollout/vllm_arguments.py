@@ -10,14 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.config.rollout import EngineConfig
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError, UsageError, did_you_mean
 
 _WORKER_MODULE = "rlhf_cli.backends.weight_sync.vllm_worker"
 _SCHEDULER_MODULE = "rlhf_cli.backends.rollout.vllm_scheduler"
@@ -144,9 +143,7 @@ def argument_names() -> set[str]:
 
 def _check_name(name: str, known: set[str]) -> None:
     if name not in known:
-        near = get_close_matches(name, sorted(known), n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UsageError(f"--vllm_args: vLLM has no engine argument {name}{hint}")
+        raise UsageError(f"--vllm_args: vLLM has no engine argument {name}{did_you_mean(name, sorted(known))}")
 
 
 def parsed_arguments(given: Mapping[str, object]) -> dict[str, object]:

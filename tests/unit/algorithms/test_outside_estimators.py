@@ -101,6 +101,23 @@ def test_faults_in_an_estimator_s_setting_are_named_with_the_others(tmp_path, ca
     assert "--quantile 3: must be a number > 0 and < 1" in said
 
 
+def test_a_setting_of_another_object_in_the_file_is_named(tmp_path, capsys) -> None:
+    path = page_file(tmp_path, "median_baseline.py")
+    code = f"{path}:less_median"
+    assert cli.main(["grpo", "--advantage_estimator", code, "--quantile", "0.3", "--quantil", "0.3"]) == 2
+    said = capsys.readouterr().err
+    named = f"it is a setting of whitened, set --advantage_estimator {path}:whitened"
+    assert f"unknown flag --quantile: {named}; unknown flag --quantil" in said
+
+
+def test_a_missing_name_is_answered_with_the_estimators_of_the_file(tmp_path) -> None:
+    code = f"{page_file(tmp_path, 'median_baseline.py')}:whitend"
+    with pytest.raises(UsageError) as refusal:
+        resolve("grpo", advantage_estimator=code)
+    message = "has no whitend (did you mean whitened?); it has less_median, less_quantile, whitened"
+    assert str(refusal.value).endswith(message)
+
+
 @pytest.mark.parametrize(
     ("field", "reason"),
     [
@@ -114,7 +131,7 @@ def test_settings_that_cannot_be_flags_are_refused(field, reason, tmp_path) -> N
         "from rlhf_cli.algorithms.estimators.estimator import Estimator\n"
         "from rlhf_cli.config.base import SettingsGroup\n"
         f"class Own(SettingsGroup):\n    {field}\n"
-        "row = Estimator('own', lambda experience, settings: experience.rewards_N, Own, critic=True)\n"
+        "row = Estimator(advantages=lambda experience, settings: experience.rewards_N, settings=Own, critic=True)\n"
     )
     with pytest.raises(UsageError, match=reason):
         resolve("ppo", advantage_estimator=f"{tmp_path}/own.py:row")
@@ -142,8 +159,12 @@ def own(tmp_path: Path, source: str) -> str:
             "def f(experience, settings):\n    return settings.trim",
             r"own.py:f: f raises AttributeError in line 3 on a made-up rollout: 'GroupPolicyConfig' .* 'trim'",
         ),
-        ("rloo", "f = Estimator('own', lambda experience, settings: 1 / 0)", "f raises ZeroDivisionError in line 2"),
-        ("rloo", "f = Estimator('own', None)", "the Estimator has no function: set advantages"),
+        (
+            "rloo",
+            "f = Estimator(advantages=lambda experience, settings: 1 / 0)",
+            "f raises ZeroDivisionError in line 2",
+        ),
+        ("rloo", "f = Estimator()", "the Estimator has no function: set advantages"),
     ],
 )
 def test_an_estimator_that_fails_is_refused_before_anything_starts(command, source, reason, tmp_path) -> None:
@@ -158,7 +179,7 @@ def test_the_made_up_rollout_has_the_columns_of_the_run(tmp_path) -> None:
         "def function(experience, settings):\n"
         "    seen.append((experience, settings))\n"
         "    return experience.rewards_N, experience.rewards_N\n"
-        "f = Estimator('own', function, critic=True, min_group=3, greedy=True, rewards_apart=True, steps='tokens')",
+        "f = Estimator(advantages=function, critic=True, min_group=3, greedy=True, rewards_apart=True, steps='tokens')",
     )
     given = {"advantage_estimator": code, "prm_pretrain": "x", "bootstrap_truncated": "true"}
     for command, more in (("ppo", given), ("ppo", {"advantage_estimator": code, "n_samples_per_prompt": "5"})):
@@ -191,7 +212,7 @@ def test_a_built_in_estimator_of_another_command_is_refused(command, code, reaso
 def test_a_built_in_function_may_be_part_of_an_estimator(tmp_path) -> None:
     code = own(
         tmp_path,
-        "from rlhf_cli.algorithms.estimators.rloo import rloo\nf = Estimator('own', rloo, min_group=2, whiten=True)",
+        "from rlhf_cli.algorithms.estimators.rloo import rloo\nf = Estimator(advantages=rloo, whiten=True)",
     )
     assert estimator_of(resolve("grpo", advantage_estimator=code)).whiten
     code = "rlhf_cli.algorithms.estimators.group:GRPO_PASSK"

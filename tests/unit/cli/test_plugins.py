@@ -87,6 +87,11 @@ def test_what_is_neither_a_name_nor_code_is_refused(value, reason) -> None:
         ("x = (", "f", "line 1 of {path} is not valid Python"),
         ("import no_such_thing_here", "f", "the import of {path} raises ModuleNotFoundError: No module named"),
         ("def g(a, b): pass", "f", "{path} has no f; it has g"),
+        (
+            "def forward(a, b): pass\ndef g(a): pass",
+            "forwards",
+            "{path} has no forwards (did you mean forward?); it has fo",
+        ),
         ("f = 3", "f", "f is 3, which cannot be called"),
         ("def f(a): pass", "f", "f has to take 2 arguments: first, second"),
         ("def f(a, b, *, c): pass", "f", "f has to take 2 arguments: first, second"),
