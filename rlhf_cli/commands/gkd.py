@@ -33,6 +33,11 @@ class GKDConfig(OnlineConfig):
     policy: PolicyConfig = PolicyConfig(init_kl_coef=0.0)
     optim: OptimConfig = OptimConfig(actor_learning_rate=5e-6)
 
+    @property
+    def estimator(self) -> str:
+        """The row without advantages: the loss is a divergence."""
+        return self.command
+
     @model_validator(mode="after")
     def _check_fixed_rows(self) -> "GKDConfig":
         given = self.rows.changed(*type(self.rows).model_fields)

@@ -60,8 +60,8 @@ class OnlineConfig(CommandConfig):
 
     roles: ClassVar[Mapping[str, Role]] = ROLES
     """Possible roles of the command."""
-    compares_rewards: ClassVar[str] = ""
-    """Why the command cannot train with only a teacher; empty if it can."""
+    needs_reward: ClassVar[str] = ""
+    """Why the command needs a reward even with a teacher; empty if it can train with only a teacher."""
 
     model: ModelConfig
     adapter: LoraConfig = LoraConfig()
@@ -90,7 +90,9 @@ class OnlineConfig(CommandConfig):
     @property
     def estimator(self) -> str:
         """The command's row in the table of estimators."""
-        return COMMANDS[self.command].estimator or self.command
+        name = COMMANDS[self.command].estimator
+        assert name, f"set the estimator of {self.command} in command_table.py"
+        return name
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,8 +251,8 @@ class OnlineConfig(CommandConfig):
             raise ValueError("prm_pretrain adds step rewards to other rewards, but only the teacher is used")
         if self.dynamic.dynamic_filtering:
             raise ValueError("dynamic_filtering selects prompts by reward, but only the teacher is used")
-        if self.compares_rewards:
-            names = (name for name in POLICY_GRADIENT if not COMMANDS[name].config_class.compares_rewards)
+        if self.needs_reward:
+            names = (name for name in POLICY_GRADIENT if not COMMANDS[name].config_class.needs_reward)
             alone = f"rlhf {listed(names)} can train with only a teacher"
-            raise ValueError(f"{self.compares_rewards}, but only the teacher is used: {alone}")
+            raise ValueError(f"{self.needs_reward}, but only the teacher is used: {alone}")
         return self

@@ -10,6 +10,6 @@ class PPOConfig(OnlineConfig):
     command = "ppo"
 
     unsupported = NEVER_ONLINE
-    compares_rewards = "the critic predicts rewards"
+    needs_reward = "the critic predicts rewards"
 
     policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()

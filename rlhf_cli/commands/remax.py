@@ -10,4 +10,4 @@ class ReMaxConfig(OnlineConfig):
     command = "remax"
 
     unsupported = NEVER_ONLINE | STEP_REWARDS | {"critic", "dynamic"}
-    compares_rewards = "the baseline is the reward of the greedy response"
+    needs_reward = "the baseline is the reward of the greedy response"

@@ -61,7 +61,15 @@ def test_only_a_command_with_a_critic_has_settings_of_one(command):
 
 @pytest.mark.parametrize("command", ONLINE_TRAINING)
 def test_the_defaults_of_a_command_fit_together(command):
-    check_batches(resolve(command, **NEEDED.get(command, {})), ESTIMATORS[command])
+    config = resolve(command, **NEEDED.get(command, {}))
+    check_batches(config, ESTIMATORS[config.estimator])
+
+
+@pytest.mark.parametrize("command", ONLINE_TRAINING)
+def test_a_command_names_its_estimator_in_the_table_of_commands(command):
+    estimator = ESTIMATORS[resolve(command, **NEEDED.get(command, {})).estimator]
+    named = estimator.advantages is not None
+    assert (command in POLICY_GRADIENT) == named, "set `estimator` in command_table.py if the command has advantages"
 
 
 @pytest.mark.parametrize(
