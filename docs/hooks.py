@@ -19,8 +19,6 @@ MARKER = re.compile(r"^<!-- (flags|metrics): (\S+) -->$", re.MULTILINE)
 
 PANELS = {OFFLINE: "offline", ONLINE: "online"}
 """Names that stand for all commands of a panel in metrics.yaml."""
-POLICY = "policy"
-"""The name that stands for all commands with a policy loss."""
 
 Cells = tuple[str, ...]
 
@@ -57,7 +55,8 @@ def metrics_table(command: str) -> str:
 def metrics_of(command: str) -> list[dict[str, str]]:
     """Return the documented metrics of a command, in the order of the file."""
     names = {command, PANELS.get(COMMANDS[command].panel, command)}
-    names |= {POLICY} if "policy_loss" in flags_of(COMMANDS[command].config_class) else set()
+    # A flag stands for all commands that have it.
+    names |= {f"--{flag}" for flag in flags_of(COMMANDS[command].config_class)}
     documented = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
     return [metric for metric in documented if names & set(metric["commands"].split())]
 

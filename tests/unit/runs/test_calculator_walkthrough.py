@@ -11,6 +11,7 @@ from rich.console import Console
 from rlhf_cli import cli
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.records import Calls, Reply, Reset
+from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.commands.quickstart import QuickstartGroup
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.options import build_config
@@ -37,7 +38,7 @@ def settings_of(words: list[str]) -> dict[str, str]:
     return values
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "reinforce++", "rloo", "remax"])
+@pytest.mark.parametrize("algorithm", POLICY_GRADIENT)
 def test_all_commands_are_valid(walk, algorithm):
     settings = QuickstartGroup(output=str(walk.root), environment="calculator", algorithm=algorithm)
     steps = walkthrough(settings).steps()
