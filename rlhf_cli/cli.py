@@ -28,7 +28,7 @@ from rlhf_cli.version import __version__
 if TYPE_CHECKING:
     from rlhf_cli.config.base import CommandConfig
 
-FIRST_RANK_SECONDS = 20
+_FIRST_RANK_SECONDS = 20
 """Delay before other ranks exit on a usage error. Rank 0 finds the same error and reports it, and the launcher then
 kills the rest, so the error is printed once."""
 
@@ -51,17 +51,17 @@ class CommandGroup(HelpPageGroup):
         ):
             raise UsageError(f"{args[0]} is an OpenRLHF or TRL command; run rlhf {here}")
         if args and ":" in args[0]:
-            return args[0], outside_command(args[0], args[1:]), args[1:]
+            return args[0], _outside_command(args[0], args[1:]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
-        return name, load_command(name, self.table[name], rest) if name else None, rest
+        return name, _load_command(name, self.table[name], rest) if name else None, rest
 
 
-def load_command(name: str, entry: Command, arguments: Sequence[str]) -> Any:
+def _load_command(name: str, entry: Command, arguments: Sequence[str]) -> Any:
     """Import a command's config class and return the Typer command, called with `arguments`."""
     return command_of(name, entry.config_class, entry.run, arguments)
 
 
-def outside_command(text: str, arguments: Sequence[str]) -> Any:
+def _outside_command(text: str, arguments: Sequence[str]) -> Any:
     """Return the Typer command for external code, `file.py:NAME` or `module:NAME`.
 
     Raises:
@@ -94,7 +94,7 @@ def command_of(
     return typer_command(name, settings, _with_trace(run), arguments, text=text)
 
 
-def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
+def _make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
     """Build the Typer application for a command group."""
     app = typer.Typer(
         cls=group,
@@ -103,7 +103,7 @@ def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(root)
+    app.callback()(_root)
     return app
 
 
@@ -113,7 +113,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def root(
+def _root(
     ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
@@ -135,13 +135,13 @@ def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = Comma
     is_outside = ":" in "".join(words[:1])
     called = words[0] if is_outside else next((word for word in words if word in group.table), None)
     try:
-        outcome = typer.main.get_command(make_app(group)).main(words, prog_name="rlhf", standalone_mode=False)
+        outcome = typer.main.get_command(_make_app(group)).main(words, prog_name="rlhf", standalone_mode=False)
         if outcome == 130:
             _tell(called, "interrupted")
         return outcome if isinstance(outcome, int) else 0
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(FIRST_RANK_SECONDS)
+            time.sleep(_FIRST_RANK_SECONDS)
         _tell(called, str(error))
         return 2
     except RunError as error:

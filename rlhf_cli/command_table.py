@@ -3,7 +3,7 @@
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-OFFLINE, ONLINE, USE, HELP = "Train offline", "Train online", "Use models", "Help"
+OFFLINE, ONLINE, _USE, _HELP = "Train offline", "Train online", "Use models", "Help"
 
 
 class Command(NamedTuple):
@@ -35,124 +35,124 @@ class Command(NamedTuple):
         resolve_name(f"rlhf_cli.runs.{self.function}")(config)
 
 
-TRAIN_OFFLINE, TRAIN_ONLINE = "launch:train_offline", "online.run:run_online"
+_TRAIN_OFFLINE, _TRAIN_ONLINE = "launch:train_offline", "online.run:run_online"
 
 COMMANDS = {
     "sft": Command(
         "sft:SFTConfig",
         OFFLINE,
         "Supervised fine-tuning on prompts with responses, conversations, or plain text.",
-        TRAIN_OFFLINE,
+        _TRAIN_OFFLINE,
         task="offline.sft:sft_task",
     ),
     "rm": Command(
-        "rm:RMConfig", OFFLINE, "Train a reward model on preference pairs.", TRAIN_OFFLINE, task="offline.rm:rm_task"
+        "rm:RMConfig", OFFLINE, "Train a reward model on preference pairs.", _TRAIN_OFFLINE, task="offline.rm:rm_task"
     ),
     "prm": Command(
         "prm:PRMConfig",
         OFFLINE,
         "Train a process reward model on solutions with step labels.",
-        TRAIN_OFFLINE,
+        _TRAIN_OFFLINE,
         task="offline.prm:prm_task",
     ),
     "dpo": Command(
         "dpo:DPOConfig",
         OFFLINE,
         "Preference optimization on pairs: DPO, IPO, SimPO, ORPO and other losses.",
-        TRAIN_OFFLINE,
+        _TRAIN_OFFLINE,
         task="offline.dpo:dpo_task",
     ),
     "kto": Command(
         "kto:KTOConfig",
         OFFLINE,
         "Preference optimization on responses labelled desirable or undesirable (KTO).",
-        TRAIN_OFFLINE,
+        _TRAIN_OFFLINE,
         task="offline.kto:kto_task",
     ),
     "distill": Command(
         "distill:DistillConfig",
         OFFLINE,
         "Distill a teacher's token distributions into a student on fixed examples.",
-        TRAIN_OFFLINE,
+        _TRAIN_OFFLINE,
         task="offline.distill:distill_task",
     ),
-    "ppo": Command("ppo:PPOConfig", ONLINE, "Train a policy and a critic (PPO with GAE).", TRAIN_ONLINE, "ppo"),
+    "ppo": Command("ppo:PPOConfig", ONLINE, "Train a policy and a critic (PPO with GAE).", _TRAIN_ONLINE, "ppo"),
     "reinforce++": Command(
         "reinforce:ReinforceConfig",
         ONLINE,
         "No critic, advantages whitened over the batch (REINFORCE++).",
-        TRAIN_ONLINE,
+        _TRAIN_ONLINE,
         "reinforce++",
     ),
     "grpo": Command(
         "grpo:GRPOConfig",
         ONLINE,
         "No critic, group-relative advantages (GRPO); presets for DAPO and GSPO.",
-        TRAIN_ONLINE,
+        _TRAIN_ONLINE,
         "grpo",
     ),
     "rloo": Command(
-        "rloo:RLOOConfig", ONLINE, "No critic, leave-one-out baseline within the group (RLOO).", TRAIN_ONLINE, "rloo"
+        "rloo:RLOOConfig", ONLINE, "No critic, leave-one-out baseline within the group (RLOO).", _TRAIN_ONLINE, "rloo"
     ),
     "remax": Command(
         "remax:ReMaxConfig",
         ONLINE,
         "No critic, reward of the greedy response as baseline (ReMax).",
-        TRAIN_ONLINE,
+        _TRAIN_ONLINE,
         "remax",
     ),
     "gkd": Command(
         "gkd:GKDConfig",
         ONLINE,
         "On-policy distillation: match a teacher on the student's own responses (GKD).",
-        TRAIN_ONLINE,
+        _TRAIN_ONLINE,
     ),
     "generate": Command(
         "generate:GenerateConfig",
-        USE,
+        _USE,
         "Sample responses to prompts, score them and select training data.",
         "inference.generate:run_generation",
     ),
     "eval": Command(
         "eval:EvalConfig",
-        USE,
+        _USE,
         "Evaluate models on prompts with labels: accuracy, pass@k, majority votes.",
         "inference.evaluate:run_evaluation",
     ),
-    "chat": Command("chat:ChatConfig", USE, "Chat with one or more models in the terminal.", "chat.run:run_chat"),
+    "chat": Command("chat:ChatConfig", _USE, "Chat with one or more models in the terminal.", "chat.run:run_chat"),
     "serve-rm": Command(
         "serve_rm:ServeRMConfig",
-        USE,
+        _USE,
         "Serve a reward model or verifiers over HTTP, for --remote_rm_url.",
         "reward_server:run_server",
     ),
     "merge": Command(
         "merge:MergeConfig",
-        USE,
+        _USE,
         "Merge an adapter into the base model, or convert a checkpoint to Hugging Face.",
         "merge:merge",
     ),
     "scratch": Command(
         "scratch:ScratchConfig",
-        USE,
+        _USE,
         "Create a small untrained model and tokenizer for offline tests.",
         "scratch:scratch",
     ),
     "data": Command(
         "data:DataCommandConfig",
-        HELP,
+        _HELP,
         "Preview how a command reads a dataset: trained tokens, lengths, dropped rows.",
         "data:show_data",
     ),
     "doctor": Command(
         "doctor:DoctorConfig",
-        HELP,
+        _HELP,
         "Check the installation and this machine, with a fix for each problem.",
         "doctor:doctor",
     ),
     "quickstart": Command(
         "quickstart:QuickstartConfig",
-        HELP,
+        _HELP,
         "Train a tiny model to add numbers with sft and ppo, in a few minutes.",
         "quickstart:quickstart",
     ),

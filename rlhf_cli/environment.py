@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-QUIET = {
+_QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -25,29 +25,29 @@ USUAL = gc.get_threshold()
 SELDOM = (100_000, 50, 50)
 """Garbage collector thresholds during startup."""
 
-ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-ONEDNN_CAPACITY = "128"
+_ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_ONEDNN_CAPACITY = "128"
 """Size limit for the caches in which oneDNN and PyTorch keep compiled bf16 kernels on a CPU, one per shape. Packs keep
 producing new shapes, and the default is 1,024 kernels with up to 1 MB each: a lot with many processes."""
 
 
 def prepare_environment() -> None:
     """Set environment variables that the user has not set. Call it before importing torch, Ray or vLLM."""
-    for name, value in QUIET.items():
+    for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if not has_gpu_device():
+    if not _has_gpu_device():
         # Otherwise DeepSpeed warns about a missing GPU on import.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
-def has_gpu_device() -> bool:
+def _has_gpu_device() -> bool:
     """Return whether this machine has a GPU device, without importing torch."""
     # /dev/dxg is the GPU in Windows Subsystem for Linux.
     return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
 
 
-FAST_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "BF16 of ARM"}
+_FAST_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "BF16 of ARM"}
 """CPU flags that indicate fast bf16 matrix products. On other AVX512 CPUs, oneDNN converts every operand, which is
 slower than float32."""
 
@@ -56,7 +56,7 @@ slower than float32."""
 def fast_dtype() -> tuple[Literal["bf16", "fp32"], str]:
     """Return the fastest dtype on this machine with the reason, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if has_gpu_device() and not hidden:
+    if _has_gpu_device() and not hidden:
         return "bf16", "bf16 is fast on a GPU"
     # This machine may be a head node without a GPU.
     if os.environ.get("RAY_ADDRESS"):
@@ -72,7 +72,7 @@ def dtype_of_processor(description: str) -> tuple[Literal["bf16", "fp32"], str]:
     """
     lines = (line.partition(":") for line in description.splitlines())
     flags = {flag for name, _, value in lines if name.strip() in ("flags", "Features") for flag in value.split()}
-    extension = next((name for flag, name in FAST_BF16.items() if flag in flags), None)
+    extension = next((name for flag, name in _FAST_BF16.items() if flag in flags), None)
     if extension is None:
         return "fp32", "this CPU has no fast bf16 instructions (AMX, AVX512-BF16)"
     return "bf16", f"this CPU has fast bf16 instructions ({extension})"
@@ -102,7 +102,7 @@ def resume_collector() -> None:
 
 def onednn_caches() -> dict[str, str]:
     """Return the environment variables that limit oneDNN's caches, with the user's values if set."""
-    return {name: os.environ.get(name, ONEDNN_CAPACITY) for name in ONEDNN_CACHES}
+    return {name: os.environ.get(name, _ONEDNN_CAPACITY) for name in _ONEDNN_CACHES}
 
 
 def user_cache(kind: str) -> Path:

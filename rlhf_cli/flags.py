@@ -165,7 +165,7 @@ def _bounds(limits: Sequence[object]) -> str:
     return " and ".join(f"{signs[kind]} {bound}" for kind, bound in bounds.items())
 
 
-LONGEST_SHOWN = 300
+_LONGEST_SHOWN = 300
 """Maximum characters shown for a value in a message. Longer values are truncated, followed by their length."""
 
 
@@ -177,4 +177,4 @@ def shown(value: object) -> str:
         text = {None: "null", True: "true", False: "false"}[value]
     else:
         text = "''" if value == "" else str(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text):,} characters)"

@@ -12,33 +12,33 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-Row = tuple[str, str]
+_Row = tuple[str, str]
 """(name, help)."""
 
 # Page width in columns. Longer lines are hard to read.
-MIN_WIDTH, MAX_WIDTH = 50, 110
+_MIN_WIDTH, _MAX_WIDTH = 50, 110
 # Maximum width of the left column. Longer names get a separate line.
-MAX_NAME = 34
+_MAX_NAME = 34
 
 
 class HelpPageCommand(TyperCommand):
     """A command with panels in its help page."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(page(self, ctx, usage=f"{ctx.command_path} {self.options_metavar}"))
+        formatter.write(_page(self, ctx, usage=f"{ctx.command_path} {self.options_metavar}"))
 
 
 class HelpPageGroup(TyperGroup):
     """A command group with panels in its help page."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(page(self, ctx, usage=f"{ctx.command_path} COMMAND [--FLAG VALUE]..."))
+        formatter.write(_page(self, ctx, usage=f"{ctx.command_path} COMMAND [--FLAG VALUE]..."))
 
 
-def page(command: TyperCommand | TyperGroup, ctx: Any, *, usage: str) -> str:
+def _page(command: TyperCommand | TyperGroup, ctx: Any, *, usage: str) -> str:
     """Format the help page for a command or group, at terminal width."""
-    width = min(max(shutil.get_terminal_size().columns, MIN_WIDTH), MAX_WIDTH)
-    panels: dict[str, list[Row]] = {"Options": []}
+    width = min(max(shutil.get_terminal_size().columns, _MIN_WIDTH), _MAX_WIDTH)
+    panels: dict[str, list[_Row]] = {"Options": []}
     for option in command.get_params(ctx):
         if isinstance(option, typer.core.TyperOption) and not option.hidden:
             rows = panels.setdefault(option.rich_help_panel or "Options", [])
@@ -56,9 +56,9 @@ def page(command: TyperCommand | TyperGroup, ctx: Any, *, usage: str) -> str:
     return _encodable("\n".join(lines) + "\n")
 
 
-def _panel(title: str, rows: list[Row], width: int) -> list[str]:
+def _panel(title: str, rows: list[_Row], width: int) -> list[str]:
     inner = width - 4
-    left = min(max(len(name) for name, _ in rows), MAX_NAME)
+    left = min(max(len(name) for name, _ in rows), _MAX_NAME)
     lines = [f"╭─ {_bold(title)} {'─' * (width - len(title) - 5)}╮"]
     for name, text in rows:
         body = wrap(text, inner - left - 2) or [""]

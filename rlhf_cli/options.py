@@ -37,19 +37,19 @@ from rlhf_cli.foreign.translation import Translation, translate
 from rlhf_cli.help_page import HelpPageCommand
 from rlhf_cli.settings_file import read_settings
 
-C = TypeVar("C", bound=CommandConfig)
+_C = TypeVar("_C", bound=CommandConfig)
 
 # List items. A comma inside parentheses does not separate items: `math,cosine(max_len=2048, wrong_long=0)`.
 _BETWEEN_COMMAS = re.compile(r"(?:\([^()]*\)|[^,])+")
 
-LIKENESS = 0.75
+_LIKENESS = 0.75
 """Minimum difflib ratio for "did you mean" hints. Below it, most hints were wrong."""
 
-FLAGS = "[--FLAG VALUE]..."
+_FLAGS = "[--FLAG VALUE]..."
 """Usage text after the command name in help pages."""
 
 
-def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: str = "--{}") -> C:
+def build_config(config_cls: type[_C], values: Mapping[str, object], *, spelled: str = "--{}") -> _C:
     """Build and validate a config from flat values, as text or typed. Missing settings keep the defaults.
 
     `spelled` formats setting names in messages, with `{}` for the name.
@@ -57,7 +57,7 @@ def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: 
     Raises:
         UsageError: one line that lists all problems.
     """
-    config_cls = with_settings_of_code(config_cls, values)
+    config_cls = _with_settings_of_code(config_cls, values)
     flags = flags_of(config_cls)
     problems = [_unknown_key(name, flags, spelled) for name in values if name not in flags]
     config, invalid = _validate(config_cls, values, dict.fromkeys(values, spelled))
@@ -66,7 +66,7 @@ def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: 
     return config
 
 
-def with_settings_of_code(config_cls: type[C], values: Mapping[str, object]) -> type[C]:
+def _with_settings_of_code(config_cls: type[_C], values: Mapping[str, object]) -> type[_C]:
     """Return the config class extended by one settings group for each user-defined plugin that declares settings.
 
     Example: `--advantage_estimator median.py:quantile` with `quantile = Estimator(..., settings=QuantileConfig)` adds
@@ -114,7 +114,7 @@ def _given_early(arguments: Sequence[str], names: Collection[str]) -> dict[str, 
     return {name: value for file in files for name, value in file.values.items() if name in names} | found
 
 
-def from_yaml(config_cls: type[C], path: Path) -> C:
+def from_yaml(config_cls: type[_C], path: Path) -> _C:
     """Load a config from a YAML file and the files that it extends. Raises UsageError if it is invalid."""
     values = {name: value for file in read_settings(str(path)) for name, value in file.values.items()}
     return build_config(config_cls, values, spelled=f"{{}} in {path}")
@@ -134,7 +134,7 @@ def to_yaml(config: CommandConfig) -> str:
 _CONFIG_OPTION = typer.Option("--config", help="YAML settings files, separated by commas. Later files take precedence.")
 
 
-def from_config(
+def _from_config(
     name: str, config_cls: type[CommandConfig], run: Callable[..., None], text: str | None
 ) -> Callable[..., None]:
     """Return a Typer command function with one option per setting of a config class. It calls `run(config)`.
@@ -146,7 +146,7 @@ def from_config(
 
     def command(ctx: typer.Context, config: Path | None, **given: object) -> None:
         named = {flag.name: given[flag.attribute] for flag in flags.values()}
-        words = ctx.meta.get(TRANSLATED) or Translation()
+        words = ctx.meta.get(_TRANSLATED) or Translation()
         known = {flag.name: flag.takes for flag in flags.values()}
         read = [] if config is None else read_settings(str(config))
         named |= dict.fromkeys(words.automatic, "auto")
@@ -178,7 +178,7 @@ def from_config(
     return command
 
 
-TRANSLATED = "rlhf_cli.translated"
+_TRANSLATED = "rlhf_cli.translated"
 """Key in the Click context for the translation from other frameworks' flags."""
 
 
@@ -195,7 +195,7 @@ class SettingsCommand(HelpPageCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
             done = translate(args, command=self.name or "", known=self._known(ctx))
-            args, ctx.meta[TRANSLATED] = done.words, done
+            args, ctx.meta[_TRANSLATED] = done.words, done
             # Click lets the last of two equal flags win. The parser also returns every option in order.
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             if twice := next((option for number, option in enumerate(order) if option in order[:number]), None):
@@ -218,7 +218,7 @@ def typer_command(
     text = text or config_cls.__doc__
     names = {flag.name for flag in flags_of(config_cls).values() if flag.plugin and flag.plugin.may_have_settings}
     # Before Typer parses: the flags of the command depend on the code that the arguments name.
-    config_cls = with_settings_of_code(config_cls, _given_early(arguments, names))
+    config_cls = _with_settings_of_code(config_cls, _given_early(arguments, names))
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # Collect unknown flags instead of stopping at the first one, so that one message reports all mistakes.
     settings = {
@@ -227,8 +227,8 @@ def typer_command(
         "token_normalize_func": underscores,
     }
     positional = config_cls.positional
-    usage = f"{positional.upper()} {FLAGS}" if positional else FLAGS
-    command = from_config(name, config_cls, run, text)
+    usage = f"{positional.upper()} {_FLAGS}" if positional else _FLAGS
+    command = _from_config(name, config_cls, run, text)
     app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=usage)(command)
     return typer.main.get_command(app)
 
@@ -285,8 +285,8 @@ def _unreadable_texts(values: Mapping[str, object], spelled: Mapping[str, str]) 
 
 
 def _validate(
-    config_cls: type[C], values: Mapping[str, object], spelled: Mapping[str, str]
-) -> tuple[C | None, list[str]]:
+    config_cls: type[_C], values: Mapping[str, object], spelled: Mapping[str, str]
+) -> tuple[_C | None, list[str]]:
     """Return the config, or None and the problems. Unknown names are ignored."""
     flags = flags_of(config_cls)
     groups: dict[str, dict[str, object]] = {}
@@ -367,7 +367,7 @@ def _did_you_mean(word: str, flags: Mapping[str, Flag], prefix: str) -> str:
     known = list(flags)
     if prefix:
         known += [f"no_{flag.name}" for flag in flags.values() if flag.annotation is bool] + ["config", "help"]
-    if near := get_close_matches(underscores(word), known, n=1, cutoff=LIKENESS):
+    if near := get_close_matches(underscores(word), known, n=1, cutoff=_LIKENESS):
         return f" (did you mean {prefix}{near[0]}?)"
     return ""
 

@@ -16,13 +16,13 @@ import yaml
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import shown
 
-LARGEST_VALUE = 1_000_000
+_LARGEST_VALUE = 1_000_000
 """Maximum characters and items in one setting, because messages and checks format values."""
 
 
-EXTENDS = "extends"
+_EXTENDS = "extends"
 """Key that lists base files. Settings in the file override those in base files."""
-MOST_FILES = 100
+_MOST_FILES = 100
 """Maximum number of files read for one `--config`, with repetitions."""
 
 
@@ -50,14 +50,14 @@ def read_settings(config: str) -> list[SettingsFile]:
 
 def _read_extended(path: Path, above: tuple[Path, ...], files: list[SettingsFile]) -> None:
     """Append a file after its base files. `above` holds the files through which it was reached."""
-    named = f"--config {f' {EXTENDS} '.join(map(str, (*above, path)))}"
+    named = f"--config {f' {_EXTENDS} '.join(map(str, (*above, path)))}"
     if path.resolve() in {file.resolve() for file in above}:
         raise UsageError(f"{named}: a file cannot extend itself")
     # Without a cycle, a chain of files that each extend the next one twice still grows exponentially.
-    if len(files) + len(above) >= MOST_FILES:
-        raise UsageError(f"{named}: more than {MOST_FILES} files")
+    if len(files) + len(above) >= _MOST_FILES:
+        raise UsageError(f"{named}: more than {_MOST_FILES} files")
     values = read_yaml(path, named=named)
-    for name in _extended_names(values.pop(EXTENDS, None), named):
+    for name in _extended_names(values.pop(_EXTENDS, None), named):
         _read_extended(path.parent / os.path.expanduser(name), (*above, path), files)
     files.append(SettingsFile(path, values))
 
@@ -67,7 +67,7 @@ def _extended_names(value: object, named: str) -> list[str]:
     given = value if isinstance(value, list) else [] if value is None else [value]
     names = [name for name in given if isinstance(name, str) and name]
     if len(names) < len(given):
-        raise UsageError(f"{named}: {EXTENDS} {shown(value)}: must be a file, or a list of files")
+        raise UsageError(f"{named}: {_EXTENDS} {shown(value)}: must be a file, or a list of files")
     return names
 
 
@@ -104,8 +104,8 @@ def _endless_settings(values: object) -> list[str]:
         size = _written_out_size(value, sizes)
         if size == math.inf:
             problems.append(f"{name} contains itself")
-        elif size > LARGEST_VALUE:
-            problems.append(f"{name} has more than {LARGEST_VALUE:,} characters or items after expanding aliases")
+        elif size > _LARGEST_VALUE:
+            problems.append(f"{name} has more than {_LARGEST_VALUE:,} characters or items after expanding aliases")
     return problems
 
 
@@ -123,7 +123,7 @@ def _written_out_size(value: object, sizes: dict[int, float]) -> float:
         sizes[id(value)] = math.inf
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         total = 1 + sum(_written_out_size(part, sizes) for part in parts)
-        sizes[id(value)] = total if total == math.inf else min(total, LARGEST_VALUE + 1)
+        sizes[id(value)] = total if total == math.inf else min(total, _LARGEST_VALUE + 1)
     return sizes[id(value)]
 
 

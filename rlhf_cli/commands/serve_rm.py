@@ -9,7 +9,7 @@ from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig
 
-UNSERVABLE = ("length", "group", "episode")
+_UNSERVABLE = ("length", "group", "episode")
 """Rewards that depend on the token count of responses, which requests do not contain."""
 
 
@@ -43,7 +43,7 @@ class ServeRMConfig(CommandConfig):
     @model_validator(mode="after")
     def _check_reward(self) -> Self:
         if not self.reward.is_given:
-            names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE and not row.by_row)
+            names = ", ".join(name for name, row in REWARDS.items() if row.kind not in _UNSERVABLE and not row.by_row)
             raise ValueError(
                 f"nothing to serve: set --reward_pretrain MODEL, --reward_funcs ({names}) or --reward_func FILE.py"
             )
@@ -56,7 +56,7 @@ class ServeRMConfig(CommandConfig):
             raise ValueError(
                 "reward_funcs by_row requires dataset rows, which requests do not contain: set it in the training run"
             )
-        if unknown := [call.name for call in self.reward.rewards if call.row.kind in UNSERVABLE]:
+        if unknown := [call.name for call in self.reward.rewards if call.row.kind in _UNSERVABLE]:
             raise ValueError(
                 f"reward_funcs {unknown[0]} requires the response length in tokens, which requests do not contain: "
                 "set it in the training run, in addition to --remote_rm_url"

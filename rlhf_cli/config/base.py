@@ -11,7 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from rlhf_cli.config.plugins import group_of_code, is_target
 
-OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
+_OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
 """Settings with output paths, in any group."""
 
 
@@ -100,7 +100,7 @@ class SettingsGroup(BaseModel):
     # Without `validate_default`, because defaults are constants that tests check once.
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
 
-    @field_validator(*OUTPUTS, check_fields=False)
+    @field_validator(*_OUTPUTS, check_fields=False)
     @classmethod
     def _expand_home(cls, path: str | None) -> str | None:
         if path is not None and not path.strip():

@@ -11,13 +11,13 @@ from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 
-OF_EPISODES = Needs("environment", when="plays_episodes")
-MCP_SCHEMES = ("http", "https")
-URL_SCHEMES = ("ws", "wss", *MCP_SCHEMES)
+_OF_EPISODES = Needs("environment", when="plays_episodes")
+_MCP_SCHEMES = ("http", "https")
+_URL_SCHEMES = ("ws", "wss", *_MCP_SCHEMES)
 MCP_PREFIX = "mcp:"
 
-EnvironmentKind = Literal["file", "openenv", "mcp"]
-TurnSchedule = Literal["step", "free"]
+_EnvironmentKind = Literal["file", "openenv", "mcp"]
+_TurnSchedule = Literal["step", "free"]
 
 
 def is_url(text: str) -> bool:
@@ -25,7 +25,7 @@ def is_url(text: str) -> bool:
     return "://" in text.partition(" ")[0]
 
 
-def environment_kind(environment: str) -> EnvironmentKind:
+def environment_kind(environment: str) -> _EnvironmentKind:
     """Return the environment kind, judged by the form of the setting."""
     if environment.startswith(MCP_PREFIX):
         return "mcp"
@@ -40,9 +40,9 @@ class EpisodeConfig(SettingsGroup):
     to start an MCP server; or mcp:URL for a running MCP server. Each response becomes a multi-turn episode: the class's
     public methods, or the server's tools, are the model's tools. Without tools, step(text) replies to the model.
     """
-    max_turns: Annotated[int, OF_EPISODES] = Field(8, gt=0)
+    max_turns: Annotated[int, _OF_EPISODES] = Field(8, gt=0)
     """Maximum number of model turns per episode. max_new_tokens limits a turn, max_len the full episode."""
-    environment_timeout: Annotated[float, OF_EPISODES] = Field(30.0, gt=0)
+    environment_timeout: Annotated[float, _OF_EPISODES] = Field(30.0, gt=0)
     """Timeout in seconds for an environment or agent program to reply; then it is killed. A late tool truncates the
     episode, which keeps its reward so far. A late reset or program fails the episode.
     """
@@ -52,13 +52,13 @@ class EpisodeConfig(SettingsGroup):
     to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns. The program receives the row as
     JSON on standard input, and prints JSON with its reward as the last line.
     """
-    environment_num_workers: Annotated[int, OF_EPISODES] = Field(32, gt=0)
+    environment_num_workers: Annotated[int, _OF_EPISODES] = Field(32, gt=0)
     """Maximum number of concurrent environments or agent processes. Others wait."""
-    turn_schedule: Annotated[TurnSchedule, Needs("environment")] = "step"
+    turn_schedule: Annotated[_TurnSchedule, Needs("environment")] = "step"
     """step samples one turn of all episodes at once, after all environments have replied; results are reproducible on a
     CPU. free samples each turn as soon as its environment replies: faster, but rounding depends on timing.
     """
-    turns: Annotated[str | None, OF_EPISODES] = None
+    turns: Annotated[str | None, _OF_EPISODES] = None
     """File with the model's turns to play, one per line, or FILE.json with a list of strings. Without it, turns are
     typed in a terminal; otherwise each tool is called once with sample arguments.
     """
@@ -88,10 +88,10 @@ class EpisodeConfig(SettingsGroup):
         url = (self.environment or "").removeprefix(MCP_PREFIX)
         if not is_url(url):
             return self
-        schemes: tuple[str, ...] = URL_SCHEMES
+        schemes: tuple[str, ...] = _URL_SCHEMES
         form = "an OpenEnv server has a URL like ws://host:8000"
         if url != self.environment:
-            schemes, form = MCP_SCHEMES, "an MCP server has a URL like http://host:8000/mcp"
+            schemes, form = _MCP_SCHEMES, "an MCP server has a URL like http://host:8000/mcp"
         parts = urlsplit(url)
         if parts.scheme not in schemes or not parts.hostname:
             raise ValueError(f"environment {self.environment}: {form}")

@@ -46,7 +46,7 @@ class ShowConfig(SettingsGroup):
         return self.train_max_tokens_per_gpu * self.sequence_parallel_size
 
 
-ALL_FORMATS = tuple(
+_ALL_FORMATS = tuple(
     dict.fromkeys((*SEQUENCE_FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *STEP_FORMATS, *PROMPT_FORMATS))
 )
 
@@ -64,7 +64,7 @@ class ShownDataConfig(OfflineDataConfig):
     """Text after each step in rows with format placeholder. The default is Math-Shepherd's. It is not trained."""
     reward_tokens: tuple[str, str] = ("+", "-")
     """Labels for a correct and a wrong step, in addition to true, false, and numbers from 0 to 1."""
-    data_format: Annotated[str, Plugin(ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
+    data_format: Annotated[str, Plugin(_ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """Row format. auto detects it from the columns. prompt_response to text are for sft and distill, explicit_prompt
     and shared_prompt for rm and dpo, unpaired and preference for kto, stepwise to processbench for prm, and prompt,
     messages and sharegpt for ppo.

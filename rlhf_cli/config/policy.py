@@ -10,15 +10,15 @@ from rlhf_cli.config.plugins import Plugin
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLossRow:
+class _PolicyLossRow:
     """A policy loss: its function as `module:name`, and its loss-specific settings."""
 
     function: str
     reads: tuple[str, ...] = ()
 
 
-def _own(name: str, *reads: str) -> PolicyLossRow:
-    return PolicyLossRow(f"rlhf_cli.algorithms.policy_loss:{name}", reads)
+def _own(name: str, *reads: str) -> _PolicyLossRow:
+    return _PolicyLossRow(f"rlhf_cli.algorithms.policy_loss:{name}", reads)
 
 
 POLICY_LOSSES = {

@@ -10,11 +10,11 @@ from rlhf_cli.config.plugins import Plugin
 
 StepConstant = Literal["aot_partner", "bco_delta"]
 RewardLossName = Literal["sigmoid", "logexp"]
-UnpairedLossName = Literal["kto", "apo_zero_unpaired"]
+_UnpairedLossName = Literal["kto", "apo_zero_unpaired"]
 
 
 @dataclass(frozen=True, slots=True)
-class PairLossRow:
+class _PairLossRow:
     """A pairwise loss: its function as `module:name`, its settings, and other requirements.
 
     `step_constant`: the field of `PairLogprobs` (algorithms/preference.py) that it requires.
@@ -28,11 +28,11 @@ class PairLossRow:
 
 def _own(
     name: str, *settings: str, needs_reference: bool = True, step_constant: StepConstant | None = None
-) -> PairLossRow:
-    return PairLossRow(f"rlhf_cli.algorithms.preference:{name}", frozenset(settings), needs_reference, step_constant)
+) -> _PairLossRow:
+    return _PairLossRow(f"rlhf_cli.algorithms.preference:{name}", frozenset(settings), needs_reference, step_constant)
 
 
-PAIR_LOSSES: dict[str, PairLossRow] = {
+PAIR_LOSSES: dict[str, _PairLossRow] = {
     "sigmoid": _own("sigmoid_loss", "beta", "label_smoothing"),
     "ipo": _own("ipo_loss", "beta"),
     "hinge": _own("hinge_loss", "beta"),
@@ -112,7 +112,7 @@ class PairLossConfig(SettingsGroup):
 class UnpairedLossConfig(SettingsGroup):
     """Loss"""
 
-    loss: UnpairedLossName = "kto"
+    loss: _UnpairedLossName = "kto"
     """Loss on single responses. apo_zero_unpaired is kto without a KL baseline."""
     beta: float = Field(0.1, gt=0)
     """Scale of the log-ratios; larger values keep the policy closer to the reference."""

@@ -18,7 +18,7 @@ from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import SamplingConfig
 
 # Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
-DAPO_BUFFER_SHARE = 0.2
+_DAPO_BUFFER_SHARE = 0.2
 
 
 def defaults_of_loss(given: Mapping[str, object]) -> dict[str, object]:
@@ -78,20 +78,20 @@ def defaults_of_adapter(given: Mapping[str, object], *groups: SettingsGroup) -> 
     return {name: float(f"{10 * rate:.6g}") for name, rate in rates.items()}
 
 
-def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:
+def _defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults for a given teacher, which replaces the reference."""
     return {} if given.get("teacher_pretrain") is None else _without_rivals({"init_kl_coef": 0.0}, given)
 
 
 def defaults_of_roles(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults for a given teacher and environment."""
-    return defaults_of_teacher(given) | defaults_of_environment(given)
+    return _defaults_of_teacher(given) | defaults_of_environment(given)
 
 
 def _share_of_response(given: Mapping[str, object]) -> int:
     longest = given.get("max_new_tokens", SamplingConfig.model_fields["max_new_tokens"].default)
     try:
-        return max(1, int(DAPO_BUFFER_SHARE * int(str(longest))))
+        return max(1, int(_DAPO_BUFFER_SHARE * int(str(longest))))
     except ValueError:
         return 1  # validation reports its fault later
 

@@ -11,16 +11,16 @@ from typing import Literal, NamedTuple
 from rlhf_cli.config.plugins import FORMS, Plugin, is_target, load_target
 from rlhf_cli.errors import UsageError, did_you_mean
 
-Value = int | float
+_Value = int | float
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class _Parameter:
     """A numeric reward parameter, an integer or float depending on `kind`."""
 
-    default: Value | None
+    default: _Value | None
     """None if it is required."""
-    least: Value | None = None
+    least: _Value | None = None
     kind: type[int] | type[float] = float
 
     @property
@@ -30,7 +30,7 @@ class Parameter:
             f" >= {self.least}" if self.least is not None else ""
         )
 
-    def read(self, text: str) -> Value:
+    def read(self, text: str) -> _Value:
         """Parse a value. Raises ValueError if it is not allowed."""
         value = self.kind(text)
         # The first comparison is also false for NaN.
@@ -56,7 +56,7 @@ class RewardRow:
 
     function: str | Callable[..., object]
     kind: Literal["verifier", "text", "answer", "length", "group", "episode"]
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, _Parameter] = field(default_factory=dict)
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
     """Run settings that are also passed by keyword."""
@@ -89,12 +89,12 @@ REWARDS: dict[str, RewardRow] = {
     "boxed": _verifier("builtin:boxed", "list"),
     "math": _verifier("mathematics:math", "list"),
     "multiple_choice": RewardRow(
-        "rlhf_cli.rewards.verifiers.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
+        "rlhf_cli.rewards.verifiers.choices:multiple_choice", "verifier", {"choices": _Parameter(10, least=2, kind=int)}
     ),
     "code": RewardRow(
         "rlhf_cli.rewards.verifiers.code:code",
         "verifier",
-        {"timeout": Parameter(5.0, least=0.1), "memory_mb": Parameter(512, least=64, kind=int)},
+        {"timeout": _Parameter(5.0, least=0.1), "memory_mb": _Parameter(512, least=64, kind=int)},
         settings=("code_unsandboxed", "reward_timeout"),
         structured_labels=("dict", "list"),
     ),
@@ -110,17 +110,17 @@ REWARDS: dict[str, RewardRow] = {
     "repetition_penalty": RewardRow(
         "rlhf_cli.rewards.format_rewards:repetition_penalty",
         "text",
-        {"n": Parameter(3, least=1, kind=int), "max_penalty": Parameter(-0.1)},
+        {"n": _Parameter(3, least=1, kind=int), "max_penalty": _Parameter(-0.1)},
     ),
     "cosine": RewardRow(
         "rlhf_cli.rewards.length_rewards:cosine",
         "length",
         {
-            "max_len": Parameter(1000, least=1, kind=int),
-            "correct_short": Parameter(1.0),
-            "correct_long": Parameter(0.8),
-            "wrong_short": Parameter(-0.5),
-            "wrong_long": Parameter(-0.1),
+            "max_len": _Parameter(1000, least=1, kind=int),
+            "correct_short": _Parameter(1.0),
+            "correct_long": _Parameter(0.8),
+            "wrong_short": _Parameter(-0.5),
+            "wrong_long": _Parameter(-0.1),
         },
         needs_verdict=True,
     ),
@@ -128,9 +128,9 @@ REWARDS: dict[str, RewardRow] = {
         "rlhf_cli.rewards.length_rewards:soft_overlong",
         "length",
         {
-            "max_len": Parameter(None, least=1, kind=int),
-            "buffer": Parameter(None, least=1, kind=int),
-            "factor": Parameter(1.0, least=0),
+            "max_len": _Parameter(None, least=1, kind=int),
+            "buffer": _Parameter(None, least=1, kind=int),
+            "factor": _Parameter(1.0, least=0),
         },
     ),
     "length": RewardRow("rlhf_cli.rewards.length_rewards:length", "group", needs_verdict=True),
@@ -148,7 +148,7 @@ class RewardCall(NamedTuple):
     """
 
     name: str
-    parameters: dict[str, Value]
+    parameters: dict[str, _Value]
     target: str = ""
 
     @property
@@ -172,7 +172,7 @@ def row_of(name: str) -> RewardRow:
 
 
 # These names are common in configurations of other tools, so the error names the reward to use.
-NAMES_ELSEWHERE = {"accuracy": "math", "accuracy_reward": "math"}
+_NAMES_ELSEWHERE = {"accuracy": "math", "accuracy_reward": "math"}
 """Reward names in other tools: math-verify comparison in Open R1 and TRL."""
 
 _CALL = re.compile(r"(?P<name>\w+|[^()]+:\w+)\s*(?:\((?P<given>[^()]*)\))?")
@@ -201,7 +201,7 @@ def _row(name: str) -> RewardRow:
         except UsageError as error:
             raise ValueError(str(error)) from error
     if name not in REWARDS:
-        near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else did_you_mean(name, REWARDS)
+        near = f" (it is {_NAMES_ELSEWHERE[name]} here)" if name in _NAMES_ELSEWHERE else did_you_mean(name, REWARDS)
         raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}, or {FORMS}")
     return REWARDS[name]
 
@@ -220,8 +220,8 @@ def read_calls(texts: Iterable[str]) -> list[RewardCall]:
     return calls
 
 
-def _given(name: str, row: RewardRow, text: str) -> dict[str, Value]:
-    given: dict[str, Value] = {}
+def _given(name: str, row: RewardRow, text: str) -> dict[str, _Value]:
+    given: dict[str, _Value] = {}
     # Empty parts allow a trailing comma.
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, written = (piece.strip() for piece in part.partition("="))

@@ -17,9 +17,9 @@ from rlhf_cli.config.policy import KLEstimator
 from rlhf_cli.config.train import ZeroStage
 
 # Names instead of classes, because importing them would import torch.
-RANKS = "rlhf_cli.backends.roles.ranks"
+_RANKS = "rlhf_cli.backends.roles.ranks"
 DRIVERS = "rlhf_cli.backends.roles.groups"
-FROZEN_POLICY = f"{RANKS}:FrozenPolicyRank"
+FROZEN_POLICY = f"{_RANKS}:FrozenPolicyRank"
 """Ranks of a frozen language model that reads the policy's tokens."""
 
 
@@ -76,7 +76,7 @@ ROLES = {
             "actor",
             group="placement",
             title="policy",
-            rank=f"{RANKS}:ActorRank",
+            rank=f"{_RANKS}:ActorRank",
             driver=f"{DRIVERS}:ActorRole",
             is_trained=True,
         ),
@@ -84,7 +84,7 @@ ROLES = {
             "critic",
             group="critic",
             title="critic",
-            rank=f"{RANKS}:CriticRank",
+            rank=f"{_RANKS}:CriticRank",
             driver=f"{DRIVERS}:CriticRole",
             is_trained=True,
             pretrain="critic_pretrain",
@@ -105,7 +105,7 @@ ROLES = {
             "reward",
             group="reward_ranks",
             title="reward model",
-            rank=f"{RANKS}:RewardRank",
+            rank=f"{_RANKS}:RewardRank",
             driver=f"{DRIVERS}:RewardRole",
             pretrain="reward_pretrain",
             partner="critic",

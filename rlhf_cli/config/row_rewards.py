@@ -5,14 +5,14 @@ from fnmatch import fnmatchcase
 
 from rlhf_cli.config.rewards import REWARDS, read_call, row_of
 
-BY_ROW = "by_row"
+_BY_ROW = "by_row"
 """Reward that selects a verifier per row."""
 
 DATA_SOURCE = "data_source"
 """Source column in verl rows."""
 
 # Patterns cover the years and subsets in source names.
-SOURCES = {
+_SOURCES = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -39,18 +39,18 @@ def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
     """
     # The user's entries come first, also if a source has the name of a reward.
     if source in REWARDS and source not in own:
-        return source if is_verifier(source) else None
+        return source if _is_verifier(source) else None
     # Exact names first, because a pattern may match them too.
-    for table in (own, SOURCES):
+    for table in (own, _SOURCES):
         pattern = source if source in table else next((name for name in table if fnmatchcase(source, name)), None)
         if pattern is not None:
             return table[pattern]
     return None
 
 
-def is_verifier(name: str) -> bool:
+def _is_verifier(name: str) -> bool:
     """Return whether a reward can verify rows."""
-    return row_of(name).kind == "verifier" and name != BY_ROW
+    return row_of(name).kind == "verifier" and name != _BY_ROW
 
 
 def fault_of_sources(own: Mapping[str, object]) -> str | None:
@@ -60,7 +60,7 @@ def fault_of_sources(own: Mapping[str, object]) -> str | None:
             call = read_call(str(text))
         except ValueError as error:
             return f"{source}: {error}"
-        if not is_verifier(call.target or call.name):
-            names = ", ".join(name for name in REWARDS if is_verifier(name))
+        if not _is_verifier(call.target or call.name):
+            names = ", ".join(name for name in REWARDS if _is_verifier(name))
             return f"{source}: {call.name} is no verifier of a row; these are: {names}"
     return None

@@ -29,9 +29,9 @@ class Call:
         return next((self.values[name][0] for name in names if self.values.get(name)), None)
 
 
-Settings = dict[str, list[str]]
+_Settings = dict[str, list[str]]
 """`rlhf` settings: values by name; an empty list for a switch."""
-Meaning = Callable[[list[str], Call], Settings | None]
+_Meaning = Callable[[list[str], Call], _Settings | None]
 """Translates a foreign flag's values to settings, or to None if the flag is not needed."""
 
 
@@ -40,13 +40,13 @@ class Foreign:
     """A foreign flag with the number of values, `takes`; None consumes all up to the next flag."""
 
     takes: int | None
-    meaning: Meaning
+    meaning: _Meaning
 
 
 OWN_AND_FOREIGN = ("advantage_estimator",)
 """Flags that accept external code in `rlhf` and names in other frameworks."""
 
-FOREIGN_ESTIMATORS: dict[str, tuple[str, Settings]] = {
+_FOREIGN_ESTIMATORS: dict[str, tuple[str, _Settings]] = {
     "gae": ("ppo", {}),
     "reinforce": ("reinforce++", {}),
     "reinforce_baseline": ("reinforce++", {"baseline": ["group"]}),
@@ -54,11 +54,11 @@ FOREIGN_ESTIMATORS: dict[str, tuple[str, Settings]] = {
     "dr_grpo": ("grpo", {"preset": ["dr_grpo"]}),
     "rloo": ("rloo", {}),
 }
-SAMPLING = (*ONLINE_TRAINING, "generate", "eval")
+_SAMPLING = (*ONLINE_TRAINING, "generate", "eval")
 """Commands that read prompts and sample."""
 
 
-def _prompt_max_len(values: list[str], call: Call) -> Settings:
+def _prompt_max_len(values: list[str], call: Call) -> _Settings:
     """OpenRLHF limits the prompt; `max_len` limits prompt plus response."""
     if "max_len" in call.values:
         raise Refused("--max_len is set too and limits prompt plus response; drop --prompt_max_len")
@@ -69,7 +69,7 @@ def _prompt_max_len(values: list[str], call: Call) -> Settings:
     return {"max_len": [str(int(values[0]) + int(response))]}
 
 
-def _estimator(values: list[str], call: Call) -> Settings | None:
+def _estimator(values: list[str], call: Call) -> _Settings | None:
     """Accept an estimator that matches the command, since the command selects the estimator."""
     # Imported here: plugins.py imports pydantic, which `rlhf --help` does not need.
     from rlhf_cli.config.plugins import is_target
@@ -77,16 +77,16 @@ def _estimator(values: list[str], call: Call) -> Settings | None:
     value = values[0] if values else ""
     if is_target(value):
         return {"advantage_estimator": values}
-    if value not in FOREIGN_ESTIMATORS:
+    if value not in _FOREIGN_ESTIMATORS:
         raise Refused(f"the command selects the estimator: rlhf {listed(POLICY_GRADIENT, 'or')}")
-    command, settings = FOREIGN_ESTIMATORS[value]
+    command, settings = _FOREIGN_ESTIMATORS[value]
     if command != call.command:
         flags = "".join(f" --{name} {' '.join(words)}" for name, words in settings.items())
         raise Refused(f"the command selects the estimator; for {value}, run rlhf {command}{flags}")
     return settings or None
 
 
-def _correction_threshold(values: list[str], call: Call) -> Settings:
+def _correction_threshold(values: list[str], call: Call) -> _Settings:
     """Translate OpenRLHF's bounds: token_clip uses the upper one as cap, masks keep ratios between both."""
     masks = call.value("vllm_is_correction_type") in ("icepop", "seq-mask-tis") or "use_icepop" in call.values
     if masks and len(values) == 2:
@@ -94,7 +94,7 @@ def _correction_threshold(values: list[str], call: Call) -> Settings:
     return {"rollout_correction_cap": values[-1:]}
 
 
-def _frozen_offload(values: list[str], call: Call) -> Settings | None:
+def _frozen_offload(values: list[str], call: Call) -> _Settings | None:
     """Translate to --ref_offload, the one setting for all frozen models. It may be set already."""
     return None if "ref_offload" in call.values else {"ref_offload": []}
 
@@ -113,10 +113,10 @@ def _without_critic(values: list[str], call: Call) -> None:
         raise Refused("there is no setting with this name")
 
 
-def _epochs(values: list[str], call: Call) -> Settings:
+def _epochs(values: list[str], call: Call) -> _Settings:
     """Translate TRL's epochs, which may be written as `3.0`, to whole numbers."""
     whole = [value.removesuffix(".0") for value in values]
-    return {"num_episodes" if call.command in SAMPLING else "max_epochs": whole}
+    return {"num_episodes" if call.command in _SAMPLING else "max_epochs": whole}
 
 
 def _peft(values: list[str], call: Call) -> None:
@@ -125,12 +125,12 @@ def _peft(values: list[str], call: Call) -> None:
         raise Refused("use --lora_rank; a rank above 0 trains an adapter")
 
 
-def _vllm(values: list[str], call: Call) -> Settings:
+def _vllm(values: list[str], call: Call) -> _Settings:
     is_off = bool(values) and values[0].lower() == "false"
     return {"rollout_backend": ["transformers" if is_off else "vllm"]}
 
 
-FUNCTIONS: dict[str, Meaning] = {
+FUNCTIONS: dict[str, _Meaning] = {
     "prompt_max_len": _prompt_max_len,
     "estimator": _estimator,
     "correction_threshold": _correction_threshold,
@@ -140,7 +140,7 @@ FUNCTIONS: dict[str, Meaning] = {
     "epochs": _epochs,
     "peft": _peft,
     "vllm": _vllm,
-    "dataset": lambda values, call: {"prompt_data" if call.command in SAMPLING else "dataset": values},
+    "dataset": lambda values, call: {"prompt_data" if call.command in _SAMPLING else "dataset": values},
     # In LLaMA-Factory, `all` means all linear layers.
     "linear_layers": lambda values, call: {"target_modules": ["all-linear" if values == ["all"] else ",".join(values)]},
     "layers": lambda values, call: {"target_modules": [",".join(values)]},
@@ -148,17 +148,17 @@ FUNCTIONS: dict[str, Meaning] = {
 """Functions for flags whose meaning depends on the command or on other flags, by their name in flags.toml."""
 
 
-Entry = str | Mapping[str, str | list[float]]
+_Entry = str | Mapping[str, str | list[float]]
 """A flag's meaning, as described in flags.toml."""
 
 
-def _settings(text: str, values: list[str]) -> Settings | None:
+def _settings(text: str, values: list[str]) -> _Settings | None:
     """Return the settings for a text in flags.toml. Raises Refused if it is a reason."""
     if not text:
         return None
     if not text.startswith("--"):
         raise Refused(text)
-    settings: Settings = {}
+    settings: _Settings = {}
     for flag in text.removeprefix("--").split(" --"):
         name, *own = flag.split()
         settings[name] = own
@@ -166,7 +166,7 @@ def _settings(text: str, values: list[str]) -> Settings | None:
     return settings if " " in text else {text.removeprefix("--"): values}
 
 
-def _meaning(entry: Entry) -> Meaning:
+def _meaning(entry: _Entry) -> _Meaning:
     match entry:
         case str(text):
             return lambda values, call: _settings(text, values)
@@ -187,8 +187,8 @@ def _only(values: list[str], allowed: list[float], reason: str) -> None:
         raise Refused(reason)
 
 
-def _by_value(values: list[str], entry: Mapping[str, str]) -> Settings | None:
-    merged: Settings | None = None
+def _by_value(values: list[str], entry: Mapping[str, str]) -> _Settings | None:
+    merged: _Settings | None = None
     for value in values:
         if value not in entry or value == "else":
             raise Refused(entry.get("else", f"{value!r} is not one of {', '.join(entry)}"))
@@ -197,12 +197,12 @@ def _by_value(values: list[str], entry: Mapping[str, str]) -> Settings | None:
     return merged
 
 
-TAKES = {"switches": 0, "values": 1, "lists": None}
+_TAKES = {"switches": 0, "values": 1, "lists": None}
 
 
-def _flags(section: Mapping[str, Mapping[str, Entry]]) -> dict[str, Foreign]:
+def _flags(section: Mapping[str, Mapping[str, _Entry]]) -> dict[str, Foreign]:
     return {
-        name: Foreign(TAKES[kind], _meaning(entry))
+        name: Foreign(_TAKES[kind], _meaning(entry))
         for kind, entries in section.items()
         for names, entry in entries.items()
         for name in names.split()

@@ -118,9 +118,9 @@ def translate_settings(
 def _takes_own_form(name: str, values: list[str], done: Translation) -> bool:
     """Translate and consume values in a foreign format. Returns False for native values."""
     # true, false and null set a switch; an empty value and a flag are not values at all.
-    if name not in OWN_FORMS or not any(values[:1]) or values[0].startswith("-") or values[0].lower() in SWITCH_WORDS:
+    if name not in _OWN_FORMS or not any(values[:1]) or values[0].startswith("-") or values[0].lower() in _SWITCH_WORDS:
         return False
-    return OWN_FORMS[name](values, done)
+    return _OWN_FORMS[name](values, done)
 
 
 def _has_switch_word(behind: list[str]) -> bool:
@@ -143,7 +143,7 @@ def _is_of_a_section(word: str) -> bool:
 
 def _is_switched_off(behind: list[str]) -> bool:
     """Consume the value after a switch, as on TRL command lines, and return whether it is false."""
-    return bool(behind) and behind[0].lower() in SWITCH_WORDS and behind.pop(0).lower() != "true"
+    return bool(behind) and behind[0].lower() in _SWITCH_WORDS and behind.pop(0).lower() != "true"
 
 
 def _listed(value: object) -> list[str]:
@@ -270,7 +270,7 @@ def _warmup_share(rest: list[str], done: Translation) -> bool:
     return is_share
 
 
-OPTIMIZERS = {
+_OPTIMIZERS = {
     **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     "adamw_anyprecision": "adamw_bf16",
     **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
@@ -280,17 +280,17 @@ OPTIMIZERS = {
 
 def _optimizer(rest: list[str], done: Translation) -> bool:
     """Translate an optimizer name."""
-    if rest[0] not in OPTIMIZERS:
+    if rest[0] not in _OPTIMIZERS:
         return False
     name = rest.pop(0)
-    done.rewritten.append(f"--optim {name} is translated to --optim {OPTIMIZERS[name]}")
-    done.words += ["--optim", OPTIMIZERS[name]]
+    done.rewritten.append(f"--optim {name} is translated to --optim {_OPTIMIZERS[name]}")
+    done.words += ["--optim", _OPTIMIZERS[name]]
     return True
 
 
-SWITCH_WORDS = ("true", "false", "null")
+_SWITCH_WORDS = ("true", "false", "null")
 """Values for switches in files and on TRL command lines."""
-OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
+_OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     "use_wandb": _wandb_key,
     "use_tensorboard": _tensorboard_folder,
     **{name: _list_of(name) for name in ("target_modules", "exclude_modules", "reward_funcs", "reward_weights")},
