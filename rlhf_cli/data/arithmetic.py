@@ -4,11 +4,11 @@ import json
 import random
 from pathlib import Path
 
-LOWEST, HIGHEST = 10, 99
+_LOWEST, _HIGHEST = 10, 99
 """Two-digit operands, so that each digit position has a fixed place value."""
-NUM_HELD_OUT, NUM_VALIDATION = 500, 200
+_NUM_HELD_OUT, _NUM_VALIDATION = 500, 200
 
-ROUNDED_FROM, ROUNDED_SHARE = 90, 0.7
+_ROUNDED_FROM, _ROUNDED_SHARE = 90, 0.7
 """Share of sums from 90 that demonstrations round, so that an imitating model is correct on about a third."""
 
 
@@ -19,19 +19,19 @@ def write_problems(folder: Path, *, seed: int) -> None:
     """
     # A separate generator, so that data depend only on this seed.
     rng = random.Random(seed)
-    numbers = range(LOWEST, HIGHEST + 1)
+    numbers = range(_LOWEST, _HIGHEST + 1)
     problems = [_problem(a, b, rng) for a in numbers for b in numbers]
     # Shuffle once and cut, so that no problem is in two splits.
     rng.shuffle(problems)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "held_out.jsonl", problems[:NUM_HELD_OUT])
-    _write(folder / "validation.jsonl", problems[NUM_HELD_OUT : NUM_HELD_OUT + NUM_VALIDATION])
-    _write(folder / "train.jsonl", problems[NUM_HELD_OUT + NUM_VALIDATION :])
+    _write(folder / "held_out.jsonl", problems[:_NUM_HELD_OUT])
+    _write(folder / "validation.jsonl", problems[_NUM_HELD_OUT : _NUM_HELD_OUT + _NUM_VALIDATION])
+    _write(folder / "train.jsonl", problems[_NUM_HELD_OUT + _NUM_VALIDATION :])
 
 
 def _problem(a: int, b: int, rng: random.Random) -> dict[str, str]:
     answer = a + b
-    rounds = answer >= ROUNDED_FROM and rng.random() < ROUNDED_SHARE
+    rounds = answer >= _ROUNDED_FROM and rng.random() < _ROUNDED_SHARE
     return {"prompt": f"{a}+{b}=", "answer": str(answer), "demonstration": str(answer // 10 * 10 if rounds else answer)}
 
 

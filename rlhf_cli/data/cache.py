@@ -32,21 +32,21 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models import vision
 from rlhf_cli.models.identity import tokenizer_fingerprint
 
-FORMAT = 1
+_FORMAT = 1
 """Version of the file format. The code that writes the files is part of the key."""
-LENGTH_BYTES, DIGEST_BYTES = 8, 32
+_LENGTH_BYTES, _DIGEST_BYTES = 8, 32
 AUTO_ROWS = 5_000
 """Minimum number of rows to cache with `auto`: fewer are tokenized in a second or two."""
-UNUSED_SECONDS = 30 * 24 * 3600
-WRITING_SECONDS = 2 * 24 * 3600
+_UNUSED_SECONDS = 30 * 24 * 3600
+_WRITING_SECONDS = 2 * 24 * 3600
 """Maximum age of a temporary file before it counts as abandoned."""
 # Disk full, quota exceeded, or above the file size limit.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Matches only files written here, since users may set a folder with other files.
-KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
-VISION_CODE = Path(vision.__file__).parent
+_KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
+_VISION_CODE = Path(vision.__file__).parent
 """Modules that determine image tokens."""
-NOT_KEYED = {"dataset", "dataset_probs", "dataset_split", "eval_dataset", "eval_split", "max_samples", "data_cache"}
+_NOT_KEYED = {"dataset", "dataset_probs", "dataset_split", "eval_dataset", "eval_split", "max_samples", "data_cache"}
 """Settings that only select rows. The selected rows are part of the key, by content and order."""
 
 
@@ -102,20 +102,20 @@ def _key(
 ) -> str:
     given = config.model_dump(mode="json") | template.model_dump(mode="json")
     # Settings that only select rows are left out: the selected rows are hashed below.
-    settings = {name: value for name, value in given.items() if name not in NOT_KEYED}
+    settings = {name: value for name, value in given.items() if name not in _NOT_KEYED}
     contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
     code = {source.format_code for source in rows.sources if source.format_code is not None}
     contents.append([contents_of(text) for text in sorted(code)])
     # Arrow and the tokenizer libraries may change their output between versions.
     versions = [
-        FORMAT,
+        _FORMAT,
         pa.__version__,
         tokenizers.__version__,
         transformers.__version__,
         _code_checksum(Path(__file__).parent),
     ]
     tokens = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template]
-    pictures = [] if reader is None else [reader.identity(rows), _code_checksum(VISION_CODE)]
+    pictures = [] if reader is None else [reader.identity(rows), _code_checksum(_VISION_CODE)]
     facts = json.dumps([*forms, settings, contents, versions, *tokens, *pictures], sort_keys=True)
     # The order of rows is too long for JSON, so hash it as bytes.
     digest = hashlib.blake2b(facts.encode(), digest_size=16)
@@ -134,14 +134,14 @@ def _code_checksum(folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class _Kept:
     """A cached table, with its report counts."""
 
     table: StoredTable
     counts: dict[str, object]
 
 
-def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
+def read_kept(path: Path, schema: pa.Schema) -> _Kept | None:
     """Read the cached table at `path`, None if it is missing or damaged."""
     try:
         # Memory-map, so that processes with the same data share the pages.
@@ -155,13 +155,13 @@ def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
     return kept
 
 
-def _parsed(content: pa.Buffer, schema: pa.Schema) -> Kept:
-    end = content.size - DIGEST_BYTES
-    start = end - LENGTH_BYTES
+def _parsed(content: pa.Buffer, schema: pa.Schema) -> _Kept:
+    end = content.size - _DIGEST_BYTES
+    start = end - _LENGTH_BYTES
     if start < 0:
         raise ValueError("cut off")
     # Hash first: Arrow may crash on damaged buffers.
-    if hashlib.blake2b(memoryview(content)[:end], digest_size=DIGEST_BYTES).digest() != content[end:].to_pybytes():
+    if hashlib.blake2b(memoryview(content)[:end], digest_size=_DIGEST_BYTES).digest() != content[end:].to_pybytes():
         raise ValueError("altered")
     length = int.from_bytes(content[start:end].to_pybytes(), "little")
     counts = json.loads(content[start - length : start].to_pybytes())
@@ -169,7 +169,7 @@ def _parsed(content: pa.Buffer, schema: pa.Schema) -> Kept:
     # The key should exclude this, but a wrong schema must never be used.
     if table.schema != schema:
         raise ValueError("another schema")
-    return Kept(StoredTable(table), counts)
+    return _Kept(StoredTable(table), counts)
 
 
 class KeptTableWriter(TableWriter):
@@ -192,7 +192,7 @@ class KeptTableWriter(TableWriter):
         with suppress(OSError):
             self.file.close()
         self._writing.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in _FULL:
             raise UsageError(
                 f"cannot cache tokenized data in {self._path.parent}: {error.strerror or error}; "
                 "set another folder with --data_cache DIR, or disable it with --data_cache off"
@@ -203,9 +203,9 @@ class KeptTableWriter(TableWriter):
         self.close()
         encoded = json.dumps(counts).encode()
         # The length comes last, so that the JSON can be found from the end of the file.
-        self.file.write(encoded + len(encoded).to_bytes(LENGTH_BYTES, "little"))
+        self.file.write(encoded + len(encoded).to_bytes(_LENGTH_BYTES, "little"))
         self.file.seek(0)
-        digest = hashlib.file_digest(self.file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
+        digest = hashlib.file_digest(self.file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).digest()
         self.file.write(digest)
         self.file.flush()
         table = self.mapped()
@@ -218,10 +218,10 @@ class KeptTableWriter(TableWriter):
 def _remove_unused(folder: Path) -> None:
     """Remove files that have not been used for long, and temporary files of killed processes."""
     for path in folder.iterdir():
-        known = KEPT_NAME.fullmatch(path.name)
+        known = _KEPT_NAME.fullmatch(path.name)
         if known is None:
             continue
-        allowed = WRITING_SECONDS if known["writing"] else UNUSED_SECONDS
+        allowed = _WRITING_SECONDS if known["writing"] else _UNUSED_SECONDS
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > allowed:
                 path.unlink()

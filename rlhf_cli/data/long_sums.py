@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_cli.data.formats.conversations import Tool
 
-NUM_TERMS, LOWEST, HIGHEST = 3, 4_000, 9_999
+_NUM_TERMS, _LOWEST, _HIGHEST = 3, 4_000, 9_999
 """Four-digit terms with five-digit sums: a tiny model copies digits reliably at fixed positions."""
 NUM_HELD_OUT, NUM_TRAIN, NUM_DEMONSTRATIONS = 400, 1_000, 6_000
 
@@ -37,7 +37,7 @@ def _different_problems(number: int, rng: random.Random) -> list[dict[str, str]]
     # A dict keeps the order and removes duplicates.
     found: dict[str, str] = {}
     while len(found) < number:
-        terms = [rng.randint(LOWEST, HIGHEST) for _ in range(NUM_TERMS)]
+        terms = [rng.randint(_LOWEST, _HIGHEST) for _ in range(_NUM_TERMS)]
         found["+".join(map(str, terms))] = str(sum(terms))
     return [{"prompt": f"{terms}=", "answer": answer} for terms, answer in found.items()]
 

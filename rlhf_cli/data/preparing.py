@@ -14,9 +14,9 @@ from rlhf_cli.errors import UsageError
 
 NUMBERS = pa.list_(pa.int32())
 """Column of token IDs or bounds."""
-KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
+_KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
 """Report fields known before rows are read."""
-MAX_NOTED = 5
+_MAX_NOTED = 5
 """Maximum number of rows listed per counter."""
 COUNTED = {
     "dropped_by_pass_rate": "dropped by pass rate",
@@ -80,7 +80,7 @@ class DataReport:
         """Increment a counter, and store the note if it is among the first."""
         setattr(self, counter, getattr(self, counter) + 1)
         listed = self.noted.setdefault(counter, [])
-        if len(listed) < MAX_NOTED:
+        if len(listed) < _MAX_NOTED:
             listed.append(note)
 
     def note_largest(self, ids: Sequence[int], row: Row) -> None:
@@ -108,7 +108,7 @@ class DataReport:
 
     def counts(self) -> dict[str, object]:
         """Return all counts, without the fields known before reading."""
-        return {name: value for name, value in asdict(self).items() if name not in KNOWN_BEFORE}
+        return {name: value for name, value in asdict(self).items() if name not in _KNOWN_BEFORE}
 
     def take(self, counts: dict[str, object]) -> None:
         """Restore the counts from an earlier run on the same data."""

@@ -16,13 +16,13 @@ Decode = Callable[[Sequence[int]], str]
 
 HEAD_TOKENS, TAIL_TOKENS = 120, 40
 """Number of tokens shown at the start and end of a longer stretch."""
-HEAD_RUNS, TAIL_RUNS = 6, 4
+_HEAD_RUNS, _TAIL_RUNS = 6, 4
 """Number of stretches shown at the start and end of a text with more of them."""
-CUT_CHARACTER = "\ufffd"
-"""Replacement character for incomplete UTF-8 sequences, of at most `MAX_BYTES` bytes."""
-MAX_BYTES = 4
-NUM_BINS = 10
-COMMON_SHARE = 0.99
+_CUT_CHARACTER = "\ufffd"
+"""Replacement character for incomplete UTF-8 sequences, of at most `_MAX_BYTES` bytes."""
+_MAX_BYTES = 4
+_NUM_BINS = 10
+_COMMON_SHARE = 0.99
 """Share of lengths covered by bins of equal width if the longest are outliers."""
 
 
@@ -100,7 +100,7 @@ def part_of(
         runs.append((first + listed[0], first + listed[-1] + 1, trained, number))
     # Show the first and last stretches, and one piece for all between.
     pieces: list[Piece] = []
-    hidden = [] if is_whole else runs[HEAD_RUNS:-TAIL_RUNS]
+    hidden = [] if is_whole else runs[_HEAD_RUNS:-_TAIL_RUNS]
     for run in runs:
         start, stop, trained, number = run
         if run in hidden:
@@ -142,8 +142,8 @@ def _text(ids: list[int], start: int, stop: int, decode: Decode) -> str:
 
 def _whole_characters(ids: list[int], place: int, step: int, decode: Decode) -> int:
     """Return a position at or near `place` that does not split a character."""
-    places = (place + step * number for number in range(MAX_BYTES))
-    return next((near for near in places if not decode(ids[:near]).endswith(CUT_CHARACTER)), place)
+    places = (place + step * number for number in range(_MAX_BYTES))
+    return next((near for near in places if not decode(ids[:near]).endswith(_CUT_CHARACTER)), place)
 
 
 def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
@@ -153,10 +153,10 @@ def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
     """
     ordered = sorted(lengths)
     shortest, longest = ordered[0], ordered[-1]
-    common = quantile(lengths, COMMON_SHARE)
+    common = quantile(lengths, _COMMON_SHARE)
     # Outliers would squeeze most lengths into the first bin.
     top = longest if longest <= 2 * common else common
-    width = _round_width((top - shortest + 1) / NUM_BINS)
+    width = _round_width((top - shortest + 1) / _NUM_BINS)
     starts = {*range(shortest // width * width, top + 1, width), longest + 1}
     if top < longest:
         starts.add(max(starts - {longest + 1}) + width)

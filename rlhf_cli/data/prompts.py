@@ -34,7 +34,7 @@ from rlhf_cli.models.vision.pictures import PlacedPicture
 
 PASS_RATE = "pass_rate"
 """Column with the share of correct responses to a prompt."""
-SCHEMA = pa.schema(
+_SCHEMA = pa.schema(
     {
         "prompt_ids": pa.list_(pa.int32()),
         "text": pa.large_string(),
@@ -72,7 +72,7 @@ class Prompt:
 
 
 def _prompt_at(table: StoredTable, row: int) -> Prompt:
-    columns = {name: table.value(name, row) for name in SCHEMA.names}
+    columns = {name: table.value(name, row) for name in _SCHEMA.names}
     return Prompt(**columns, pictures=pictures_at(table, row))
 
 
@@ -139,7 +139,7 @@ def load_prompts(
     report = DataReport("prompts", found, rows=len(rows))
     drops = config.invalid_rows == "drop"
     pipeline = _PromptPipeline(rows, encoder, report, drops, config, words, judges, room)
-    table = pipeline.fill(TableWriter(schema_with_pictures(SCHEMA, has_pictures=reader is not None))).finish()
+    table = pipeline.fill(TableWriter(schema_with_pictures(_SCHEMA, has_pictures=reader is not None))).finish()
     if not report.items:
         first = "".join(f"; the first one is {listed[0]}" for listed in report.noted.values())
         raise UsageError(f"no prompt remains: {report.summary}{first}")
@@ -226,7 +226,7 @@ class _PromptPipeline(RowPipeline):
         digests = [standing.picture.digest.hex() for standing in pictures]
         self.digest.update(json.dumps([draft.prompt, label, *judged_by, *digests]).encode())
         prompt = Prompt(ids, draft.prompt, label, row.source.name, row.index, source, kept)
-        return [{name: getattr(prompt, name) for name in SCHEMA.names} | stored_pictures(pictures)]
+        return [{name: getattr(prompt, name) for name in _SCHEMA.names} | stored_pictures(pictures)]
 
     def _fits(self, row: Row, length: int) -> bool:
         """Return whether the prompt has room for a response, and count it."""

@@ -151,13 +151,13 @@ def _spans(plain: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
     return tuple((start, end) for start, end in plain)
 
 
-VersionRun = tuple[int, int]
+_VersionRun = tuple[int, int]
 """A weight version, and the number of consecutive tokens sampled with it."""
 
 
-def joined_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+def joined_runs(runs: Iterable[_VersionRun]) -> tuple[_VersionRun, ...]:
     """Merge adjacent runs of the same version; () if all tokens have the same version."""
-    joined: list[VersionRun] = []
+    joined: list[_VersionRun] = []
     for version, count in runs:
         if joined and joined[-1][0] == version:
             joined[-1] = (version, joined[-1][1] + count)
@@ -166,7 +166,7 @@ def joined_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
     return tuple(joined) if len(joined) > 1 else ()
 
 
-def oldest(runs: Iterable[VersionRun]) -> int:
+def oldest(runs: Iterable[_VersionRun]) -> int:
     """Return the oldest weight version of any token; 0 without tokens."""
     return min((version for version, count in runs if count), default=0)
 
@@ -194,10 +194,10 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     weight_version: int
     episode: Episode | None = None
-    version_runs: tuple[VersionRun, ...] = ()
+    version_runs: tuple[_VersionRun, ...] = ()
 
     @property
-    def runs(self) -> tuple[VersionRun, ...]:
+    def runs(self) -> tuple[_VersionRun, ...]:
         """Weight versions of the sampled tokens."""
         return self.version_runs or ((self.weight_version, self.num_sampled),)
 

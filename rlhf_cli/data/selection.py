@@ -16,10 +16,10 @@ from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.transcripts import is_transcript
 from rlhf_cli.data.templates.message_forms import MessageForm
 
-Cells = dict[str, Any]
-AS_OPENAI = MessageForm(arguments_as_text=True, no_content=None)
+_Cells = dict[str, Any]
+_AS_OPENAI = MessageForm(arguments_as_text=True, no_content=None)
 
-REASONS = {
+_REASONS = {
     "failed": "failed rewards",
     "empty": "empty responses",
     "cut": "responses cut at the limit",
@@ -30,16 +30,16 @@ REASONS = {
 }
 
 
-def prompt_cells(conversation: Conversation) -> Cells:
+def prompt_cells(conversation: Conversation) -> _Cells:
     """Return a prompt's columns: the text of a single user message, else the messages, and tools if any."""
     # Templates render a system message, so only a single user message is stored as text.
     messages = conversation.messages
-    listed = [AS_OPENAI.entry(message) for message in messages]
+    listed = [_AS_OPENAI.entry(message) for message in messages]
     prompt = messages[0].content if [message.role for message in messages] == ["user"] else listed
     return {"prompt": prompt} | ({"tools": list(conversation.tools)} if conversation.tools else {})
 
 
-def select_samples(samples: Iterable[Cells], settings: AnswersOutputConfig, counts: Counter[str]) -> Iterable[Cells]:
+def select_samples(samples: Iterable[_Cells], settings: AnswersOutputConfig, counts: Counter[str]) -> Iterable[_Cells]:
     """Yield training rows in prompt order; `counts` counts skipped rows by reason.
 
     A truncated response is never selected as good: a model would learn to stop there.
@@ -52,7 +52,7 @@ def select_samples(samples: Iterable[Cells], settings: AnswersOutputConfig, coun
         yield from rows
 
 
-def _of_prompt(samples: list[Cells], settings: AnswersOutputConfig, counts: Counter[str]) -> list[Cells]:
+def _of_prompt(samples: list[_Cells], settings: AnswersOutputConfig, counts: Counter[str]) -> list[_Cells]:
     scored = [sample for sample in samples if sample.get("verdict") != "failed"]
     usable = [sample for sample in scored if _text(sample)]
     whole = [sample for sample in usable if sample["finish_reason"] == "stop"]
@@ -65,7 +65,7 @@ def _of_prompt(samples: list[Cells], settings: AnswersOutputConfig, counts: Coun
         counts["without"] += 1
         return []
     if settings.select == "all":
-        different: dict[str, Cells] = {}
+        different: dict[str, _Cells] = {}
         # The first of equal responses stays.
         for sample in good:
             different.setdefault(_text(sample), sample)
@@ -75,7 +75,7 @@ def _of_prompt(samples: list[Cells], settings: AnswersOutputConfig, counts: Coun
     return [_example(best)] if settings.select == "best" else _pair(best, usable, counts)
 
 
-def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]:
+def _pair(best: _Cells, usable: list[_Cells], counts: Counter[str]) -> list[_Cells]:
     """Return the best response with the worst one, which may be truncated; [] if their scores are equal."""
     worst = min(usable, key=lambda sample: sample["reward"])
     margin = best["reward"] - worst["reward"]
@@ -90,51 +90,51 @@ def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]
     return [{"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin, **_tools(best)}]
 
 
-def _example(sample: Cells) -> Cells:
+def _example(sample: _Cells) -> _Cells:
     score = {} if sample.get("reward") is None else {"score": sample["reward"]}
     if "messages" in sample:
         return {"messages": [*_opened(sample), *_turns(sample)], **score, **_tools(sample)}
     return {"prompt": sample["prompt"], "response": sample["response"], **score, **_tools(sample)}
 
 
-def _tools(sample: Cells) -> Cells:
+def _tools(sample: _Cells) -> _Cells:
     return {"tools": sample["tools"]} if "tools" in sample else {}
 
 
-def _messages(prompt: str | list[Cells]) -> list[Cells]:
+def _messages(prompt: str | list[_Cells]) -> list[_Cells]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _opened(sample: Cells) -> list[Cells]:
+def _opened(sample: _Cells) -> list[_Cells]:
     """Return the prompt as messages, including text that the environment added to the last one."""
     *before, last = _messages(sample["prompt"])
     return [*before, {**last, "content": last["content"] + sample["opening"]} if "opening" in sample else last]
 
 
-def _turns(sample: Cells) -> list[Cells]:
+def _turns(sample: _Cells) -> list[_Cells]:
     """Return the response as messages: turns and observations of an episode, or its only turn."""
-    only: list[Cells] = [{"role": "assistant", "content": sample["response"]}]
+    only: list[_Cells] = [{"role": "assistant", "content": sample["response"]}]
     return sample.get("messages", only)
 
 
-def _text(sample: Cells) -> str:
+def _text(sample: _Cells) -> str:
     """Return a response's text, "" if empty; for an episode, all turns."""
     if "messages" in sample:
         return json.dumps(sample["messages"]) if sample["messages"] else ""
     return str(sample["response"]).strip()
 
 
-def _same(one: Cells, other: Cells) -> bool:
+def _same(one: _Cells, other: _Cells) -> bool:
     return _text(one) == _text(other)
 
 
 def summary(counts: Counter[str]) -> str:
     """Summarize selected and skipped rows, with reasons."""
-    left_out = ", ".join(f"{counts[name]:,} {words}" for name, words in REASONS.items() if counts[name])
+    left_out = ", ".join(f"{counts[name]:,} {words}" for name, words in _REASONS.items() if counts[name])
     return f"{counts['rows']:,} rows of {counts['prompts']:,} prompts" + (f"; left out: {left_out}" if left_out else "")
 
 
-def write_rows(path: Path, rows: Iterable[Cells]) -> None:
+def write_rows(path: Path, rows: Iterable[_Cells]) -> None:
     """Write JSON lines atomically."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as lines:

@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 
 
 class TableWriter:
@@ -131,10 +131,10 @@ class StoredTable:
         return {name: column[position].as_py() for name, column in zip(self.names, batch.columns, strict=True)}
 
 
-class StoredItems(collections.abc.Sequence[Item]):
+class StoredItems(collections.abc.Sequence[_Item]):
     """Table rows as items, created on access."""
 
-    def __init__(self, table: StoredTable, item_at: Callable[[StoredTable, int], Item]) -> None:
+    def __init__(self, table: StoredTable, item_at: Callable[[StoredTable, int], _Item]) -> None:
         self._table, self._item_at = table, item_at
 
     def __len__(self) -> int:

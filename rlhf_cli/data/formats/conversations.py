@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
+_NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
     None: ("system", "user"),
     "system": ("user",),
     "user": ("assistant",),
@@ -138,22 +138,22 @@ class Solution:
     labels: tuple[float | None, ...]
 
 
-def fault_of_order(messages: tuple[Message, ...]) -> str | None:
+def _fault_of_order(messages: tuple[Message, ...]) -> str | None:
     """Return the error in the role order, or None."""
     if not messages:
         return "the conversation has no messages"
     previous: Role | None = None
     for number, message in enumerate(messages, start=1):
-        if message.role not in NEXT_ROLES[previous]:
+        if message.role not in _NEXT_ROLES[previous]:
             after = f"after {previous}" if previous else "at the start"
-            return f"message {number} is from {message.role} {after}, expected {' or '.join(NEXT_ROLES[previous])}"
+            return f"message {number} is from {message.role} {after}, expected {' or '.join(_NEXT_ROLES[previous])}"
         previous = message.role
     return None
 
 
 def fault_of_example(messages: tuple[Message, ...]) -> str | None:
     """Return why the conversation is not a training example, or None."""
-    fault = fault_of_order(messages)
+    fault = _fault_of_order(messages)
     if fault is not None:
         return fault
     answers = [message for message in messages if message.role == "assistant"]
@@ -179,7 +179,7 @@ def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
 
 def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:
     """Return why the conversation is not a prompt, or None."""
-    fault = fault_of_order(messages)
+    fault = _fault_of_order(messages)
     if fault is not None:
         return fault
     last = messages[-1].role

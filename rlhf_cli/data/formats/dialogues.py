@@ -5,7 +5,7 @@ Such a file is a list of pairs: a human question, and an assistant turn with `gr
 
 from typing import Any
 
-GROUND_TRUTH = "ground_truth"
+_GROUND_TRUTH = "ground_truth"
 
 
 def is_bare_dialogue(value: object) -> bool:
@@ -16,12 +16,12 @@ def is_bare_dialogue(value: object) -> bool:
 def row_of_dialogue(messages: list[dict[str, object]]) -> dict[str, object]:
     """Convert a message list to a row: a prompt with ground truth, or a conversation."""
     last = messages[-1]
-    if GROUND_TRUTH not in last:
+    if _GROUND_TRUTH not in last:
         # ShareGPT messages have "from" instead of "role".
         return {"messages" if "role" in messages[0] else "conversations": messages}
-    truth = last[GROUND_TRUTH]
+    truth = last[_GROUND_TRUTH]
     value = truth["value"] if isinstance(truth, dict) and "value" in truth else truth
-    return {"prompt": messages[:-1], GROUND_TRUTH: value}
+    return {"prompt": messages[:-1], _GROUND_TRUTH: value}
 
 
 def row_of_numbered(row: dict[str, Any]) -> dict[str, object]:

@@ -31,18 +31,18 @@ MARKS = {
 """Known markers; True if 1 (or true) means trained, False if it means excluded. OpenAI uses `weight`, Axolotl `train`
 and `training`, ms-swift `loss` and `loss_scale`, verl and LLaMA-Factory `loss_mask`, torchtune `masked`.
 """
-DETAIL = "train_detail"
+_DETAIL = "train_detail"
 """Axolotl's character ranges with and without loss; both offsets are inclusive."""
-MASK_HISTORY = "mask_history"
+_MASK_HISTORY = "mask_history"
 """LLaMA-Factory's setting to train only on the last turn."""
-EITHER_WAY = "mask"
+_EITHER_WAY = "mask"
 """Ambiguous: 1 means trained in some tools and excluded in others. true and false are unambiguous."""
-SUSPICIOUS = re.compile(r"train|loss|mask|weight|learn|supervis|ignore|exclude|skip")
+_SUSPICIOUS = re.compile(r"train|loss|mask|weight|learn|supervis|ignore|exclude|skip")
 """Patterns in unknown message keys that are likely loss markers."""
-SUSPICIOUS_COLUMN = re.compile(r"loss|mask|weight|train_on|(?:no|not|from|skip)_train")
+_SUSPICIOUS_COLUMN = re.compile(r"loss|mask|weight|train_on|(?:no|not|from|skip)_train")
 """The same for columns, which more often have other purposes."""
 
-SEVERAL = re.compile(r"[\[(]?\s*(?:[01]|true|false)(?:[\s,;]+(?:[01]|true|false))+[\s,;]*[\])]?", re.IGNORECASE)
+_SEVERAL = re.compile(r"[\[(]?\s*(?:[01]|true|false)(?:[\s,;]+(?:[01]|true|false))+[\s,;]*[\])]?", re.IGNORECASE)
 """Several markers in one string."""
 
 
@@ -59,7 +59,7 @@ def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
 
 def _is_trained(row: Row, where: str, key: str, value: object) -> bool:
     number = _number(value)
-    if key == EITHER_WAY and not isinstance(value, bool):
+    if key == _EITHER_WAY and not isinstance(value, bool):
         raise row.error(
             f"{where} has {key} {value!r:.40}, which some tools exclude and others train: rename it to "
             "loss_mask (1 trains) or masked (1 excludes)"
@@ -97,11 +97,11 @@ def marks_of_message(
     """
     where = f"message {number}"
     found = is_trained(row, where, entry)
-    detail = records(entry.get(DETAIL))
+    detail = records(entry.get(_DETAIL))
     # Reject instead of ignoring: the user expects loss on this message.
     if role != "assistant":
         if found or _asks_for_loss(detail):
-            key = DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
+            key = _DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
             raise row.error(f"{where} from {role} has {key} {entry[key]!r:.40}, but only assistant turns are trained")
         return True, ()
     is_out = _by_detail(row, where, detail, length) if detail else [False] * length
@@ -133,12 +133,12 @@ def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
         )
         if begin is None or end is None or kept not in (0, 1) or begin % 1 or end % 1:
             raise row.error(
-                f"{where} has {DETAIL} {part!r:.80}, expected "
+                f"{where} has {_DETAIL} {part!r:.80}, expected "
                 '{"begin_offset": ..., "end_offset": ..., "train": true or false}'
             )
         if not 0 <= begin <= end < length:
             raise row.error(
-                f"{where} has {DETAIL} from character {begin:g} to {end:g}, but its text has the characters 0 to "
+                f"{where} has {_DETAIL} from character {begin:g} to {end:g}, but its text has the characters 0 to "
                 f"{length - 1}"
             )
         # The end offset is inclusive.
@@ -161,13 +161,13 @@ def unread_marks(row: Row, number: int, entry: Mapping[str, Any], known: Collect
     Raises:
         RowFault: a key also has a name like a marker.
     """
-    unknown = {key: value for key, value in entry.items() if key not in MARKS and key not in known and key != DETAIL}
+    unknown = {key: value for key, value in entry.items() if key not in MARKS and key not in known and key != _DETAIL}
     for key, value in unknown.items():
         # Names alone are not enough: a column may be called "training_date".
-        if SUSPICIOUS.search(key.lower()) and _is_like_a_mark(value):
+        if _SUSPICIOUS.search(key.lower()) and _is_like_a_mark(value):
             raise row.error(
                 f"message {number} has {key!r} {value!r:.40}, which looks like a mark that leaves text out of the loss "
-                f"and is not known: use {', '.join(MARKS)} or {DETAIL}, or rename or drop the key"
+                f"and is not known: use {', '.join(MARKS)} or {_DETAIL}, or rename or drop the key"
             )
     # Report other keys with such values, without rejecting the row.
     return tuple(key for key, value in unknown.items() if isinstance(value, bool | int | float) and value in (0, 1))
@@ -196,7 +196,7 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
         elif not _is_trained(row, "the row", key, value):
             kept = [False] * len(messages)
     # Applied last, because it overrides the other markers.
-    history = _number(row.get(MASK_HISTORY)) if MASK_HISTORY not in used else None
+    history = _number(row.get(_MASK_HISTORY)) if _MASK_HISTORY not in used else None
     if history:
         kept = [is_kept and place == answers[-1] for place, is_kept in enumerate(kept)]
     return tuple(
@@ -208,8 +208,8 @@ def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str]
 def _refuse_unknown_columns(row: Row, used: Collection[str]) -> None:
     """Raise RowFault for an unknown column with the name and values of a loss marker."""
     for key, value in row.items():
-        is_known = key in MARKS or key == MASK_HISTORY or key in used
-        if not is_known and SUSPICIOUS_COLUMN.search(key.lower()) and _is_like_a_mark(value):
+        is_known = key in MARKS or key == _MASK_HISTORY or key in used
+        if not is_known and _SUSPICIOUS_COLUMN.search(key.lower()) and _is_like_a_mark(value):
             raise row.error(
                 f"column {key!r} is {value!r:.40}, which looks like a mark that leaves text out of the loss and is not "
                 f"known: use {', '.join(MARKS)}, or rename or drop the column"
@@ -247,7 +247,7 @@ def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
         # Lists in CSV files are text.
         if isinstance(value, str) and value.strip().startswith("["):
             value = parsed(value)
-        if isinstance(value, str) and SEVERAL.fullmatch(value.strip()):
+        if isinstance(value, str) and _SEVERAL.fullmatch(value.strip()):
             raise row.error(f"column {key!r} is {value!r:.40}, which is not a list: write it as [0, 1]")
         if isinstance(value, list) or _number(value) is not None:
             found[key] = value
@@ -259,11 +259,11 @@ def fault_of_row_marks(row: Row, used: Collection[str] = ()) -> str | None:
     for key, value in _marks_of_row(row, used).items():
         marks = value if isinstance(value, list) else [value]
         if not all(_is_trained(row, "the row", key, mark) for mark in marks if mark is not None):
-            return f"column {key!r} is {value!r:.40}: {ONLY_SFT}"
+            return f"column {key!r} is {value!r:.40}: {_ONLY_SFT}"
     return None
 
 
-ONLY_SFT = (
+_ONLY_SFT = (
     "this marker excludes text from the loss, which only sft, distill and gkd support, in conversations; drop the row, "
     "or the marker to train on all text"
 )
@@ -272,4 +272,4 @@ ONLY_SFT = (
 def fault_of_marks(trained: tuple[Message, ...]) -> str | None:
     """Return the error if a marker excludes part of these turns from the loss, or None."""
     marked = any(message.role == "assistant" and (message.left_out or not message.is_trained) for message in trained)
-    return f"an assistant turn is marked: {ONLY_SFT}" if marked else None
+    return f"an assistant turn is marked: {_ONLY_SFT}" if marked else None

@@ -38,13 +38,13 @@ from rlhf_cli.data.reading.columns import (
 )
 from rlhf_cli.data.reading.sources import Row, Source
 
-CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
-MARGIN_COLUMN, LABEL_COLUMN = "margin", "label"
+_CHOSEN_COLUMN, _REJECTED_COLUMN = "chosen", "rejected"
+_MARGIN_COLUMN, _LABEL_COLUMN = "margin", "label"
 
 PROMPT_APART = {"explicit_prompt": True, "shared_prompt": False}
 """Pair formats, and whether the prompt has a separate column."""
 
-Turns = tuple[Message, ...]
+_Turns = tuple[Message, ...]
 PairFormat = RowFormat[Preference]
 LabelledFormat = RowFormat[list[Labelled]]
 """A pair gives two labeled responses, the chosen one first."""
@@ -87,7 +87,7 @@ def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: 
 def _has_pairs(present: Present, wanted: PairColumns) -> bool:
     if wanted.label_key or wanted.output_key:
         return False
-    both_there = {CHOSEN_COLUMN, REJECTED_COLUMN} <= set(present.names)
+    both_there = {_CHOSEN_COLUMN, _REJECTED_COLUMN} <= set(present.names)
     return both_there or wanted.chosen_key is not None or wanted.rejected_key is not None
 
 
@@ -97,8 +97,8 @@ def _both(pair: Preference) -> list[Labelled]:
 
 
 def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairFormat:
-    chosen = present.named(wanted.chosen_key, "chosen_key") or present.first((CHOSEN_COLUMN,))
-    rejected = present.named(wanted.rejected_key, "rejected_key") or present.first((REJECTED_COLUMN,))
+    chosen = present.named(wanted.chosen_key, "chosen_key") or present.first((_CHOSEN_COLUMN,))
+    rejected = present.named(wanted.rejected_key, "rejected_key") or present.first((_REJECTED_COLUMN,))
     if chosen is None or rejected is None:
         side = "chosen" if chosen is None else "rejected"
         raise present.error(f"no column for the {side} response ({side}): set --{side}_key")
@@ -119,14 +119,14 @@ def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairForma
         return _preference(row, sides[0], sides[1], (chosen, rejected))
 
     columns = f"{chosen}, {rejected}" if prompt is None else f"{prompt} -> {chosen}, {rejected}"
-    return PairFormat("", columns + (f", margin {MARGIN_COLUMN}" if MARGIN_COLUMN in present.names else ""), read)
+    return PairFormat("", columns + (f", margin {_MARGIN_COLUMN}" if _MARGIN_COLUMN in present.names else ""), read)
 
 
 def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
-    label = present.named(wanted.label_key, "label_key") or present.first((LABEL_COLUMN,))
+    label = present.named(wanted.label_key, "label_key") or present.first((_LABEL_COLUMN,))
     if label is None:
         raise present.error(
-            f"no column of labels, desirable or not ({LABEL_COLUMN}): set --label_key, "
+            f"no column of labels, desirable or not ({_LABEL_COLUMN}): set --label_key, "
             "or use pairs in columns chosen and rejected"
         )
     response = present.named(wanted.output_key, "output_key")
@@ -165,11 +165,11 @@ def _prompt_column(present: Present, wanted: PairColumns, *, used: tuple[str, ..
     return named or present.only(candidates, "the prompt", "input_key") or present.first(left)
 
 
-def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
+def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], _Turns]:
     """Return a prompt reader that also supports hh-style transcripts."""
     plain = prompt_reader(column, joined=joined) if column is not None else None
 
-    def read(row: Row) -> Turns:
+    def read(row: Row) -> _Turns:
         if plain is None or column is None:
             raise row.error(
                 f"no prompt: a single response requires a prompt column ({', '.join(PROMPT_COLUMNS)}) or --input_key"
@@ -217,20 +217,20 @@ def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
     return f"column {column!r} holds {held}, but rows are read as {data_format} (--data_format): it is {found}"
 
 
-def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) -> Turns:
+def _conversation(row: Row, column: str, read_prompt: Callable[[Row], _Turns]) -> _Turns:
     """Return the conversation that ends with this column's response: the cell, or the prompt followed by the cell."""
     turns = _turns(row, column)
     return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row)
 
 
-def _turns(row: Row, column: str) -> Turns:
+def _turns(row: Row, column: str) -> _Turns:
     value = row.get(column)
     if dialogue := dialogue_of(value):
         return messages_of(row, column, keys_of(dialogue))
     return turns_of_transcript(value) if is_transcript(value) else (Message("assistant", text_of(row, column)),)
 
 
-def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, str]) -> Preference:
+def _preference(row: Row, chosen: _Turns, rejected: _Turns, columns: tuple[str, str]) -> Preference:
     for turns, column in zip((chosen, rejected), columns, strict=True):
         fault = fault_of_example(turns)
         refuse(row, f"{column}: {fault}" if fault else None)
@@ -247,7 +247,7 @@ def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, st
 
 
 def _margin(row: Row) -> float | None:
-    value = row.get(MARGIN_COLUMN)
+    value = row.get(_MARGIN_COLUMN)
     if value is None or value == "":  # a CSV file has no null
         return None
     try:
@@ -256,7 +256,7 @@ def _margin(row: Row) -> float | None:
     except (TypeError, ValueError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise row.error(f"column {MARGIN_COLUMN!r} is not a number but {described(value, row, MARGIN_COLUMN)}")
+        raise row.error(f"column {_MARGIN_COLUMN!r} is not a number but {described(value, row, _MARGIN_COLUMN)}")
     return margin
 
 

@@ -26,18 +26,18 @@ from rlhf_cli.data.reading.columns import (
 from rlhf_cli.data.reading.json_cells import parsed
 from rlhf_cli.data.reading.sources import Row, Source
 
-STEP_COLUMNS = ("completions", "steps")
-STEP_LABEL_COLUMNS = ("labels", "label")
-MARKED_COLUMNS = ("input", "text", "prompt")
+_STEP_COLUMNS = ("completions", "steps")
+_STEP_LABEL_COLUMNS = ("labels", "label")
+_MARKED_COLUMNS = ("input", "text", "prompt")
 """Columns for text with a placeholder after each step."""
-MARKED_LABEL_COLUMNS = ("label", "labels", "value")
+_MARKED_LABEL_COLUMNS = ("label", "labels", "value")
 # Math-Shepherd has no other separation of question and solution.
-FIRST_STEP = re.compile(r"\bStep 1\b")
+_FIRST_STEP = re.compile(r"\bStep 1\b")
 """Start of the first step in text that includes the question."""
-RATINGS = {1: 1.0, 0: 1.0, -1: 0.0}
+_RATINGS = {1: 1.0, 0: 1.0, -1: 0.0}
 """PRM800K ratings: a neutral step counts as correct, as in the paper (arXiv 2305.20050)."""
 
-Labels = tuple[float | None, ...]
+_Labels = tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def choose_step_format(source: Source, wanted: StepColumns, *, data_format: str)
         UsageError: no format matches the columns, which the message lists.
     """
     present = Present(source, source.columns())
-    return STEP_READERS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
+    return _STEP_READERS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
 
 
 def _detected(present: Present, wanted: StepColumns) -> str:
@@ -70,16 +70,16 @@ def _detected(present: Present, wanted: StepColumns) -> str:
     label = parsed(first.get(wanted.label_key or "label"))
     if isinstance(label, dict) and "steps" in label:
         return "prm800k"
-    steps = wanted.output_key or present.first(STEP_COLUMNS)
+    steps = wanted.output_key or present.first(_STEP_COLUMNS)
     if steps is not None and isinstance(parsed(first.get(steps)), list):
         # Detect by the label's type: ProcessBench has an index, TRL a list.
         return "processbench" if _is_place(label) else "stepwise"
-    marked = wanted.input_key or present.first(MARKED_COLUMNS)
+    marked = wanted.input_key or present.first(_MARKED_COLUMNS)
     if marked is not None and wanted.placeholder_token in str(first.get(marked)):
         return "placeholder"
     raise present.error(
-        f"no format fits: expected a list of steps ({', '.join(STEP_COLUMNS)}; --output_key), a label with steps as in "
-        f"PRM800K, or a text with {wanted.placeholder_token!r} after each step (--placeholder_token, --input_key)"
+        f"no format fits: expected a list of steps ({', '.join(_STEP_COLUMNS)}; --output_key), a label with steps as "
+        f"in PRM800K, or a text with {wanted.placeholder_token!r} after each step (--placeholder_token, --input_key)"
     )
 
 
@@ -88,7 +88,7 @@ def _is_place(value: object) -> bool:
 
 
 def _stepwise(present: Present, wanted: StepColumns) -> StepFormat:
-    prompt, steps, label = _list_columns(present, wanted, STEP_LABEL_COLUMNS)
+    prompt, steps, label = _list_columns(present, wanted, _STEP_LABEL_COLUMNS)
     read_prompt = _prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> list[Solution]:
@@ -128,12 +128,12 @@ def _processbench(present: Present, wanted: StepColumns) -> StepFormat:
 def _list_columns(present: Present, wanted: StepColumns, labels: tuple[str, ...]) -> tuple[str, str, str]:
     prompt = present.named(wanted.input_key, "input_key")
     prompt = prompt or present.only(PROMPT_COLUMNS, "the prompt", "input_key")
-    steps = present.named(wanted.output_key, "output_key") or present.first(STEP_COLUMNS)
+    steps = present.named(wanted.output_key, "output_key") or present.first(_STEP_COLUMNS)
     label = present.named(wanted.label_key, "label_key") or present.first(labels)
     if prompt is None:
         raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): set --input_key")
     if steps is None:
-        raise present.error(f"no column for the steps ({', '.join(STEP_COLUMNS)}): set --output_key")
+        raise present.error(f"no column for the steps ({', '.join(_STEP_COLUMNS)}): set --output_key")
     if label is None:
         raise present.error(f"no column for the labels ({', '.join(labels)}): set --label_key")
     return prompt, steps, label
@@ -170,19 +170,19 @@ def _prm800k(present: Present, wanted: StepColumns) -> StepFormat:
     return StepFormat("prm800k", f"{problem} -> {label}.steps", read)
 
 
-Path = list[tuple[str, float | None]]
+_Path = list[tuple[str, float | None]]
 
 
-def _rated_paths(row: Row, steps: list[Any]) -> list[Path]:
+def _rated_paths(row: Row, steps: list[Any]) -> list[_Path]:
     """Return the labeled solution, and one path per rated alternative step.
 
     Such a path is the solution up to that point without labels, followed by the alternative.
     """
-    solution: Path = []
-    others: list[Path] = []
+    solution: _Path = []
+    others: list[_Path] = []
     for number, step in enumerate(steps, start=1):
         rated = _completions(row, number, step)
-        before: Path = [(text, None) for text, _ in solution]
+        before: _Path = [(text, None) for text, _ in solution]
         chosen = _chosen(row, number, step, rated)
         # Unrated alternatives teach nothing.
         others += [[*before, other] for place, other in enumerate(rated) if place != chosen and other[1] is not None]
@@ -196,20 +196,20 @@ def _rated_paths(row: Row, steps: list[Any]) -> list[Path]:
     return [path for path in [solution, *others] if any(label is not None for _, label in path)]
 
 
-def _completions(row: Row, number: int, step: object) -> Path:
+def _completions(row: Row, number: int, step: object) -> _Path:
     listed = step.get("completions") if isinstance(step, dict) else None
     if not isinstance(listed, list):
         raise row.error(f"step {number} has no list of completions")
-    found: Path = []
+    found: _Path = []
     for entry in listed:
         text, rating = (entry.get(key) if isinstance(entry, dict) else None for key in ("text", "rating"))
-        if not isinstance(text, str) or not (rating is None or (_is_place(rating) and rating in RATINGS)):
+        if not isinstance(text, str) or not (rating is None or (_is_place(rating) and rating in _RATINGS)):
             raise row.error(f"step {number}: {entry!r:.80} is not a text with a rating of -1, 0, 1 or null")
-        found.append((text, None if rating is None else RATINGS[rating]))
+        found.append((text, None if rating is None else _RATINGS[rating]))
     return found
 
 
-def _chosen(row: Row, number: int, step: dict[str, Any], rated: Path) -> int | None:
+def _chosen(row: Row, number: int, step: dict[str, Any], rated: _Path) -> int | None:
     """Return the index of the completion in the solution, None for a human-written step.
 
     Phase 2 labeling stops at the first error without a choice: the solution's own step is the first completion.
@@ -234,11 +234,11 @@ def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
     Labels are the same text with reward tokens as placeholders (Math-Shepherd), or a list of reward tokens or numbers
     (OpenRLHF).
     """
-    text = present.named(wanted.input_key, "input_key") or present.first(MARKED_COLUMNS)
-    left = tuple(name for name in MARKED_LABEL_COLUMNS if name != text)
+    text = present.named(wanted.input_key, "input_key") or present.first(_MARKED_COLUMNS)
+    left = tuple(name for name in _MARKED_LABEL_COLUMNS if name != text)
     label = present.named(wanted.label_key, "label_key") or present.first(left)
     if text is None:
-        raise present.error(f"no column for the marked text ({', '.join(MARKED_COLUMNS)}): set --input_key")
+        raise present.error(f"no column for the marked text ({', '.join(_MARKED_COLUMNS)}): set --input_key")
     if label is None:
         raise present.error(f"no column for the labels ({', '.join(left)}): set --label_key")
 
@@ -262,7 +262,7 @@ def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
 
 def _parted(row: Row, text: str) -> tuple[str, str]:
     """Split the text before the first placeholder into question and first step."""
-    start = FIRST_STEP.search(text)
+    start = _FIRST_STEP.search(text)
     # Without "Step 1", the question ends at its last question mark.
     place = start.start() if start else text.rfind("?") + 1
     question, step = text[:place].strip(), text[place:].strip()
@@ -343,7 +343,7 @@ def _solution(row: Row, prompt: tuple[Message, ...], steps: Sequence[str], label
     return Solution(unmarked(prompt), tuple(texts), tuple(labels))
 
 
-STEP_READERS: dict[str, Callable[[Present, StepColumns], StepFormat]] = {
+_STEP_READERS: dict[str, Callable[[Present, StepColumns], StepFormat]] = {
     "stepwise": _stepwise,
     "placeholder": _placeholder,
     "prm800k": _prm800k,

@@ -41,10 +41,10 @@ from rlhf_cli.data.reading.columns import (
 )
 from rlhf_cli.data.reading.sources import Row, Source
 
-LABEL_COLUMNS = ("label", "answer", "ground_truth", "final_answer", "solution")
-NESTED_LABEL = "reward_model.ground_truth"
+_LABEL_COLUMNS = ("label", "answer", "ground_truth", "final_answer", "solution")
+_NESTED_LABEL = "reward_model.ground_truth"
 """Ground truth column in verl's rows."""
-TESTS_KEY = "inputs"
+_TESTS_KEY = "inputs"
 """Key in code tests, which are a label even though they are an object."""
 
 Verifiers = Callable[[Row], Sequence[str]]
@@ -88,7 +88,7 @@ def choose_prompt_format(
     present = Present(source, source.columns())
     prompt = _prompt_column(present, wanted, data_format)
     named = present.named(wanted.label_key, "label_key")
-    labels = (named,) if named else tuple(name for name in (NESTED_LABEL, *LABEL_COLUMNS) if name != prompt)
+    labels = (named,) if named else tuple(name for name in (_NESTED_LABEL, *_LABEL_COLUMNS) if name != prompt)
     read = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read_prompt(row: Row) -> Conversation:
@@ -249,7 +249,7 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers
 def _fault_of_structure(column: str, value: dict[str, object] | list[object], verifiers: Sequence[str]) -> str | None:
     """Return why an object or list is not a label for these verifiers, or None."""
     keys = list(value) if isinstance(value, dict) else []
-    inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
+    inside = next((key for key in _LABEL_COLUMNS if key in keys and _TESTS_KEY not in keys), None)
     if inside is not None:
         return f"column {column!r} is an object that contains the label: set --label_key {column}.{inside}"
     # Compare by type name, as in the table of rewards.

@@ -5,7 +5,7 @@ from typing import TypeGuard
 
 from rlhf_cli.data.formats.conversations import Message
 
-TURN = re.compile(r"\n\n(Human|Assistant):")
+_TURN = re.compile(r"\n\n(Human|Assistant):")
 """Start of a turn."""
 
 
@@ -17,7 +17,7 @@ def is_transcript(value: object) -> TypeGuard[str]:
 def turns_of_transcript(text: str) -> tuple[Message, ...]:
     """Return the turns of a transcript."""
     # The text before the first turn is empty, because a transcript starts with one.
-    _, *parts = TURN.split(text)
+    _, *parts = _TURN.split(text)
     turns = zip(parts[::2], parts[1::2], strict=True)
     return tuple(Message("user" if speaker == "Human" else "assistant", text.strip()) for speaker, text in turns)
 

@@ -15,11 +15,11 @@ from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PackPictures, PlacedPicture
 
-EXACT_SEARCH_SEQUENCES = 32
+_EXACT_SEARCH_SEQUENCES = 32
 """Maximum number of sequences for an exact search of the fewest micro-batches, if heuristics need more."""
-EXACT_SEARCH_NODES = 20_000
+_EXACT_SEARCH_NODES = 20_000
 """Maximum placements tried in that search, about 20 ms."""
-PATCHES_PER_TOKEN = 4
+_PATCHES_PER_TOKEN = 4
 """Image patches that count as one token of micro-batch room. A token has 4 patches in Qwen-VL, 1 in LLaVA, and 9 to 16
 in SmolVLM, whose vision encoder computes several times as many patches at the same limit.
 """
@@ -251,12 +251,12 @@ def plan_packs(
 
 
 def room_of(tokens_B: np.ndarray, patches_B: np.ndarray, *, max_tokens: int) -> np.ndarray:
-    """Return the room of sequences in a micro-batch: tokens, or patches in units of `PATCHES_PER_TOKEN`.
+    """Return the room of sequences in a micro-batch: tokens, or patches in units of `_PATCHES_PER_TOKEN`.
 
     A sequence with more patches than fit occupies a full micro-batch, because images cannot be split.
     """
     # Round up: part of a token takes a whole one.
-    by_patches_B = np.minimum(-(-patches_B // PATCHES_PER_TOKEN), max_tokens)
+    by_patches_B = np.minimum(-(-patches_B // _PATCHES_PER_TOKEN), max_tokens)
     return np.maximum(tokens_B, by_patches_B)
 
 
@@ -344,7 +344,7 @@ def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bi
 
 def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: int) -> list[list[int]] | None:
     """Search depth-first for any assignment to `num_bins` bins; None if there is none or the search is too large."""
-    if order.size > EXACT_SEARCH_SEQUENCES:
+    if order.size > _EXACT_SEARCH_SEQUENCES:
         return None
     rooms = [bounds.tokens] * num_bins
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -359,7 +359,7 @@ def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: 
         for number, room in enumerate(rooms):
             # Bins with equal room and count are interchangeable, so try only one of them.
             alike = (room, len(bins[number]))
-            if room < length or alike[1] == bounds.sequences or alike in tried or nodes > EXACT_SEARCH_NODES:
+            if room < length or alike[1] == bounds.sequences or alike in tried or nodes > _EXACT_SEARCH_NODES:
                 continue
             tried.add(alike)
             nodes += 1

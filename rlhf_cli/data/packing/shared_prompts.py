@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_packs, room_of
 from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 
-PromptKey = tuple[bytes | str, ...]
+_PromptKey = tuple[bytes | str, ...]
 """Bytes of a prompt's tokens, and its image digests."""
 
 
@@ -35,7 +35,7 @@ def plan_groups(
     patches = np.array([sequence.patches for sequence in sequences])
     # Images count through their room, as in `plan_packs`.
     sizes = _Sizes(prompts, lengths.tolist(), room_of(np.zeros_like(lengths), patches, max_tokens=max_tokens).tolist())
-    groups: dict[PromptKey, list[int]] = {}
+    groups: dict[_PromptKey, list[int]] = {}
     for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
         groups.setdefault(_key(sequence, size), []).append(index)
     if max_sequences is None:
@@ -70,7 +70,7 @@ def _prompt_size(sequence: TokenSequence) -> int:
     return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
 
 
-def _key(sequence: TokenSequence, size: int) -> PromptKey:
+def _key(sequence: TokenSequence, size: int) -> _PromptKey:
     """Return the comparison key of a prompt with `size` tokens: tokens, and images, which have identical placeholder
     tokens.
     """

@@ -17,13 +17,13 @@ warnings.filterwarnings(
 # Only these decoders: others run external programs on untrusted files.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Supported formats. Pillow decodes others with external programs (EPS), or they have no fixed size (WMF)."""
-DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+_DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Modes with more than 8 bits per channel, which Pillow clips to white when converting to RGB."""
-WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
-ORIENTATION = 0x0112
-"""EXIF tag; values from `SIDEWAYS` swap height and width."""
-SIDEWAYS = 5
-DRAFT = 8
+_WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+_ORIENTATION = 0x0112
+"""EXIF tag; values from `_SIDEWAYS` swap height and width."""
+_SIDEWAYS = 5
+_DRAFT = 8
 """JPEGs are decoded at an eighth of their size to verify that they are complete, which is much faster."""
 
 
@@ -40,9 +40,9 @@ def size_of(contents: bytes | memoryview) -> tuple[int, int]:
         width, height = image.size
         _refuse_kind(image)
         # EXIF orientation swaps the sides, and models expect upright images.
-        if image.getexif().get(ORIENTATION, 1) >= SIDEWAYS:
+        if image.getexif().get(_ORIENTATION, 1) >= _SIDEWAYS:
             height, width = width, height
-        image.draft("RGB", (image.size[0] // DRAFT, image.size[1] // DRAFT))
+        image.draft("RGB", (image.size[0] // _DRAFT, image.size[1] // _DRAFT))
         # Decode fully, because a truncated file has a valid header.
         image.load()
     except PictureFault:
@@ -66,7 +66,7 @@ def _refuse_kind(image: Image.Image) -> None:
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # MPO: camera JPEG with embedded previews
         raise PictureFault(f"has {frames} frames, and a picture has one")
-    if image.mode in DEEP_MODES:
+    if image.mode in _DEEP_MODES:
         raise PictureFault(f"has more than 8 bits a channel (mode {image.mode}): save it with 8")
 
 
@@ -89,7 +89,7 @@ def _in_size(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 def _on_white(image: Image.Image) -> Image.Image:
     """Convert the image to RGB, with white for transparent parts."""
-    if image.mode not in WITH_ALPHA and "transparency" not in image.info:
+    if image.mode not in _WITH_ALPHA and "transparency" not in image.info:
         return image.convert("RGB")
     # Convert first: palettes with transparency have no alpha channel.
     image = image.convert("RGBA")

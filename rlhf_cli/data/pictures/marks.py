@@ -12,19 +12,19 @@ from rlhf_cli.data.reading.sources import Row
 
 TEXT_MARK = "<image>"
 """Text marker in EasyR1, verl and LLaVA rows."""
-EITHER = re.compile(f"({MARK}|{TEXT_MARK})")
+_EITHER = re.compile(f"({MARK}|{TEXT_MARK})")
 IMAGE_COLUMNS = ("images", "image")
-EMPTY: tuple[object, ...] = (None, "", b"", [], {})
+_EMPTY: tuple[object, ...] = (None, "", b"", [], {})
 CELL_KEYS = ("image", "path", "url")
 """Keys for an image in a part of type image, in Qwen and transformers messages, or in a cell."""
 BASE64 = "base64"
 """Key for a base64 image without data URL prefix, in transformers messages."""
 
-Content = tuple[str, tuple[object, ...]]
+_Content = tuple[str, tuple[object, ...]]
 """Text with markers, and a cell per marker; None for an image from the row's column."""
 
 
-def content_of_parts(row: Row, number: int, role: Role, parts: Sequence[object]) -> Content:
+def content_of_parts(row: Row, number: int, role: Role, parts: Sequence[object]) -> _Content:
     """Parse multi-part content of message `number` in OpenAI format. Raises RowFault for unsupported parts."""
     texts: list[str] = []
     cells: list[object] = []
@@ -55,14 +55,14 @@ def _cell_of_part(part: dict[str, object]) -> object:
         given = given.get("url")
     # The order matters for parts with several keys: OpenAI's `image_url` comes first.
     held = [given, *(part.get(key) for key in CELL_KEYS), {BASE64: part.get(BASE64)}]
-    return next((cell for cell in held if not is_empty(cell)), None)
+    return next((cell for cell in held if not _is_empty(cell)), None)
 
 
-def is_empty(cell: object) -> bool:
+def _is_empty(cell: object) -> bool:
     """Return whether a cell contains no image."""
     if isinstance(cell, dict):
         return cell.get("bytes") is None and not any(cell.get(key) for key in (*CELL_KEYS, BASE64))
-    return cell in EMPTY
+    return cell in _EMPTY
 
 
 def _own_mark(row: Row, number: int) -> Exception:
@@ -89,7 +89,7 @@ def _names(image_key: str | None) -> tuple[str, ...]:
 
 
 def _listed(value: object) -> list[object]:
-    return [cell for cell in (value if isinstance(value, list) else [value]) if not is_empty(cell)]
+    return [cell for cell in (value if isinstance(value, list) else [value]) if not _is_empty(cell)]
 
 
 def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conversation:
@@ -151,7 +151,7 @@ def _with_marks(row: Row, number: int, message: Message, has_pictures: bool) -> 
         return message
     # Keep cells of parts, and add free markers for the text markers between them.
     own = iter(message.pictures)
-    marks = EITHER.findall(message.content)
+    marks = _EITHER.findall(message.content)
     if marks.count(MARK) != len(message.pictures):
         raise _own_mark(row, number)
     cells = tuple(next(own) if mark == MARK else None for mark in marks)

@@ -24,7 +24,7 @@ NUM_THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffin
 """Threads for measuring images. Pillow decodes without the GIL; the rest of a row's processing holds it."""
 
 A = TypeVar("A")
-B = TypeVar("B")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PictureReader:
         return (Path(given).expanduser() if given is not None else Path(file).parent).absolute()
 
 
-def made_in_order(step: Callable[[A], B], items: Iterable[A]) -> list[B]:
+def made_in_order(step: Callable[[A], _B], items: Iterable[A]) -> list[_B]:
     """Apply `step` to each item in threads. Returns results in order.
 
     Raises the exception of the first failing item, like a loop would. Steps only measure images: chat templates must be

@@ -94,7 +94,9 @@ def placed_picture(
     patches: int,
 ) -> PlacedPicture:
     """Return an image in a sequence, with pixels loaded on access."""
-    return PlacedPicture(Picture(digest.hex(), *size, PixelReader(encoded, digest, size)), *place, token, grid, patches)
+    return PlacedPicture(
+        Picture(digest.hex(), *size, _PixelReader(encoded, digest, size)), *place, token, grid, patches
+    )
 
 
 def digest_of(contents: Contents, height: int, width: int) -> bytes:
@@ -105,7 +107,7 @@ def digest_of(contents: Contents, height: int, width: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class PixelReader:
+class _PixelReader:
     """Loads the pixels of an encoded image at its final size.
 
     Pickling stores the encoded bytes: the path may not exist on another machine, and pixels are several times as large.
@@ -129,10 +131,10 @@ class PixelReader:
             raise RunError(f"picture {self.encoded.path} was changed since the data were read: start again")
         return contents
 
-    def __reduce__(self) -> tuple[type["PixelReader"], tuple[EncodedPicture, bytes, tuple[int, int]]]:
+    def __reduce__(self) -> tuple[type["_PixelReader"], tuple[EncodedPicture, bytes, tuple[int, int]]]:
         # `bytes` copies a view of the mapped table, which cannot be pickled.
         encoded = EncodedPicture(self.encoded.path, contents=bytes(self._contents()))
-        return PixelReader, (encoded, self.digest, self.size)
+        return _PixelReader, (encoded, self.digest, self.size)
 
 
 def encoded_cell(cell: object, folder: Path) -> EncodedPicture:

@@ -9,32 +9,30 @@ from rlhf_cli.data.pictures.sources import EncodedPicture, Stamp, StandingPictur
 from rlhf_cli.data.store import StoredTable
 from rlhf_cli.models.vision.pictures import PlacedPicture
 
-PLACES, DIGESTS, FILES = "picture_places", "picture_digests", "picture_files"
-COLUMNS = {
-    PLACES: pa.list_(pa.int32()),
-    DIGESTS: pa.list_(pa.binary(16)),
+_PLACES, _DIGESTS, FILES = "picture_places", "picture_digests", "picture_files"
+_COLUMNS = {
+    _PLACES: pa.list_(pa.int32()),
+    _DIGESTS: pa.list_(pa.binary(16)),
     FILES: pa.list_(
         pa.struct({"path": pa.string(), "size": pa.int64(), "changed": pa.int64(), "contents": pa.large_binary()})
     ),
 }
-NUMBERS = 8
-"""Numbers per image in `PLACES`: start, length, token, height, width, patches, grid rows and grid columns, -1 without a
-grid.
-"""
-PATCHES = 5
+_NUMBERS = 8
+"""Per image in `_PLACES`: start, length, token, height, width, patches, grid rows and columns, -1 without a grid."""
+_PATCHES = 5
 """Index of the patches."""
 
 
 def schema_with_pictures(schema: pa.Schema, *, has_pictures: bool) -> pa.Schema:
     """Add the image columns to the schema for vision models."""
-    return pa.schema([*schema, *pa.schema(COLUMNS)]) if has_pictures else schema
+    return pa.schema([*schema, *pa.schema(_COLUMNS)]) if has_pictures else schema
 
 
 def stored_pictures(pictures: Sequence[StandingPicture]) -> dict[str, object]:
     """Return the cells for an item's images."""
     return {
-        PLACES: [number for standing in pictures for number in _numbers(standing)],
-        DIGESTS: [standing.picture.digest for standing in pictures],
+        _PLACES: [number for standing in pictures for number in _numbers(standing)],
+        _DIGESTS: [standing.picture.digest for standing in pictures],
         FILES: [_file(standing.picture.encoded) for standing in pictures],
     }
 
@@ -55,14 +53,14 @@ def _file(encoded: EncodedPicture) -> dict[str, object]:
 
 def pictures_at(table: StoredTable, row: int) -> tuple[PlacedPicture, ...]:
     """Return an item's images, () for text models."""
-    if PLACES not in table.names:
+    if _PLACES not in table.names:
         return ()
-    places = table.numbers(PLACES, row).reshape(-1, NUMBERS).tolist()
+    places = table.numbers(_PLACES, row).reshape(-1, _NUMBERS).tolist()
     if not places:
         return ()
     # Views avoid copying the encoded images.
     paths = [path for (path,) in table.fields(FILES, row, ("path",))]
-    stored = zip(places, table.value(DIGESTS, row), paths, table.views(FILES, row, "contents"), strict=True)
+    stored = zip(places, table.value(_DIGESTS, row), paths, table.views(FILES, row, "contents"), strict=True)
     return tuple(_picture(numbers, digest, path, contents) for numbers, digest, path, contents in stored)
 
 
@@ -81,12 +79,12 @@ def _picture(numbers: list[int], digest: bytes, path: str | None, contents: memo
 
 def patches_of(table: StoredTable) -> np.ndarray | None:
     """Return the image patches per item, int64 [N]; None for text models."""
-    if PLACES not in table.names:
+    if _PLACES not in table.names:
         return None
-    numbers, lengths = table.lists(PLACES)
+    numbers, lengths = table.lists(_PLACES)
     # int64, since the sum over a dataset exceeds int32.
-    sums = np.concatenate([[0], numbers.reshape(-1, NUMBERS)[:, PATCHES].cumsum(dtype=np.int64)])
-    bounds = np.concatenate([[0], lengths.cumsum()]) // NUMBERS
+    sums = np.concatenate([[0], numbers.reshape(-1, _NUMBERS)[:, _PATCHES].cumsum(dtype=np.int64)])
+    bounds = np.concatenate([[0], lengths.cumsum()]) // _NUMBERS
     found: np.ndarray = np.diff(sums[bounds])
     return found
 

@@ -21,15 +21,15 @@ T = TypeVar("T")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
 RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "solution")
-SYSTEM_COLUMNS = ("system", "system_prompt")
-CONTEXT_COLUMNS = ("input", "context")
+_SYSTEM_COLUMNS = ("system", "system_prompt")
+_CONTEXT_COLUMNS = ("input", "context")
 """Columns added to an `instruction` in Alpaca and Dolly."""
-BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
+_BESIDE_PROMPT = (*_CONTEXT_COLUMNS, "history")
 """Columns that extend a prompt, rejected unless used. `history` contains earlier turns in LLaMA-Factory data."""
 
-EMPTY: tuple[object, ...] = (None, "", [], {})
+_EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of empty cells; 0 is not empty."""
-VIDEO_COLUMNS = ("video", "videos")
+_VIDEO_COLUMNS = ("video", "videos")
 """Video columns, which are not supported."""
 
 ROLES: dict[str, Role] = {
@@ -52,7 +52,7 @@ MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys for reasoning, in messages from reasoning model servers, in gpt-oss, and in chat templates."""
 
-OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS)
+_OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS)
 """Additional message keys that are read, except role, text and loss markers."""
 
 
@@ -162,7 +162,7 @@ def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message
     If `joined`, other prompt columns are rejected; otherwise the settings select only this column.
     """
     # A column selected by the user is read alone.
-    contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
+    contexts = _CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
     def read(row: Row) -> tuple[Message, ...]:
         dialogue = dialogue_of(row.get(column))
@@ -180,7 +180,7 @@ def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message
 
 
 def _refuse_unread(row: Row, column: str, context: str | None) -> None:
-    left = _filled(row, tuple(name for name in BESIDE_PROMPT if name not in (column, context)))
+    left = _filled(row, tuple(name for name in _BESIDE_PROMPT if name not in (column, context)))
     if left is not None:
         raise row.error(
             f"column {left!r} is not empty, but is not read beside {column!r}: put it into that column, or leave it "
@@ -197,7 +197,7 @@ def response_turn(row: Row, column: str) -> tuple[Message, ...]:
 
 def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
     """Prepend the row's system message, unless there is one."""
-    column = _filled(row, SYSTEM_COLUMNS)
+    column = _filled(row, _SYSTEM_COLUMNS)
     if column is None or not messages or messages[0].role == "system":
         return messages
     return (Message("system", text_of(row, column)), *messages)
@@ -205,7 +205,7 @@ def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
 
 def _filled(row: Row, columns: tuple[str, ...]) -> str | None:
     """Return the first non-empty column: a column may be empty in all first rows of a source."""
-    return next((name for name in columns if row.get(name) not in EMPTY), None)
+    return next((name for name in columns if row.get(name) not in _EMPTY), None)
 
 
 def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:
@@ -255,7 +255,7 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
         length=len(content or ""),
         has_more=bool(calls or reasoning),
     )
-    unread = unread_marks(row, number, entry, (*keys, *OTHER_KEYS)) if role == "assistant" else ()
+    unread = unread_marks(row, number, entry, (*keys, *_OTHER_KEYS)) if role == "assistant" else ()
     return Message(
         role,
         content or "",
@@ -311,7 +311,7 @@ def described(value: object, row: Row, column: str) -> str:
     return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
 
 
-TRUTHS: dict[object, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+_TRUTHS: dict[object, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 """Labels for desirable and undesirable responses, in lower case; the numbers 1 and 0 equal True and False."""
 
 
@@ -319,20 +319,20 @@ def truth(value: object) -> bool | None:
     """Return whether a label means desirable, None for other labels."""
     # CSV files contain labels as text.
     known = value.strip().lower() if isinstance(value, str) else value
-    return TRUTHS.get(known) if isinstance(known, str | int | float) else None
+    return _TRUTHS.get(known) if isinstance(known, str | int | float) else None
 
 
 def refuse_images(row: Row) -> None:
     """Raise UsageError if the row has images: its text may refer to images that the model never receives."""
     # Check the names even if they are not selected: the text may refer to them.
-    for column in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
+    for column in (*IMAGE_COLUMNS, *_VIDEO_COLUMNS):
         if row.get(column):
             raise row.error(f"column {column!r} is not empty, but only text is read for this model or command")
 
 
 def refuse_videos(row: Row) -> None:
     """Raise UsageError if the row has a video."""
-    for column in VIDEO_COLUMNS:
+    for column in _VIDEO_COLUMNS:
         if row.get(column):
             raise row.error(f"column {column!r} is not empty, but no videos are read, only images")
 

@@ -31,10 +31,10 @@ from rlhf_cli.errors import UsageError, first_line
 
 BATCH_ROWS = 256
 """Rows per record batch."""
-NEWLINE = 10
-MAX_BLANK = 2
+_NEWLINE = 10
+_MAX_BLANK = 2
 """Maximum length in bytes of a possibly blank line; longer ones contain at least `{}`."""
-CSV_BLOCK = 1 << 26
+_CSV_BLOCK = 1 << 26
 """Bytes parsed at a time. Rows must not be longer."""
 
 
@@ -62,7 +62,7 @@ def kind_of_file(path: Path) -> str | None:
     # The suffix before .gz selects the reader.
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
+    return suffixes[-1] if suffixes and suffixes[-1] in _READERS else None
 
 
 def read_file(path: Path, *, head: int | None = None) -> Table:
@@ -72,10 +72,10 @@ def read_file(path: Path, *, head: int | None = None) -> Table:
     """
     kind = kind_of_file(path)
     if kind is None:
-        raise UsageError(f"{path} is no data file: its name ends in none of {', '.join(READERS)} (or these with .gz)")
+        raise UsageError(f"{path} is no data file: its name ends in none of {', '.join(_READERS)} (or these with .gz)")
     try:
         with _opened(path) as file:
-            table = READERS[kind](file, str(path), head)
+            table = _READERS[kind](file, str(path), head)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
     if table.num_rows == 0:
@@ -123,7 +123,7 @@ def _json_lines(mapped: mmap.mmap, path: str, head: int | None) -> Table:
     # Arrays instead of Python lists: files may have hundreds of millions of lines.
     starts = np.concatenate([[0], ends[:-1] + 1])
     # Decoding only short lines is much faster than checking all of them.
-    long_enough = ends - starts > MAX_BLANK
+    long_enough = ends - starts > _MAX_BLANK
     for number in np.flatnonzero(~long_enough):
         long_enough[number] = bool(mapped[starts[number] : ends[number]].strip())
     lines = np.flatnonzero(long_enough)
@@ -150,11 +150,11 @@ def _json_lines(mapped: mmap.mmap, path: str, head: int | None) -> Table:
 def _line_ends(mapped: mmap.mmap) -> np.ndarray:
     """Return each line's end in bytes, int64; the last line needs no line break."""
     found = [
-        np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + start
+        np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == _NEWLINE) + start
         for start, block in blocks(mapped, 0, len(mapped))
     ]
     ends = np.concatenate(found)
-    return ends if mapped[-1] == NEWLINE else np.append(ends, len(mapped))
+    return ends if mapped[-1] == _NEWLINE else np.append(ends, len(mapped))
 
 
 def _first_line_ends(mapped: mmap.mmap, count: int) -> np.ndarray:
@@ -203,7 +203,7 @@ def _read_csv(file: IO[bytes], path: str, head: int | None) -> Table:
         batches = pa.csv.open_csv(
             file,
             read_options=pa.csv.ReadOptions(
-                use_threads=False, block_size=CSV_BLOCK
+                use_threads=False, block_size=_CSV_BLOCK
             ),  # with threads, errors do not contain the row
             parse_options=pa.csv.ParseOptions(newlines_in_values=True),
             convert_options=pa.csv.ConvertOptions(
@@ -244,7 +244,7 @@ def _stored(batches: Any, schema: pa.Schema, path: str, head: int | None) -> Tab
     return Table(path, len(stored), lambda index: read(stored.row(index)), lambda index: f"row {index + 1}")
 
 
-READERS: dict[str, Callable[[IO[bytes], str, int | None], Table]] = {
+_READERS: dict[str, Callable[[IO[bytes], str, int | None], Table]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-Reader = Callable[[Any], Any]
+_Reader = Callable[[Any], Any]
 
 _LISTS = (
     pa.types.is_list,
@@ -22,7 +22,7 @@ _LISTS = (
 )
 
 
-def row_reader(schema: pa.Schema) -> Reader:
+def row_reader(schema: pa.Schema) -> _Reader:
     """Return a function that restores a row from Arrow's form. Columns may be null."""
     readers = {field.name: _reader(field.type) for field in schema}
 
@@ -32,7 +32,7 @@ def row_reader(schema: pa.Schema) -> Reader:
     return read
 
 
-def _reader(kind: pa.DataType) -> Reader:
+def _reader(kind: pa.DataType) -> _Reader:
     # Arrow's JSON type stores text.
     if isinstance(kind, pa.JsonType):
         return parsed
@@ -58,7 +58,7 @@ def _reader(kind: pa.DataType) -> Reader:
     return lambda value: value
 
 
-def _struct_reader(readers: dict[str, Reader]) -> Reader:
+def _struct_reader(readers: dict[str, _Reader]) -> _Reader:
     def read(value: dict[str, object] | None) -> dict[str, object] | None:
         if value is None:
             return None

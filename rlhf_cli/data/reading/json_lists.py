@@ -21,9 +21,9 @@ LONGEST_WORD = 16
 """Characters before the window's end in which an error may be caused by truncation, for example of '-Infinity' or
 '\\ud83d\\ude00'.
 """
-BLOCK = 1 << 26
+_BLOCK = 1 << 26
 """Block size in bytes for counting characters, which bounds the memory of the comparison."""
-BOM = codecs.BOM_UTF8
+_BOM = codecs.BOM_UTF8
 
 
 def _constant(name: str) -> float | None:
@@ -133,7 +133,7 @@ def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
     line = 1 + sum(block.count(b"\n") for _, block in blocks(mapped, 0, start))
     within = sum(_num_characters(block) for _, block in blocks(mapped, start, byte))
     # The mark counts as a character of the first line, but editors hide it.
-    return line, 1 + within - (start == 0 and mapped[: len(BOM)] == BOM)
+    return line, 1 + within - (start == 0 and mapped[: len(_BOM)] == _BOM)
 
 
 def _num_characters(block: bytes) -> int:
@@ -144,8 +144,8 @@ def _num_characters(block: bytes) -> int:
 
 def blocks(mapped: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Yield the bytes from `start` to `stop` in blocks of bounded size, with each block's position."""
-    for first in range(start, stop, BLOCK):
-        yield first, mapped[first : min(first + BLOCK, stop)]
+    for first in range(start, stop, _BLOCK):
+        yield first, mapped[first : min(first + _BLOCK, stop)]
 
 
 def checked_object(row: Any, where: str) -> dict[str, object]:

@@ -21,8 +21,8 @@ from rlhf_cli.data.reading.json_cells import row_reader
 from rlhf_cli.data.sampling import SEED_MASK
 from rlhf_cli.errors import UsageError, one_line
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
 """Words in file names that identify a split."""
 COLUMN_ROWS = 100
 """Number of initial rows that determine a source's columns. Rows may omit optional columns."""
@@ -282,7 +282,7 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
         return Source(name, _read_files([path], head))
     hub_name = name.rpartition("@")[0] if split else name
     # A relative path such as data/rows is not a Hub name if its folder exists.
-    if HUB_NAME.fullmatch(hub_name) and not Path(hub_name).parent.is_dir():
+    if _HUB_NAME.fullmatch(hub_name) and not Path(hub_name).parent.is_dir():
         return Source(name, (hub(hub_name, split or default_split),))
     raise UsageError(f"no file or folder {str(path)!r} (a data set on the Hub is written owner/name)")
 
@@ -327,7 +327,7 @@ def _read_folder(folder: Path, split: str | None, default_split: str, head: int 
     chosen = [path for path in files if (split or default_split) in words[path]]
     if not chosen and split is None:
         # Files whose names contain no split are used for any split.
-        chosen = [path for path in files if not words[path] & OTHER_SPLITS]
+        chosen = [path for path in files if not words[path] & _OTHER_SPLITS]
     if not chosen:
         names = ", ".join(str(path.relative_to(folder)) for path in files)
         raise UsageError(f"folder {folder} has no file of the split {split or default_split!r}; its files: {names}")

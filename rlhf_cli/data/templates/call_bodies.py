@@ -14,7 +14,7 @@ from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.turn_spans import Span, num_shared, skip_space
 
 NAME = re.compile(r"[\w.:/-]+")
-PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 """Values as written by Qwen 3 templates with tags."""
 
 
@@ -36,7 +36,7 @@ class CallBody(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class JsonBody:
+class _JsonBody:
     """A JSON object with name and arguments; `path` leads to it within outer objects."""
 
     path: tuple[str, ...]
@@ -118,8 +118,8 @@ class TaggedBody:
         if head is None:
             raise CallFault(f"of {name} has no {self.name_end.strip()} behind the name")
         end, arguments = head.end(), dict[str, object]()
-        opens, divides = re.compile(r"\s*" + loose(self.key_start)), re.compile(line_break(self.key_end))
-        closes = re.compile(line_break(self.value_end))
+        opens, divides = re.compile(r"\s*" + loose(self.key_start)), re.compile(_line_break(self.key_end))
+        closes = re.compile(_line_break(self.value_end))
         # Repeat until no argument opens, since their number is unknown.
         while opened := opens.match(text, end):
             divided = divides.search(text, opened.end())
@@ -140,8 +140,8 @@ class TaggedBody:
         if kind == "string":
             return written
         # Before JSON: templates write Python's words, which are not valid JSON.
-        if written.strip() in PYTHON_WORDS:
-            return PYTHON_WORDS[written.strip()]
+        if written.strip() in _PYTHON_WORDS:
+            return _PYTHON_WORDS[written.strip()]
         try:
             value, end = json_at(written, skip_space(written, 0))
         except CallFault:
@@ -198,7 +198,7 @@ def loose(mark: str) -> str:
     return r"\s*".join(map(re.escape, mark.split()))
 
 
-def line_break(mark: str) -> str:
+def _line_break(mark: str) -> str:
     """Like `loose`, plus the line breaks around the marker, which are not part of a value."""
     before, after = mark.startswith("\n"), mark.endswith("\n")
     return r"\n?" * before + loose(mark) + r"\n?" * after
@@ -233,7 +233,7 @@ def _json_body(text: str, call: ToolCall) -> Place | None:
             name = next((key for key, entry in inner.items() if entry == call.name), None)
             arguments = next((key for key, entry in inner.items() if _same(entry, call.arguments)), None)
             if name is not None and arguments is not None:
-                return JsonBody(path, name, arguments), (found.start(), end)
+                return _JsonBody(path, name, arguments), (found.start(), end)
     return None
 
 

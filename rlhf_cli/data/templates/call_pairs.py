@@ -11,13 +11,13 @@ from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.call_bodies import NAME, CallFault, Place, called, json_at, name_at
 from rlhf_cli.data.templates.turn_spans import skip_space
 
-WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _WORD = re.compile(r"[^,:=()\[\]{}]+")
 _PYTHON_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class PairsBody:
+class _PairsBody:
     """The name, then pairs in brackets. `quote` surrounds text; "" for Python string literals."""
 
     brackets: str
@@ -66,8 +66,8 @@ class PairsBody:
         else:
             # Unquoted words are numbers or constants.
             word, behind = self._word(text, place)
-            if word in WORDS:
-                return WORDS[word], behind
+            if word in _WORDS:
+                return _WORDS[word], behind
             return _number(word), behind
         return value, skip_space(text, place)
 
@@ -138,7 +138,7 @@ def pairs_body_of(text: str, call: ToolCall) -> Place | None:
         return None
     # Python literals use either quote.
     quote = "" if found[3] in ("'", '"') else found[3]
-    body = PairsBody({"(": "()", "{": "{}"}[found[1]], found[2], quote)
+    body = _PairsBody({"(": "()", "{": "{}"}[found[1]], found[2], quote)
     try:
         read, end = body.read(text, start)
     except CallFault:

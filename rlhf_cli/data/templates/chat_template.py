@@ -124,7 +124,7 @@ class ChatTemplate:
 
     def _readable(self, conversation: Conversation) -> Conversation:
         """Move reasoning to where the template reads it: a separate key, or the content."""
-        if not num_reasoned(conversation) or self.text.reasoning_key is not None:
+        if not _num_reasoned(conversation) or self.text.reasoning_key is not None:
             return conversation
         return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
 
@@ -152,7 +152,7 @@ class ChatTemplate:
         """
         readable = self._readable(conversation)
         if readable is not conversation:
-            return replace(self.example(readable), num_inlined=num_reasoned(conversation))
+            return replace(self.example(readable), num_inlined=_num_reasoned(conversation))
         with self._blame_on_calls(conversation):
             text, marked = self.text.render(conversation.messages, conversation.tools)
             # The template's own blocks are exact, so prefer them to comparing texts.
@@ -343,7 +343,7 @@ def _no_end(rest: str) -> TemplateFault:
     )
 
 
-def num_reasoned(conversation: Conversation) -> int:
+def _num_reasoned(conversation: Conversation) -> int:
     """Return the number of messages with separate reasoning."""
     return sum(bool(message.reasoning) for message in conversation.messages)
 

@@ -11,7 +11,7 @@ from rlhf_cli.data.formats.conversations import MARK, Conversation, Message
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.errors import UsageError
 
-BUILT_IN = {
+_BUILT_IN = {
     "r1_zero": "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. "
     "The Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
     "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, "
@@ -24,7 +24,7 @@ _MARK, _MARK_OF_SYSTEM = "7f3a-question", "7f3a-system"  # unique strings that n
 
 
 @dataclass(frozen=True)
-class PromptTemplate:
+class _PromptTemplate:
     """A Jinja template with the variables `prompt`, the question text, and `system_prompt`, which may be None.
 
     `picture_mark` is the model's image placeholder; None for text models.
@@ -75,21 +75,21 @@ def _rendered(template: jinja2.Template, question: Message, setting: str, **vari
     return text
 
 
-def load_prompt_template(name: str, *, system_prompt: str | None, picture_mark: str | None = None) -> PromptTemplate:
+def load_prompt_template(name: str, *, system_prompt: str | None, picture_mark: str | None = None) -> _PromptTemplate:
     """Load a built-in template, or a template file.
 
     Raises:
         UsageError: the name is unknown, the template is invalid, or it omits the question or a given system prompt.
     """
     path = Path(name).expanduser()
-    if name not in BUILT_IN and not path.is_file():
+    if name not in _BUILT_IN and not path.is_file():
         raise UsageError(
-            f"--prompt_template {name}: there is no such file, nor a built-in one; {', '.join(BUILT_IN)} is"
+            f"--prompt_template {name}: there is no such file, nor a built-in one; {', '.join(_BUILT_IN)} is"
         )
-    text = BUILT_IN.get(name) or path.read_text(encoding="utf-8")
+    text = _BUILT_IN.get(name) or path.read_text(encoding="utf-8")
     system = None if system_prompt is None else _MARK_OF_SYSTEM
     template = _parsed(f"--prompt_template {name}", text, {"prompt": _MARK, "system_prompt": system})
-    return PromptTemplate(template, system_prompt, picture_mark)
+    return _PromptTemplate(template, system_prompt, picture_mark)
 
 
 def load_format_prompt(name: str) -> FormatPrompt:

@@ -19,7 +19,7 @@ from rlhf_cli.data.templates.turn_spans import Span, missing_call
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.compat import compiled_template
 
-GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TRIAL = (
     Message("user", "first question"),
     Message("assistant", "first answer"),
@@ -42,7 +42,7 @@ TRIAL_CALL = (
     Message("assistant", "first answer"),
 )
 """Trial conversation to detect the call format. Mistral's template requires nine-character IDs."""
-TRIAL_THOUGHT = (Message("user", "first question"), Message("assistant", "first answer", reasoning="first thought"))
+_TRIAL_THOUGHT = (Message("user", "first question"), Message("assistant", "first answer", reasoning="first thought"))
 """Trial conversation to detect whether reasoning is rendered."""
 
 
@@ -64,7 +64,7 @@ class TemplateText:
             )
         self._template: str = tokenizer.get_chat_template()
         self._own_variables = {**tokenizer.special_tokens_map, **(kwargs or {})}
-        self.marks_turns = GENERATION_BLOCK.search(self._template) is not None
+        self.marks_turns = _GENERATION_BLOCK.search(self._template) is not None
 
     def render(
         self,
@@ -96,9 +96,9 @@ class TemplateText:
     def reasoning_key(self) -> str | None:
         """Key from which the template reads separate reasoning; None if it reads none."""
         for key in REASONING_KEYS:
-            text = self._tried(TRIAL_THOUGHT, replace(self._plain_form, reasoning_key=key))
+            text = self._tried(_TRIAL_THOUGHT, replace(self._plain_form, reasoning_key=key))
             # The key is read if the reasoning appears in the text.
-            if text is not None and TRIAL_THOUGHT[1].reasoning in text:
+            if text is not None and _TRIAL_THOUGHT[1].reasoning in text:
                 return key
         return None
 

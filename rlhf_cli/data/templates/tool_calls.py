@@ -38,7 +38,7 @@ class ParsedTurn:
 
 
 @dataclass(frozen=True)
-class CallFormat:
+class _CallFormat:
     """Markers around calls, and the notation between them.
 
     - `between`: separates calls that share one opening and closing marker.
@@ -144,7 +144,7 @@ def _end_of_thought(text: str, place: int = 0) -> int:
     return len(text) if end is None else end.end()
 
 
-def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> CallFormat:
+def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> _CallFormat:
     """Detect the call format of the tokenizer's chat template. Argument types come from the tools.
 
     Raises:
@@ -170,7 +170,7 @@ def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, t
 
 
 def written_call(
-    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, found: CallFormat, call: ToolCall
+    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, found: _CallFormat, call: ToolCall
 ) -> str | None:
     """Render a turn with this call, without its end token; None if the template does not support it."""
     # All IDs have the same form, so the probe's ID works for any call.
@@ -178,7 +178,7 @@ def written_call(
     return None if turn is None else _as_sampled(turn, found).strip()
 
 
-def _as_sampled(turn: str, found: CallFormat) -> str:
+def _as_sampled(turn: str, found: _CallFormat) -> str:
     """Return a turn as sampled after the generation prompt, without its end token."""
     text = turn.rpartition(found.end)[0] if found.end and found.end in turn else turn
     return THOUGHT_END + text if found.opens_thought and THOUGHT_END not in text else text
@@ -222,7 +222,7 @@ class _Probe:
     def _place_of(self, text: str, call: ToolCall) -> Place | None:
         return body_of(text, _as_read(call), self._controls) or pairs_body_of(text, call)
 
-    def format(self) -> CallFormat | None:
+    def format(self) -> _CallFormat | None:
         """Detect the format; None without a known notation."""
         alone = self.turn(_FIRST) or ""
         place = self._place_of(alone, _FIRST)
@@ -242,7 +242,7 @@ class _Probe:
         if between is not None and re.fullmatch(loose(closing + " " + opening), between.strip()):
             between = None
         opens_thought = begins_thought(self._template.text.header)
-        return CallFormat(opening, between, closing, body, end, opens_thought, self._controls)
+        return _CallFormat(opening, between, closing, body, end, opens_thought, self._controls)
 
     def _divided(self) -> tuple[str | None, str | None]:
         """Return the text between two calls, and after them; None if a turn supports only one call."""
@@ -282,7 +282,7 @@ class _Probe:
         tokens = re.finditer("|".join(map(re.escape, self._controls)) or r"(?!)", text)
         return text[: next((token.start() for token in tokens if token.start() < stop < token.end()), stop)]
 
-    def is_read_by(self, found: CallFormat) -> bool:
+    def is_read_by(self, found: _CallFormat) -> bool:
         """Return whether the format parses the template's turns."""
         # Include a call without arguments, and a turn with text before the call.
         turns = [((_FIRST,), ""), ((_BARE,), ""), ((_FIRST, _SECOND), ""), ((_FIRST,), _WORDS)]

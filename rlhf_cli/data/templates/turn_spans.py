@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from rlhf_cli.data.formats.conversations import Message, Span, ToolCall
 
-SPACE = re.compile(r"\s*")
+_SPACE = re.compile(r"\s*")
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
-THOUGHT_TAG = re.compile(r"(</?think>)")
+_THOUGHT_TAG = re.compile(r"(</?think>)")
 """Templates put reasoning on separate lines, regardless of the row's white space."""
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 
@@ -69,7 +69,7 @@ class Said:
 
     @classmethod
     def _of(cls, content: str, message: Message, thought: str = "") -> "Said":
-        parts = (part.strip() for part in THOUGHT_TAG.split(content))
+        parts = (part.strip() for part in _THOUGHT_TAG.split(content))
         return cls(tuple(part for part in parts if part), message.tool_calls, thought)
 
     def behind(self, prompt: str) -> "Said":
@@ -197,7 +197,7 @@ def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 def skip_space(text: str, position: int) -> int:
     """Return the position of the first non-space character from `position`."""
-    match = SPACE.match(text, position)
+    match = _SPACE.match(text, position)
     return match.end() if match else position
 
 

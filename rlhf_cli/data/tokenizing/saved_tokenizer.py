@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.errors import UsageError
 
 logger = logging.getLogger(__name__)
-NUM_COMPARED = 32
+_NUM_COMPARED = 32
 """Number of initial texts to compare."""
 
 
@@ -33,7 +33,7 @@ class SavedTokenizer:
         self._saved.no_padding()
         added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
-        self._num_left = NUM_COMPARED
+        self._num_left = _NUM_COMPARED
 
     @classmethod
     def of(cls, tokenizer: Any) -> "SavedTokenizer | None":

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.tokenizing.decoding import text_of
 
-HALF = "\N{REPLACEMENT CHARACTER}"
+_HALF = "\N{REPLACEMENT CHARACTER}"
 """Decoders emit this for invalid or incomplete bytes."""
 
 
@@ -26,7 +26,7 @@ class TextStream:
         """Return the text completed by the token, "" within a character."""
         self._held.append(token)
         text = self._text_of_held()
-        return "" if text.endswith(HALF) else self._given(text)
+        return "" if text.endswith(_HALF) else self._given(text)
 
     def rest(self) -> str:
         """Return the text of incomplete characters at the end of the response."""

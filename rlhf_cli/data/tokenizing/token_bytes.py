@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
 from rlhf_cli.data.templates.turn_spans import Span
 
-UNKNOWN = -(2**40)
+_UNKNOWN = -(2**40)
 """Marks tokens whose length depends on the text: no sum with it equals a text length."""
 
 
@@ -21,13 +21,13 @@ class TokenBytes:
     """Number of bytes per token of a byte-level tokenizer."""
 
     def __init__(self, vocabulary: dict[str, int], added: dict[int, AddedToken]) -> None:
-        self._lengths = [UNKNOWN] * (max(vocabulary.values(), default=-1) + 1)
+        self._lengths = [_UNKNOWN] * (max(vocabulary.values(), default=-1) + 1)
         for token, number in vocabulary.items():
             self._lengths[number] = len(token)  # one character per byte
         for number, special in added.items():
             # Such tokens take neighboring white space with them, so their length varies.
             whole = not (special.lstrip or special.rstrip or special.normalized)
-            self._lengths[number] = len(special.content.encode()) if whole else UNKNOWN
+            self._lengths[number] = len(special.content.encode()) if whole else _UNKNOWN
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenBytes | None":
