@@ -59,7 +59,7 @@ class Mixture:
         return [self.fixed[int(index)] for index in order[iteration]]
 
 
-Batch = ScoredBatch | list[TokenSequence]
+_Batch = ScoredBatch | list[TokenSequence]
 """Sampled responses, or fixed sequences."""
 
 
@@ -76,7 +76,7 @@ def train_student(
     """Train a student on a teacher's distributions, like `run_iterations`. Rewards are only logged."""
     settings = source.settings
     with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
-        iterations: Iterations[Batch] = Distilling(roles, settings, mixture, schedule, hooks.tracker)
+        iterations: Iterations[_Batch] = _Distilling(roles, settings, mixture, schedule, hooks.tracker)
         return run_iterations(
             iterations,
             state=state,
@@ -88,7 +88,7 @@ def train_student(
 
 
 @dataclass(frozen=True)
-class Distilling:
+class _Distilling:
     """Trains a student on a teacher's distributions."""
 
     roles: Roles[Student]
@@ -97,14 +97,14 @@ class Distilling:
     schedule: Schedule
     tracker: RunTracker
 
-    def collect(self, state: LoopState, timer: PhaseTimer) -> Batch | None:
+    def collect(self, state: LoopState, timer: PhaseTimer) -> _Batch | None:
         """Return the next iteration's data."""
         if self.mixture.is_own(state.iteration):
             return collect_batch(self.roles, self.settings, self.schedule, state, timer)
         self.roles.engines.sleep()  # free their memory: this iteration samples nothing
         return self.mixture.fixed_batch(state.iteration)
 
-    def learn(self, batch: Batch, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
+    def learn(self, batch: _Batch, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
         """Return (state, metrics) after the iteration, including the weight push."""
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None

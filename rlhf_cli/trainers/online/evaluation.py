@@ -34,7 +34,7 @@ MAX_KEPT_CHARACTERS = 4_000_000
 """Maximum number of rows saved per evaluation, and their total prompt and response characters."""
 
 
-class EvaluationTracker(Protocol):
+class _EvaluationTracker(Protocol):
     """Tracker interface for evaluations."""
 
     @property
@@ -98,7 +98,7 @@ class Evaluator:
         self,
         task: EvaluationTask,
         roles: Roles[Sampled],
-        tracker: EvaluationTracker,
+        tracker: _EvaluationTracker,
         *,
         save_best: Callable[[Best], None],
         state: EvaluationState,
@@ -190,7 +190,7 @@ class Evaluator:
         return Best(iteration, value) if so_far is None or value > so_far.value else None
 
 
-class Sourced(Protocol):
+class _Sourced(Protocol):
     """An item with a dataset and an optional source."""
 
     @property
@@ -200,7 +200,7 @@ class Sourced(Protocol):
     def data_source(self) -> str | None: ...
 
 
-def source_names(prompts: Sequence[Sourced]) -> list[str]:
+def source_names(prompts: Sequence[_Sourced]) -> list[str]:
     """Return each prompt's source from its row, or the dataset if sources are missing or too many."""
     named = [prompt.data_source or prompt.source for prompt in prompts]
     return named if len(set(named)) <= MAX_SOURCES else [prompt.source for prompt in prompts]

@@ -12,7 +12,7 @@ from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.samples import Group, scores_of
 
-Usefulness = Literal["useful", "too_hard", "too_easy", "alike", "failed"]
+_Usefulness = Literal["useful", "too_hard", "too_easy", "alike", "failed"]
 """Usefulness of a prompt. Groups that are too_hard, too_easy or alike have no learning signal with a group baseline."""
 
 
@@ -21,7 +21,7 @@ def longest(group: Group) -> int:
     return max(sample.response.longest for sample in group)
 
 
-def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Usefulness:
+def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> _Usefulness:
     """Classify a group by its scores.
 
     With a reward range, the mean score must be inside it. Otherwise the scores must differ, and a verifier must accept
@@ -64,7 +64,7 @@ def longest_needed(groups: Iterable[Group | None], missing: int, config: Dynamic
 
 
 @dataclass(frozen=True)
-class RoundSplit:
+class _RoundSplit:
     """Result of a round: groups for the batch, surplus groups, and prompts to sample again.
 
     `judged` are the groups with counted usefulness; groups at `postponed` positions are not judged.
@@ -78,7 +78,7 @@ class RoundSplit:
 
 def sort_round(
     places: Sequence[int], groups: Sequence[Group | None], *, missing: int, config: DynamicSamplingConfig
-) -> RoundSplit:
+) -> _RoundSplit:
     """Split a round for a batch that requires `missing` groups.
 
     Useful groups are selected in prompt order. When the batch is full, a later group becomes surplus only if all its
@@ -99,4 +99,4 @@ def sort_round(
         judged.append(group)
         if usefulness(scores_of(group), config) == "useful":
             (surplus if is_full else accepted).append(group)
-    return RoundSplit(accepted, surplus, postponed, judged)
+    return _RoundSplit(accepted, surplus, postponed, judged)

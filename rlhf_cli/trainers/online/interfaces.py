@@ -15,7 +15,7 @@ from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.samples import Sample
 
 
-class Sleeper(Protocol):
+class _Sleeper(Protocol):
     """A role that may share a GPU by sleeping. No-op for a role with a dedicated GPU."""
 
     def wake(self) -> None: ...
@@ -24,7 +24,7 @@ class Sleeper(Protocol):
 
 
 @contextmanager
-def awake(role: Sleeper) -> Iterator[None]:
+def awake(role: _Sleeper) -> Iterator[None]:
     """Keep a role on its GPU for the block.
 
     Does not put the role to sleep after an error: surviving ranks may be stuck in a collective with a dead one and
@@ -35,7 +35,7 @@ def awake(role: Sleeper) -> Iterator[None]:
     role.sleep()
 
 
-class Sampled(Sleeper, Protocol):
+class Sampled(_Sleeper, Protocol):
     """A trained model that the engines sample from."""
 
     def sleep_optimizer(self) -> None:
@@ -59,7 +59,7 @@ class Student(Sampled, Protocol):
         """Train, and return the metrics per optimizer step; a step is an array of indices."""
 
 
-class Critic(Sleeper, Protocol):
+class _Critic(_Sleeper, Protocol):
     """Value model in training."""
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
@@ -67,25 +67,25 @@ class Critic(Sleeper, Protocol):
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
 
-class FrozenPolicy(Sleeper, Protocol):
+class FrozenPolicy(_Sleeper, Protocol):
     """Policy that is not trained: the reference of the KL divergence, or a teacher."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
-class RewardModel(Sleeper, Protocol):
+class RewardModel(_Sleeper, Protocol):
     """Frozen model that scores full responses."""
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]: ...
 
 
-class ProcessRewardModel(Sleeper, Protocol):
+class ProcessRewardModel(_Sleeper, Protocol):
     """Frozen model that scores response steps at their last tokens."""
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
-class Steps(Protocol):
+class _Steps(Protocol):
     """Scores the steps of sampled responses."""
 
     def rewards(self, samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -170,12 +170,12 @@ class RunTracker(Protocol):
     def phase(self) -> Callable[[str | None], None]: ...
 
 
-SampledT_co = TypeVar("SampledT_co", bound=Sampled, covariant=True)
+_SampledT_co = TypeVar("_SampledT_co", bound=Sampled, covariant=True)
 SampledT = TypeVar("SampledT", bound=Sampled)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles(Generic[SampledT_co]):
+class Roles(Generic[_SampledT_co]):
     """All models and services of the loop.
 
     - `frozen_policies`: by role, `{"ref": ..., "teacher": ...}`.
@@ -183,12 +183,12 @@ class Roles(Generic[SampledT_co]):
     - `lent_actor`: through which restarted engines read the actor, never in the middle of an update.
     """
 
-    actor: SampledT_co
+    actor: _SampledT_co
     engines: Engines
     scorer: Scoring
-    critic: Critic | None = None
+    critic: _Critic | None = None
     frozen_policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
     reward_model: RewardModel | None = None
     move_reference: Callable[[], None] | None = None
-    steps: Steps | None = None
+    steps: _Steps | None = None
     lent_actor: LentActor = field(default_factory=LentActor)

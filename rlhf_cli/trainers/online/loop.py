@@ -54,16 +54,16 @@ class OnlineHooks:
     evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
 
 
-BatchT = TypeVar("BatchT")
+_BatchT = TypeVar("_BatchT")
 
 
-class Iterations(Protocol[BatchT]):
+class Iterations(Protocol[_BatchT]):
     """The two halves of an iteration."""
 
-    def collect(self, state: LoopState, timer: PhaseTimer) -> BatchT | None:
+    def collect(self, state: LoopState, timer: PhaseTimer) -> _BatchT | None:
         """Return the next batch, None if no data remains. Does not change weights."""
 
-    def learn(self, batch: BatchT, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
+    def learn(self, batch: _BatchT, state: LoopState, timer: PhaseTimer) -> tuple[LoopState, dict[str, float]]:
         """Return the state after the iteration, and its metrics."""
         ...
 
@@ -92,7 +92,7 @@ def train_online(
     settings = source.settings
     with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
         return run_iterations(
-            PolicyGradient(roles, settings, schedule, hooks.tracker),
+            _PolicyGradient(roles, settings, schedule, hooks.tracker),
             state=state,
             total_iterations=total_iterations,
             save_steps=save_steps,
@@ -115,7 +115,7 @@ def _with_idle_engines(hooks: OnlineHooks, schedule: Schedule) -> OnlineHooks:
 
 
 def run_iterations(
-    iterations: Iterations[BatchT],
+    iterations: Iterations[_BatchT],
     *,
     state: LoopState,
     total_iterations: int,
@@ -256,7 +256,7 @@ def _with_model_scores(
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
+class _PolicyGradient:
     """Trains a policy on the advantages of scored responses."""
 
     roles: Roles[Actor]

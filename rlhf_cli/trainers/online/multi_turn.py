@@ -1,6 +1,6 @@
 """Multi-turn episodes: rollout engines whose response is an episode, played by a coroutine.
 
-A `Player` is the other side of the episodes: environments (environment_player.py) or agent programs
+A `_Player` is the other side of the episodes: environments (environment_player.py) or agent programs
 (program_player.py). It awaits each turn of the policy, and this engine gathers the turns that episodes wait for.
 
 Loop, algorithms and packing do not depend on turns: a response is the tokens of all turns with the observations between
@@ -46,7 +46,7 @@ SampleTurn = Callable[[GenerationRequest, SamplingParams], Awaitable[Generation]
 """Samples a turn of an episode. The engine takes the calls of an episode in order."""
 
 
-class Player(Protocol):
+class _Player(Protocol):
     """The other side of the episodes. Episodes have names that are unique in a run."""
 
     async def play(
@@ -86,7 +86,7 @@ class _Episode:
 class MultiTurnEngines:
     """Rollout engines with one episode per response. Use a batch in one event loop, which also runs its episodes."""
 
-    def __init__(self, engines: TurnEngines, player: Player, *, in_step: bool) -> None:
+    def __init__(self, engines: TurnEngines, player: _Player, *, in_step: bool) -> None:
         self._engines = engines
         self._player = player
         self._in_step = in_step

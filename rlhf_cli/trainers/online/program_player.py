@@ -26,7 +26,7 @@ _REPEATED = (
 _FAILED = "(an agent program) "  # completes "the environment ..."
 
 
-class ProgramDialogue(Dialogue, Protocol):
+class _ProgramDialogue(Dialogue, Protocol):
     """A dialogue with prompts from a program."""
 
     def prompt(self, conversation: Conversation) -> list[int]:
@@ -38,13 +38,13 @@ class ProgramDialogue(Dialogue, Protocol):
         ...
 
 
-class Dialogues(Protocol):
+class _Dialogues(Protocol):
     """Dialogues by list of tools."""
 
-    def of(self, tools: Sequence[Tool]) -> ProgramDialogue: ...
+    def of(self, tools: Sequence[Tool]) -> _ProgramDialogue: ...
 
 
-class Programs(Protocol):
+class _Programs(Protocol):
     """The agent programs of a run."""
 
     async def play(
@@ -58,7 +58,7 @@ class Programs(Protocol):
 class ProgramPlayer:
     """Plays episodes with one agent process each."""
 
-    def __init__(self, programs: Programs, dialogues: Dialogues, limits: EpisodeLimits) -> None:
+    def __init__(self, programs: _Programs, dialogues: _Dialogues, limits: EpisodeLimits) -> None:
         self._programs, self._dialogues, self._limits = programs, dialogues, limits
         self._episodes: dict[int, _Episode] = {}  # by name, while they are played
 
@@ -96,7 +96,7 @@ class _Episode:
         request: GenerationRequest,
         sampling: SamplingParams,
         sample: SampleTurn,
-        dialogues: Dialogues,
+        dialogues: _Dialogues,
         limits: EpisodeLimits,
     ) -> None:
         self._request, self._sampling, self._sample = request, sampling, sample
@@ -201,7 +201,7 @@ class _Episode:
             turns.append(self._sample(turn, sampling))
         return asyncio.create_task(self._complete(asked, dialogue, parent, given_ids, prompt_ids, turns))
 
-    def _prompt(self, asked: ChatRequest) -> tuple[ProgramDialogue, int | None, list[int]]:
+    def _prompt(self, asked: ChatRequest) -> tuple[_ProgramDialogue, int | None, list[int]]:
         """Return the request's dialogue, the turn that it continues, and the tokens after that turn, or of the prompt.
 
         Raises:
@@ -225,7 +225,7 @@ class _Episode:
     async def _complete(
         self,
         asked: ChatRequest,
-        dialogue: ProgramDialogue,
+        dialogue: _ProgramDialogue,
         parent: int | None,
         given_ids: list[int],
         prompt_ids: list[int],

@@ -17,7 +17,7 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import RewardModel, SamplingEngines, Scoring, ScoringSession, awake
 from rlhf_cli.trainers.online.samples import Group, Sample, scores_of
 
-ZERO = Score(0.0, "scored")
+_ZERO = Score(0.0, "scored")
 """Score of a response without rewards."""
 
 _LOOK_SECONDS = 0.1  # interval for scores that may complete the batch, for pushes, and for cancellation
@@ -79,7 +79,7 @@ class Round:
     async def finish(self, *, is_all: bool) -> None:
         """Wait for remaining scores. Raises RunError if they complete an iteration and too many failed."""
         if self._session is None:
-            self._scores = dict.fromkeys(self._added, ZERO)
+            self._scores = dict.fromkeys(self._added, _ZERO)
         else:
             found = await self._session.finish(is_all=is_all)
             self._scores |= {self._added[number]: score for number, score in found.items()}

@@ -34,12 +34,12 @@ from rlhf_cli.trainers.online.rollout import SampledGroups
 from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.state import LoopState, SourceState
 
-END_SECONDS = 30.0
+_END_SECONDS = 30.0
 """How long the end of a run waits for the sampling thread. A thread that is stuck longer, such as on a lost node's
 engine, ends with the process.
 """
 
-Sampling = tuple[SampledGroups | None, SourceState]
+_Sampling = tuple[SampledGroups | None, SourceState]
 """A batch, None if the last prompts gave none, and the source state after it."""
 
 
@@ -64,7 +64,7 @@ class Schedule:
         self._actor = actor
         self._total_iterations = total_iterations
         self._thread = LoopThread("sampling") if self._staleness else None
-        self._flights = deque[Future[Sampling]]()  # in flight, or finished and not yet taken
+        self._flights = deque[Future[_Sampling]]()  # in flight, or finished and not yet taken
         self._rests = False  # whether no further batch may begin
         self._failure: BaseException | None = None
         # The loop appends while the main thread reads: each operation is atomic, but an iteration would not be.
@@ -200,7 +200,7 @@ class Schedule:
             before, source = self._flights[-1] if self._flights else None, replace(source, iteration=number)
             self._flights.append(asyncio.run_coroutine_threadsafe(self._sample(before, source), thread.loop))
 
-    async def _sample(self, before: Future[Sampling] | None, source: SourceState) -> Sampling:
+    async def _sample(self, before: Future[_Sampling] | None, source: SourceState) -> _Sampling:
         """Sample a batch. `source` is the state before it, without what a batch in flight before it will change."""
         if before is not None:
             joined = None if self._rests else self._joined
@@ -218,7 +218,7 @@ class Schedule:
         finally:
             self._spans[-1] = begin, time.perf_counter()
 
-    def _wait(self, flight: Future[Sampling]) -> None:
+    def _wait(self, flight: Future[_Sampling]) -> None:
         """Wait until a batch has ended, and lend the actor meanwhile."""
         begin = time.perf_counter()
         self._actor.wait(flight)
@@ -258,7 +258,7 @@ class Schedule:
         self._thread.call_soon(_cancel_all)
         self._actor.end()
         # Continue after the timeout: a stuck engine must not block saving.
-        return not wait_for(self._flights, END_SECONDS).not_done
+        return not wait_for(self._flights, _END_SECONDS).not_done
 
     def _give_up_flights(self) -> None:
         """Leave the engines idle after an error, because the next push requires them."""

@@ -45,7 +45,7 @@ class StepFinder:
         return read_ids, [*ends[:-1], len(read_ids)]
 
 
-def at_step_ends(prompt: Prompt, response_ids: Sequence[int], ends: Sequence[int]) -> TokenSequence:
+def _at_step_ends(prompt: Prompt, response_ids: Sequence[int], ends: Sequence[int]) -> TokenSequence:
     """Concatenate prompt and response, with the last token of each step as target."""
     token_ids = np.array([*prompt.prompt_ids, *response_ids], dtype=np.int32)
     mask = np.zeros(token_ids.size, dtype=bool)
@@ -81,7 +81,7 @@ class StepScorer:
         return rewards
 
     def _scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        sequences = [at_step_ends(one.prompt, *self.finder.read(one.response.token_ids)) for one in samples]
+        sequences = [_at_step_ends(one.prompt, *self.finder.read(one.response.token_ids)) for one in samples]
         with awake(self.model):
             logits = self.model.step_scores(sequences)
         if not all(np.isfinite(logits_K).all() for logits_K in logits):

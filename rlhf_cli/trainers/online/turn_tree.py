@@ -20,7 +20,7 @@ _AS_OPENAI = MessageForm(arguments_as_text=False, no_content="")  # in samples a
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class _Turn:
     """A sampled turn.
 
     - `parent`: index of the previous turn in its branch, None for the first.
@@ -48,7 +48,7 @@ class TurnTree:
     """Turns of an episode, in the order in which they were sampled."""
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
+        self.turns: list[_Turn] = []
         self.longest = 0  # response tokens in the longest branch
         self.num_calls = 0
         self.num_malformed = 0
@@ -69,7 +69,7 @@ class TurnTree:
         message = Message("assistant", turn.content, calls)
         start, length = (len(given_ids), 0) if parent is None else (self.turns[parent].start, self.turns[parent].length)
         length += len(given_ids) + len(sampled.token_ids)
-        self.turns.append(Turn(parent, given_ids, sampled, (*messages, message), tools, start, length))
+        self.turns.append(_Turn(parent, given_ids, sampled, (*messages, message), tools, start, length))
         self.longest = max(self.longest, length - start)
         self.num_calls += len(calls)
         self.num_malformed += len(turn.faults)
@@ -127,7 +127,7 @@ class TurnTree:
         logprobs = [value for one in sampled for value in one.logprobs]
         return Generation(response.token_ids, logprobs, finish_reason, oldest(runs), episode, joined_runs(runs))
 
-    def _branch(self, leaf: int, trained: set[int]) -> tuple[Branch, list[Turn]]:
+    def _branch(self, leaf: int, trained: set[int]) -> tuple[Branch, list[_Turn]]:
         """Return a leaf's branch with the turns trained in it, and mark these as trained."""
         own = [number for number in self.path(leaf) if number not in trained]
         trained.update(own)
