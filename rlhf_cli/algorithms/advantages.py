@@ -14,7 +14,7 @@ from rlhf_cli.algorithms.groups import group_normalised, scale_of
 from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
 
 # Relative to the squared score range, so rewards of 0 and 1e-6 give the same advantages as 0 and 1.
-WHITEN_EPS = 1e-8
+_WHITEN_EPS = 1e-8
 
 
 def compute_advantages(estimator: Estimator, experience: Experience, *, settings: object) -> Advantages:
@@ -93,5 +93,5 @@ def whiten(x_N: Tensor, *, scale: float | None = None) -> Tensor:
         return torch.zeros_like(x_N)
     # float64: a float32 mean over millions of tokens would lose the last digits.
     variance, mean = torch.var_mean(x_N.double(), correction=1)
-    eps = WHITEN_EPS * (scale_of(x_N) if scale is None else scale) ** 2
+    eps = _WHITEN_EPS * (scale_of(x_N) if scale is None else scale) ** 2
     return ((x_N.double() - mean) / torch.sqrt(variance + eps)).to(x_N.dtype)

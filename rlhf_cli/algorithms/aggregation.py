@@ -17,7 +17,7 @@ from rlhf_cli.config.policy import LossAgg
 Metrics = dict[str, Tensor]
 
 # combine_metrics reduces by this suffix, so a mean must not end in it.
-MAX_SUFFIX = "_max"
+_MAX_SUFFIX = "_max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def combine_metrics(parts: Mapping[str, Tensor], other: Mapping[str, Tensor]) ->
     for name, value in other.items():
         if name not in combined:
             combined[name] = value
-        elif name.endswith(MAX_SUFFIX):
+        elif name.endswith(_MAX_SUFFIX):
             combined[name] = torch.maximum(combined[name], value)
         else:
             combined[name] = combined[name] + value

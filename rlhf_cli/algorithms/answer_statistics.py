@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import groupby
 from operator import itemgetter
 
-Z = 1.959964
+_Z = 1.959964
 """Standard normal quantile for a two-sided 95% interval."""
 
 
@@ -100,9 +100,9 @@ def _shared(other_counts: Sequence[int], silent: int, *, m: int, left: int) -> F
 
 def wilson_interval(share: float, num_trials: int) -> tuple[float, float]:
     """Compute the 95% score interval for a proportion (Wilson 1927), reliable near 0 and 1 and for few trials."""
-    centre = (share + Z * Z / (2 * num_trials)) / (1 + Z * Z / num_trials)
-    spread = math.sqrt(share * (1 - share) / num_trials + Z * Z / (4 * num_trials**2))
-    half = Z * spread / (1 + Z * Z / num_trials)
+    centre = (share + _Z * _Z / (2 * num_trials)) / (1 + _Z * _Z / num_trials)
+    spread = math.sqrt(share * (1 - share) / num_trials + _Z * _Z / (4 * num_trials**2))
+    half = _Z * spread / (1 + _Z * _Z / num_trials)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -115,7 +115,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    half = Z * math.sqrt(variance / len(values))
+    half = _Z * math.sqrt(variance / len(values))
     return mean - half, mean + half
 
 

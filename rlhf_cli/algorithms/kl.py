@@ -15,7 +15,7 @@ from rlhf_cli.config.policy import KLEstimator
 LOG_RATIO_LIMIT = 20.0
 
 # Maximum relative correction per update: the clipped proportional error in arXiv 1909.08593, section 2.2.
-MAX_KL_ERROR = 0.2
+_MAX_KL_ERROR = 0.2
 
 
 def kl_metric(role: str) -> str:
@@ -52,6 +52,6 @@ def next_kl_coef(kl_coef: float, *, kl: float, target: float | None, horizon: in
     """
     if target is None or not math.isfinite(kl):
         return kl_coef
-    error = min(max(kl / target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+    error = min(max(kl / target - 1.0, -_MAX_KL_ERROR), _MAX_KL_ERROR)
     # A factor below 0 would flip the penalty's sign when num_sequences exceeds five horizons.
     return kl_coef * max(1.0 + error * num_sequences / horizon, 0.0)

@@ -15,7 +15,7 @@ from rlhf_cli.algorithms.aggregation import Metrics
 from rlhf_cli.algorithms.reward_model import pair_accuracy
 
 # arXiv 2402.01306 recommends `(n_D w_D) / (n_U w_U)` within these bounds.
-MIN_BALANCE, MAX_BALANCE = 1.0, 4.0 / 3.0
+_MIN_BALANCE, _MAX_BALANCE = 1.0, 4.0 / 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class UnpairedSettings:
 
 
 # (log_ratios_B, desirable_B, z0, settings) -> loss_B
-UnpairedFunction = Callable[[Tensor, Tensor, Tensor | float, UnpairedSettings], Tensor]
+_UnpairedFunction = Callable[[Tensor, Tensor, Tensor | float, UnpairedSettings], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class UnpairedLoss:
+class _UnpairedLoss:
     """A loss for single responses. `needs_baseline`: whether z0 is measured on mismatched prompt-response pairs."""
 
     name: str
-    function: UnpairedFunction
+    function: _UnpairedFunction
     needs_baseline: bool
 
 
@@ -67,8 +67,8 @@ def apo_zero_unpaired_loss(
 UNPAIRED_LOSSES = {
     row.name: row
     for row in (
-        UnpairedLoss("kto", kto_loss, needs_baseline=True),
-        UnpairedLoss("apo_zero_unpaired", apo_zero_unpaired_loss, needs_baseline=False),
+        _UnpairedLoss("kto", kto_loss, needs_baseline=True),
+        _UnpairedLoss("apo_zero_unpaired", apo_zero_unpaired_loss, needs_baseline=False),
     )
 }
 
@@ -82,7 +82,7 @@ def kl_baseline(mean_log_ratio: Tensor) -> Tensor:
     return mean_log_ratio.detach().clamp(min=0.0)
 
 
-SHARE = "desirable"
+_SHARE = "desirable"
 """Metric name: fraction of desirable responses."""
 
 
@@ -99,7 +99,7 @@ def kto_metrics(
     parts = {
         "chosen_reward": torch.where(desirable_B, reward_B, 0.0),
         "rejected_reward": torch.where(desirable_B, 0.0, reward_B),
-        SHARE: desirable_B.float(),
+        _SHARE: desirable_B.float(),
         "accuracy": torch.where(desirable_B, above_B, 1.0 - above_B),
     }
     return {name: part_B.sum() / num_responses for name, part_B in parts.items()}
@@ -111,10 +111,10 @@ def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
     If one kind is absent, its mean is 0 and `reward_margin` is meaningless.
     """
     # Divide after the reduction: a micro-batch or rank may contain only one kind.
-    share = metrics[SHARE]
+    share = metrics[_SHARE]
     chosen = metrics["chosen_reward"] / share if share > 0 else 0.0
     rejected = metrics["rejected_reward"] / (1.0 - share) if share < 1 else 0.0
-    rest = {name: value for name, value in metrics.items() if name != SHARE}
+    rest = {name: value for name, value in metrics.items() if name != _SHARE}
     return rest | {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": chosen - rejected}
 
 
@@ -129,4 +129,4 @@ def balanced_weights(num_desirable: int, num_undesirable: int) -> tuple[float, f
             f"{num_desirable} desirable and {num_undesirable} undesirable responses"
         )
     ratio = num_undesirable / num_desirable
-    return MIN_BALANCE * ratio, MAX_BALANCE * ratio
+    return _MIN_BALANCE * ratio, _MAX_BALANCE * ratio

@@ -24,7 +24,7 @@ from rlhf_cli.errors import RunError
 
 # Metrics with this prefix are raw moments. They add up over micro-batches and ranks; a variance or correlation does
 # not, so the finish_ functions compute it from the complete sums.
-MOMENT = "moment/"
+_MOMENT = "moment/"
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ def value_objective(
         "value_clip": token_mean(clipped_K, totals),
         "value_mean": token_mean(values_K.detach(), totals),
         "return_mean": token_mean(returns_K, totals),
-        f"{MOMENT}return_mean": token_mean(returns, totals),
-        f"{MOMENT}return_square": token_mean(returns.square(), totals),
-        f"{MOMENT}error_mean": token_mean(errors, totals),
-        f"{MOMENT}error_square": token_mean(errors.square(), totals),
+        f"{_MOMENT}return_mean": token_mean(returns, totals),
+        f"{_MOMENT}return_square": token_mean(returns.square(), totals),
+        f"{_MOMENT}error_mean": token_mean(errors, totals),
+        f"{_MOMENT}error_square": token_mean(errors.square(), totals),
     }
 
 
@@ -170,8 +170,8 @@ def finish_value_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _split_moments(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    means = {name: float(value) for name, value in metrics.items() if not name.startswith(MOMENT)}
-    moments = {name[len(MOMENT) :]: float(value) for name, value in metrics.items() if name.startswith(MOMENT)}
+    means = {name: float(value) for name, value in metrics.items() if not name.startswith(_MOMENT)}
+    moments = {name[len(_MOMENT) :]: float(value) for name, value in metrics.items() if name.startswith(_MOMENT)}
     return means, moments
 
 
@@ -203,9 +203,9 @@ def _correction_metrics(
         "rollout_corrected": token_mean(corrected_K, totals),
         "rollout_k3": token_mean(apart["k3"], totals),
         "rollout_diff_max": maximum(apart["diff"]),
-        f"{MOMENT}x_mean": token_mean(x_K, totals),
-        f"{MOMENT}y_mean": token_mean(y_K, totals),
-        f"{MOMENT}xx_mean": token_mean(x_K.square(), totals),
-        f"{MOMENT}yy_mean": token_mean(y_K.square(), totals),
-        f"{MOMENT}xy_mean": token_mean(x_K * y_K, totals),
+        f"{_MOMENT}x_mean": token_mean(x_K, totals),
+        f"{_MOMENT}y_mean": token_mean(y_K, totals),
+        f"{_MOMENT}xx_mean": token_mean(x_K.square(), totals),
+        f"{_MOMENT}yy_mean": token_mean(y_K.square(), totals),
+        f"{_MOMENT}xy_mean": token_mean(x_K * y_K, totals),
     }

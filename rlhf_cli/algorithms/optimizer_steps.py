@@ -13,8 +13,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # 1.2.
 ITERATIONS = 5
 # Keeps a zero gradient, such as an unused expert's, from becoming NaN.
-SMALLEST_NORM = 1e-7
-RMS_OF_ADAMW = 0.2
+_SMALLEST_NORM = 1e-7
+_RMS_OF_ADAMW = 0.2
 """Root mean square of AdamW updates during training (arXiv 2502.16982, section 2.2)."""
 
 
@@ -52,7 +52,7 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     # x @ x.mT has the size of the row dimension, so iterate with the smaller dimension as rows.
     x = x.mT if is_tall else x
     # The Frobenius norm bounds the largest singular value: the iteration converges only from values up to about 1.
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + SMALLEST_NORM)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + _SMALLEST_NORM)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -64,4 +64,4 @@ def muon_update(matrices: Tensor) -> Tensor:
 
     Source: arXiv 2502.16982, equation 4.
     """
-    return orthogonalized(matrices) * (RMS_OF_ADAMW * max(matrices.shape[-2:]) ** 0.5)
+    return orthogonalized(matrices) * (_RMS_OF_ADAMW * max(matrices.shape[-2:]) ** 0.5)

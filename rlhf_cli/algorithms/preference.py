@@ -27,10 +27,10 @@ from rlhf_cli.errors import RunError
 
 # Replaces label smoothing 0 in exo_pair, which needs a target that is not one-hot. TRL uses this value on the EXO
 # author's advice.
-EXO_LABEL_SMOOTHING = 1e-3
+_EXO_LABEL_SMOOTHING = 1e-3
 
 # Clamp log-probs to this value before computing odds: closer to 0, float32 odds have no usable gradient.
-MAX_ODDS_LOGPROB = -1e-6
+_MAX_ODDS_LOGPROB = -1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class PreferenceSettings:
             raise ValueError(f"discopop_tau must be above 0 and at most 1, not {self.discopop_tau}")
 
 
-PreferenceFunction = Callable[[PairLogprobs, PreferenceSettings], Tensor]
+_PreferenceFunction = Callable[[PairLogprobs, PreferenceSettings], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class PreferenceLoss:
     """
 
     name: str
-    function: PreferenceFunction
+    function: _PreferenceFunction
     settings: frozenset[str]
     needs_reference: bool = True
     step_constant: StepConstant | None = None
@@ -162,7 +162,7 @@ def exo_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     With `q = s(beta d)`: `q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`, the KL divergence of the model's choice from
     labels smoothed by e. Without smoothing it is infinite, so e = 0 is replaced by 1e-3.
     """
-    scaled_B, e = settings.beta * _difference(pairs), settings.label_smoothing or EXO_LABEL_SMOOTHING
+    scaled_B, e = settings.beta * _difference(pairs), settings.label_smoothing or _EXO_LABEL_SMOOTHING
     right_B = torch.sigmoid(scaled_B) * (logsigmoid(scaled_B) - math.log1p(-e))
     return right_B + torch.sigmoid(-scaled_B) * (logsigmoid(-scaled_B) - math.log(e))
 
@@ -272,7 +272,7 @@ def preference_losses(names: Sequence[str]) -> list[PreferenceLoss]:
     return [preference_loss(name) for name in names]
 
 
-def _checked(name: str, function: PreferenceFunction) -> PreferenceFunction:
+def _checked(name: str, function: _PreferenceFunction) -> _PreferenceFunction:
     """Wrap a user-defined loss: raise RunError unless it returns one value per pair."""
 
     def loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
@@ -353,4 +353,4 @@ def _smoothed(scaled_B: Tensor, label_smoothing: float) -> Tensor:
 
 def _log_complement(logprobs_B: Tensor) -> Tensor:
     """Compute `log(1 - exp(logprobs))`. Near probability 1 it stays finite and has no gradient."""
-    return torch.log(-torch.expm1(logprobs_B.clamp(max=MAX_ODDS_LOGPROB)))
+    return torch.log(-torch.expm1(logprobs_B.clamp(max=_MAX_ODDS_LOGPROB)))

@@ -7,8 +7,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, sequence_mean, token_mean
 from rlhf_cli.algorithms.ragged import segment_ids
 
-WRONG, CALLED_WRONG, FOUND_WRONG = "wrong_steps", "called_wrong", "found_wrong"
-ERRONEOUS, FOUND_ERROR, PASSED = "erroneous", "found_error", "passed"
+_WRONG, _CALLED_WRONG, _FOUND_WRONG = "wrong_steps", "called_wrong", "found_wrong"
+_ERRONEOUS, _FOUND_ERROR, _PASSED = "erroneous", "found_error", "passed"
 
 
 def step_loss(logits_K: Tensor, labels_K: Tensor) -> Tensor:
@@ -30,15 +30,15 @@ def step_metrics(logits_K: Tensor, labels_K: Tensor, cu: Tensor, totals: StepTot
     same_B, is_erroneous_B = called_B == wrong_B, wrong_B >= 0
     of_steps = {
         "accuracy": called_K == wrong_K,
-        WRONG: wrong_K,
-        CALLED_WRONG: called_K,
-        FOUND_WRONG: called_K & wrong_K,
+        _WRONG: wrong_K,
+        _CALLED_WRONG: called_K,
+        _FOUND_WRONG: called_K & wrong_K,
     }
     of_solutions = {
         "first_error_accuracy": same_B,
-        ERRONEOUS: is_erroneous_B,
-        FOUND_ERROR: same_B & is_erroneous_B,
-        PASSED: same_B & ~is_erroneous_B,
+        _ERRONEOUS: is_erroneous_B,
+        _FOUND_ERROR: same_B & is_erroneous_B,
+        _PASSED: same_B & ~is_erroneous_B,
     }
     # F1 and the conditional accuracies are ratios, which do not add up over micro-batches. Reduce the counts instead.
     return {name: token_mean(values.float(), totals) for name, values in of_steps.items()} | {
@@ -61,13 +61,13 @@ def finish_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
     Metrics that cover no step or solution are omitted.
     """
-    helpers = (CALLED_WRONG, FOUND_WRONG, FOUND_ERROR, PASSED)
-    wrong, called, found = (metrics[name] for name in (WRONG, CALLED_WRONG, FOUND_WRONG))
+    helpers = (_CALLED_WRONG, _FOUND_WRONG, _FOUND_ERROR, _PASSED)
+    wrong, called, found = (metrics[name] for name in (_WRONG, _CALLED_WRONG, _FOUND_WRONG))
     shares = {
         "wrong_f1": (2 * found, wrong + called),
         "right_f1": (2 * (metrics["accuracy"] - found), 2 - wrong - called),
-        "error_accuracy": (metrics[FOUND_ERROR], metrics[ERRONEOUS]),
-        "correct_accuracy": (metrics[PASSED], 1 - metrics[ERRONEOUS]),
+        "error_accuracy": (metrics[_FOUND_ERROR], metrics[_ERRONEOUS]),
+        "correct_accuracy": (metrics[_PASSED], 1 - metrics[_ERRONEOUS]),
     }
     # The denominators are float32 sums and differences of fractions: an absent class may leave a rounding residue.
     least = 1e-7

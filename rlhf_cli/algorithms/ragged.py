@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Tokens per scan row. Shorter rows need more levels; longer rows need more arithmetic and, for short responses, more
 # padding. Among 8 to 128, 16 and 32 were the fastest for responses of 20 to 20,000 tokens.
-SCAN_ROW = 32
+_SCAN_ROW = 32
 
 
 def segment_lengths(cu: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ def shift_left(x_N: Tensor, cu: Tensor, *, last_B: Tensor | None = None) -> Tens
 def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
     """Compute `y_t = x_t + decay * y_{t+1}` within each segment, `[N]`, for 0 <= decay <= 1.
 
-    Segments are split into rows of SCAN_ROW tokens. Within a row, the scan is a matrix product with the triangular
+    Segments are split into rows of _SCAN_ROW tokens. Within a row, the scan is a matrix product with the triangular
     matrix of powers of `decay`. The carry from the next row is the same scan over the first values of all rows, with
-    `decay ** SCAN_ROW`. This needs N * SCAN_ROW multiplications in one matrix product and log(longest segment) /
-    log(SCAN_ROW) levels, with no loop over tokens.
+    `decay ** _SCAN_ROW`. This needs N * _SCAN_ROW multiplications in one matrix product and log(longest segment) /
+    log(_SCAN_ROW) levels, with no loop over tokens.
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay of a suffix scan must be between 0 and 1, not {decay}")
@@ -70,7 +70,7 @@ def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
 def _scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
     lengths_B = segment_lengths(cu)
     longest = int(lengths_B.max())
-    width = min(SCAN_ROW, longest)
+    width = min(_SCAN_ROW, longest)
     cu_rows = torch.nn.functional.pad(torch.cumsum((lengths_B + width - 1) // width, 0), (1, 0))
     # Token t in segment b goes to slot t - cu[b] in the rows starting at cu_rows[b].
     slot_N = torch.arange(len(x_N), device=cu.device)

@@ -13,7 +13,7 @@ from rlhf_cli.algorithms.aggregation import Metrics
 from rlhf_cli.config.preference import RewardLossName
 
 # (chosen_B, rejected_B, margin_B or None) -> loss_B
-RewardLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_RewardLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def sigmoid_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | None) -> Tensor:
@@ -36,7 +36,7 @@ def logexp_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | 
     return -logsigmoid(chosen_B - rejected_B)
 
 
-REWARD_LOSSES: dict[RewardLossName, RewardLoss] = {"sigmoid": sigmoid_reward_loss, "logexp": logexp_reward_loss}
+REWARD_LOSSES: dict[RewardLossName, _RewardLoss] = {"sigmoid": sigmoid_reward_loss, "logexp": logexp_reward_loss}
 
 
 def pairwise_reward_loss(
