@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_cli.errors import UsageError
 
-CHANGED_NAMES = {
+_CHANGED_NAMES = {
     "layer_replication": "replicated layers",
     "target_parameters": "factors on full parameters, such as experts",
     "trainable_token_indices": "trainable embedding rows",
@@ -20,13 +20,13 @@ CHANGED_NAMES = {
     "lora_bias": "LoRA biases",
 }
 """PEFT settings for features beyond two factors and a magnitude, with a description."""
-HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of `init_lora_weights` that do not change the base model."""
 
 
 def require_known_parts(folder: Path, config: Any) -> None:
     """Raise UsageError unless the adapter consists of factors, magnitudes and fully trained layers."""
-    for name, part in CHANGED_NAMES.items():
+    for name, part in _CHANGED_NAMES.items():
         if getattr(config, name, None):
             raise UsageError(f"adapter {folder} uses {part} ({name}), which is not supported")
     # PEFT's bias setting changes biases of the base model, which merging and weight sync would miss.
@@ -34,7 +34,7 @@ def require_known_parts(folder: Path, config: Any) -> None:
         raise UsageError(f"adapter {folder} trains model biases (bias {config.bias}), which is not supported")
     # PiSSA, OLoRA and similar subtract the initial adapter from the base, so the stored base does not match.
     start = config.init_lora_weights
-    if isinstance(start, str) and start.lower() not in HARMLESS_STARTS:
+    if isinstance(start, str) and start.lower() not in _HARMLESS_STARTS:
         raise UsageError(
             f"adapter {folder} modified its base model at initialization (init_lora_weights {start}): save it with "
             "PEFT's path_initial_model_for_weight_conversion"

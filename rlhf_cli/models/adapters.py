@@ -35,13 +35,13 @@ from rlhf_cli.models.vision.freezing import freeze_parts
 from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-BASE_FILE = "adapter_base.json"
+_BASE_FILE = "adapter_base.json"
 """Base fingerprint, which PEFT's config file lacks."""
 MODEL_FILE = "model_config.json"
 """Configuration of base plus adapter. Under the name config.json, transformers would treat the folder as a full model.
 """
 HEAD = "score"
-SCORES = "SEQ_CLS"
+_SCORES = "SEQ_CLS"
 """PEFT task type for adapters on a model with a score head."""
 PREFIX = "base_model.model."
 """Prefix of all names in PEFT files, where two wrappers surround the model."""
@@ -55,7 +55,7 @@ UNCALLED = {"falcon_h1": "out_proj", "jamba": "dt_proj", "nemotron_h": "out_proj
 """Linear layers by model type whose weights are read by other code, so that an adapter might not be applied."""
 VARIANTS = ("use_rslora", "use_dora", "exclude_modules", "rank_pattern", "alpha_pattern")
 """Optional adapter settings that most adapters leave at their defaults."""
-OF_NEW_ADAPTERS = (
+_OF_NEW_ADAPTERS = (
     "lora_alpha",
     "use_rslora",
     "use_dora",
@@ -117,7 +117,7 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
     if folder is None and adapter.lora_rank == 0:
         if in_4bit:
             raise UsageError("load_in_4bit: 4-bit weights cannot be trained directly; set --lora_rank")
-        if given := adapter.changed("lora_dropout", *OF_NEW_ADAPTERS):
+        if given := adapter.changed("lora_dropout", *_OF_NEW_ADAPTERS):
             raise UsageError(f"{given} requires an adapter: set --lora_rank")
         return None
     config = _new_config(adapter) if folder is None else _stored_config(folder, adapter)
@@ -141,7 +141,7 @@ def require_language_model(model: ModelConfig, architecture: PretrainedConfig, p
     """Raise UsageError if the model or its adapter returns scores."""
     what = f"--pretrain {model.pretrain!r}"
     refuse_classifier(architecture, what)
-    if plan is not None and plan.config.task_type == SCORES:
+    if plan is not None and plan.config.task_type == _SCORES:
         raise UsageError(f"{what} is a reward model adapter, which returns scores: use a language model")
 
 
@@ -167,7 +167,7 @@ def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
             f"pretrain {str(folder)!r} is an adapter of rank {config.r}, not {adapter.lora_rank}: omit --lora_rank to "
             "continue training it, or merge it into its base with `rlhf merge` to start a new one"
         )
-    if given := adapter.changed(*OF_NEW_ADAPTERS):
+    if given := adapter.changed(*_OF_NEW_ADAPTERS):
         raise UsageError(f"pretrain {str(folder)!r} is an adapter that defines {given}: omit --{given}")
     if full_layers := set(config.modules_to_save or ()) - {HEAD}:
         raise UsageError(
@@ -204,7 +204,7 @@ def base_of(folder: Path, config: Any) -> str:
 
 def require_same_base(folder: Path, base: str, mark: str) -> None:
     """Raise UsageError if the adapter was trained on weights with another fingerprint."""
-    file = folder / BASE_FILE
+    file = folder / _BASE_FILE
     if file.is_file() and (written := json.loads(file.read_text())["fingerprint"]) != mark:
         raise UsageError(
             f"adapter {folder} was trained on a different base: the weights at {base} have fingerprint {mark}, not "
@@ -230,11 +230,11 @@ def load_with_adapter(
         return hf_model
     base = model.model_copy(update={"pretrain": plan.base})
     hf_model = load(base, device=device, partition=partition, in_4bit=plan.in_4bit)
-    put_adapter(hf_model, plan)
+    _put_adapter(hf_model, plan)
     return hf_model
 
 
-def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
+def _put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
     """Inject the adapter and freeze everything except a `score` head.
 
     A new adapter is a no-op at first, because one of the two factors is zero. Adapter weights have the model dtype;
@@ -244,7 +244,7 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
 
     # Copy: injection changes the configuration, and a plan may be applied to more than one model.
     config = copy.deepcopy(plan.config)
-    config.task_type = SCORES if _has_head(model) else "CAUSAL_LM"
+    config.task_type = _SCORES if _has_head(model) else "CAUSAL_LM"
     if takes_pictures(model.config) and plan.weights is None and not plan.with_tower:
         config.target_modules = language_targets(model, config.target_modules)
     # A stored adapter may list layer names of other models as well.
@@ -416,7 +416,7 @@ def describe_adapter(model: PreTrainedModel, folder: Path) -> None:
     config.inference_mode = True
     config.modules_to_save = [HEAD] if _has_head(model) else None
     config.save_pretrained(str(folder))
-    (folder / BASE_FILE).write_text(json.dumps({"fingerprint": model.adapter_fingerprint}) + "\n")
+    (folder / _BASE_FILE).write_text(json.dumps({"fingerprint": model.adapter_fingerprint}) + "\n")
 
 
 def _require_weights(file: Path) -> None:

@@ -11,11 +11,11 @@ from rlhf_cli.errors import UsageError
 
 CLASSIFIER = "ForSequenceClassification"
 """Class name suffix of sequence classifiers."""
-TOKEN_CLASSIFIER = "ForTokenClassification"
+_TOKEN_CLASSIFIER = "ForTokenClassification"
 """Class name suffix of TRL process reward models, with one logit each for wrong and right."""
-TOKEN_CLASSES = (TOKEN_CLASSIFIER, "ForProcessRewardModel")
+_TOKEN_CLASSES = (_TOKEN_CLASSIFIER, "ForProcessRewardModel")
 """Class name suffixes of models with more than one logit per step; the second is Qwen2.5-Math-PRM."""
-NEW_PADDING = "<|pad|>"
+_NEW_PADDING = "<|pad|>"
 """Padding token to add if the tokenizer has no unused special token but the model has an unused embedding."""
 
 
@@ -32,17 +32,17 @@ def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
 
 def refuse_token_classes(config: PretrainedConfig, what: str) -> None:
     """Raise UsageError for a process reward model with token classes, because loading would discard its head."""
-    kind = next((kind for kind in config.architectures or [] if kind.endswith(TOKEN_CLASSES)), None)
+    kind = next((kind for kind in config.architectures or [] if kind.endswith(_TOKEN_CLASSES)), None)
     if kind is not None:
         raise UsageError(
             f"{what} is {kind} with {config.num_labels} logits per step, but one is needed here: train a model with "
-            f"`rlhf prm`; only --prm_pretrain also reads {TOKEN_CLASSIFIER} with 2 logits"
+            f"`rlhf prm`; only --prm_pretrain also reads {_TOKEN_CLASSIFIER} with 2 logits"
         )
 
 
 def is_token_classifier(config: PretrainedConfig) -> bool:
     """Return whether the configuration is a token classifier with two classes."""
-    return config.num_labels == 2 and any(kind.endswith(TOKEN_CLASSIFIER) for kind in config.architectures or [])
+    return config.num_labels == 2 and any(kind.endswith(_TOKEN_CLASSIFIER) for kind in config.architectures or [])
 
 
 def refuse_classifier(config: PretrainedConfig, what: str) -> None:
@@ -50,7 +50,7 @@ def refuse_classifier(config: PretrainedConfig, what: str) -> None:
 
     With tied embeddings it would load without an error, because the LM head is not missing.
     """
-    if any(kind.endswith((CLASSIFIER, *TOKEN_CLASSES)) for kind in config.architectures or []):
+    if any(kind.endswith((CLASSIFIER, *_TOKEN_CLASSES)) for kind in config.architectures or []):
         raise UsageError(f"{what} is {' '.join(config.architectures)}, which returns scores: use a language model")
 
 
@@ -73,7 +73,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) 
     # Prefer the padding token, then names with "pad" (Llama 3 finetune_right_pad_id), then reserved tokens.
     if free:
         return min(free, key=lambda name: (name != tokenizer.pad_token, "pad" not in name, "reserved" not in name))
-    return NEW_PADDING if len(tokenizer) < text.vocab_size else None
+    return _NEW_PADDING if len(tokenizer) < text.vocab_size else None
 
 
 def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

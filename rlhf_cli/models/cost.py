@@ -2,7 +2,7 @@
 
 from transformers import PretrainedConfig
 
-LINEAR = frozenset({"conv", "linear_attention", "mlp", "moe"})
+_LINEAR = frozenset({"conv", "linear_attention", "mlp", "moe"})
 """Names in `layer_types` of layers without attention, whose cost is linear."""
 
 
@@ -26,7 +26,7 @@ def quadratic_cost(config: PretrainedConfig) -> float:
 def num_attention_layers(text: PretrainedConfig) -> int:
     """Return the number of layers with attention, alone or beside a recurrent layer."""
     types = getattr(text, "layer_types", None)
-    return int(text.num_hidden_layers) if types is None else sum(kind not in LINEAR for kind in types)
+    return int(text.num_hidden_layers) if types is None else sum(kind not in _LINEAR for kind in types)
 
 
 def active_width(text: PretrainedConfig) -> int:

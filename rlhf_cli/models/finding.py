@@ -20,9 +20,9 @@ from rlhf_cli.models.gguf import converted, find_gguf
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 ADAPTER_FILE = "adapter_config.json"
-SETTINGS_FILES = (
+_SETTINGS_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer_config.json",
@@ -106,7 +106,7 @@ def _model_folder(path: Path) -> Path:
             raise UsageError(f"pretrain {str(path)!r} is not a model: it has no config.json")
     if not _has_weights(path):
         raise UsageError(f"pretrain {str(path)!r} has a config.json but no weights (model.safetensors)")
-    for name in SETTINGS_FILES:
+    for name in _SETTINGS_FILES:
         _require_json(path / name)
     return path
 
@@ -125,7 +125,7 @@ def _require_json(file: Path) -> None:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
+    return any(next(folder.glob(pattern), None) for pattern in _WEIGHT_FILES)
 
 
 @contextlib.contextmanager

@@ -17,23 +17,23 @@ from rlhf_cli.errors import UsageError
 OLDEST = Version("0.8.5")
 """Oldest reviewed release. Earlier ones rotate the full head, which is wrong for models with partial rotary embeddings.
 """
-DENSE, GATED_BY_GELU, EXPERTS = ("rms_norm", "rope", "swiglu"), ("rms_norm", "rope", "geglu"), ("rms_norm", "rope")
-KERNELS = (
-    dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3"), DENSE)
-    | dict.fromkeys(("gemma", "gemma2", "gemma3_text"), GATED_BY_GELU)
-    | dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), EXPERTS)
+_DENSE, _GATED_BY_GELU, _EXPERTS = ("rms_norm", "rope", "swiglu"), ("rms_norm", "rope", "geglu"), ("rms_norm", "rope")
+_KERNELS = (
+    dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3"), _DENSE)
+    | dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GATED_BY_GELU)
+    | dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), _EXPERTS)
 )
 """Kernels by model type, each compared with the transformers operators in forward and backward."""
-ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
+_ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 """Activations that an MLP kernel implements, independent of the model configuration."""
 
 
 def fused_kernels(architecture: PretrainedConfig) -> tuple[str, ...]:
     """Return the kernels for this architecture; empty for other types."""
     activation = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", None)
-    kernels = KERNELS.get(architecture.model_type, ())
+    kernels = _KERNELS.get(architecture.model_type, ())
     # Liger ignores hidden_act, so an MLP with another activation would silently compute something else.
-    return tuple(name for name in kernels if activation in ACTIVATIONS.get(name, (activation,)))
+    return tuple(name for name in kernels if activation in _ACTIVATIONS.get(name, (activation,)))
 
 
 def is_installed() -> bool:

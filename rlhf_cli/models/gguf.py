@@ -17,15 +17,15 @@ from rlhf_cli.environment import user_cache
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.folders import one_at_a_time, whole_folder
 
-MAGIC = b"GGUF"
-SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-TYPES = "gguf_types.txt"
+_MAGIC = b"GGUF"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_TYPES = "gguf_types.txt"
 """File in a converted folder with the tensor types of the GGUF file."""
-LAYOUT = 2
+_LAYOUT = 2
 """Version of a converted folder's contents, part of its hash: a folder of another version is not read."""
-HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 16 << 20, 1 << 10, 4096
+_HEAD_BYTES, _PIECE_BYTES, _NUM_PIECES = 16 << 20, 1 << 10, 4096
 """Hashed parts of a file: the start, with metadata and tensor names, and evenly spaced samples."""
-PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _described: set[Path] = set()
 
@@ -40,7 +40,7 @@ def find_gguf(path: Path) -> Path | None:
     """
     if path.is_dir():
         files = sorted(path.glob("*.gguf"))
-        if len(files) > 1 and not SHARD.search(files[0].name):
+        if len(files) > 1 and not _SHARD.search(files[0].name):
             names = ", ".join(file.name for file in files)
             raise UsageError(f"pretrain {str(path)!r} contains more than one GGUF file: use the path of one of {names}")
         path = files[0] if files else path
@@ -48,12 +48,12 @@ def find_gguf(path: Path) -> Path | None:
         return None
     if not path.is_file():
         raise UsageError(f"pretrain {str(path)!r}: there is no such file")
-    if SHARD.search(path.name):
+    if _SHARD.search(path.name):
         raise UsageError(
             f"pretrain {str(path)!r} is a shard: merge the shards with llama.cpp's `llama-gguf-split --merge`"
         )
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
+        if file.read(len(_MAGIC)) != _MAGIC:
             raise UsageError(f"pretrain {str(path)!r} is not a GGUF file: it does not start with GGUF")
     return path
 
@@ -70,7 +70,7 @@ def converted(file: Path) -> Path:
     # Only one rank prints: with torchrun or DeepSpeed, every process reaches this line.
     if folder not in _described and os.environ.get("RANK", "0") == "0":
         _described.add(folder)
-        types = (folder / TYPES).read_text(encoding="utf-8").split()
+        types = (folder / _TYPES).read_text(encoding="utf-8").split()
         print(f"{file.name}: {_description(types)}, in {folder}", file=sys.stderr)
     return folder
 
@@ -78,18 +78,18 @@ def converted(file: Path) -> Path:
 def _digest(file: Path) -> str:
     # A new transformers release may convert differently. Importing it just for the version would take seconds.
     converter = importlib.metadata.version("transformers")
-    digest = hashlib.sha256(f"{LAYOUT} {converter} {file.stat().st_size}".encode())
+    digest = hashlib.sha256(f"{_LAYOUT} {converter} {file.stat().st_size}".encode())
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-        digest.update(contents[:HEAD_BYTES])
+        digest.update(contents[:_HEAD_BYTES])
         for start in _piece_starts(len(contents)):
-            digest.update(contents[start : start + PIECE_BYTES])
+            digest.update(contents[start : start + _PIECE_BYTES])
     return digest.hexdigest()[:32]
 
 
 def _piece_starts(size: int) -> Iterator[int]:
     # Small files are hashed in full.
-    step = max(PIECE_BYTES, (size - HEAD_BYTES) // NUM_PIECES)
-    yield from range(HEAD_BYTES, size, step)
+    step = max(_PIECE_BYTES, (size - _HEAD_BYTES) // _NUM_PIECES)
+    yield from range(_HEAD_BYTES, size, step)
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -125,15 +125,15 @@ def _write(file: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
-    (folder / TYPES).write_text(" ".join(types), encoding="utf-8")
+    (folder / _TYPES).write_text(" ".join(types), encoding="utf-8")
 
 
 def _quantized(types: list[str]) -> list[str]:
-    return [name for name in types if name not in PLAIN_TYPES]
+    return [name for name in types if name not in _PLAIN_TYPES]
 
 
 def _dtype(types: list[str]) -> str:
-    return "bfloat16" if _quantized(types) else PLAIN_TYPES[_plain(types)]
+    return "bfloat16" if _quantized(types) else _PLAIN_TYPES[_plain(types)]
 
 
 def _plain(types: list[str]) -> str:

@@ -3,8 +3,8 @@
 import ctypes
 
 # Parameter numbers from glibc's malloc.h.
-M_TRIM_THRESHOLD = -1
-M_MMAP_MAX = -4
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
@@ -18,4 +18,4 @@ def keep_freed_memory() -> bool:
     except AttributeError:
         return False
     # A trim threshold of -1 is the largest size_t: the top of the heap is never returned.
-    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.models.weight_files import folder_of
 
-OF_A_CALL = ("truncation", "padding")
+_OF_A_CALL = ("truncation", "padding")
 """Tokenizer JSON entries that calls modify."""
-OF_A_FILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_OF_A_FILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Configuration entries that do not affect outputs in the configured dtype."""
 
 
@@ -24,7 +24,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is None:
         model: object = sorted(tokenizer.get_vocab().items())
     else:
-        model = {key: value for key, value in json.loads(backend.to_str()).items() if key not in OF_A_CALL}
+        model = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _OF_A_CALL}
     # Include the class: the same files can be loaded by a slow and a fast tokenizer with different results.
     return _hash([type(tokenizer).__name__, model, dict(tokenizer.special_tokens_map)])
 
@@ -40,7 +40,7 @@ def configuration_fingerprint(path: str) -> str:
     Equal weights compute different outputs with, for example, other RoPE frequencies.
     """
     written = json.loads((Path(folder_of(path)) / "config.json").read_bytes())
-    return _hash({key: value for key, value in written.items() if key not in OF_A_FILE})
+    return _hash({key: value for key, value in written.items() if key not in _OF_A_FILE})
 
 
 def _hash(value: object) -> str:

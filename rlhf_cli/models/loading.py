@@ -153,7 +153,7 @@ def _load(
     path, architecture = found.path, found.architecture
     check_loadable(config, architecture, in_4bit=in_4bit, partitioned=partition is not None)
     kernel = packed_attention(config, architecture)
-    processing = picture_processing(config, found)
+    processing = _picture_processing(config, found)
     _define_classes(architecture)
     with partition or contextlib.nullcontext(), naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
@@ -211,7 +211,7 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:
+def _picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:
     """Return the model's image processing, or None for a text model."""
     if not takes_pictures(found.architecture):
         return None

@@ -12,15 +12,15 @@ from rlhf_cli.config.train import DEFAULT_TOKENS
 from rlhf_cli.models.cost import active_width
 
 GIB = 2**30
-FEW_TOKENS = 8192
+_FEW_TOKENS = 8192
 """Micro-batches with fewer tokens slow a GPU down more than recomputing layers does."""
-STEP = 512
+_STEP = 512
 """Token limits are multiples of this."""
-KEPT_OF_HIDDEN, KEPT_OF_WIDTH = 12, 4
+_KEPT_OF_HIDDEN, _KEPT_OF_WIDTH = 12, 4
 """Activations kept per layer and token for the backward pass, in multiples of the hidden size and of the MLP width."""
-OVERHEAD = 3 * GIB
+_OVERHEAD = 3 * GIB
 """CUDA context, gradient buckets, logits, and memory of sleeping engines on the same GPU."""
-USABLE = 0.95
+_USABLE = 0.95
 """Usable fraction of GPU memory; the rest is lost to fragmentation."""
 
 
@@ -54,7 +54,7 @@ class States:
 def kept_bytes(config: PretrainedConfig, *, value_bytes: int) -> int:
     """Return the activation bytes per token without gradient checkpointing."""
     text = config.get_text_config()
-    values = KEPT_OF_HIDDEN * text.hidden_size + KEPT_OF_WIDTH * active_width(text)
+    values = _KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text)
     return int(text.num_hidden_layers * values * value_bytes)
 
 
@@ -102,16 +102,16 @@ def fit_to_memory(
         value_bytes: bytes per value in the weight dtype.
     """
     size = states.num_bytes(num_parameters(config))
-    free = max(0.0, USABLE * gpu_bytes - OVERHEAD - size)
+    free = max(0.0, _USABLE * gpu_bytes - _OVERHEAD - size)
     kept, again = kept_bytes(config, value_bytes=value_bytes), recomputed_bytes(config, value_bytes=value_bytes)
     wanted = max_tokens or DEFAULT_TOKENS
-    enough = wanted if max_tokens else max(min(wanted, needed_tokens), FEW_TOKENS)
+    enough = wanted if max_tokens else max(min(wanted, needed_tokens), _FEW_TOKENS)
     if recomputes is None:
         # Without checkpointing, too few tokens would fit to keep the GPU busy.
         recomputes = free // kept < enough
     room = int(free // (again if recomputes else kept))
     # Whole STEPs, but never less than the longest sequence: it cannot be split.
-    tokens = max_tokens or max(min(wanted, room // STEP * STEP), min(wanted, needed_tokens), STEP)
+    tokens = max_tokens or max(min(wanted, room // _STEP * _STEP), min(wanted, needed_tokens), _STEP)
     memory = f"states {size / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB, activations {kept / 2**20:.1f} MiB per token"
     mode = f"gradient checkpointing on ({again / 2**20:.2f} MiB)" if recomputes else "gradient checkpointing off"
     warning = "" if room >= tokens else f", BUT ONLY ABOUT {room:,} TOKENS FIT"

@@ -17,9 +17,9 @@ from rlhf_cli.models.adapters import ACTIVE, HEAD, MAGNITUDE, PREFIX
 from rlhf_cli.models.weight_files import TensorSource, open_weights
 
 FACTORS = (".lora_A", ".lora_B")
-LORA_A, LORA_B = (f"{kind}.weight" for kind in FACTORS)
-LENGTHS = f".{MAGNITUDE}"
-BASE_LAYER = ".base_layer."
+_LORA_A, _LORA_B = (f"{kind}.weight" for kind in FACTORS)
+_LENGTHS = f".{MAGNITUDE}"
+_BASE_LAYER = ".base_layer."
 """PEFT's name for the wrapped layer, part of in-memory parameter names."""
 
 
@@ -35,14 +35,14 @@ class FoldedAdapter:
         self._base, self._weights, self._config = base, weights, config
         adapter = {name.removeprefix(PREFIX): name for name in weights.names()}
         self._factors = {
-            f"{name.removesuffix(LORA_A)}.weight": (whole, adapter.get(name.replace(LORA_A, LORA_B), ""))
+            f"{name.removesuffix(_LORA_A)}.weight": (whole, adapter.get(name.replace(_LORA_A, _LORA_B), ""))
             for name, whole in adapter.items()
-            if name.endswith(LORA_A)
+            if name.endswith(_LORA_A)
         }
         self._lengths = {
-            f"{name.removesuffix(LENGTHS)}.weight": whole for name, whole in adapter.items() if name.endswith(LENGTHS)
+            f"{name.removesuffix(_LENGTHS)}.weight": whole for name, whole in adapter.items() if name.endswith(_LENGTHS)
         }
-        parts = (LORA_A, LORA_B, LENGTHS)
+        parts = (_LORA_A, _LORA_B, _LENGTHS)
         self._saved = {name: whole for name, whole in adapter.items() if not name.endswith(parts)}
         self._require_fit()
 
@@ -71,8 +71,8 @@ class FoldedAdapter:
         scale = self._scale(name, rank=len(a_RI))
         # PEFT sets fan_in_fan_out for Conv1D layers such as GPT-2's, which store the transposed weight.
         if self._transposed:
-            return changed(weight.T, a_RI, b_OR, scale=scale, lengths_O=lengths_O).T
-        return changed(weight, a_RI, b_OR, scale=scale, lengths_O=lengths_O)
+            return _changed(weight.T, a_RI, b_OR, scale=scale, lengths_O=lengths_O).T
+        return _changed(weight, a_RI, b_OR, scale=scale, lengths_O=lengths_O)
 
     @property
     def _transposed(self) -> bool:
@@ -113,7 +113,7 @@ class FoldedAdapter:
             )
 
 
-def changed(
+def _changed(
     weight_OI: torch.Tensor,
     a_RI: torch.Tensor,
     b_OR: torch.Tensor,
@@ -142,9 +142,9 @@ def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         # PEFT registers factors after the base weight, but `folded` needs them first: it streams one tensor at a time.
         if _is_factor(name):
             continue
-        layer, _, rest = name.partition(BASE_LAYER)
+        layer, _, rest = name.partition(_BASE_LAYER)
         if rest == "weight":
-            factors = (f"{layer}{kind}.{ACTIVE}.weight" for kind in (*FACTORS, LENGTHS))
+            factors = (f"{layer}{kind}.{ACTIVE}.weight" for kind in (*FACTORS, _LENGTHS))
             ordered += [(factor, named[factor]) for factor in factors if factor in named]
         ordered.append((name, parameter))
     return ordered
@@ -152,7 +152,7 @@ def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def parameters_without_adapter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the base model parameters in folding order, under the names they have without an adapter."""
-    return [(name.replace(BASE_LAYER, "."), p) for name, p in in_folding_order(model) if not _is_factor(name)]
+    return [(name.replace(_BASE_LAYER, "."), p) for name, p in in_folding_order(model) if not _is_factor(name)]
 
 
 def folded(
@@ -169,17 +169,17 @@ def folded(
             # Copy: ZeRO-3 releases gathered tensors when it gathers the next bucket.
             factors.append(tensor.clone())
             continue
-        layer, _, rest = name.partition(BASE_LAYER)
+        layer, _, rest = name.partition(_BASE_LAYER)
         if rest == "weight":
             a_RI, b_OR, *lengths = factors
-            whole = changed(tensor, a_RI, b_OR, scale=scales[layer], lengths_O=lengths[0] if lengths else None)
+            whole = _changed(tensor, a_RI, b_OR, scale=scales[layer], lengths_O=lengths[0] if lengths else None)
             tensor = whole.to(tensor.dtype)
             factors = []
-        yield name.replace(BASE_LAYER, "."), tensor
+        yield name.replace(_BASE_LAYER, "."), tensor
 
 
 def _is_factor(name: str) -> bool:
-    return any(f"{kind}.{ACTIVE}." in name for kind in (*FACTORS, LENGTHS))
+    return any(f"{kind}.{ACTIVE}." in name for kind in (*FACTORS, _LENGTHS))
 
 
 def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:
@@ -188,7 +188,7 @@ def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: i
     # Pretend that the previous shard is full, so the first tensor opens a shard.
     size = max_bytes
     for name in source.names():
-        num_bytes = torch.Size(source.shape(name)).numel() * written_type(source, name, dtype).itemsize
+        num_bytes = torch.Size(source.shape(name)).numel() * _written_type(source, name, dtype).itemsize
         if not shards or size + num_bytes > max_bytes:
             shards.append([])
             size = 0
@@ -197,7 +197,7 @@ def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: i
     return shards
 
 
-def written_type(source: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
+def _written_type(source: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
     """Return the output dtype of a tensor: the requested one for floating-point tensors, otherwise the source dtype."""
     own = source.dtype(name)
     return dtype if dtype is not None and own.is_floating_point else own
@@ -226,7 +226,7 @@ def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | Non
 def _converted(source: TensorSource, names: list[str], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
         # safetensors refuses to save non-contiguous tensors, such as transposed merge results.
-        yield name, source.read(name).to(written_type(source, name, dtype)).contiguous()
+        yield name, source.read(name).to(_written_type(source, name, dtype)).contiguous()
 
 
 def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None) -> None:
@@ -234,6 +234,6 @@ def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | No
     saved = open_weights(folder)
     wrong = set(saved.names()) ^ set(source.names())
     wrong |= {name for name in set(source.names()) - wrong if saved.shape(name) != source.shape(name)}
-    wrong |= {name for name in set(source.names()) - wrong if saved.dtype(name) != written_type(source, name, dtype)}
+    wrong |= {name for name in set(source.names()) - wrong if saved.dtype(name) != _written_type(source, name, dtype)}
     if wrong:
         raise RunError(f"verification failed: {len(wrong)} written tensors differ from the source, first {min(wrong)}")

@@ -11,7 +11,7 @@ import torch
 from rlhf_cli.models.vision.pictures import PackPictures
 
 
-class KeysLike(Protocol):
+class _KeysLike(Protocol):
     """Keys visible to each run in a pack with shared prefixes; a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -46,7 +46,7 @@ class PackLike(Protocol):
     @property
     def targets_K(self) -> torch.Tensor: ...
     @property
-    def keys(self) -> KeysLike | None: ...
+    def keys(self) -> _KeysLike | None: ...
     @property
     def pictures(self) -> PackPictures | None: ...
 

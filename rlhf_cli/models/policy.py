@@ -26,7 +26,7 @@ from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
 from rlhf_cli.models.vision.tower import tower_of
 
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
 
 class Decoder:
@@ -133,7 +133,7 @@ class TokenHead(nn.Module):
         """Return the head weights as they are: full, or empty if partitioned."""
         return HeadWeights(self._head[0].weight, self._head[0].bias, self._transform)
 
-    def forward(self, hidden_KD: torch.Tensor, function: Callable[[torch.Tensor, HeadWeights], ResultT]) -> ResultT:
+    def forward(self, hidden_KD: torch.Tensor, function: Callable[[torch.Tensor, HeadWeights], _ResultT]) -> _ResultT:
         return function(hidden_KD, self.weights())
 
 

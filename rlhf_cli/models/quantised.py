@@ -8,7 +8,7 @@ from torch import nn
 
 from rlhf_cli.models.tensor_parallel import whole_shape
 
-Dequantize = Callable[[torch.Tensor, Any], torch.Tensor]
+_Dequantize = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 def _by_bitsandbytes(packed: torch.Tensor, state: Any) -> torch.Tensor:
@@ -23,7 +23,7 @@ def dense(
     named: Iterable[tuple[str, torch.Tensor]],
     parameters: Mapping[str, nn.Parameter],
     *,
-    dequantize: Dequantize = _by_bitsandbytes,
+    dequantize: _Dequantize = _by_bitsandbytes,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters' tensors, dequantizing 4-bit ones one at a time."""
     for name, tensor in named:

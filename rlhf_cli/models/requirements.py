@@ -36,9 +36,9 @@ PACKED_TYPES = frozenset({
 
 tests/unit/models/test_packed_types.py compares them; add new types in both places.
 """
-PACKED_MASKS = {"full_attention", "sliding_attention", "linear_attention"}
+_PACKED_MASKS = {"full_attention", "sliding_attention", "linear_attention"}
 """Attention in `layer_types` that kernels for packs compute without a mask from transformers."""
-WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+_WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
 """RoPE scaling types where the configured number of positions already includes the scaling, as in vLLM."""
 
 
@@ -54,7 +54,7 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
         )
     named = getattr(architecture.get_text_config(), "layer_types", None) or ()
     # Chunked or sparse attention goes through the interface too, with masks that the kernels ignore.
-    if masked := sorted({name for name in named if name.endswith("_attention")} - PACKED_MASKS):
+    if masked := sorted({name for name in named if name.endswith("_attention")} - _PACKED_MASKS):
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(masked)}")
     layers = layers_of(architecture, trust_remote_code=trust_remote_code)
     if layers.unsupported or not (layers.num_attention or layers.mixers):
@@ -103,7 +103,7 @@ def _stretch(text: PretrainedConfig) -> float:
     # vLLM exempts Gemma 3 as well: its max_position_embeddings includes the scaling.
     if "gemma3" in text.model_type:
         return 1.0
-    scaled = [kind for kind in kinds if kind.get("rope_type") not in WITHIN_POSITIONS]
+    scaled = [kind for kind in kinds if kind.get("rope_type") not in _WITHIN_POSITIONS]
     return max((kind.get("factor") or 1.0 for kind in scaled), default=1.0)
 
 

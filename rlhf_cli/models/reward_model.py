@@ -115,11 +115,11 @@ def read_reward_model(
         raise UsageError(f"{flag}: {error}") from error
     if not (takes_classes and is_token_classifier(found.architecture)):
         _require_one_label(found.architecture, f"{flag} {source.pretrain!r}")
-    statistics = score_statistics(found.architecture, source.pretrain) if normalize else None
+    statistics = _score_statistics(found.architecture, source.pretrain) if normalize else None
     return RewardModelPlan(source, found, statistics), tokenizer
 
 
-def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
+def _score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
     """Return the score statistics stored in the configuration. Raises UsageError if they are missing or invalid."""
     mean, std = (getattr(config, f"reward_{what}", None) for what in ("mean", "std"))
     if mean is None or std is None:

@@ -10,7 +10,7 @@ from rlhf_cli.algorithms.load_balance import RouterSums, router_sums
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.packs import PackLike
 
-COEFFICIENT = "router_aux_loss_coef"
+_COEFFICIENT = "router_aux_loss_coef"
 """Config key of models whose routers are trained with a load-balancing loss."""
 
 
@@ -53,7 +53,7 @@ def check_router_loss(coefficient: float, architecture: PretrainedConfig) -> Non
 
 
 def _has_router_loss(text: PretrainedConfig) -> bool:
-    return hasattr(text, COEFFICIENT) and bool(getattr(text, "num_experts_per_tok", None))
+    return hasattr(text, _COEFFICIENT) and bool(getattr(text, "num_experts_per_tok", None))
 
 
 def token_weights(pack: PackLike, *, num_tokens: int) -> torch.Tensor:

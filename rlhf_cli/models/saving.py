@@ -18,12 +18,12 @@ from rlhf_cli.models.weight_files import folder_of
 logger = logging.getLogger(__name__)
 
 # Ignored by greedy search.
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Ignored by single-beam search.
-OF_BEAMS = ("early_stopping", "length_penalty")
+_OF_BEAMS = ("early_stopping", "length_penalty")
 # Ignored without return_dict_in_generate.
-OF_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OF_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Token IDs that every model keeps."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -45,11 +45,11 @@ def save_hf(
     with whole_folder(path) as written:
         # Before save_pretrained: it changes the padding token in the model configuration.
         tokenizer = set_padding(model, tokenizer)
-        make_generation_valid(model, tokenizer)
+        _make_generation_valid(model, tokenizer)
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
         copy_unused_weights(model, written)
         tokenizer.save_pretrained(written)
-        save_processor(model, written)
+        _save_processor(model, written)
 
 
 def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -72,14 +72,14 @@ def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
 
 def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write tokenizer, chat template, generation settings and image processor files."""
-    make_generation_valid(model, tokenizer)
+    _make_generation_valid(model, tokenizer)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_processor(model, folder)
+    _save_processor(model, folder)
 
 
-def save_processor(model: PreTrainedModel, folder: Path) -> None:
+def _save_processor(model: PreTrainedModel, folder: Path) -> None:
     """Copy the image processor files from the model that training started from."""
     processing = getattr(model, PROCESSING, None)
     if processing is not None:
@@ -117,7 +117,7 @@ def _ends(generation: GenerationConfig) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set end and padding tokens from the tokenizer, and remove contradictory generation settings."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     if generation is None:
@@ -142,16 +142,16 @@ def _settled(generation: GenerationConfig) -> GenerationConfig:
     transformers refuses to save them, which would lose the model at the end of a run.
     """
     if generation.do_sample is False:
-        _unset(generation, SAMPLING)
-    elif any(getattr(generation, name) is not None for name in SAMPLING):
+        _unset(generation, _SAMPLING)
+    elif any(getattr(generation, name) is not None for name in _SAMPLING):
         # Published models often set a temperature but not do_sample.
         generation.do_sample = True
     if generation.num_beams in (None, 1):
-        _unset(generation, OF_BEAMS)
+        _unset(generation, _OF_BEAMS)
     if not generation.return_dict_in_generate:
-        _unset(generation, OF_OUTPUT)
+        _unset(generation, _OF_OUTPUT)
     logger.warning("generation_config.json is inconsistent: settings without effect are not saved")
-    tokens = {name: getattr(generation, name) for name in TOKENS}
+    tokens = {name: getattr(generation, name) for name in _TOKENS}
     return generation if _is_valid(generation) else GenerationConfig(**tokens)
 
 

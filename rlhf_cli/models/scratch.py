@@ -24,18 +24,18 @@ from transformers import (
 from rlhf_cli.config.scratch import ArchitectureConfig, VisionTowerConfig
 from rlhf_cli.models.folders import whole_folder
 
-END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT, _START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-CHATML = (
+_CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+_IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 """Tokens that the Idefics3 processor writes for an image, and the end-of-turn token that it requires."""
-CHATML_WITH_IMAGES = CHATML.replace(
+_CHATML_WITH_IMAGES = _CHATML.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -43,9 +43,9 @@ CHATML_WITH_IMAGES = CHATML.replace(
     "{% endfor %}{% endif %}{{ '<|im_end|>' + '\n' }}",
 )
 
-CALL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_CALL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Markers around tool calls and results. They are not special tokens, because the model generates calls as text."""
-CHATML_WITH_TOOLS = (
+_CHATML_WITH_TOOLS = (
     "{% set has_system = messages[0]['role'] == 'system' %}"
     "{% if tools %}{{ '<|im_start|>system\n' + (messages[0]['content'] + '\n' if has_system else '') }}"
     "{% for tool in tools %}{% set function = tool['function'] %}"
@@ -92,20 +92,20 @@ def train_tokenizer(
     words += ["name", "arguments"] if takes_tools else []
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN, *(IMAGE_TOKENS if takes_images else ())],
+        special_tokens=[END_OF_TEXT, _START_OF_TURN, END_OF_TURN, *(_IMAGE_TOKENS if takes_images else ())],
         # All 256 bytes, so that any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_with_words(texts, words), trainer)
     # After training, so these tokens do not change the learned merges.
-    tokenizer.add_tokens(list(CALL_TOKENS) if takes_tools else [])
-    template = CHATML_WITH_IMAGES if takes_images else CHATML_WITH_TOOLS if takes_tools else CHATML
+    tokenizer.add_tokens(list(_CALL_TOKENS) if takes_tools else [])
+    template = _CHATML_WITH_IMAGES if takes_images else _CHATML_WITH_TOOLS if takes_tools else _CHATML
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
-        additional_special_tokens=[START_OF_TURN],
+        additional_special_tokens=[_START_OF_TURN],
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
@@ -170,7 +170,7 @@ def new_vision_model(
     config = Idefics3Config(
         text_config=text,
         vision_config=vision,
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
+        image_token_id=tokenizer.convert_tokens_to_ids(_IMAGE_TOKENS[0]),
         scale_factor=tower.scale_factor,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=architecture.tie_word_embeddings,

@@ -14,11 +14,11 @@ from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.mixers.layers import layers_in
 
-SPLIT = {"colwise": "column", "rowwise": "row"}
+_SPLIT = {"colwise": "column", "rowwise": "row"}
 """Split styles in transformers and in DeepSpeed: by output, by input."""
-SUMMED = "replicated_with_grad_allreduce"
+_SUMMED = "replicated_with_grad_allreduce"
 """Style of norms on split heads: each rank has the gradient for local heads only."""
-EMBEDDING = "embedding_rowwise"
+_EMBEDDING = "embedding_rowwise"
 """Style of tied embeddings, which are replicated here."""
 
 
@@ -27,22 +27,22 @@ def split_layers(architecture: PretrainedConfig) -> list[dict[str, Any]]:
     if architecture.get_text_config() is not architecture:
         raise UsageError(f"--tensor_parallel_size: {architecture.model_type} is not a text-only decoder")
     plan: dict[str, str] = getattr(architecture, "base_model_tp_plan", None) or {}
-    unsupported = sorted(set(plan.values()) - {*SPLIT, SUMMED, EMBEDDING})
+    unsupported = sorted(set(plan.values()) - {*_SPLIT, _SUMMED, _EMBEDDING})
     if unsupported:
         raise UsageError(
             f"--tensor_parallel_size: {architecture.model_type} has layers with unsupported split styles "
             f"({', '.join(unsupported)}): only dense layers split by input or output are supported"
         )
-    if not set(plan.values()) & set(SPLIT):
+    if not set(plan.values()) & set(_SPLIT):
         raise UsageError(f"--tensor_parallel_size: transformers has no plan to split {architecture.model_type}")
     # AutoTP skips layers without a description. Norms are listed as "skip" only to set grad_allreduce.
-    return [_described(name, style) for name, style in plan.items() if style != EMBEDDING]
+    return [_described(name, style) for name, style in plan.items() if style != _EMBEDDING]
 
 
 def _described(name: str, style: str) -> dict[str, Any]:
     # transformers writes layer numbers as *, DeepSpeed matches regular expressions.
     pattern = ".*" + name.replace(".", r"\.").replace("*", "[0-9]+") + r"\.weight$"
-    return {"patterns": [pattern], "partition_type": SPLIT.get(style, "skip"), "grad_allreduce": style == SUMMED}
+    return {"patterns": [pattern], "partition_type": _SPLIT.get(style, "skip"), "grad_allreduce": style == _SUMMED}
 
 
 def check_tensor_parallel(

@@ -17,21 +17,21 @@ from rlhf_cli.models.weight_files import TensorSource, folder_of, open_weights
 
 ORIGIN = "weights_origin"
 """Attribute of a loaded model with the folder or Hub name of its weights."""
-VISION = "model.visual."
+_VISION = "model.visual."
 """Prefix of vision encoders, which text models of a vision-language family drop."""
 INDEX = "model.safetensors.index.json"
 
 logger = logging.getLogger(__name__)
 
 
-def unused_names(model: PreTrainedModel, weights: TensorSource) -> list[str]:
+def _unused_names(model: PreTrainedModel, weights: TensorSource) -> list[str]:
     """Return the names of tensors that loading ignores by rule of the model's class."""
     own = [*model.state_dict()]
     rules = [re.compile(rule) for rule in model._keys_to_ignore_on_load_unexpected or ()]
     # A rule names the layer after the last one, which a larger model of the same class would have.
     rules = [rule for rule in rules if not any(rule.search(name) for name in own)]
     return [
-        name for name in weights.names() if not name.startswith(VISION) and any(rule.search(name) for rule in rules)
+        name for name in weights.names() if not name.startswith(_VISION) and any(rule.search(name) for rule in rules)
     ]
 
 
@@ -48,7 +48,7 @@ def copy_unused_weights(model: PreTrainedModel, folder: Path) -> None:
         # The trained weights must not be lost with the origin.
         logger.warning("weights that transformers does not load (multi-token prediction) are not saved: %s", error)
         return
-    names = unused_names(model, weights)
+    names = _unused_names(model, weights)
     if names:
         _add(folder, {name: weights.read(name).contiguous() for name in names})
 

@@ -17,10 +17,10 @@ from safetensors import safe_open
 
 from rlhf_cli.errors import UsageError
 
-TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files in a Hub repository other than weights."""
-NOT_READ = ["*/*", "consolidated*"]
+_NOT_READ = ["*/*", "consolidated*"]
 """Hub files that transformers does not read: other formats of the same weights, which would double the download."""
 WHOLE_BYTES = 64 << 10
 """Tensors up to this size are hashed in full: norms and biases may be the only weights that training changes."""
@@ -59,15 +59,15 @@ class SafetensorsFiles:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        # A slice exposes the dtype without reading data. TYPES lists the common dtypes; for the rest, read the tensor.
+        # A slice exposes the dtype without reading data. _TYPES lists the common dtypes; for the rest, read the tensor.
         stored = self._file_of[name].get_slice(name).get_dtype()
-        return TYPES[stored] if stored in TYPES else self.read(name).dtype
+        return _TYPES[stored] if stored in _TYPES else self.read(name).dtype
 
     def read(self, name: str) -> torch.Tensor:
         return self._file_of[name].get_tensor(name)
 
 
-class TorchFiles:
+class _TorchFiles:
     """Tensors in pytorch_model.bin files, memory-mapped if the file format allows it."""
 
     def __init__(self, files: list[Path]) -> None:
@@ -149,9 +149,9 @@ class JoinedTensors:
         return self._source_of[name].read(name)
 
 
-def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
+def open_weights(folder: Path) -> SafetensorsFiles | _TorchFiles:
     """Open the weights in a model folder. Raises UsageError if files are missing."""
-    for single, reader in (("model.safetensors", SafetensorsFiles), ("pytorch_model.bin", TorchFiles)):
+    for single, reader in (("model.safetensors", SafetensorsFiles), ("pytorch_model.bin", _TorchFiles)):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
             return reader([folder / single])
@@ -168,18 +168,18 @@ def folder_of(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     # Most repositories have safetensors; download the torch files only without them.
-    folder = _fetched(path, "*.safetensors", *BESIDE_WEIGHTS)
-    return folder if list(folder.glob("*.safetensors")) else _fetched(path, "pytorch_model*", *BESIDE_WEIGHTS)
+    folder = _fetched(path, "*.safetensors", *_BESIDE_WEIGHTS)
+    return folder if list(folder.glob("*.safetensors")) else _fetched(path, "pytorch_model*", *_BESIDE_WEIGHTS)
 
 
 def description_of(path: str) -> Path:
     """Return the local folder for a resolved model path. From the Hub, download everything except weights."""
-    return Path(path) if Path(path).is_dir() else _fetched(path, *BESIDE_WEIGHTS)
+    return Path(path) if Path(path).is_dir() else _fetched(path, *_BESIDE_WEIGHTS)
 
 
 def _fetched(name: str, *patterns: str) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=NOT_READ))
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=_NOT_READ))
     except OSError as error:
         raise UsageError(f"model {name!r}: not a local folder, and not available from the Hub ({error})") from error
 

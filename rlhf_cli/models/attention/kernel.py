@@ -21,11 +21,11 @@ import torch
 
 from rlhf_cli.environment import user_cache
 
-SOURCE = Path(__file__).with_name("varlen_cpu.cpp")
+_SOURCE = Path(__file__).with_name("varlen_cpu.cpp")
 # No -march=native: machines that share a home directory may have different processors. The cache key includes the
 # vector flags below.
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC")
-VECTORS = {"AVX512": ("-mavx512f",), "AVX2": ("-mavx2", "-mfma")}
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC")
+_VECTORS = {"AVX512": ("-mavx512f",), "AVX2": ("-mavx2", "-mfma")}
 """Compiler flags by PyTorch's CPU capability; otherwise the compiler default."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -129,10 +129,10 @@ def build() -> Path:
     Raises OSError without a compiler or if the cache is not writable, RuntimeError without a home directory,
     CalledProcessError if compilation fails.
     """
-    flags = [*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
+    flags = [*_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     # Machines with different libc or architecture may share a home directory.
     machine = [platform.machine(), *platform.libc_ver()]
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(flags + machine).encode()).hexdigest()[:16]
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(flags + machine).encode()).hexdigest()[:16]
     library = user_cache("kernels") / f"varlen-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def build() -> Path:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / library.name
             compiler = shlex.split(os.environ.get("CXX") or "g++")
-            command = [*compiler, *flags, str(SOURCE), "-o", str(built)]
+            command = [*compiler, *flags, str(_SOURCE), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             built.replace(library)
     return library

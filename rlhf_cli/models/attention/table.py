@@ -15,20 +15,20 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.varlen import VARLEN, compute_capability
 
-HALF_TYPES = (torch.bfloat16, torch.float16)
-LARGE_OR_ODD = "heads above 256 or no multiple of 8"
-TWO_SIZES = "values of another size than keys"
+_HALF_TYPES = (torch.bfloat16, torch.float16)
+_LARGE_OR_ODD = "heads above 256 or no multiple of 8"
+_TWO_SIZES = "values of another size than keys"
 SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 """Model types with attention sinks."""
-BOUNDS = "within sequences whose masks transformers makes without positions"
+_BOUNDS = "within sequences whose masks transformers makes without positions"
 WITHOUT_BOUNDS = frozenset({"afmoe", "opt"})
 """Model types that build masks without sequence boundaries.
 
 Only kernels that receive the boundaries keep their sequences separate.
 """
-ANY_HEADS = frozenset({LARGE_OR_ODD, TWO_SIZES})
+_ANY_HEADS = frozenset({_LARGE_OR_ODD, _TWO_SIZES})
 """Head sizes that GPU kernels do not support."""
-ALL_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
+_ALL_TYPES = (*_HALF_TYPES, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AttentionBackend:
 
     name: str
     devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...] = ALL_TYPES
+    dtypes: tuple[torch.dtype, ...] = _ALL_TYPES
     offers: frozenset[str] = frozenset()
     """Supported features: attention `softcap`, `dropout`, `sinks`, head sizes, sequence boundaries."""
     is_available: Callable[[], bool] = lambda: True
@@ -62,9 +62,9 @@ def _flash(version: int, is_available: Callable[[], bool], package: str) -> Atte
     return AttentionBackend(
         name=f"flash_attention_{version}",
         devices=("cuda",),
-        dtypes=HALF_TYPES,
+        dtypes=_HALF_TYPES,
         # transformers pads value heads if they are smaller than key heads.
-        offers=frozenset({"softcap", TWO_SIZES, BOUNDS} | ({"dropout"} if version == 2 else set())),
+        offers=frozenset({"softcap", _TWO_SIZES, _BOUNDS} | ({"dropout"} if version == 2 else set())),
         is_available=is_available,
         missing=f"install {package} and run on a GPU it supports",
     )
@@ -75,16 +75,16 @@ BACKENDS = (
     AttentionBackend(
         name=VARLEN,
         devices=("cuda",),
-        dtypes=HALF_TYPES,
-        offers=frozenset({BOUNDS}),
+        dtypes=_HALF_TYPES,
+        offers=frozenset({_BOUNDS}),
         is_available=has_cuda_varlen,
         missing="it needs torch 2.11 or newer and a GPU of compute capability 8.0 or higher",
     ),
     _flash(3, is_flash_attn_3_available, "flash-attn-3"),
     _flash(2, is_flash_attn_2_available, "flash-attn (extra `flash`)"),
-    AttentionBackend(name=VARLEN, devices=("cpu",), offers=ANY_HEADS | {BOUNDS}),
-    AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=ANY_HEADS | {"dropout"}),
-    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=ANY_HEADS | {"softcap", "dropout", "sinks"}),
+    AttentionBackend(name=VARLEN, devices=("cpu",), offers=_ANY_HEADS | {_BOUNDS}),
+    AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=_ANY_HEADS | {"dropout"}),
+    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=_ANY_HEADS | {"softcap", "dropout", "sinks"}),
 )
 """Fastest first: `auto` selects the first one that is available and supports device, dtype and model.
 
@@ -105,7 +105,7 @@ def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> 
     if text.model_type in SINKS:
         needs.add("sinks")
     if text.model_type in WITHOUT_BOUNDS:
-        needs.add(BOUNDS)
+        needs.add(_BOUNDS)
     return frozenset(needs) | _head_needs(text)
 
 
@@ -126,8 +126,8 @@ def _head_needs(text: PretrainedConfig) -> frozenset[str]:
     if size is None and heads:
         size = text.hidden_size // heads
     values = getattr(text, "v_head_dim", None) or size
-    needs = {LARGE_OR_ODD} if size and (size > 256 or size % 8) else set()
-    return frozenset(needs | ({TWO_SIZES} if values != size else set()))
+    needs = {_LARGE_OR_ODD} if size and (size > 256 or size % 8) else set()
+    return frozenset(needs | ({_TWO_SIZES} if values != size else set()))
 
 
 def resolve_attention(

@@ -23,7 +23,7 @@ VARLEN = "varlen"
 """Name registered with transformers."""
 TOWER_VARLEN = "flash_varlen"
 """Name in vision encoders: Qwen-VL passes image bounds only to attention functions with "flash" in their name."""
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
 """Arguments that transformers may pass but this function does not support."""
 
 
@@ -51,7 +51,7 @@ def varlen_attention_forward(
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
         raise ValueError("attention 'varlen' is for packed sequences; use 'sdpa' for generation and padded batches")
-    for feature in UNSUPPORTED:
+    for feature in _UNSUPPORTED:
         if kwargs.get(feature) is not None and not (feature == "dropout" and kwargs["dropout"] == 0):
             raise ValueError(f"attention 'varlen' has no {feature}: use attn_implementation eager")
     shards = kwargs.pop("shards", None)
@@ -111,7 +111,7 @@ def attend_cuda(
     Like FlashAttention since 2.1, it aligns the last query with the last key if there are more keys than queries.
     """
     # Newer releases require enable_gqa for fewer KV heads; older ones detect it and reject the argument.
-    grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa(kernel) else {}
+    grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if _takes_gqa(kernel) else {}
     return kernel(
         query_THD,
         key_THD,
@@ -128,7 +128,7 @@ def attend_cuda(
 
 
 @functools.cache
-def takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
+def _takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
     """Return whether the kernel has the enable_gqa argument. Cached, because every layer calls it."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 

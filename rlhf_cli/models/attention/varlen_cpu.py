@@ -15,7 +15,7 @@ import torch
 from rlhf_cli.models.attention.kernel import NAMES, Operands, VarlenKernel, varlen_kernel
 from rlhf_cli.models.compat import softmax_backward
 
-BLOCK = 128
+_BLOCK = 128
 """Query rows per block: scores for 8 heads and a few hundred keys then fit a core's cache."""
 BOTH_WAYS = -1
 """`window` value for bidirectional attention."""
@@ -66,7 +66,7 @@ def _(
 
 
 @torch.library.custom_op("rlhf_cli::varlen_attention_backward", mutates_args=(), device_types="cpu")
-def varlen_attention_backward(
+def _varlen_attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -98,7 +98,7 @@ def varlen_attention_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-@varlen_attention_backward.register_fake
+@_varlen_attention_backward.register_fake
 def _(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -119,7 +119,7 @@ def _setup_context(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grads = varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    grads = _varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
     return (*grads, None, None, None, None)
 
 
@@ -145,7 +145,7 @@ def _rows(tensor_GNTD: torch.Tensor, queries: slice) -> torch.Tensor:
 
 
 def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (queries, keys, offset) for all sequences, in similar-sized blocks of about BLOCK queries.
+    """Yield (queries, keys, offset) for all sequences, in similar-sized blocks of about _BLOCK queries.
 
     `keys` are all visible keys. `offset` is the number of keys before the first query's key.
     """
@@ -154,7 +154,7 @@ def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -
         if start == end:
             continue
         length, shift = end - start, end_k - end
-        count = max(1, (length + BLOCK // 2) // BLOCK)
+        count = max(1, (length + _BLOCK // 2) // _BLOCK)
         cuts = [start + length * index // count for index in range(count + 1)]
         for first, stop in itertools.pairwise(cuts):
             first_key = max(start_k, first + shift - window + 1) if window > 0 else start_k
@@ -166,8 +166,8 @@ class _Masks:
     """Additive masks for the blocks in one call, sliced from a single triangle if possible."""
 
     def __init__(self, like: torch.Tensor, window: int) -> None:
-        # _blocks rounds the block count, so a block may have up to 1.5 BLOCK rows.
-        self._triangle = torch.full((2 * BLOCK, 2 * BLOCK), -torch.inf, dtype=_wide(like.dtype)).triu_(1)
+        # _blocks rounds the block count, so a block may have up to 1.5 _BLOCK rows.
+        self._triangle = torch.full((2 * _BLOCK, 2 * _BLOCK), -torch.inf, dtype=_wide(like.dtype)).triu_(1)
         self._window = window
 
     def of(self, rows: int, offset: int) -> torch.Tensor:

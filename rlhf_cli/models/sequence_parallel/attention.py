@@ -18,7 +18,7 @@ import torch
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.sequence_parallel.shards import GatherTokens, HeadsForTokens, Shards, TokensForHeads
 
-RING_PACKAGE = "ring_flash_attn"
+_RING_PACKAGE = "ring_flash_attn"
 
 
 def attend_shared(
@@ -87,26 +87,26 @@ def _attend_by_ring(
 @functools.cache
 def _ring_kernel() -> Callable[..., Any]:
     """Load the llama3 kernel from its module only: importing the package fails with transformers 5."""
-    spec = find_spec(RING_PACKAGE)
+    spec = find_spec(_RING_PACKAGE)
     assert spec is not None, "check_ring_kernel verified the installation"
     # A stand-in package makes Python skip the real __init__, which imports the failing modules.
-    package = ModuleType(RING_PACKAGE)
+    package = ModuleType(_RING_PACKAGE)
     package.__path__ = list(spec.submodule_search_locations or ())
-    before = sys.modules.get(RING_PACKAGE)
-    sys.modules[RING_PACKAGE] = package
+    before = sys.modules.get(_RING_PACKAGE)
+    sys.modules[_RING_PACKAGE] = package
     try:
-        module = importlib.import_module(f"{RING_PACKAGE}.llama3_flash_attn_varlen")
+        module = importlib.import_module(f"{_RING_PACKAGE}.llama3_flash_attn_varlen")
     finally:
         if before is None:
-            del sys.modules[RING_PACKAGE]
+            del sys.modules[_RING_PACKAGE]
         else:
-            sys.modules[RING_PACKAGE] = before
+            sys.modules[_RING_PACKAGE] = before
     return module.llama3_flash_attn_varlen_func
 
 
 def check_ring_kernel() -> None:
     """Raise UsageError if ring-flash-attn or its dependency flash-attn is not installed."""
-    for package, extra in ((RING_PACKAGE, "ring"), ("flash_attn", "flash")):
+    for package, extra in ((_RING_PACKAGE, "ring"), ("flash_attn", "flash")):
         if find_spec(package) is None:
             name = package.replace("_", "-")
             raise UsageError(f"--ring_flash_attn needs the package {name}: pip install 'rlhf-cli[{extra}]'")

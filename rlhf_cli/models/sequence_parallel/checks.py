@@ -12,7 +12,7 @@ from rlhf_cli.models.sequence_parallel.attention import check_ring_kernel
 from rlhf_cli.models.sequence_parallel.shards import Mode
 from rlhf_cli.models.vision.families.table import takes_pictures
 
-POSITIONS_BY_LENGTH = {"dynamic", "longrope"}
+_POSITIONS_BY_LENGTH = {"dynamic", "longrope"}
 """RoPE types that depend on the longest position in the input, of which each rank sees only a part."""
 
 
@@ -74,7 +74,7 @@ def check_sequence_parallel(
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     # rope_parameters is a single dict, or one dict per layer type.
     kinds = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
-    if unsupported := sorted(kinds & POSITIONS_BY_LENGTH):
+    if unsupported := sorted(kinds & _POSITIONS_BY_LENGTH):
         raise UsageError(f"--{name}: rotary positions of type {unsupported[0]} depend on the full sequence")
     if mode == "ring":
         check_ring_kernel()

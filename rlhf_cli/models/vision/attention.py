@@ -9,7 +9,7 @@ from rlhf_cli.models.attention.varlen import TOWER_VARLEN, VARLEN
 from rlhf_cli.models.compat import use_attention
 from rlhf_cli.models.vision.families.table import FAMILIES, takes_pictures
 
-FLASH = ("flash_attention_2", "flash_attention_3")
+_FLASH = ("flash_attention_2", "flash_attention_3")
 """Kernels to which transformers passes image boundaries."""
 
 
@@ -19,7 +19,7 @@ def tower_kernel(kernel: str, model_type: str, *, has_varlen: Callable[[], bool]
     Encoders with equally sized square inputs use SDPA: without boundaries or masks, PyTorch selects its flash kernel.
     FlashAttention 4 does not support the head sizes of all encoders.
     """
-    if kernel in FLASH:
+    if kernel in _FLASH:
         return kernel
     if not FAMILIES[model_type].has_bounds:
         return "sdpa"

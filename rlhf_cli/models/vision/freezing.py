@@ -15,10 +15,10 @@ from rlhf_cli.models.finding import resolve_model_path
 from rlhf_cli.models.vision.families.table import FAMILIES, takes_pictures
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
-SETTINGS = ("freeze_vision_tower", "freeze_projector")
-ORIGIN_FILE = "frozen_parts.json"
+_SETTINGS = ("freeze_vision_tower", "freeze_projector")
+_ORIGIN_FILE = "frozen_parts.json"
 """File stored with a run's weights that names the model with the frozen parts."""
-ORIGIN = "frozen_origin"
+_ORIGIN = "frozen_origin"
 """Attribute of a loaded model with frozen parts: the contents of this file."""
 
 
@@ -26,7 +26,7 @@ def check_trained_parts(
     config: ModelConfig, adapter: LoraConfig, architecture: PretrainedConfig, *, is_adapted: bool
 ) -> None:
     """Raise UsageError if the settings freeze or adapt a part the model lacks, or freeze parts under an adapter."""
-    frozen = next((name for name in SETTINGS if getattr(config, name)), None)
+    frozen = next((name for name in _SETTINGS if getattr(config, name)), None)
     given = frozen or ("lora_vision_tower" if adapter.lora_vision_tower else None)
     if given and not takes_pictures(architecture):
         raise UsageError(f"{given}: models of type {architecture.model_type} have no trainable vision encoder")
@@ -36,13 +36,13 @@ def check_trained_parts(
 
 def freeze_parts(model: PreTrainedModel, config: ModelConfig) -> None:
     """Freeze the configured parts. Text models, such as other roles, have none."""
-    if not any(getattr(config, name) for name in SETTINGS) or not takes_pictures(model.config):
+    if not any(getattr(config, name) for name in _SETTINGS) or not takes_pictures(model.config):
         return
     tower, projectors = tower_parameters(model)
     for parameter in [*(tower if config.freeze_vision_tower else []), *(projectors if config.freeze_projector else [])]:
         parameter.requires_grad_(False)
     # Hash now, not at the first checkpoint: the folder may be overwritten during training.
-    setattr(model, ORIGIN, _origin(config))
+    setattr(model, _ORIGIN, _origin(config))
 
 
 def _origin(config: ModelConfig) -> dict[str, str]:
@@ -54,8 +54,8 @@ def _origin(config: ModelConfig) -> dict[str, str]:
 
 def describe_frozen_parts(model: nn.Module, folder: Path) -> None:
     """Write the name of the model that contains the frozen parts, if there are any."""
-    if (origin := getattr(model, ORIGIN, None)) is not None:
-        (folder / ORIGIN_FILE).write_text(json.dumps(origin) + "\n")
+    if (origin := getattr(model, _ORIGIN, None)) is not None:
+        (folder / _ORIGIN_FILE).write_text(json.dumps(origin) + "\n")
 
 
 def origin_of(folder: Path, *, moved_to: str | None) -> Path | None:
@@ -68,9 +68,9 @@ def origin_of(folder: Path, *, moved_to: str | None) -> Path | None:
     Raises:
         UsageError: the model cannot be found, or its weights have changed.
     """
-    if not (folder / ORIGIN_FILE).is_file():
+    if not (folder / _ORIGIN_FILE).is_file():
         return None
-    written = json.loads((folder / ORIGIN_FILE).read_text())
+    written = json.loads((folder / _ORIGIN_FILE).read_text())
     try:
         origin = folder_of(resolve_model_path(moved_to or written["model"]))
     except UsageError as error:
@@ -94,4 +94,4 @@ def tower_parameters(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[n
 
 def frozen_parts_identity(config: ModelConfig) -> dict[str, object]:
     """Return the settings that must match for a checkpoint to be resumed."""
-    return {name: getattr(config, name) for name in SETTINGS}
+    return {name: getattr(config, name) for name in _SETTINGS}

@@ -19,7 +19,7 @@ from rlhf_cli.models.vision.pictures import PackPictures, Picture, picture_of_pi
 
 PROCESSING = "picture_processing"
 """Attribute of a loaded model with its image processing. Not a module, so state dict names do not change."""
-KEPT_BYTES = 1 << 30
+_KEPT_BYTES = 1 << 30
 """Cache size for encoder inputs: 220 images of 400,000 pixels in bf16.
 
 This exceeds one rank's images in most iterations, so log-probs and updates decode and resize each image once.
@@ -38,7 +38,7 @@ def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Features:
+class _Features:
     """Concatenated image features.
 
     `embedded_FD` replaces embeddings, and each `deep_FD` is added to an early layer output (DeepStack, arXiv
@@ -64,7 +64,7 @@ class VisionTower:
         # Projectors have no convolutions.
         use_patch_products(self._modules[0])
         self._processing = processing
-        self._inputs = RecentInputs(self._inputs_of, KEPT_BYTES)
+        self._inputs = RecentInputs(self._inputs_of, _KEPT_BYTES)
         self._blank = picture_of_pixels("blank", processing.blank())
 
     def _inputs_of(self, picture: Picture) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ class VisionTower:
             return {"inputs_embeds": embedded_TD[None], **positions}
         if pictures is None:
             return {"inputs_embeds": (embedded_TD + features.nothing().to(embedded_TD.dtype))[None], **positions}
-        require_all_features(features, pictures)
+        _require_all_features(features, pictures)
         own_PD = features.embedded_FD.index_select(0, pictures.features_P).to(embedded_TD.dtype)
         # Rows by position, not by token ID: a sampled placeholder must stay an ordinary token.
         embedded_TD = embedded_TD.index_copy(0, pictures.rows_P, own_PD)
@@ -107,14 +107,14 @@ class VisionTower:
         rope_3T = pack.pictures.rope_3T if pack.pictures else None
         return torch.cat([plain_T[None], plain_T.expand(3, -1) if rope_3T is None else rope_3T])[:, None]
 
-    def _features(self, pictures: Sequence[Picture]) -> Features:
+    def _features(self, pictures: Sequence[Picture]) -> _Features:
         inputs = self._processing.joined([self._inputs[picture] for picture in pictures])
         device = self._embed.weight.device
         output = self._body.get_image_features(
             **{name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}, return_dict=True
         )
         deep = getattr(output, "deepstack_features", None) or ()
-        return Features(_end_to_end(output.pooler_output), tuple(_end_to_end(part) for part in deep))
+        return _Features(_end_to_end(output.pooler_output), tuple(_end_to_end(part) for part in deep))
 
 
 def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,13 +122,13 @@ def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor
     return features.flatten(0, -2) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def require_all_features(features: Features, pictures: PackPictures) -> None:
+def _require_all_features(features: _Features, pictures: PackPictures) -> None:
     """Raise AssertionError unless the encoder returned one feature per image placeholder."""
     expected, actual = int(pictures.features_P.max()) + 1, features.embedded_FD.shape[0]
     assert actual == expected, f"images have {expected} placeholders and {actual} features"
 
 
-def _deep_inputs(features: Features, pictures: PackPictures, num_tokens: int) -> dict[str, object]:
+def _deep_inputs(features: _Features, pictures: PackPictures, num_tokens: int) -> dict[str, object]:
     """Return arguments that add features to early decoder layers; empty for most models."""
     if not features.deep_FD:
         return {}

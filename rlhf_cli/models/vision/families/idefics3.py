@@ -10,9 +10,9 @@ from rlhf_cli.models.vision.families.processing import ImageProcessor, PicturePr
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FRAME, WHOLE = "<fake_token_around_image>", "<global-img>"
+_FRAME, _WHOLE = "<fake_token_around_image>", "<global-img>"
 """Tokens around each tile; the marker for the full image."""
-LARGEST_SIDE = 4096
+_LARGEST_SIDE = 4096
 """Maximum side length in the image processor, independent of its configuration."""
 
 
@@ -26,7 +26,7 @@ class Idefics3Processing(PictureProcessing):
     def __init__(self, processor: ImageProcessor, architecture: "PretrainedConfig", **bounds: int | None) -> None:
         super().__init__(processor, architecture, **bounds)
         tower = architecture.vision_config
-        self._longest = min(processor.size["longest_edge"], LARGEST_SIDE)
+        self._longest = min(processor.size["longest_edge"], _LARGEST_SIDE)
         self._square = processor.max_image_size["longest_edge"]
         self.patches_per_feature = architecture.scale_factor**2
         self._num_features = (tower.image_size // tower.patch_size) ** 2 // self.patches_per_feature
@@ -43,12 +43,12 @@ class Idefics3Processing(PictureProcessing):
     def marks(self, height: int, width: int, placeholder: str) -> str:
         """Return the text that the model's processor writes: tiles row by row, then the full image."""
         features = placeholder * self._num_features
-        whole = FRAME + WHOLE + features + FRAME
+        whole = _FRAME + _WHOLE + features + _FRAME
         rows, columns = self.squares(height, width)
         if not rows:
             return whole
         lines = [
-            "".join(f"{FRAME}<row_{row}_col_{column}>{features}" for column in range(1, columns + 1)) + "\n"
+            "".join(f"{_FRAME}<row_{row}_col_{column}>{features}" for column in range(1, columns + 1)) + "\n"
             for row in range(1, rows + 1)
         ]
         return "".join(lines) + "\n" + whole

@@ -8,7 +8,7 @@ from rlhf_cli.models.vision.families.processing import ImageProcessor, PicturePr
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+_CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Number of features that these encoders return before patch features."""
 
 
@@ -18,14 +18,14 @@ class LlavaProcessing(PictureProcessing):
     def __init__(self, processor: ImageProcessor, architecture: "PretrainedConfig", **bounds: int | None) -> None:
         super().__init__(processor, architecture, **bounds)
         tower = architecture.vision_config
-        if tower.model_type not in CLASS_TOKENS:
+        if tower.model_type not in _CLASS_TOKENS:
             raise UsageError(
                 f"models of type llava with a vision encoder of type {tower.model_type} are not supported: only "
-                f"{' or '.join(CLASS_TOKENS)}"
+                f"{' or '.join(_CLASS_TOKENS)}"
             )
         # The "default" strategy drops the first feature, which is the class token in CLIP.
         dropped = 1 if architecture.vision_feature_select_strategy == "default" else 0
-        self._num_features = (tower.image_size // tower.patch_size) ** 2 + CLASS_TOKENS[tower.model_type] - dropped
+        self._num_features = (tower.image_size // tower.patch_size) ** 2 + _CLASS_TOKENS[tower.model_type] - dropped
         self._size = processor.size
 
     def _own_size(self, height: int, width: int) -> tuple[int, int]:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 ImageProcessor: TypeAlias = Any
 """A transformers image processor. Settings differ by family."""
-MOST_STRETCHED = 200
+_MOST_STRETCHED = 200
 """Maximum aspect ratio, the limit in Qwen-VL's image processor."""
-WHITE = 255
+_WHITE = 255
 
 
 class PictureProcessing(ABC):
@@ -55,7 +55,7 @@ class PictureProcessing(ABC):
             sizes.append(self._own_size(height, width))
         if _is_stretched(*sizes[-1]):
             raise UsageError(
-                f"an image of {width} x {height} pixels: one side is more than {MOST_STRETCHED} times the other"
+                f"an image of {width} x {height} pixels: one side is more than {_MOST_STRETCHED} times the other"
             )
         return sizes[-1]
 
@@ -97,11 +97,11 @@ class PictureProcessing(ABC):
     def blank(self) -> np.ndarray:
         """Return a small dummy image for packs without images."""
         # White, because Idefics3 drops images that contain only zeros.
-        return np.full((*self.final_size(1, 1), 3), WHITE, dtype=np.uint8)
+        return np.full((*self.final_size(1, 1), 3), _WHITE, dtype=np.uint8)
 
 
 def _is_stretched(height: int, width: int) -> bool:
-    return max(height, width) > MOST_STRETCHED * min(height, width)
+    return max(height, width) > _MOST_STRETCHED * min(height, width)
 
 
 def load_image_processor(path: str, *, trust_remote_code: bool) -> ImageProcessor:

@@ -9,7 +9,7 @@ from rlhf_cli.models.vision.families.processing import ImageProcessor, PicturePr
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MOST_ROUNDS = 16
+_MOST_ROUNDS = 16
 """Resize iterations after which a size counts as not converging."""
 
 
@@ -43,8 +43,8 @@ class QwenVLProcessing(PictureProcessing):
     def _own_size(self, height: int, width: int) -> tuple[int, int]:
         """Return a fixed point of the resize function, so that the processor does not resize the image again."""
         size = (height, width)
-        for _ in range(MOST_ROUNDS):
-            before, size = size, resized(*size, step=self._step, least=self._least, most=self._most)
+        for _ in range(_MOST_ROUNDS):
+            before, size = size, _resized(*size, step=self._step, least=self._least, most=self._most)
             if size == before:
                 return size
         raise UsageError(
@@ -69,7 +69,7 @@ class QwenVLProcessing(PictureProcessing):
         return placeholder * (rows * columns)
 
 
-def resized(height: int, width: int, *, step: int, least: int, most: int) -> tuple[int, int]:
+def _resized(height: int, width: int, *, step: int, least: int, most: int) -> tuple[int, int]:
     """Return sides in multiples of `step`, with the pixel count within bounds and a similar aspect ratio.
 
     The same as in the Qwen2-VL image processor (arXiv 2409.12191, section 2.1).

@@ -18,12 +18,12 @@ from rlhf_cli.models.vision.family import PictureRun, VisionFamily
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-BOTH_WAYS = ("gemma3", "paligemma")
+_BOTH_WAYS = ("gemma3", "paligemma")
 """Model types with bidirectional attention between image tokens, which packs do not support."""
 
 
 @dataclass(frozen=True)
-class FamilyRow:
+class _FamilyRow:
     """A family.
 
     - `processing`: image processing.
@@ -40,20 +40,20 @@ class FamilyRow:
 
 
 TORCHVISION = "torchvision"
-QWEN2 = FamilyRow(
+_QWEN2 = _FamilyRow(
     QwenVLProcessing, "model.visual", ("model.visual.merger",), has_bounds=True, vllm_needs=(TORCHVISION,)
 )
-IDEFICS3 = FamilyRow(Idefics3Processing, "model.vision_model", ("model.connector",))
+_IDEFICS3 = _FamilyRow(Idefics3Processing, "model.vision_model", ("model.connector",))
 FAMILIES = {
-    "qwen2_vl": QWEN2,
-    "qwen2_5_vl": QWEN2,
-    "qwen3_vl": replace(QWEN2, projectors=("model.visual.merger", "model.visual.deepstack_merger_list")),
-    "qwen3_5": QWEN2,
-    "qwen3_5_moe": QWEN2,
-    "idefics3": IDEFICS3,
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": replace(_QWEN2, projectors=("model.visual.merger", "model.visual.deepstack_merger_list")),
+    "qwen3_5": _QWEN2,
+    "qwen3_5_moe": _QWEN2,
+    "idefics3": _IDEFICS3,
     # SmolVLM's processor imports num2words, for video lengths.
-    "smolvlm": replace(IDEFICS3, vllm_needs=(TORCHVISION, "num2words")),
-    "llava": FamilyRow(
+    "smolvlm": replace(_IDEFICS3, vllm_needs=(TORCHVISION, "num2words")),
+    "llava": _FamilyRow(
         LlavaProcessing, "model.vision_tower", ("model.multi_modal_projector",), vllm_needs=(TORCHVISION,)
     ),
 }
@@ -73,12 +73,12 @@ def names_of_parts(architecture: "PretrainedConfig") -> tuple[str, ...]:
     return (parts.tower, *parts.projectors)
 
 
-def require_known_family(architecture: "PretrainedConfig") -> None:
+def _require_known_family(architecture: "PretrainedConfig") -> None:
     """Raise UsageError for a vision-language model of an unsupported family."""
     kind = architecture.model_type
     if takes_pictures(architecture) or getattr(architecture, "vision_config", None) is None:
         return
-    if kind in BOTH_WAYS:
+    if kind in _BOTH_WAYS:
         raise UsageError(
             f"models of type {kind} are not supported with images: their image tokens attend both ways, which packed "
             "attention does not support"
@@ -117,16 +117,16 @@ def find_family(
         UsageError: the family is not supported, the folder has no image processor, or no size satisfies the pixel
             bounds.
     """
-    require_known_family(architecture)
+    _require_known_family(architecture)
     if not takes_pictures(architecture):
         return None
     processing = find_processing(
         path, architecture, min_pixels=min_pixels, max_pixels=max_pixels, trust_remote_code=trust_remote_code
     )
-    return TokenisedFamily(processing, tokenizer, image_token_of(architecture))
+    return TokenisedFamily(processing, tokenizer, _image_token_of(architecture))
 
 
-def image_token_of(architecture: "PretrainedConfig") -> int:
+def _image_token_of(architecture: "PretrainedConfig") -> int:
     """Return the placeholder ID."""
     token: int | None = getattr(architecture, "image_token_id", None)
     # LLaVA configurations use the older name image_token_index.
