@@ -11,11 +11,11 @@ from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.errors import UsageError
 
-OWN_GPU_SHARE, SHARED_GPU_SHARE = 0.9, 0.6
+_OWN_GPU_SHARE, _SHARED_GPU_SHARE = 0.9, 0.6
 """Default memory fraction for an engine with exclusive GPUs, and for an engine that shares GPUs."""
-TURNS = "models and engines take turns on all GPUs, because no placement flag is set"
-AHEAD = "engines have separate GPUs, because they sample while the models train"
-NO_SLEEP = "models and engines have separate GPUs, because models cannot sleep with these settings"
+_TURNS = "models and engines take turns on all GPUs, because no placement flag is set"
+_AHEAD = "engines have separate GPUs, because they sample while the models train"
+_NO_SLEEP = "models and engines have separate GPUs, because models cannot sleep with these settings"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def fill_layout(
 
 def memory_share(given: float | None, *, shared: bool) -> float:
     """Return an engine's GPU memory fraction: as set, otherwise depending on whether other roles share the GPUs."""
-    return given if given is not None else SHARED_GPU_SHARE if shared else OWN_GPU_SHARE
+    return given if given is not None else _SHARED_GPU_SHARE if shared else _OWN_GPU_SHARE
 
 
 def idle_gpus(layout: Layout, node_gpus: Sequence[int]) -> str:
@@ -81,12 +81,12 @@ def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNe
     pairs = [pair for pair in settings.pairs if roles >= set(pair)]
     wants_turns = not needs.samples_ahead and needs.can_sleep and not pairs
     if settings.together or (settings.together is None and wants_turns):
-        return _together(settings, node_gpus, needs), TURNS
+        return _together(settings, node_gpus, needs), _TURNS
     if needs.samples_ahead and settings.together is None and not pairs:
         settings = replace(settings, pairs=_all_pairs(roles))
     apart = _apart(settings, node_gpus, needs)
     if apart is not None:
-        return apart, AHEAD if needs.samples_ahead else "" if needs.can_sleep else NO_SLEEP
+        return apart, _AHEAD if needs.samples_ahead else "" if needs.can_sleep else _NO_SLEEP
     if needs.samples_ahead:
         raise UsageError(
             f"--async_train samples while the models train, so engines require separate GPUs: "
@@ -95,7 +95,7 @@ def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNe
     # plan_layout then raises an error with the missing resources.
     if settings.together is False:
         return settings, ""
-    return _together(settings, node_gpus, needs), TURNS
+    return _together(settings, node_gpus, needs), _TURNS
 
 
 def _together(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> LayoutSettings:

@@ -85,8 +85,8 @@ class _Pool:
 
 
 ENGINE = "engine"
-SHARE = "let roles share GPUs with --colocate_all_models"
-ENGINE_FLAGS = "--vllm_num_engines or --vllm_tensor_parallel_size"
+_SHARE = "let roles share GPUs with --colocate_all_models"
+_ENGINE_FLAGS = "--vllm_num_engines or --vllm_tensor_parallel_size"
 
 _Place = tuple[int, tuple[int, ...]]
 """Island, and GPU indices in it, for a rank or engine."""
@@ -116,7 +116,7 @@ def plan_layout(settings: LayoutSettings, *, node_gpus: list[int]) -> Layout:
         places[ENGINE] = _shared_engines(size, count, settings.shapes.get("actor", (1, 1)))
     else:
         first = len(islands)
-        pool = _Pool({"rollout engines": (count, size)}, f"{SHARE}, or lower {ENGINE_FLAGS}")
+        pool = _Pool({"rollout engines": (count, size)}, f"{_SHARE}, or lower {_ENGINE_FLAGS}")
         islands += _take(free, pool, total=node_gpus)
         places[ENGINE] = [(first + number, tuple(range(size))) for number in range(count)]
     return Layout(tuple(islands), tuple(_seats(places)))
@@ -154,7 +154,7 @@ def _pool(settings: LayoutSettings, roles: tuple[str, ...]) -> _Pool:
     shapes = {role: settings.shapes[role] for role in roles}
     largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
     lower = f"lower --{largest}_num_nodes or --{largest}_num_gpus_per_node"
-    return _Pool(shapes, lower if settings.together else f"{SHARE}, or {lower}")
+    return _Pool(shapes, lower if settings.together else f"{_SHARE}, or {lower}")
 
 
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:

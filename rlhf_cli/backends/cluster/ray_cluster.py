@@ -26,15 +26,15 @@ from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.process.signals import children_apart
 from rlhf_cli.errors import RunError, UsageError, first_line, full_memory, memory_sentence
 
-RESERVE_SECONDS = 120
-START_TRIES = 2
-SLOW_START = "timed out during startup"
+_RESERVE_SECONDS = 120
+_START_TRIES = 2
+_SLOW_START = "timed out during startup"
 """Part of Ray's error message if its processes start too slowly, on a busy machine."""
 # More threads would not help: with a GPU, the CPU only packs data and launches kernels.
-GPU_RANK_THREADS = 8
+_GPU_RANK_THREADS = 8
 """Maximum CPU threads for a process with a GPU."""
 # Effectively unlimited: without GPUs, a slot is a process, and processes share the cores.
-CPU_ONLY_PLACES = 1024
+_CPU_ONLY_PLACES = 1024
 """Number of slots on a node without GPUs."""
 
 
@@ -81,7 +81,7 @@ class Cluster:
         if self.is_local and chosen.isdigit():
             return max(1, int(chosen))
         share = max(1, (os.cpu_count() or 1) // num_processes)
-        return min(share, GPU_RANK_THREADS) if self.has_gpus else share
+        return min(share, _GPU_RANK_THREADS) if self.has_gpus else share
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _init_ray(address: str | None) -> None:
         )
 
 
-def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int = START_TRIES) -> None:
+def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int = _START_TRIES) -> None:
     """Call `init`, and retry if Ray's processes were too slow. Converts Ray's startup errors to one-line errors."""
     try:
         init()
@@ -131,7 +131,7 @@ def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int 
         ) from error
     # Ray raises a plain Exception.
     except Exception as error:
-        if SLOW_START not in str(error):
+        if _SLOW_START not in str(error):
             raise
         # Clean up the partial start before trying again.
         ray.shutdown()
@@ -139,7 +139,7 @@ def _join_or_start(init: Callable[[], None], *, address: str | None, tries: int 
             _join_or_start(init, address=address, tries=tries - 1)
             return
         raise RunError(
-            f"Ray's processes did not start in time, {START_TRIES} times in a row: the machine is too busy or the "
+            f"Ray's processes did not start in time, {_START_TRIES} times in a row: the machine is too busy or the "
             "memory is full; try again when it is idle"
         ) from error
 
@@ -150,7 +150,7 @@ def _describe_cluster(*, is_local: bool) -> Cluster:
     has_gpus = any(gpus)
     return Cluster(
         node_ids=[node["NodeID"] for node in nodes],
-        node_gpus=gpus if has_gpus else [CPU_ONLY_PLACES] * len(nodes),
+        node_gpus=gpus if has_gpus else [_CPU_ONLY_PLACES] * len(nodes),
         num_cpus=sum(node["Resources"].get("CPU", 0) for node in nodes),
         has_gpus=has_gpus,
         is_local=is_local,
@@ -217,7 +217,7 @@ class Reservation:
         """Wait until all slots are reserved."""
         # One second at a time, because Python handles signals only between calls. `wait` instead of `ready`, which
         # would start a worker process for a task.
-        deadline = time.monotonic() + RESERVE_SECONDS
+        deadline = time.monotonic() + _RESERVE_SECONDS
         for group in self._groups:
             while not group.wait(1):
                 if time.monotonic() > deadline:
@@ -227,7 +227,7 @@ class Reservation:
         self.release()
         raise RunError(
             f"the Ray cluster did not provide {self.layout.num_gpus} {self._cluster.unit} slots within "
-            f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may use the rest"
+            f"{_RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may use the rest"
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warning", "error"]
+_Status = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Finding:
     """
 
     part: str
-    status: Status
+    status: _Status
     message: str
     cure: str = ""
     """How to fix the problem: a command or a sentence; empty if there is none."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from rlhf_cli.backends.doctor.finding import Finding, ok
 from rlhf_cli.errors import RunError
 
-FIRST_DRIVER = {12: 525, 13: 580}
+_FIRST_DRIVER = {12: 525, 13: 580}
 """Minimum driver version for each CUDA major version (from NVIDIA's CUDA compatibility table)."""
-SLOW_LINKS = {"SYS": "the link between processors", "NODE": "several PCIe host bridges", "PHB": "a PCIe host bridge"}
+_SLOW_LINKS = {"SYS": "the link between processors", "NODE": "several PCIe host bridges", "PHB": "a PCIe host bridge"}
 # Without persistence mode, nvidia-smi takes several seconds while the driver initializes the GPUs.
 _SECONDS = 20
 
@@ -57,7 +57,7 @@ def gpu_findings(found: list[Gpu], *, torch_cuda: str | None, run: Run = run) ->
     return [listed, _driver(found[0], torch_cuda), _capability(found[0]), _nvcc(), *_links(len(found), run)]
 
 
-HIDDEN = ("", "-1")
+_HIDDEN = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 
 
@@ -73,7 +73,7 @@ def check_usable_gpus(
     """
     # Device files first, because importing torch takes seconds.
     found = glob.glob("/dev/nvidia[0-9]*") if devices is None else devices
-    if not found or os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN:
+    if not found or os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
         return
     is_usable, torch_cuda = (probe or _torch_probe)()
     if is_usable:
@@ -107,7 +107,7 @@ def _driver(gpu: Gpu, torch_cuda: str | None) -> Finding:
         cure = "pip install --force-reinstall 'rlhf-cli[vllm]'"
         return Finding("CUDA", "error", f"torch is a CPU build and cannot use {gpu.name}", cure)
     major, driver = int(torch_cuda.split(".")[0]), int(gpu.driver.split(".")[0])
-    first = FIRST_DRIVER.get(major, 0)
+    first = _FIRST_DRIVER.get(major, 0)
     if driver < first:
         message = f"driver {gpu.driver} is too old for torch's CUDA {torch_cuda}, which requires {first} or newer"
         return Finding("CUDA", "error", message, f"update the NVIDIA driver to {first} or newer")
@@ -138,10 +138,10 @@ def _links(count: int, run: Run) -> list[Finding]:
     ways = _ways_between(run(["nvidia-smi", "topo", "-m"]) or "", count)
     if ways and all(way.startswith("NV") for way in ways):
         return [ok("GPU links", f"NVLink between all GPUs ({', '.join(sorted(set(ways)))})")]
-    slow = next((way for way in SLOW_LINKS if way in ways), None)
+    slow = next((way for way in _SLOW_LINKS if way in ways), None)
     if slow is None:
         return [ok("GPU links", ", ".join(sorted(set(ways))) or "unknown")]
-    message = f"some GPUs are connected only through {SLOW_LINKS[slow]} ({slow})"
+    message = f"some GPUs are connected only through {_SLOW_LINKS[slow]} ({slow})"
     cure = "place each role's ranks on GPUs connected by NVLink or a PCIe switch (CUDA_VISIBLE_DEVICES)"
     return [Finding("GPU links", "warning", message, cure)]
 

@@ -13,14 +13,14 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.sandbox.run import require_sandbox
 
 GIB = 1 << 30
-LEAST_MEMORY = 8 * GIB
-LEAST_SHARED_MEMORY = 1 * GIB
+_LEAST_MEMORY = 8 * GIB
+_LEAST_SHARED_MEMORY = 1 * GIB
 """For Ray's object store and weight pushes of a small model. Pushing a 7B model requires 15 GB."""
-LEAST_OPEN_FILES = 4096
+_LEAST_OPEN_FILES = 4096
 """Ray opens several files per worker process. Many Linux systems allow 1,024."""
-LEAST_PROCESSES = 4096
+_LEAST_PROCESSES = 4096
 """Includes threads. Ray, vLLM and PyTorch start hundreds per worker process."""
-LEAST_DISK = 20 * GIB
+_LEAST_DISK = 20 * GIB
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -39,7 +39,7 @@ def machine_findings() -> list[Finding]:
         locked_memory_finding(soft_locked, has_infiniband=Path("/dev/infiniband").is_dir()),
         *(disk_finding(name, folder, free=shutil.disk_usage(folder).free) for name, folder in _folders().items()),
         compiler_finding(shutil.which("g++") or shutil.which("clang++"), has_headers=_has_python_headers()),
-        sandbox_finding(),
+        _sandbox_finding(),
     ]
 
 
@@ -47,7 +47,7 @@ def memory_finding(total: int, *, limit: int | None) -> Finding:
     """Check the memory. `total` and the container's `limit` are in bytes."""
     usable = total if limit is None else min(total, limit)
     message = f"{usable / GIB:.0f} GiB" + (" (the container's limit)" if usable < total else "")
-    if usable >= LEAST_MEMORY:
+    if usable >= _LEAST_MEMORY:
         return ok("memory", message)
     cure = "use a smaller model, --rollout_backend transformers, or a machine with more memory"
     return Finding("memory", "warning", f"{message}: an online run with a small model requires about 8 GiB", cure)
@@ -62,7 +62,7 @@ def _memory_limit(file: Path) -> int | None:
 
 def shared_memory_finding(free: int | None) -> Finding:
     """Check the free space in /dev/shm in bytes; `free` is None if the folder does not exist."""
-    if free is not None and free >= LEAST_SHARED_MEMORY:
+    if free is not None and free >= _LEAST_SHARED_MEMORY:
         return ok("shared memory", f"{free / GIB:.1f} GiB free in /dev/shm")
     message = "no /dev/shm" if free is None else f"{free / GIB:.2f} GiB free in /dev/shm"
     cure = "docker run --shm-size 16g ..., or mount -o remount,size=16g /dev/shm"
@@ -71,7 +71,7 @@ def shared_memory_finding(free: int | None) -> Finding:
 
 def open_files_finding(soft_limit: int) -> Finding:
     """Check the limit for open files per process."""
-    if soft_limit == resource.RLIM_INFINITY or soft_limit >= LEAST_OPEN_FILES:
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= _LEAST_OPEN_FILES:
         return ok("open files", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
     message = f"a process may open {soft_limit:,} files; Ray requires more on a machine with multiple GPUs"
     return Finding("open files", "warning", message, "ulimit -n 65536")
@@ -79,7 +79,7 @@ def open_files_finding(soft_limit: int) -> Finding:
 
 def processes_finding(soft_limit: int) -> Finding:
     """Check the limit for processes and threads per user."""
-    if soft_limit == resource.RLIM_INFINITY or soft_limit >= LEAST_PROCESSES:
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= _LEAST_PROCESSES:
         return ok("processes", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
     message = f"a user may have {soft_limit:,} processes and threads; Ray and vLLM start thousands on a large machine"
     return Finding("processes", "warning", message, "ulimit -u 65536")
@@ -107,7 +107,7 @@ def _folders() -> dict[str, Path]:
 def disk_finding(name: str, folder: Path, *, free: int) -> Finding:
     """Check the free disk space in bytes."""
     message = f"{free / GIB:.0f} GiB free in {folder}"
-    if free >= LEAST_DISK:
+    if free >= _LEAST_DISK:
         return ok(name, message)
     cure = {"temporary files": "export TMPDIR=/a/larger/folder", "model cache": "export HF_HOME=/a/larger/folder"}
     default = "remove old checkpoints, or set --output to a folder on a larger disk"
@@ -134,7 +134,7 @@ def _short_version() -> str:
     return ".".join(platform.python_version_tuple()[:2])
 
 
-def sandbox_finding() -> Finding:
+def _sandbox_finding() -> Finding:
     """Check whether the `code` reward can run model-generated programs on this machine."""
     try:
         require_sandbox()

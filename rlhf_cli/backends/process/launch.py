@@ -18,10 +18,10 @@ from rlhf_cli.backends.process.signals import INTERRUPTED, stop_signals
 from rlhf_cli.backends.training.distributed_env import free_port
 from rlhf_cli.errors import OutOfMemory, UsageError, memory_sentence
 
-GRACE_SECONDS = 5
-LOOK_SECONDS = 1.0
-REPEAT_SECONDS = 2.0
-LAUNCHER = "deepspeed.launcher.launch"
+_GRACE_SECONDS = 5
+_LOOK_SECONDS = 1.0
+_REPEAT_SECONDS = 2.0
+_LAUNCHER = "deepspeed.launcher.launch"
 
 
 def run_ranks(num_processes: int, arguments: list[str]) -> int:
@@ -53,7 +53,7 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
             if received:
                 _signal_ranks(launcher, signal.SIGTERM)
     finally:
-        _end_session(launcher.pid, grace=GRACE_SECONDS)
+        _end_session(launcher.pid, grace=_GRACE_SECONDS)
     if status != 0 and received:
         return INTERRUPTED
     check_killed(status, for_memory=kernel_has_killed())
@@ -71,9 +71,9 @@ def check_killed(status: int, *, for_memory: bool) -> None:
 
 
 def _wait(launcher: subprocess.Popen[bytes]) -> int | None:
-    """Wait up to `REPEAT_SECONDS` for the exit status; None if the process is still running."""
+    """Wait up to `_REPEAT_SECONDS` for the exit status; None if the process is still running."""
     with suppress(subprocess.TimeoutExpired):
-        return launcher.wait(timeout=REPEAT_SECONDS)
+        return launcher.wait(timeout=_REPEAT_SECONDS)
     return None
 
 
@@ -106,7 +106,7 @@ def launch_command(num_processes: int, arguments: list[str], *, devices: str | N
     options = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     # At lower levels, the launcher logs the full command line after a rank's error message.
     options += ["--log_level=critical"]
-    return [sys.executable, "-m", LAUNCHER, *options, "--module", "rlhf_cli", *arguments]
+    return [sys.executable, "-m", _LAUNCHER, *options, "--module", "rlhf_cli", *arguments]
 
 
 def stop_with_launcher() -> None:
@@ -120,13 +120,13 @@ def _launchers() -> list[psutil.Process]:
     parent = psutil.Process().parent()
     if parent is None:
         return []
-    above = parent.parent() if LAUNCHER in parent.cmdline() else None
+    above = parent.parent() if _LAUNCHER in parent.cmdline() else None
     return [parent] if above is None else [parent, above]
 
 
 def _watch(launchers: list[psutil.Process]) -> None:
     while all(_is_alive(launcher) for launcher in launchers):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

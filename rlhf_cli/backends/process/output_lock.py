@@ -13,7 +13,7 @@ from typing import IO
 
 from rlhf_cli.errors import UsageError
 
-LOCK_FILE = ".lock"
+_LOCK_FILE = ".lock"
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def output_lock(folder: Path, *, flag: str = "--output") -> Iterator[None]:
     # deleted file.
     is_new = _make(folder, flag)
     try:
-        with _held(folder / LOCK_FILE, folder, flag=flag):
+        with _held(folder / _LOCK_FILE, folder, flag=flag):
             yield
     except UsageError:
         if is_new:
@@ -57,7 +57,7 @@ def model_lock(folder: Path, *, flag: str) -> Iterator[None]:
     # Different paths to the same folder must use the same lock.
     folder = folder.resolve()
     _make(folder.parent, flag)
-    with _held(folder.with_name(f".{folder.name}{LOCK_FILE}"), folder, flag=flag):
+    with _held(folder.with_name(f".{folder.name}{_LOCK_FILE}"), folder, flag=flag):
         yield
 
 
@@ -90,7 +90,7 @@ def check_folder_can_be_made(folder: Path, *, flag: str) -> None:
 
 def require_new(folder: Path) -> None:
     """Raise UsageError if the folder exists, unless it contains only the lock file of a killed command."""
-    if folder.is_dir() and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [_LOCK_FILE]:
         return
     if os.path.lexists(folder):
         raise UsageError(f"--output {folder} already exists; choose another folder")
@@ -99,8 +99,8 @@ def require_new(folder: Path) -> None:
 def _remove_empty(folder: Path) -> None:
     """Remove the folder if it contains only the lock file."""
     with suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-            (folder / LOCK_FILE).unlink()
+        if [path.name for path in folder.iterdir()] == [_LOCK_FILE]:
+            (folder / _LOCK_FILE).unlink()
             folder.rmdir()
 
 

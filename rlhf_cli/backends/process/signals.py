@@ -11,12 +11,12 @@ INTERRUPTED = 130
 """Exit status of a run stopped by a signal."""
 ECHO_SECONDS = 1.0
 # Sent by Ctrl-C; by Slurm, Kubernetes, `docker stop` and `timeout`; and by a closed terminal.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that request a stop. Excludes ignored ones, such as SIGHUP under `nohup`."""
-    return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    return [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def children_apart() -> Iterator[None]:
     """
     # A closed terminal sends SIGHUP, and `timeout` sends SIGTERM, to the complete process group. Children inherit the
     # signal mask and the process group, so block SIGHUP and change the group while they are started.
-    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handlers = {signum: signal.getsignal(signum) for signum in _STOP_SIGNALS}
     group = os.getpgrp()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     # A group leader must stay in its group: otherwise, it could not return to it below.
@@ -45,7 +45,7 @@ def children_apart() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def keep_quiet() -> None:
+def _keep_quiet() -> None:
     """No-op, the default for `StopSignal.on_request`."""
 
 
@@ -61,7 +61,7 @@ class StopSignal:
     def __init__(self, *, echo_seconds: float = 0.0) -> None:
         self._echo_seconds = echo_seconds
         self._requested_at: float | None = None
-        self.on_request: Callable[[], None] = keep_quiet
+        self.on_request: Callable[[], None] = _keep_quiet
         self._previous = {signum: signal.signal(signum, self._handle) for signum in stop_signals()}
 
     def __call__(self) -> bool:

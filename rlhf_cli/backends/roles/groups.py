@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank
     from rlhf_cli.backends.roles.student_rank import StudentRank
 
-DEATH_SECONDS = 5.0
+_DEATH_SECONDS = 5.0
 """Seconds to wait after a rank's failure for the death of another rank, which Ray reports after about a second."""
 
-HeldT = TypeVar("HeldT")
-Work = TypeVar("Work")
+_HeldT = TypeVar("_HeldT")
+_Work = TypeVar("_Work")
 Result = TypeVar("Result")
-RankT = TypeVar("RankT", bound="ActorRank | CriticRank | StudentRank | FrozenPolicyRank | RewardRank")
-TrainedT = TypeVar("TrainedT", bound="ActorRank | CriticRank | StudentRank")
+_RankT = TypeVar("_RankT", bound="ActorRank | CriticRank | StudentRank | FrozenPolicyRank | RewardRank")
+_TrainedT = TypeVar("_TrainedT", bound="ActorRank | CriticRank | StudentRank")
 
 
-class WorkerGroup(Generic[HeldT]):
-    """The workers of a role by rank, each with an object of type `HeldT`.
+class WorkerGroup(Generic[_HeldT]):
+    """The workers of a role by rank, each with an object of type `_HeldT`.
 
     A call is a function of this object, usually a lambda, so that types are checked. Ray pickles the function with all
     values that it refers to. Refer only to the argument and to picklable local variables, never to `self`.
@@ -61,11 +61,11 @@ class WorkerGroup(Generic[HeldT]):
     def __len__(self) -> int:
         return len(self._workers)
 
-    def start(self, call: Callable[[HeldT], object]) -> list[object]:
+    def start(self, call: Callable[[_HeldT], object]) -> list[object]:
         """Start a call on all ranks. Pass the result to `wait`."""
         return [worker.call.remote(call) for worker in self._workers]
 
-    def start_each(self, call: Callable[[HeldT, Work], object], work: Sequence[Work]) -> list[Any]:
+    def start_each(self, call: Callable[[_HeldT, _Work], object], work: Sequence[_Work]) -> list[Any]:
         """Start a call on all ranks, each with its element of `work`. Pass the result to `wait`."""
         return [worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)]
 
@@ -94,7 +94,7 @@ class WorkerGroup(Generic[HeldT]):
 
     def _raise_if_one_died(self, pending: dict[object, int]) -> None:
         """Raise ProcessDied if one of these ranks died."""
-        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_SECONDS) if pending else ([], [])
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_DEATH_SECONDS) if pending else ([], [])
         for call in done:
             try:
                 ray.get(call)
@@ -127,11 +127,11 @@ class WorkerGroup(Generic[HeldT]):
             for rank, worker in enumerate(self._workers)
         ]
 
-    def all(self, call: Callable[[HeldT], Result]) -> list[Result]:
+    def all(self, call: Callable[[_HeldT], Result]) -> list[Result]:
         """Run a call on all ranks and return the results by rank."""
         return self.wait(self.start(call))
 
-    def all_each(self, call: Callable[[HeldT, Work], Result], work: Sequence[Work]) -> list[Result]:
+    def all_each(self, call: Callable[[_HeldT, _Work], Result], work: Sequence[_Work]) -> list[Result]:
         """Run a call on all ranks, each with its element of `work`, and return the results by rank."""
         return self.wait([worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)])
 
@@ -157,10 +157,10 @@ class WorkerGroup(Generic[HeldT]):
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
 
 
-class RoleGroup(Generic[RankT]):
+class RoleGroup(Generic[_RankT]):
     """All ranks of a role. With `takes_turns`, they sleep between calls, so that roles can share GPUs."""
 
-    def __init__(self, group: WorkerGroup[RankT], planner: MicroBatchPlanner, *, takes_turns: bool) -> None:
+    def __init__(self, group: WorkerGroup[_RankT], planner: MicroBatchPlanner, *, takes_turns: bool) -> None:
         self.group = group
         self.planner = planner
         self._takes_turns = takes_turns
@@ -185,7 +185,7 @@ class RoleGroup(Generic[RankT]):
 
     def forward(
         self,
-        call: Callable[[RankT, list[list[TokenSequence]]], list[np.ndarray]],
+        call: Callable[[_RankT, list[list[TokenSequence]]], list[np.ndarray]],
         sequences: Sequence[TokenSequence],
     ) -> list[np.ndarray]:
         """Run a forward method. Returns float32 [K] per sequence, one value per trained token."""
@@ -201,7 +201,7 @@ class RoleGroup(Generic[RankT]):
         return results
 
 
-class TrainedRole(RoleGroup[TrainedT]):
+class TrainedRole(RoleGroup[_TrainedT]):
     """A trained model: shared methods of actor, critic and student."""
 
     def sleep_optimizer(self) -> None:

@@ -74,7 +74,7 @@ def _transport(link: EngineLink, hf_model: Any) -> Transport:
     return connect(link.backend, specs, client=client, rank=dist.get_rank(), rendezvous=link.rendezvous)
 
 
-class Packer:
+class _Packer:
     """Packs the sequences of a micro-batch. Prompts shared by neighbors are packed once, if the model supports it."""
 
     def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
@@ -103,7 +103,7 @@ class TrainedRank:
         self.settings = settings
         self.hf_model = hf_model
         end_at(hf_model, settings.end_ids)
-        self.packer = Packer(settings, hf_model)
+        self.packer = _Packer(settings, hf_model)
         self.engine = DeepSpeedEngine(
             module,
             settings.deepspeed,
@@ -308,7 +308,7 @@ class CriticRank(TrainedRank):
         return loss
 
 
-class FrozenRank(FrozenModel):
+class _FrozenRank(FrozenModel):
     """One rank of a frozen model."""
 
     def __init__(
@@ -321,10 +321,10 @@ class FrozenRank(FrozenModel):
         super().__init__(
             join_and_load(settings, load), wrap, settings.deepspeed, param_dtype=settings.model.param_dtype
         )
-        self.packer = Packer(settings, self.hf_model)
+        self.packer = _Packer(settings, self.hf_model)
 
 
-class FrozenPolicyRank(FrozenRank):
+class FrozenPolicyRank(_FrozenRank):
     """One rank of a frozen policy: the reference of the KL divergence, or a teacher."""
 
     def __init__(self, settings: RoleSettings) -> None:
@@ -335,7 +335,7 @@ class FrozenPolicyRank(FrozenRank):
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
 
-class RewardRank(FrozenRank):
+class RewardRank(_FrozenRank):
     """One rank of the reward model."""
 
     def __init__(self, settings: RoleSettings) -> None:
@@ -369,7 +369,7 @@ def _check_all_read(work: RankWork, names: set[str]) -> None:
 
 
 def _infer(
-    rank: TrainedRank | FrozenRank,
+    rank: TrainedRank | _FrozenRank,
     micro_batches: list[list[TokenSequence]],
     forward: Callable[[nn.Module, Any], torch.Tensor],
 ) -> list[np.ndarray]:

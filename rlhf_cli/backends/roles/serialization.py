@@ -13,10 +13,10 @@ from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
-Reduced = tuple[Callable[..., object], tuple[object, ...]]
-Pictures = dict[int, tuple[PlacedPicture, ...]]
-JoinedColumns = dict[str, tuple[np.ndarray, np.ndarray]]
-JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, Pictures, JoinedColumns]
+_Reduced = tuple[Callable[..., object], tuple[object, ...]]
+_Pictures = dict[int, tuple[PlacedPicture, ...]]
+_JoinedColumns = dict[str, tuple[np.ndarray, np.ndarray]]
+_JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, _Pictures, _JoinedColumns]
 """Concatenated token ids and loss masks, sequence bounds, images by sequence number, and concatenated columns with
 bounds."""
 
@@ -35,7 +35,7 @@ class RankWork:
     steps: list[list[list[TokenSequence]]]
     totals: list[StepTotals] = field(default_factory=list)
 
-    def __reduce__(self) -> Reduced:
+    def __reduce__(self) -> _Reduced:
         # By identity, because arrays have no hash.
         numbers: dict[int, int] = {}
         sequences: list[TokenSequence] = []
@@ -46,12 +46,12 @@ class RankWork:
         return _rank_work, (_joined_sequences(sequences), steps, self.totals)
 
 
-def _rank_work(joined: JoinedSequences, steps: list[list[list[int]]], totals: list[StepTotals]) -> RankWork:
+def _rank_work(joined: _JoinedSequences, steps: list[list[list[int]]], totals: list[StepTotals]) -> RankWork:
     sequences = _split_sequences(*joined)
     return RankWork([[[sequences[number] for number in members] for members in step] for step in steps], totals)
 
 
-def _joined_sequences(sequences: Sequence[TokenSequence]) -> JoinedSequences:
+def _joined_sequences(sequences: Sequence[TokenSequence]) -> _JoinedSequences:
     names = list(sequences[0].columns) if sequences else []
     assert all(list(one.columns) == names for one in sequences), "sequences of one update differ in their columns"
     token_ids, bounds = _joined([sequence.token_ids for sequence in sequences])
@@ -60,7 +60,7 @@ def _joined_sequences(sequences: Sequence[TokenSequence]) -> JoinedSequences:
     return token_ids, loss_mask, bounds, _pictures(sequences), columns
 
 
-def _pictures(sequences: Sequence[TokenSequence]) -> Pictures:
+def _pictures(sequences: Sequence[TokenSequence]) -> _Pictures:
     """Return images by sequence number. Equal images become one object, so that pixels are sent once."""
     known: dict[Picture, Picture] = {}
     return {
@@ -73,7 +73,7 @@ def _pictures(sequences: Sequence[TokenSequence]) -> Pictures:
 
 
 def _split_sequences(
-    token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray, pictures: Pictures, columns: JoinedColumns
+    token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray, pictures: _Pictures, columns: _JoinedColumns
 ) -> list[TokenSequence]:
     split = {name: _split(*column) for name, column in columns.items()}
     pieces = enumerate(zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True))

@@ -21,7 +21,7 @@ class RayWorker:
 
     def __init__(self, *, environment: dict[str, str], log_file: Path) -> None:
         os.environ |= environment
-        log_to(log_file)
+        _log_to(log_file)
         self._target: object = None
 
     def address(self) -> tuple[str, int]:
@@ -65,7 +65,7 @@ def _made(factory: str, *args: object) -> object:
     return made
 
 
-def log_to(path: Path) -> None:
+def _log_to(path: Path) -> None:
     """Redirect the output of this process and its children to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Append: a restarted process continues the log, and children write to it at the same time.

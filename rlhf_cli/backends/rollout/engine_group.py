@@ -26,7 +26,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 
 Result = TypeVar("Result")
-EngineCall = Callable[[EngineHost], Awaitable[Result]]
+_EngineCall = Callable[[EngineHost], Awaitable[Result]]
 
 # Between two looks at the calls, the event loop runs episodes and pushes. Responses soon after a look are short.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
@@ -36,7 +36,7 @@ MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
-class CallWorkers:
+class _CallWorkers:
     """Calls all engines concurrently. It is pickled and sent to the actor's ranks."""
 
     workers: list[Any]
@@ -107,7 +107,7 @@ class EngineGroup:
         self._actor = actor
         link = EngineLink(
             backend=self._sync_backend,
-            call_engines=CallWorkers(self._workers),
+            call_engines=_CallWorkers(self._workers),
             num_engines=len(self._workers),
             ranks_per_engine=self._ranks_per_engine,
             rendezvous=Rendezvous(*actor.group.address()),
@@ -358,7 +358,7 @@ class EngineGroup:
         self._actor.wake()
         self._actor.sleep_optimizer()
 
-    def _failures(self, numbers: Iterable[int], call: EngineCall[object]) -> dict[int, Exception]:
+    def _failures(self, numbers: Iterable[int], call: _EngineCall[object]) -> dict[int, Exception]:
         """Call these engines concurrently and return errors by engine."""
         failures: dict[int, Exception] = {}
         for number, pending in [(number, self._call(number, call)) for number in numbers]:
@@ -398,13 +398,13 @@ class EngineGroup:
         except (*PROCESS_DEATHS, RayTaskError) as again:
             raise ProcessDied(f"rollout engine {number} died and could not be restarted ({_reason(again)})") from again
 
-    def _all(self, call: EngineCall[Result]) -> list[Result]:
+    def _all(self, call: _EngineCall[Result]) -> list[Result]:
         return self._each(range(len(self._workers)), call)
 
-    def _each(self, numbers: Iterable[int], call: EngineCall[Result]) -> list[Result]:
+    def _each(self, numbers: Iterable[int], call: _EngineCall[Result]) -> list[Result]:
         return _get_all([self._call(number, call) for number in numbers])
 
-    def _call(self, number: int, call: EngineCall[object]) -> object:
+    def _call(self, number: int, call: _EngineCall[object]) -> object:
         """Start a Ray call on an engine's host. `call` must refer only to picklable local values, not to `self`."""
         return self._workers[number].call.remote(call)
 

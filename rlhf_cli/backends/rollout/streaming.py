@@ -19,7 +19,7 @@ from rlhf_cli.models.vision.tower import tower_of
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedResponse:
+class _StreamedResponse:
     """Sampled tokens, including the EOS token, and the finish reason."""
 
     token_ids: list[int]
@@ -51,7 +51,7 @@ class StreamingModel:
         *,
         hear: Callable[[int], None],
         should_stop: Callable[[], bool],
-    ) -> StreamedResponse:
+    ) -> _StreamedResponse:
         """Generate a response. After each token, `hear` receives it and `should_stop` can end the response."""
         stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
         batch = TransformersBatch(self.model, sampling, eos=self._eos, stop=stop, tower=self._tower)
@@ -70,4 +70,4 @@ class StreamingModel:
             max_tokens=lambda: 0 if should_stop() else sampling.max_new_tokens,
             hear=hear_token,
         )
-        return StreamedResponse(tokens, finished[0].finish_reason if finished else "interrupted")
+        return _StreamedResponse(tokens, finished[0].finish_reason if finished else "interrupted")

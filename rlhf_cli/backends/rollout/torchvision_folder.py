@@ -12,16 +12,16 @@ from pathlib import Path
 
 from rlhf_cli.models.vision.families.table import FAMILIES, TORCHVISION
 
-FOLDER = Path(sys.prefix) / "torchvision"
+_FOLDER = Path(sys.prefix) / "torchvision"
 """Folder into which `make setup` installs the package."""
 
 
-def lacks_torchvision(model_type: str, *, folder: Path = FOLDER) -> bool:
+def lacks_torchvision(model_type: str, *, folder: Path = _FOLDER) -> bool:
     """Return whether vLLM cannot load this model type because torchvision is missing."""
     return _needs_it(model_type) and not _is_there(folder)
 
 
-def use_torchvision(model_path: str, *, folder: Path = FOLDER) -> None:
+def use_torchvision(model_path: str, *, folder: Path = _FOLDER) -> None:
     """Make torchvision importable in this process and its children, if the model requires it.
 
     Call it before importing transformers, which checks only once whether torchvision is installed.

@@ -12,7 +12,7 @@ from transformers.masking_utils import sdpa_mask
 GROUPED_DECODE = "rlhf_grouped_decode"
 
 
-def grouped_decode_attention(
+def _grouped_decode_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -37,5 +37,5 @@ def grouped_decode_attention(
 
 
 # The mask is registered too: transformers selects it by the attention name, and builds none for unknown names.
-AttentionInterface.register(GROUPED_DECODE, grouped_decode_attention)
+AttentionInterface.register(GROUPED_DECODE, _grouped_decode_attention)
 AttentionMaskInterface.register(GROUPED_DECODE, sdpa_mask)

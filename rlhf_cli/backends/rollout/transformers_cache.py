@@ -21,11 +21,11 @@ from rlhf_cli.models.cost import num_attention_layers
 
 OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
 """Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
-STATES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
+_STATES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 """Names in `layer_types` of layers with convolution or recurrent states."""
 
 
-class InPlaceLayer(DynamicLayer):
+class _InPlaceLayer(DynamicLayer):
     """Cache layer with keys and values [rows, heads, capacity, head size]. `update` appends and returns views."""
 
     def __init__(self, capacity: int) -> None:
@@ -67,7 +67,7 @@ class InPlaceLayer(DynamicLayer):
         torch.index_select(states[:, :, : self._length], 0, indices, out=selected[:, :, : self._length])
         return selected
 
-    def append_rows(self, others: Sequence["InPlaceLayer"], *, capacity: int, width: int | None = None) -> None:
+    def append_rows(self, others: Sequence["_InPlaceLayer"], *, capacity: int, width: int | None = None) -> None:
         """Append the rows of `others`, so that all rows end at column `width`, by default the last one of this layer.
 
         Columns beyond a row's are zero. Rows may lose columns at the left, which must be padding.
@@ -90,7 +90,7 @@ class InPlaceLayer(DynamicLayer):
         return aligned
 
 
-class StateLayer(LinearAttentionLayer):
+class _StateLayer(LinearAttentionLayer):
     """Cache layer with a convolution and a recurrent state [rows, ...]. They have no columns to align."""
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class StateLayer(LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             states.update({number: state.index_select(0, indices) for number, state in _filled(states)})
 
-    def append_rows(self, others: Sequence["StateLayer"], **_: int | None) -> None:
+    def append_rows(self, others: Sequence["_StateLayer"], **_: int | None) -> None:
         """Append the rows of `others`."""
         for name in ("conv_states", "recurrent_states"):
             parts = [getattr(layer, name) for layer in (self, *others)]
@@ -114,24 +114,24 @@ def _filled(states: dict[int, torch.Tensor | None]) -> list[tuple[int, torch.Ten
     return [(number, state) for number, state in states.items() if state is not None]
 
 
-class StateAndKeysLayer(StateLayer, InPlaceLayer):
+class _StateAndKeysLayer(_StateLayer, _InPlaceLayer):
     """Cache layer of models with attention and a recurrent layer side by side."""
 
     def __init__(self, capacity: int, number_of_states: int) -> None:
-        InPlaceLayer.__init__(self, capacity)
+        _InPlaceLayer.__init__(self, capacity)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: torch.Tensor, **kwargs: object) -> None:
         # transformers passes keys and values by position, states by keyword.
-        (InPlaceLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+        (_InPlaceLayer if args else _StateLayer).lazy_initialization(self, *args, **kwargs)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        StateLayer.batch_select_indices(self, indices)
-        InPlaceLayer.batch_select_indices(self, indices)
+        _StateLayer.batch_select_indices(self, indices)
+        _InPlaceLayer.batch_select_indices(self, indices)
 
-    def append_rows(self, others: Sequence["StateAndKeysLayer"], **sizes: Any) -> None:  # type: ignore[override]
-        StateLayer.append_rows(self, others)
-        InPlaceLayer.append_rows(self, others, **sizes)
+    def append_rows(self, others: Sequence["_StateAndKeysLayer"], **sizes: Any) -> None:  # type: ignore[override]
+        _StateLayer.append_rows(self, others)
+        _InPlaceLayer.append_rows(self, others, **sizes)
 
 
 def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
@@ -142,24 +142,24 @@ def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
 def _in_place(layer: CacheLayerMixin | LinearAttentionLayer, capacity: int) -> CacheLayerMixin | LinearAttentionLayer:
     # By exact type: sliding windows are subclasses, and keep their layers.
     if type(layer) is DynamicLayer:
-        return InPlaceLayer(capacity)
+        return _InPlaceLayer(capacity)
     if type(layer) is LinearAttentionLayer:
-        return StateLayer(layer.number_of_states)
+        return _StateLayer(layer.number_of_states)
     if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return StateAndKeysLayer(capacity, layer.number_of_states)
+        return _StateAndKeysLayer(capacity, layer.number_of_states)
     return layer
 
 
 def keeps_states(architecture: PretrainedConfig) -> bool:
     """Return whether a model has convolution or recurrent states, and this module can manage them."""
     text = architecture.get_text_config()
-    return text.model_type not in OWN_STATES and not STATES.isdisjoint(getattr(text, "layer_types", None) or ())
+    return text.model_type not in OWN_STATES and not _STATES.isdisjoint(getattr(text, "layer_types", None) or ())
 
 
 def has_only_full_attention(config: PretrainedConfig) -> bool:
     """Return whether all attention layers use full attention, so that rows can join a batch."""
     layers = decoding_cache(config, capacity=0).layers
-    return all(isinstance(layer, InPlaceLayer | StateLayer) for layer in layers)
+    return all(isinstance(layer, _InPlaceLayer | _StateLayer) for layer in layers)
 
 
 def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Cache:
@@ -170,12 +170,12 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
     joined = caches[0]
     for index, layer in enumerate(joined.layers):
         others = [cache.layers[index] for cache in caches[1:]]
-        if others and isinstance(layer, StateLayer):
+        if others and isinstance(layer, _StateLayer):
             layer.append_rows(others, capacity=capacity)
         elif others:
             layer.keys = torch.cat([layer.keys, *(other.keys for other in others)])
             layer.values = torch.cat([layer.values, *(other.values for other in others)])
-        if isinstance(layer, InPlaceLayer):
+        if isinstance(layer, _InPlaceLayer):
             layer.capacity = capacity
         layer.batch_select_indices(rows)
     return joined
@@ -211,7 +211,7 @@ def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
 def state_bytes(model: Any) -> int:
     """Return the bytes of all convolution and recurrent states per row: 0 for most models."""
     cache = decoding_cache(model.config.get_text_config(), capacity=1)
-    states = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+    states = [layer for layer in cache.layers if isinstance(layer, _StateLayer)]
     if states:
         # Shapes of states are known to the layers only: decode one token.
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)

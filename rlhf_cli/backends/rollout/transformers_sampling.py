@@ -70,31 +70,31 @@ def processed_logits(
     # In vLLM's order: each step changes the input of the next.
     if sampling.repetition_penalty != 1:
         assert seen_BV is not None, "a repetition penalty requires the tokens in prompt and response"
-        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+        logits_BV = _penalized(logits_BV, seen_BV, sampling.repetition_penalty)
     if sampling.greedy:
         return logits_BV
     if sampling.temperature != 1:
         logits_BV = logits_BV / sampling.temperature
     if sampling.min_p > 0:
-        logits_BV = keep_min_p(logits_BV, sampling.min_p)
+        logits_BV = _keep_min_p(logits_BV, sampling.min_p)
     if 0 < sampling.top_k < logits_BV.shape[-1]:
-        logits_BV = keep_top_k(logits_BV, sampling.top_k)
+        logits_BV = _keep_top_k(logits_BV, sampling.top_k)
     return keep_top_p(logits_BV, sampling.top_p) if sampling.top_p < 1 else logits_BV
 
 
-def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
+def _penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
     """Apply the repetition penalty to seen tokens: divide positive logits by it, multiply negative ones."""
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
-def keep_min_p(logits_BV: torch.Tensor, min_p: float) -> torch.Tensor:
+def _keep_min_p(logits_BV: torch.Tensor, min_p: float) -> torch.Tensor:
     """Set logits to -inf for tokens with a probability below `min_p` times the maximum probability."""
     probabilities_BV = logits_BV.softmax(-1)
     least_B1 = min_p * probabilities_BV.amax(-1, keepdim=True)
     return logits_BV.masked_fill(probabilities_BV < least_B1, -torch.inf)
 
 
-def keep_top_k(logits_BV: torch.Tensor, top_k: int) -> torch.Tensor:
+def _keep_top_k(logits_BV: torch.Tensor, top_k: int) -> torch.Tensor:
     """Set logits to -inf outside the `top_k` most likely tokens. Ties with the last one are kept."""
     least_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
     return logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from vllm.renderers import BaseRenderer
     from vllm.v1.engine.input_processor import InputProcessor
 
-Rendered = Mapping[object, Any]
+_Rendered = Mapping[object, Any]
 """Rendered prompts with images, by `GenerationRequest.prompt`."""
 
 
-async def rendered_prompts(renderer: "BaseRenderer", requests: Sequence[GenerationRequest]) -> Rendered:
+async def rendered_prompts(renderer: "BaseRenderer", requests: Sequence[GenerationRequest]) -> _Rendered:
     """Render each distinct prompt with images.
 
     Raises:
@@ -28,7 +28,7 @@ async def rendered_prompts(renderer: "BaseRenderer", requests: Sequence[Generati
     # Skip the cache that mirrors the engine's cache: it must be filled in the order in which requests are added.
     made = await renderer.render_cmpl_async([_unrendered(one) for one in distinct.values()], skip_mm_cache=True)
     for prompt, request in zip(made, distinct.values(), strict=True):
-        check_expansion(prompt["prompt_token_ids"], request)
+        _check_expansion(prompt["prompt_token_ids"], request)
     return dict(zip(distinct, made, strict=True))
 
 
@@ -42,7 +42,7 @@ def _unrendered(request: GenerationRequest) -> Any:
     }
 
 
-def engine_prompt(processor: "InputProcessor", request: GenerationRequest, rendered: Rendered) -> Any:
+def engine_prompt(processor: "InputProcessor", request: GenerationRequest, rendered: _Rendered) -> Any:
     """Build the prompt for the next request to add.
 
     The engine caches images by digest, so a request contains only images that are not in the cache.
@@ -67,7 +67,7 @@ def _image(picture: Picture) -> object:
     return Image.fromarray(picture.pixels)
 
 
-def check_expansion(found: Sequence[int], request: GenerationRequest) -> None:
+def _check_expansion(found: Sequence[int], request: GenerationRequest) -> None:
     """Raise RunError if vLLM's prompt tokens differ from the request's, which the trainer uses."""
     wanted = request.prompt_ids
     if list(found) == wanted:

@@ -16,13 +16,13 @@ STOP = "rlhf_stop"
 """Key in `SamplingParams.extra_args` for the stop strings."""
 
 # New tokens for a request, and whether the request is finished.
-Update = tuple[list[int], bool]
+_Update = tuple[list[int], bool]
 
 
 class StoppingScheduler(Scheduler):
     """Synchronous scheduler for the CPU: schedules a step after the previous one has finished."""
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> Update:
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> _Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
         return _ended_at_stop_strings(request, update, self.vllm_config)
 
@@ -30,12 +30,12 @@ class StoppingScheduler(Scheduler):
 class AsyncStoppingScheduler(AsyncScheduler):
     """Asynchronous scheduler for the GPU: schedules a step while the previous one runs."""
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> Update:
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> _Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
         return _ended_at_stop_strings(request, update, self.vllm_config)
 
 
-def _ended_at_stop_strings(request: Request, update: Update, config: VllmConfig) -> Update:
+def _ended_at_stop_strings(request: Request, update: _Update, config: VllmConfig) -> _Update:
     new_token_ids, _ = update
     texts = (request.sampling_params.extra_args or {}).get(STOP)
     if not texts or not new_token_ids or request.status == RequestStatus.FINISHED_STOPPED:

@@ -99,25 +99,25 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
         ) from error
 
 
-LOG = Path("/proc/self/fd/2")
+_LOG = Path("/proc/self/fd/2")
 """Log file of this process and its children. Only the log contains the cause of an engine's death."""
 # Enough for the last tracebacks, without reading a large log into memory.
-LOG_BYTES = 1 << 20
-CAUSE = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .+)$", re.MULTILINE)
+_LOG_BYTES = 1 << 20
+_CAUSE = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .+)$", re.MULTILINE)
 """Last line of a traceback, as Python prints it or as vLLM logs it."""
 
 
 def log_size() -> int:
     """Return the log size in bytes, or 0 if stderr is not a file."""
-    return LOG.stat().st_size if LOG.is_file() else 0
+    return _LOG.stat().st_size if _LOG.is_file() else 0
 
 
 def log_since(begin: int) -> str:
-    """Return the log text after offset `begin`, at most the last `LOG_BYTES`."""
-    if not LOG.is_file():
+    """Return the log text after offset `begin`, at most the last `_LOG_BYTES`."""
+    if not _LOG.is_file():
         return ""
-    with LOG.open("rb") as log:
-        log.seek(max(begin, log_size() - LOG_BYTES))
+    with _LOG.open("rb") as log:
+        log.seek(max(begin, log_size() - _LOG_BYTES))
         return log.read().decode(errors="replace")
 
 
@@ -140,7 +140,7 @@ def start_failure(error: Exception, log: str) -> str:
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
     # vLLM raises "Engine core initialization failed" here; the process that failed has logged the cause. With tensor
     # parallelism the engine core then logs an error of its own, which only refers to the worker's.
-    causes = [cause for cause in CAUSE.findall(log) if "root cause" not in cause]
+    causes = [cause for cause in _CAUSE.findall(log) if "root cause" not in cause]
     return causes[-1] if causes else first_line(error)
 
 

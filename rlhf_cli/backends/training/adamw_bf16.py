@@ -15,17 +15,19 @@ from torch.optim.optimizer import ParamsT
 from rlhf_cli.algorithms.optimizer_steps import ParameterGroup, adamw_step
 
 # The fp32 copies of a chunk need a few hundred MB, independent of the model size.
-CHUNK = 1 << 24
+_CHUNK = 1 << 24
 """Elements updated at a time."""
-DROPPED_BITS = 16
+_DROPPED_BITS = 16
 """Mantissa bits that bfloat16 drops from float32."""
 
 
 def rounded_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Round float32 to bfloat16 stochastically: up or down, with the exact value as the mean."""
     # Adding uniform noise to the dropped bits and truncating rounds up with a probability proportional to the distance.
-    noise = torch.randint(1 << DROPPED_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    bits = (values.view(torch.int32) + noise) & -(1 << DROPPED_BITS)
+    noise = torch.randint(
+        1 << _DROPPED_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator
+    )
+    bits = (values.view(torch.int32) + noise) & -(1 << _DROPPED_BITS)
     return bits.view(torch.float32).bfloat16()
 
 
@@ -77,26 +79,26 @@ class AdamWBf16(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         step = int(state["step"])
-        generator = torch.Generator(parameter.device).manual_seed(seed_of(self._rank, step, ordinal))
+        generator = torch.Generator(parameter.device).manual_seed(_seed_of(self._rank, step, ordinal))
         assert parameter.grad is not None, "the parameter has no gradient"
         for tensors in chunks(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
-            update_chunk(*tensors, step=step, group=group, generator=generator)
+            _update_chunk(*tensors, step=step, group=group, generator=generator)
 
 
-def seed_of(*numbers: int) -> int:
+def _seed_of(*numbers: int) -> int:
     """Hash numbers to a 32-bit seed."""
     # A CPU generator uses only 32 bits of its seed.
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
 
 
-def chunks(*tensors: torch.Tensor, size: int = CHUNK) -> Iterator[tuple[torch.Tensor, ...]]:
+def chunks(*tensors: torch.Tensor, size: int = _CHUNK) -> Iterator[tuple[torch.Tensor, ...]]:
     """Split tensors with equal shapes along the first dimension into chunks with about `size` elements."""
     rows = [torch.atleast_1d(tensor) for tensor in tensors]
     per_row = max(1, rows[0][:1].numel())
     yield from zip(*(tensor.split(max(1, size // per_row)) for tensor in rows), strict=True)
 
 
-def update_chunk(
+def _update_chunk(
     weight: torch.Tensor,
     gradient: torch.Tensor,
     exp_avg: torch.Tensor,

@@ -19,14 +19,14 @@ from uuid import uuid4
 from rlhf_cli.errors import RunError, UsageError
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
-ASIDE = ".writing"
-REMOVED = ".removing"
+_STATE = "state.json"
+_ASIDE = ".writing"
+_REMOVED = ".removing"
 # Checksum only this much at both ends of a file: complete files of a large model would take minutes.
-PROBE_BYTES = 4 << 20
+_PROBE_BYTES = 4 << 20
 # Longer values, such as hashes, are useless in an error message.
-SHOWN_CHARACTERS = 30
-SHOWN_DIFFERENCES = 5
+_SHOWN_CHARACTERS = 30
+_SHOWN_DIFFERENCES = 5
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class CheckpointStore:
             return None
         path = self.path(steps[-1])
         verify(path)
-        return Checkpoint(path, steps[-1], json.loads((path / STATE).read_bytes()))
+        return Checkpoint(path, steps[-1], json.loads((path / _STATE).read_bytes()))
 
     def path(self, step: int) -> Path:
         """Return the checkpoint folder for a step, which may not exist."""
@@ -99,8 +99,8 @@ class CheckpointStore:
         aside = self._begin(step, needed_bytes)
         try:
             yield aside
-            (aside / STATE).write_text(json.dumps(state))
-            seal(aside)
+            (aside / _STATE).write_text(json.dumps(state))
+            _seal(aside)
             self._publish(aside, self.path(step))
         # torch.save reports a full disk as RuntimeError.
         except (OSError, RuntimeError) as error:
@@ -125,7 +125,7 @@ class CheckpointStore:
         """Create a temporary folder for a checkpoint."""
         self._remove_left_over()
         # A unique name: a surviving rank of a killed run may still write to an older temporary folder.
-        aside = self._root / f"{ASIDE}-{uuid4().hex[:8]}"
+        aside = self._root / f"{_ASIDE}-{uuid4().hex[:8]}"
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self.check_space(needed_bytes)
@@ -137,7 +137,7 @@ class CheckpointStore:
     def _remove_left_over(self) -> None:
         """Remove folders from interrupted writes and removals."""
         # Safe because the run holds the output lock, so no other run uses this folder.
-        for pattern in (f"{ASIDE}*", f"{REMOVED}*"):
+        for pattern in (f"{_ASIDE}*", f"{_REMOVED}*"):
             for left_over in self._root.glob(pattern):
                 shutil.rmtree(left_over, ignore_errors=True)
 
@@ -162,7 +162,7 @@ class CheckpointStore:
         # Rename first: if the process is killed during the removal, no checkpoint with missing files remains. The name
         # is unique, because files that cannot be removed, such as another user's, must not block later removals.
         if path.exists():
-            removed = self._root / f"{REMOVED}-{uuid4().hex[:8]}"
+            removed = self._root / f"{_REMOVED}-{uuid4().hex[:8]}"
             path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -171,7 +171,7 @@ class CheckpointStore:
         return f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier checkpoint"
 
 
-def seal(directory: Path) -> None:
+def _seal(directory: Path) -> None:
     """Write a manifest of all files in `directory` and sync everything to disk."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     entries = {str(path.relative_to(directory)): [path.stat().st_size, _probe(path)] for path in files}
@@ -232,8 +232,8 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object], defau
 def differences(written: Mapping[str, object], identity: Mapping[str, object]) -> str:
     """Describe the first differing entries, without long values; "" if all entries match."""
     clauses = [_difference(name, written, value) for name, value in identity.items() if _differs(name, written, value)]
-    more = [f"{len(clauses) - SHOWN_DIFFERENCES} further differences"] if len(clauses) > SHOWN_DIFFERENCES else []
-    return "; ".join([*clauses[:SHOWN_DIFFERENCES], *more])
+    more = [f"{len(clauses) - _SHOWN_DIFFERENCES} further differences"] if len(clauses) > _SHOWN_DIFFERENCES else []
+    return "; ".join([*clauses[:_SHOWN_DIFFERENCES], *more])
 
 
 def _differs(name: str, written: Mapping[str, object], value: object) -> bool:
@@ -244,16 +244,16 @@ def _difference(name: str, written: Mapping[str, object], value: object) -> str:
     if name not in written:
         return f"it does not record {name}"
     then, now = repr(written[name]), repr(value)
-    if max(len(then), len(now)) > SHOWN_CHARACTERS:
+    if max(len(then), len(now)) > _SHOWN_CHARACTERS:
         return f"it differs in {name}"
     return f"its {name} is {then}, not {now}"
 
 
 def _probe(path: Path) -> int:
     with path.open("rb") as file:
-        checksum = zlib.crc32(file.read(PROBE_BYTES))
-        if path.stat().st_size > PROBE_BYTES:
-            file.seek(-PROBE_BYTES, os.SEEK_END)
+        checksum = zlib.crc32(file.read(_PROBE_BYTES))
+        if path.stat().st_size > _PROBE_BYTES:
+            file.seek(-_PROBE_BYTES, os.SEEK_END)
             checksum = zlib.crc32(file.read(), checksum)
     return checksum
 

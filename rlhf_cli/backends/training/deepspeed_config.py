@@ -101,15 +101,15 @@ def _accumulates_in_bf16(settings: DeepSpeedConfig, param_dtype: str, optimizer:
 
 
 # Overlapping uses two buckets, which together need less memory than one with DeepSpeed's default of 500 million.
-OVERLAP_BUCKET = 200_000_000
+_OVERLAP_BUCKET = 200_000_000
 """Gradients per reduction if reduction overlaps with the backward pass."""
 
 # DeepSpeed's default of 500 million would be a second copy of all gradients in a small model.
-CPU_BUCKET = 20_000_000
+_CPU_BUCKET = 20_000_000
 """Gradients per reduction on a CPU."""
 
 
-def overlaps(settings: DeepSpeedConfig, *, num_gpus: int) -> bool:
+def _overlaps(settings: DeepSpeedConfig, *, num_gpus: int) -> bool:
     """Return whether communication overlaps with computation: as set, by default with multiple GPUs.
 
     At stage 3, DeepSpeed's default is the same. With `adam_offload`, the default is false, because gradient copies to
@@ -158,12 +158,12 @@ def deepspeed_config(
 
 
 def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, object]:
-    overlap = overlaps(settings, num_gpus=num_gpus)
+    overlap = _overlaps(settings, num_gpus=num_gpus)
     zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": overlap}
     if num_gpus == 0:
-        zero["reduce_bucket_size"] = CPU_BUCKET
+        zero["reduce_bucket_size"] = _CPU_BUCKET
     elif overlap and num_gpus > 1:
-        zero["reduce_bucket_size"] = OVERLAP_BUCKET
+        zero["reduce_bucket_size"] = _OVERLAP_BUCKET
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}
         if settings.param_offload:

@@ -82,7 +82,7 @@ class DeepSpeedEngine:
         if self._stage == 3:
             register_external_parameters(module)
         if self._stage == 0 and self._engine.bfloat16_enabled():
-            undo_first_step(self._engine.optimizer)
+            _undo_first_step(self._engine.optimizer)
         if self._stage in (1, 2):
             fit_to_partitions(optimizer, self._engine.optimizer)
         self._optimizer_bytes = OPTIMIZER_BYTES[optim.optim]
@@ -129,7 +129,7 @@ class DeepSpeedEngine:
                 # Undo DeepSpeed's average over ranks. Tensor-parallel ranks hold parts of the same gradient, so
                 # DeepSpeed averages over groups of them.
                 num_gradients = dist.get_world_size() // self._ranks_per_layer
-                self._engine.backward(spreading_nan(loss) * num_gradients)
+                self._engine.backward(_spreading_nan(loss) * num_gradients)
             total = combine_metrics(total, metrics)
         return total
 
@@ -208,12 +208,12 @@ class DeepSpeedEngine:
         Frozen weights are excluded, because they are loaded from the model.
         """
         # `exclude_frozen_parameters` misses the second names of tied parameters, which the hook removes.
-        with without_frozen_weights(self.module):
+        with _without_frozen_weights(self.module):
             self._engine.save_checkpoint(
                 str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
             )
         write_layout(self._layout(), directory, rank=dist.get_rank())
-        torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
+        torch.save(_rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
         # The driver publishes the checkpoint as soon as rank 0 returns, so all files must exist by then.
         distributed.barrier()
 
@@ -225,14 +225,14 @@ class DeepSpeedEngine:
         """
         saved, own = read_layout(directory), self._layout()
         if saved.is_cut_as(own):
-            path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=load_trained_weights)
+            path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=_load_trained_weights)
             assert path is not None, f"{directory} has no DeepSpeed checkpoint"
         else:
             load_cut_anew(self._engine, directory, own)
         # After loading, which restores the optimizer's learning rates from the checkpoint.
         set_rates(self._engine.optimizer, self._engine.lr_scheduler)
         if saved.num_ranks == own.num_ranks:
-            set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
+            _set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
         else:
             seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
 
@@ -268,14 +268,14 @@ def inferred(model: nn.Module, module: nn.Module, micro_batches: Sequence[Any], 
     return results
 
 
-def spreading_nan(loss: torch.Tensor) -> torch.Tensor:
+def _spreading_nan(loss: torch.Tensor) -> torch.Tensor:
     """Replace a non-finite loss by NaN with NaN gradients."""
     # An infinite loss can have finite gradients. NaN gradients reach all ranks through the gradient norm, so that all
     # ranks skip the step without an additional collective.
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
-def undo_first_step(optimizer: Any) -> None:
+def _undo_first_step(optimizer: Any) -> None:
     """Undo the initial optimizer step with zero gradients that DeepSpeed runs at stage 0 in bf16."""
     # DeepSpeed steps to allocate Adam's moments. This step decays the weights and counts in Adam's bias correction,
     # which would make the first real step smaller.
@@ -295,15 +295,15 @@ def register_external_parameters(module: nn.Module) -> None:
         deepspeed.zero.register_external_parameter(user, parameter)
 
 
-def frozen_names(module: nn.Module) -> set[str]:
+def _frozen_names(module: nn.Module) -> set[str]:
     """Return the names of frozen parameters, including all names of tied ones."""
     return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 @contextmanager
-def without_frozen_weights(module: nn.Module) -> Iterator[None]:
+def _without_frozen_weights(module: nn.Module) -> Iterator[None]:
     """Exclude frozen weights from the module's state dict inside the block."""
-    frozen = frozen_names(module)
+    frozen = _frozen_names(module)
 
     def drop(_: nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
         for name in frozen:
@@ -316,10 +316,10 @@ def without_frozen_weights(module: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-def load_trained_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+def _load_trained_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
     """Load a state dict that contains exactly the trained weights."""
     result = dst.load_state_dict(src, strict=False)
-    mismatched = (set(result.missing_keys) - frozen_names(dst)) | set(result.unexpected_keys)
+    mismatched = (set(result.missing_keys) - _frozen_names(dst)) | set(result.unexpected_keys)
     assert not mismatched, f"checkpoint and model have different weights: {sorted(mismatched)}"
 
 
@@ -353,7 +353,7 @@ def buckets(
         yield bucket
 
 
-def rng_state() -> dict[str, object]:
+def _rng_state() -> dict[str, object]:
     """Return the states of all random generators in this process."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -361,8 +361,8 @@ def rng_state() -> dict[str, object]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore random generator states from `rng_state`."""
+def _set_rng_state(state: dict[str, Any]) -> None:
+    """Restore random generator states from `_rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

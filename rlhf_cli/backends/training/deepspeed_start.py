@@ -3,7 +3,7 @@
 import deepspeed
 import torch
 
-SHARED_MEMORY = "deepspeed_shm_comm"
+_SHARED_MEMORY = "deepspeed_shm_comm"
 """DeepSpeed's operator for shared-memory communication between CPU ranks. Compiling it takes over a minute."""
 
 
@@ -23,4 +23,4 @@ def load_muon_uncompiled() -> None:
 def leave_out_shared_memory() -> None:
     """Prevent DeepSpeed from compiling the shared-memory operator. Use it only with a single rank."""
     # deepspeed.comm compiles the operator only if it is listed as compatible.
-    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False

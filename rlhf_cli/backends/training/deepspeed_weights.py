@@ -17,9 +17,9 @@ from rlhf_cli.errors import UsageError
 
 DESCRIPTION = "huggingface"
 """Sibling folder with the Hugging Face files except weights."""
-SPLIT = "*mp_rank_01_model_states.pt"
+_SPLIT = "*mp_rank_01_model_states.pt"
 """Files that exist only with tensor parallelism: the second tensor-parallel rank's, at any stage."""
-WRAPPER = "model."
+_WRAPPER = "model."
 """Prefix of all keys before the Hugging Face name: the attribute in PolicyModel and ValueModel."""
 
 
@@ -35,7 +35,7 @@ class EngineWeights:
         self._tied = tied
         self._dtype: torch.dtype | None = None
         folder = directory / DEEPSPEED
-        if next(folder.glob(SPLIT), None) is not None:
+        if next(folder.glob(_SPLIT), None) is not None:
             self._dtype, self._tensors = dtype, _split(SavedStates(directory))
         elif (folder / PARTITIONED).is_file():
             self._dtype = dtype
@@ -46,16 +46,16 @@ class EngineWeights:
             raise UsageError(f"{directory} is not a checkpoint: {folder} contains no model states")
 
     def names(self) -> list[str]:
-        return [name for key in self._tensors if (name := key.removeprefix(WRAPPER)) not in self._tied]
+        return [name for key in self._tensors if (name := key.removeprefix(_WRAPPER)) not in self._tied]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[WRAPPER + name].shape)
+        return tuple(self._tensors[_WRAPPER + name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtype or self._tensors[WRAPPER + name].dtype
+        return self._dtype or self._tensors[_WRAPPER + name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        return self._tensors[WRAPPER + name].contiguous().to(self.dtype(name))
+        return self._tensors[_WRAPPER + name].contiguous().to(self.dtype(name))
 
 
 def _split(states: SavedStates) -> dict[str, Any]:

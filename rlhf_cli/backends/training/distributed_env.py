@@ -6,7 +6,7 @@ import socket
 
 # Below Linux's default range for outgoing connections (32768 and up): a port from that range is often taken before the
 # rank can listen on it.
-PORTS = (20_000, 32_000)
+_PORTS = (20_000, 32_000)
 
 
 def free_port() -> int:
@@ -14,7 +14,7 @@ def free_port() -> int:
     # Not the global generator, which training seeds equally in every process.
     chooser = random.SystemRandom()
     while True:
-        port = chooser.randrange(*PORTS)
+        port = chooser.randrange(*_PORTS)
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

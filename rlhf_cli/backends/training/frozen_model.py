@@ -25,7 +25,7 @@ from rlhf_cli.backends.training.sleep import HostCopies
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 
-SYNC_FILE = "reference.safetensors"
+_SYNC_FILE = "reference.safetensors"
 
 
 class FrozenEngine:
@@ -133,11 +133,11 @@ class FrozenModel:
         whole = whole_weights(named, gather=self._is_partitioned, bucket_bytes=BUCKET_BYTES)
         weights = {name: weight.to("cpu", copy=True) for name, weight in whole if dist.get_rank() == 0}
         if weights:
-            save_file(weights, directory / SYNC_FILE)
+            save_file(weights, directory / _SYNC_FILE)
 
     def load(self, directory: Path) -> None:
         """Load weights written by `save`. Call it on all ranks."""
-        self.move(load_file(directory / SYNC_FILE).items(), 1.0)
+        self.move(load_file(directory / _SYNC_FILE).items(), 1.0)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 
 Columns = dict[str, np.ndarray]
-Results = Callable[[DeepSpeedEngine, list[object]], list[torch.Tensor]]
+_Results = Callable[[DeepSpeedEngine, list[object]], list[torch.Tensor]]
 
 
 class FrozenReference(FrozenModel):
@@ -39,12 +39,12 @@ class FrozenReference(FrozenModel):
         """Run `forward` on each micro-batch."""
         return self.engine.infer(batches, forward)
 
-    def results(self, forward: Forward) -> Results:
+    def results(self, forward: Forward) -> _Results:
         """Return a function (trained engine, micro-batches) -> results that runs `forward` on this model."""
         return lambda engine, batches: self.infer(batches, forward)
 
 
-def base_results(forward: Forward) -> Results:
+def base_results(forward: Forward) -> _Results:
     """Return a function (engine, micro-batches) -> results that runs `forward` with the adapter disabled."""
 
     def infer(engine: DeepSpeedEngine, batches: list[object]) -> list[torch.Tensor]:

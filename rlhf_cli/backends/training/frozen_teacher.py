@@ -28,7 +28,7 @@ class FrozenTeacher:
         # The loss reads the head in every step, while the other weights are needed only for the teacher's forward pass.
         staying = module.head.parameters_used()
         self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype, staying=staying)
-        self.head = whole_head(module.head) if partition else module.head.weights()
+        self.head = _whole_head(module.head) if partition else module.head.weights()
         of_head = [part for part in (self.head.weight_VD, self.head.bias_V) if part is not None]
         self._of_head = HostCopies(of_head, pin=torch.cuda.is_available())
 
@@ -48,7 +48,7 @@ class FrozenTeacher:
         self._of_head.come_back(distributed.device())
 
 
-def whole_head(head: TokenHead) -> HeadWeights:
+def _whole_head(head: TokenHead) -> HeadWeights:
     """Gather a copy of a partitioned head. Call it on all ranks."""
     partitioned = head.weights()
     named = [("weight", partitioned.weight_VD), ("bias", partitioned.bias_V)]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from rlhf_cli.algorithms.optimizer_steps import ParameterGroup, adamw_step, muon_update
 
-MOMENTUM = 0.95
+_MOMENTUM = 0.95
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Muon(torch.optim.Optimizer):
         state = self.state[weight]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - _MOMENTUM)
         # Nesterov momentum.
-        direction = gradient.lerp(momentum, MOMENTUM)
+        direction = gradient.lerp(momentum, _MOMENTUM)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         part = self.flat_parts.get(weight)
         if part is None:

@@ -16,7 +16,7 @@ from rlhf_cli.backends.training.muon import Muon, flat_parts
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.policy import hidden_matrices, parameter_groups
 
-Groups = list[dict[str, Any]]
+_Groups = list[dict[str, Any]]
 
 
 def make_optimizer(
@@ -30,9 +30,9 @@ def make_optimizer(
         rank = dist.get_rank() if settings.zero_stage > 0 else 0
         return AdamWBf16(groups, lr=lr, betas=betas, eps=eps, rank=rank)
     if optim.optim == "adamw_8bit":
-        return adamw_8bit(groups, lr=lr, betas=betas, eps=eps)
+        return _adamw_8bit(groups, lr=lr, betas=betas, eps=eps)
     if optim.optim == "muon":
-        return Muon(muon_groups(groups, hidden_matrices(module)), lr=lr, betas=betas, eps=eps)
+        return Muon(_muon_groups(groups, hidden_matrices(module)), lr=lr, betas=betas, eps=eps)
     if settings.adam_offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -46,7 +46,7 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def adamw_8bit(groups: Groups, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+def _adamw_8bit(groups: _Groups, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
     """Create AdamW with 8-bit blockwise-quantized moments, 256 values per block (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
@@ -64,7 +64,7 @@ def leave_out_if_not_finite(optimizer: torch.optim.Optimizer, _: object, __: obj
                 parameter.grad = None
 
 
-def muon_groups(groups: Groups, matrices: list[nn.Parameter]) -> Groups:
+def _muon_groups(groups: _Groups, matrices: list[nn.Parameter]) -> _Groups:
     """Move matrices from each group into a new group for Muon with the same settings."""
     chosen = set(matrices)
     for_adamw = [group | {"params": [p for p in group["params"] if p not in chosen]} for group in groups]
@@ -75,12 +75,12 @@ def muon_groups(groups: Groups, matrices: list[nn.Parameter]) -> Groups:
 def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: ZeROOptimizer) -> None:
     """Adapt an optimizer to the parameter partitions in DeepSpeed's optimizer `zero` for stage 1 or 2."""
     if isinstance(optimizer, AdamWBf16):
-        share_weights(zero)
+        _share_weights(zero)
     if isinstance(optimizer, Muon):
         optimizer.flat_parts = flat_parts(zero, rank=dist.get_rank())
 
 
-def share_weights(zero: ZeROOptimizer) -> None:
+def _share_weights(zero: ZeROOptimizer) -> None:
     """Make the optimizer update the bf16 weights directly, instead of DeepSpeed's bf16 copy."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
         copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.dp_process_group)].data

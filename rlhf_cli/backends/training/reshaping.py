@@ -18,16 +18,16 @@ from rlhf_cli.backends.training.checkpoint_layout import Fragment, Shard, StateL
 from rlhf_cli.backends.training.saved_states import MASTER, SavedStates, StateDict, base_states
 from rlhf_cli.models.tensor_parallel import split_dimension
 
-Engine = Any
+_Engine = Any
 """DeepSpeed's engine, which is untyped."""
-Optimizer = Any
+_Optimizer = Any
 """DeepSpeed's optimizer, with a different class for each stage and dtype, or the torch optimizer inside it."""
 
-STEP = "step"
+_STEP = "step"
 """Key of the step count in a torch optimizer's state."""
 
 
-def layout_of(engine: Engine, *, zero_stage: int, tensor_parallel_size: int = 1) -> StateLayout:
+def layout_of(engine: _Engine, *, zero_stage: int, tensor_parallel_size: int = 1) -> StateLayout:
     """Describe the layout of this rank's states in a DeepSpeed engine."""
     base = _base(engine.optimizer)
     states = ((flat, base.state.get(flat, {})) for flat in _flats(engine.optimizer, zero_stage))
@@ -39,7 +39,7 @@ def layout_of(engine: Engine, *, zero_stage: int, tensor_parallel_size: int = 1)
 
 
 @torch.no_grad()
-def load_cut_anew(engine: Engine, directory: Path, layout: StateLayout) -> None:
+def load_cut_anew(engine: _Engine, directory: Path, layout: StateLayout) -> None:
     """Load states saved with another layout into an engine with `layout`. Call it on all ranks."""
     saved, optimizer = SavedStates(directory), engine.optimizer
     assert not saved.uncut_states, f"{saved.uncut_states} cannot be partitioned again"
@@ -63,14 +63,14 @@ def load_cut_anew(engine: Engine, directory: Path, layout: StateLayout) -> None:
         optimizer.checkpoint_event_epilogue()
 
 
-def _base(optimizer: Optimizer) -> Optimizer:
+def _base(optimizer: _Optimizer) -> _Optimizer:
     """Return the torch optimizer inside DeepSpeed's. In fp32 at stage 0, there is no wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _can_be_cut(key: str, value: object, flat: torch.Tensor) -> bool:
     """Return whether a state can be partitioned: the step count, or an elementwise state."""
-    return key == STEP or (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel())
+    return key == _STEP or (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel())
 
 
 def _trained_names(module: torch.nn.Module) -> set[str]:
@@ -85,14 +85,14 @@ def _shards(module: torch.nn.Module) -> dict[str, Shard]:
     }
 
 
-def _flats(optimizer: Optimizer, zero_stage: int) -> list[torch.Tensor]:
+def _flats(optimizer: _Optimizer, zero_stage: int) -> list[torch.Tensor]:
     """Return the tensors that the torch optimizer updates, in state dict order."""
     if zero_stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def _fragments(engine: Engine, zero_stage: int) -> list[Fragment]:
+def _fragments(engine: _Engine, zero_stage: int) -> list[Fragment]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if zero_stage == 3:
         return _fragments_of_partitions(engine.optimizer.fp16_groups, names)
@@ -139,11 +139,11 @@ def _part(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
     return flat.data.view(-1)[fragment.offset : fragment.offset + fragment.length]
 
 
-def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, base: Optimizer) -> StateDict:
+def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, base: _Optimizer) -> StateDict:
     """Assemble the torch optimizer's state for a flat tensor. Padding is zero."""
     state: StateDict = {}
     for key, example in saved.first_state(fragment.name for fragment in fragments).items():
-        if key == STEP:
+        if key == _STEP:
             state[key] = _count(int(example), base)
             continue
         state[key] = torch.zeros(flat.shape, dtype=example.dtype)
@@ -152,13 +152,13 @@ def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, ba
     return state
 
 
-def _count(number: int, base: Optimizer) -> int | torch.Tensor:
+def _count(number: int, base: _Optimizer) -> int | torch.Tensor:
     """Convert a step count to the optimizer's type."""
     # torch optimizers store a tensor, but DeepSpeed's kernels require an int.
     return number if type(base).__module__.startswith("deepspeed.ops") else torch.tensor(float(number))
 
 
-def _load(optimizer: Optimizer, state_dict: StateDict, *, is_partitioned: bool) -> None:
+def _load(optimizer: _Optimizer, state_dict: StateDict, *, is_partitioned: bool) -> None:
     # ZeRO optimizers expect a list with one state dict per rank and select this rank's.
     if is_partitioned:
         by_rank = [state_dict] * dist.get_world_size()
@@ -167,7 +167,7 @@ def _load(optimizer: Optimizer, state_dict: StateDict, *, is_partitioned: bool) 
         optimizer.load_state_dict(state_dict)
 
 
-def _take_over_masters(optimizer: Optimizer) -> None:
+def _take_over_masters(optimizer: _Optimizer) -> None:
     """Copy master weights to the model's weights where DeepSpeed does not do it on loading."""
     # Stages 1 and 2.
     if hasattr(optimizer, "update_lp_params"):
@@ -179,7 +179,7 @@ def _take_over_masters(optimizer: Optimizer) -> None:
             weight.data.copy_(master.data)
 
 
-def _restore_common(engine: Engine, common: StateDict) -> None:
+def _restore_common(engine: _Engine, common: StateDict) -> None:
     """Restore learning rate schedule, current learning rates and step counts."""
     engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     for group, rate in zip(_base(engine.optimizer).param_groups, engine.lr_scheduler.get_last_lr(), strict=True):

@@ -11,7 +11,7 @@ from rlhf_cli.algorithms.load_balance import balance_part
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.models.routers import RouterRecorder
 
-Loss = Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]
+_Loss = Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]
 
 
 class RouterLoss:
@@ -22,7 +22,7 @@ class RouterLoss:
         self._coefficient = coefficient
 
     @torch.no_grad()
-    def added_to(self, compute_loss: Loss, *, model: nn.Module, micro_batches: Sequence[Any]) -> Loss:
+    def added_to(self, compute_loss: _Loss, *, model: nn.Module, micro_batches: Sequence[Any]) -> _Loss:
         """Add a micro-batch's contribution to the router loss, with the metric `aux_loss`. Call it on all ranks."""
         counts = []
         # The router loss is not linear in the micro-batches. An extra forward pass over all of them first counts how

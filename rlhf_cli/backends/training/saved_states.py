@@ -22,7 +22,7 @@ PARTITIONED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 MASTER = "master"
 """Key for the master weight, in addition to the optimizer's state names."""
 StateDict = dict[str, Any]
-PARTS = "*zero_pp_rank_{}_mp_rank_{:02}_optim_states.pt"
+_PARTS = "*zero_pp_rank_{}_mp_rank_{:02}_optim_states.pt"
 
 
 class SavedStates:
@@ -101,7 +101,7 @@ class SavedStates:
         if layout.zero_stage == 0:
             file = _mapped(self._folder, WHOLE)
             return _Flats(_whole_masters(file, layout), base_states(file["optimizer"])["state"])
-        saved = _mapped(self._folder, PARTS.format(rank // self._size, rank % self._size))["optimizer_state_dict"]
+        saved = _mapped(self._folder, _PARTS.format(rank // self._size, rank % self._size))["optimizer_state_dict"]
         masters = saved["fp32_flat_groups" if layout.zero_stage == 3 else "single_partition_of_fp32_groups"]
         return _Flats(masters, base_states(saved)["state"])
 

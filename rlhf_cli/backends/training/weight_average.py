@@ -12,13 +12,13 @@ from torch import nn
 
 from rlhf_cli.backends.training import distributed
 
-NamedParameters = list[tuple[str, nn.Parameter]]
+_NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class WeightAverage:
     """Exponential moving average: `average = beta * average + (1 - beta) * weight`, starting at the initial weights."""
 
-    def __init__(self, parameters: NamedParameters, *, beta: float) -> None:
+    def __init__(self, parameters: _NamedParameters, *, beta: float) -> None:
         self._parameters = parameters
         self._beta = beta
         self._averages = {name: _own_part(p).to("cpu", torch.float32, copy=True) for name, p in self._kept()}
@@ -55,7 +55,7 @@ class WeightAverage:
             start = dist.get_rank() * own.numel()
             _fill(own, [part[name].view(-1) for part in parts], start=start)
 
-    def _kept(self) -> NamedParameters:
+    def _kept(self) -> _NamedParameters:
         """Return the parameters for which this rank stores an average."""
         return [(name, p) for name, p in self._parameters if _is_partitioned(p) or dist.get_rank() == 0]
 

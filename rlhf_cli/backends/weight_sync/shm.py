@@ -19,7 +19,7 @@ from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_a
 from rlhf_cli.errors import RunError
 
 # Large enough that per-file costs are negligible, small enough to stay a fraction of host memory.
-BUCKET_BYTES = 256 << 20
+_BUCKET_BYTES = 256 << 20
 # Bytes. Views require their dtype's alignment; a full cache line makes copies faster.
 _ALIGNMENT = 64
 _PREFIX = "rlhf-weights-"
@@ -94,11 +94,11 @@ class ShmTransport:
     an engine can finish reading a removed push.
     """
 
-    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, folders: tuple[str, ...] | None = None) -> None:
+    def __init__(self, *, bucket_bytes: int = _BUCKET_BYTES, folders: tuple[str, ...] | None = None) -> None:
         self._bucket_bytes = bucket_bytes
         self._folders = folders or ("/dev/shm", tempfile.gettempdir())
         self._places: dict[Path, _Place] = {}
-        remove_stale_pushes(self._folders)
+        _remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
         """Write a push and return the manifest. Raises RunError if no folder has enough space."""
@@ -138,7 +138,7 @@ class ShmTransport:
         self._places.clear()
 
 
-def remove_stale_pushes(folders: tuple[str, ...]) -> None:
+def _remove_stale_pushes(folders: tuple[str, ...]) -> None:
     """Remove pushes left by killed trainers.
 
     The kernel releases file locks when a process dies. Process IDs would be unreliable: each container numbers

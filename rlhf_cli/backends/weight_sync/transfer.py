@@ -160,7 +160,7 @@ def weights_checksum(named_tensors: NamedTensors) -> int:
     return ledger.checksum
 
 
-def cast_tensors(named_tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _cast_tensors(named_tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield detached tensors. If `dtype` is set, floating-point tensors are cast to it."""
     for name, tensor in named_tensors:
         detached = tensor.detach()
@@ -198,7 +198,7 @@ class WeightSender:
         start = time.perf_counter()
         ledger = Ledger()
         # Watch after the cast: the checksum must cover the bytes that the engines receive.
-        manifest = self._transport.send(ledger.watch(cast_tensors(named_tensors, self._dtype)), version=version)
+        manifest = self._transport.send(ledger.watch(_cast_tensors(named_tensors, self._dtype)), version=version)
         if manifest is not None:
             manifest |= {"checksum": ledger.checksum, "num_tensors": len(ledger.names)}
         seconds = time.perf_counter() - start

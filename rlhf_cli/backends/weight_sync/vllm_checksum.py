@@ -12,7 +12,7 @@ import torch
 from rlhf_cli.backends.weight_sync.transfer import Ledger, check_tensors, checkpoint_shapes, optional_tensors
 
 
-class WatchedModel:
+class _WatchedModel:
     """Proxy for a model that records all tensors passed to `load_weights`."""
 
     def __init__(self, model: Any, ledger: Ledger, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -47,7 +47,7 @@ class Watching:
         """Receive weights through a proxy that records them."""
         # Safe to swap: during this call, vLLM's engines use only `self.model.load_weights`.
         model = self.model
-        self.model = WatchedModel(model, self._ledger, self._shapes)
+        self.model = _WatchedModel(model, self._ledger, self._shapes)
         try:
             super().receive_weights(update_info)  # type: ignore[misc]
         finally:

@@ -119,7 +119,7 @@ def buffer_bytes(specs: list[TensorSpec]) -> int:
     return max(_BUFFER_BYTES, *sizes)
 
 
-def trainer_init_info(
+def _trainer_init_info(
     backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, buffer_size: int, rendezvous: Rendezvous | None
 ) -> object:
     """Create vLLM's init info for this trainer rank; rank 0 sends."""
@@ -177,7 +177,7 @@ def connect(
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     source = PushSource(specs)
-    init_info = trainer_init_info(
+    init_info = _trainer_init_info(
         backend, rank=rank, num_workers=client.num_workers, buffer_size=buffer_bytes(specs), rendezvous=rendezvous
     )
     engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)  # type: ignore[arg-type]

@@ -32,16 +32,16 @@ from rlhf_cli.backends.weight_sync.transfer import checkpoint_shapes, optional_t
 from rlhf_cli.backends.weight_sync.vllm_checksum import Reconnecting, Watching
 from rlhf_cli.models.compat import prepare_amx
 
-ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
+_ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
 
 
 @dataclass
-class ShmInitInfo(WeightTransferInitInfo):
+class _ShmInitInfo(WeightTransferInitInfo):
     """Empty: pushes are files, so no connection is needed."""
 
 
 @dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):
+class _ShmUpdateInfo(WeightTransferUpdateInfo):
     """Push manifest."""
 
     version: int
@@ -76,14 +76,14 @@ def _pack_experts_anew(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+class ShmEngine(WeightTransferEngine[_ShmInitInfo, _ShmUpdateInfo]):
     """Loads pushes from shared memory. An invalid push leaves the weights unchanged."""
 
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    init_info_cls = _ShmInitInfo
+    update_info_cls = _ShmUpdateInfo
     pushed_checksum: int | None = None
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+    def init_transfer_engine(self, init_info: _ShmInitInfo) -> None:
         """No-op: files need no connection."""
 
     def start_weight_update(self) -> None:
@@ -95,7 +95,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         assert isinstance(update_info, dict)
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+    def receive_weights(self, update_info: _ShmUpdateInfo) -> None:
         """Verify a push, then load it. Raises RunError if it is invalid."""
         expected = checkpoint_shapes(self.model_config.model)
         optional = optional_tensors(self.model_config.hf_config)
@@ -116,17 +116,17 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """No-op: this engine has no resources."""
 
 
-class WatchedNcclEngine(Watching, Reconnecting, NCCLWeightTransferEngine):
+class _WatchedNcclEngine(Watching, Reconnecting, NCCLWeightTransferEngine):
     """vLLM's nccl engine, with verification and reconnection."""
 
 
-class WatchedIpcEngine(Watching, IPCWeightTransferEngine):
+class _WatchedIpcEngine(Watching, IPCWeightTransferEngine):
     """vLLM's ipc engine, with verification."""
 
 
-WeightTransferEngineFactory.register_engine(ENGINE_NAMES["shm"], ShmEngine)
-WeightTransferEngineFactory.register_engine(ENGINE_NAMES["nccl"], WatchedNcclEngine)
-WeightTransferEngineFactory.register_engine(ENGINE_NAMES["ipc"], WatchedIpcEngine)
+WeightTransferEngineFactory.register_engine(_ENGINE_NAMES["shm"], ShmEngine)
+WeightTransferEngineFactory.register_engine(_ENGINE_NAMES["nccl"], _WatchedNcclEngine)
+WeightTransferEngineFactory.register_engine(_ENGINE_NAMES["ipc"], _WatchedIpcEngine)
 
 
 def _names_are_checked(record: logging.LogRecord) -> bool:
