@@ -41,7 +41,7 @@ from rlhf_cli.trainers.offline.pairs import PairItems
 
 
 @dataclass(frozen=True)
-class Happened:
+class _Happened:
     """Rows with the same outcome: description, count, and details about the first rows."""
 
     what: str
@@ -78,7 +78,7 @@ class Preview:
     most_is: str
     room: int
     room_is: str
-    happened: list[Happened]
+    happened: list[_Happened]
     special_tokens: list[str]
     rehearsal: Rehearsal | None = None
 
@@ -102,7 +102,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     previews = []
     with rows_bar(shown=True) as progress:
         for title, (dataset, split) in named.items():
-            reading = READINGS[type(settings)]
+            reading = _READINGS[type(settings)]
             data = reading.kind.load(
                 settings,
                 tokenizer,
@@ -125,7 +125,7 @@ def _found_model(config: DataCommandConfig) -> FoundModel:
 
 
 @dataclass(frozen=True)
-class DataReading:
+class _DataReading:
     """How an offline command loads data and how items are shown.
 
     - `takes`: returns the tokens per item in a micro-batch.
@@ -138,28 +138,28 @@ class DataReading:
     facts: Callable[[Any], dict[str, str]] = lambda item: {}
 
 
-def _counted(report: DataReport) -> list[Happened]:
+def _counted(report: DataReport) -> list[_Happened]:
     """Summarize dropped and special items."""
-    counts = [Happened(what, getattr(report, name), report.noted.get(name, [])) for name, what in COUNTED.items()]
+    counts = [_Happened(what, getattr(report, name), report.noted.get(name, [])) for name, what in COUNTED.items()]
     return [*counts, _controls(report)]
 
 
-def _controls(report: DataReport) -> Happened:
+def _controls(report: DataReport) -> _Happened:
     """Summarize rows with special tokens in messages, with counts per token."""
     listed = [f"{token}: {count:,} rows" for token, count in report.control_tokens.items()]
     what = "with special tokens in message, call or tool text, which become control tokens"
-    return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
+    return _Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
 
 
 def _offline(
-    title: str, reading: DataReading, data: LoadedData[object], config: DataCommandConfig, tokenizer: object
+    title: str, reading: _DataReading, data: LoadedData[object], config: DataCommandConfig, tokenizer: object
 ) -> Preview:
-    report, items, decode = data.report, data.items, decoder(tokenizer)
+    report, items, decode = data.report, data.items, _decoder(tokenizer)
     examples = [
         ShownExample(place + 1, data.where(place), reading.parts(items[place], decode), reading.facts(items[place]))
         for place in spread(len(items), config.show.num_rows)
     ]
-    counts = [Happened(what, count, []) for what, count in report.details.items()]
+    counts = [_Happened(what, count, []) for what, count in report.details.items()]
     counts += _counted(report)
     return Preview(
         title=title,
@@ -180,14 +180,14 @@ def _offline(
         room=config.show.room,
         room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
-        special_tokens=special_tokens_of(tokenizer),
+        special_tokens=_special_tokens_of(tokenizer),
     )
 
 
 def _prompts(
     config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None, found: FoundModel
 ) -> Preview:
-    decode, longest, seed = decoder(tokenizer), config.data.max_new_tokens, config.show.seed
+    decode, longest, seed = _decoder(tokenizer), config.data.max_new_tokens, config.show.seed
     # One episode is played at a time, so do not start more processes.
     one_worker = config.episodes.model_copy(update={"environment_num_workers": 1})
     plan = find_environment(one_worker, settings, config.template, found, tokenizer)
@@ -205,7 +205,7 @@ def _prompts(
     shown = [(place, data.prompts[place]) for place in spread(len(data.prompts), config.show.num_rows)]
     room = config.data.max_len - config.data.max_new_tokens
     counts = [
-        Happened("with ground truth", report.labelled, []),
+        _Happened("with ground truth", report.labelled, []),
         *_counted(report),
     ]
     return Preview(
@@ -230,7 +230,7 @@ def _prompts(
         room=config.show.room,
         room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
-        special_tokens=special_tokens_of(tokenizer),
+        special_tokens=_special_tokens_of(tokenizer),
         rehearsal=None if plan is None else _rehearsal(config, plan, data, decode),
     )
 
@@ -250,13 +250,13 @@ def _room(show: ShowConfig) -> str:
     return f"train_max_tokens_per_gpu {show.train_max_tokens_per_gpu:,}{ranks}"
 
 
-def decoder(tokenizer: Any) -> Decode:
+def _decoder(tokenizer: Any) -> Decode:
     """Return a decoder from token IDs to exact text, including special tokens."""
     # Cleaning up spaces would hide how the text is tokenized.
     return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def special_tokens_of(tokenizer: Any) -> list[str]:
+def _special_tokens_of(tokenizer: Any) -> list[str]:
     """Return the special tokens as they appear in decoded text."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
@@ -327,12 +327,12 @@ def _taken_by_responses(data: LoadedData[LabelledItem]) -> np.ndarray:
     return LabelledItems(data, partners_of(data), {}).lengths
 
 
-READINGS: dict[type[SettingsGroup], DataReading] = {
-    DataConfig: DataReading(SEQUENCES, _parts_of_sequence, "sequences"),
-    PreferenceDataConfig: DataReading(
+_READINGS: dict[type[SettingsGroup], _DataReading] = {
+    DataConfig: _DataReading(SEQUENCES, _parts_of_sequence, "sequences"),
+    PreferenceDataConfig: _DataReading(
         PAIRS, _parts_of_pair, "pairs (the longer side with the prompt)", _taken_by_pairs, _facts_of_pair
     ),
-    StepDataConfig: DataReading(STEPS, _parts_of_solution, "solutions with the prompt"),
-    LabelledDataConfig: DataReading(RESPONSES, _parts_of_labelled, "responses with the prompt", _taken_by_responses),
+    StepDataConfig: _DataReading(STEPS, _parts_of_solution, "solutions with the prompt"),
+    LabelledDataConfig: _DataReading(RESPONSES, _parts_of_labelled, "responses with the prompt", _taken_by_responses),
 }
 """Kind of data, and how items are shown, by settings class."""

@@ -11,15 +11,15 @@ from rlhf_cli.data.preview import Bin, Piece, PreviewPart, ShownExample, length_
 from rlhf_cli.runs.data_preview import Preview
 from rlhf_cli.tracking.terminal.pictures import draws_pictures, print_picture
 
-PLAIN_WIDTH = 80
+_PLAIN_WIDTH = 80
 """Line width without a terminal."""
-MAX_BAR = 40
-MAX_FILES = 4
+_MAX_BAR = 40
+_MAX_FILES = 4
 """Maximum number of files to list per source."""
 MARKS = "[[", "]]"
 """Marks around trained tokens without colors."""
-TRAINED, LEFT_OUT, SPECIAL, FAINT, HEADING = "green underline", "yellow", "bold", "dim", "bold cyan"
-KEPT_CONTROLS = "\n\t"
+_TRAINED, LEFT_OUT, _SPECIAL, FAINT, _HEADING = "green underline", "yellow", "bold", "dim", "bold cyan"
+_KEPT_CONTROLS = "\n\t"
 
 
 def show(
@@ -44,11 +44,11 @@ class Page:
     def __init__(self, console: Console, special_tokens: Sequence[str], environment: Mapping[str, str]) -> None:
         self._console, self._environment = console, environment
         self._is_plain = not console.is_terminal
-        self._width = PLAIN_WIDTH if self._is_plain else console.width
+        self._width = _PLAIN_WIDTH if self._is_plain else console.width
         self._special_tokens = list(special_tokens)
 
     def heading(self, text: str) -> None:
-        self.line(Text(text, HEADING))
+        self.line(Text(text, _HEADING))
 
     def line(self, text: Text | str = "", *, indent: int = 0, hanging: int = 0) -> None:
         """Print wrapped text. Lines are indented by `indent`, and after the first also by `hanging`."""
@@ -67,8 +67,8 @@ class Page:
             self.line(source.name, indent=2, hanging=2)
             self.line(f"{rows} rows; {source.form}", indent=4, hanging=2)
             if source.files != (source.name,):
-                named = ", ".join(source.files[:MAX_FILES])
-                more = len(source.files) - MAX_FILES
+                named = ", ".join(source.files[:_MAX_FILES])
+                more = len(source.files) - _MAX_FILES
                 self.line(f"files: {named}{f' and {more:,} more' if more > 0 else ''}", indent=4, hanging=2)
 
     def examples(self, preview: Preview) -> None:
@@ -89,7 +89,7 @@ class Page:
     def _example(self, example: ShownExample, preview: Preview) -> None:
         self.line()
         number = f"{preview.items_are.removesuffix('s').capitalize()} {example.number:,} of {preview.num_items:,}"
-        self.line(Text().append(number, HEADING).append(f": {example.where}", FAINT), hanging=2)
+        self.line(Text().append(number, _HEADING).append(f": {example.where}", FAINT), hanging=2)
         for part in example.parts:
             self.part(part)
         self.facts(example.facts)
@@ -135,19 +135,19 @@ class Page:
             if piece.num_left_out:
                 text.append(f" ... {piece.num_left_out:,} tokens ... ", LEFT_OUT)
             else:
-                text.append(visible(piece.text), TRAINED if piece.is_trained else "")
+                text.append(visible(piece.text), _TRAINED if piece.is_trained else "")
         text.append(closing if is_open else "")
-        text.highlight_words(self._special_tokens, SPECIAL)
+        text.highlight_words(self._special_tokens, _SPECIAL)
         return text
 
     def lengths(self, preview: Preview) -> None:
         if not preview.lengths:
             return
         self.line()
-        self.line(Text(f"Lengths of {preview.lengths_are} in tokens", HEADING))
-        for line in histogram(preview, width=self._width - 2, sign="#" if self._is_plain else "█"):
+        self.line(Text(f"Lengths of {preview.lengths_are} in tokens", _HEADING))
+        for line in _histogram(preview, width=self._width - 2, sign="#" if self._is_plain else "█"):
             self.line(line, indent=2)
-        figures = {name: quantile(preview.lengths, share) for name, share in QUANTILES.items()}
+        figures = {name: quantile(preview.lengths, share) for name, share in _QUANTILES.items()}
         self.line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
         fits = preview.most_tokens <= preview.room
         advice = "" if fits else ", TOO LARGE TO TRAIN: raise sequence_parallel_size or train_max_tokens_per_gpu"
@@ -156,7 +156,7 @@ class Page:
 
     def counts(self, preview: Preview) -> None:
         self.line()
-        self.line(Text("Rows", HEADING))
+        self.line(Text("Rows", _HEADING))
         tokens = f" of {preview.num_tokens:,} tokens" if preview.num_tokens is not None else ""
         self.line(f"{preview.num_rows:,} rows, {preview.num_items:,} {preview.items_are}{tokens}", indent=2)
         if preview.num_tokens and preview.num_trained is not None:
@@ -175,29 +175,29 @@ class Page:
         self.line()
 
 
-QUANTILES = {"shortest": 0.0, "median": 0.5, "95 % up to": 0.95, "longest": 1.0}
+_QUANTILES = {"shortest": 0.0, "median": 0.5, "95 % up to": 0.95, "longest": 1.0}
 
 
-def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
+def _histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
     """Yield a line per bin, and a line at the limit."""
     bins = length_bins(preview.lengths, preview.limit)
     names = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high, _ in bins]
     name_width = max(map(len, names))
     count_width = max(len(f"{count:,}") for _, _, count in bins)
     # Four columns separate name, count and bar.
-    bar_width = min(MAX_BAR, width - name_width - count_width - 4)
+    bar_width = min(_MAX_BAR, width - name_width - count_width - 4)
     within = [entry for entry in bins if entry.high <= preview.limit]
     for name, entry in zip(names, bins, strict=True):
         if entry.low > preview.limit and entry is bins[len(within)]:
             yield _limit_line(preview)
-        bar = sign * bar_length(entry, bins, bar_width)
+        bar = sign * _bar_length(entry, bins, bar_width)
         style = "" if entry.high <= preview.limit else LEFT_OUT
         yield Text(f"{name:>{name_width}}  {entry.num_items:>{count_width},}  ").append(bar, style or "cyan")
     if len(within) == len(bins):
         yield _limit_line(preview)
 
 
-def bar_length(entry: Bin, bins: Sequence[Bin], width: int) -> int:
+def _bar_length(entry: Bin, bins: Sequence[Bin], width: int) -> int:
     """Return the bar width in columns, at least 1 unless the bin is empty."""
     most = max(other.num_items for other in bins)
     return max(1, round(entry.num_items / most * width)) if entry.num_items else 0
@@ -212,7 +212,7 @@ def _limit_line(preview: Preview) -> Text:
 def visible(text: str) -> str:
     """Escape control characters, which could change the terminal's state."""
     return "".join(
-        char if char in KEPT_CONTROLS or not unicodedata.category(char).startswith("C") else _spelled(char)
+        char if char in _KEPT_CONTROLS or not unicodedata.category(char).startswith("C") else _spelled(char)
         for char in text
     )
 

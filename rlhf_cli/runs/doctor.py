@@ -27,13 +27,13 @@ from rlhf_cli.version import __version__
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
 # Only these prefixes: other variables may contain private data.
-REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|TRANSFORMERS|PYTORCH|GLOO)_")
+_REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|TRANSFORMERS|PYTORCH|GLOO)_")
 """Environment variables that affect runs."""
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 # Importing vllm on a slow disk takes tens of seconds.
 _IMPORT_SECONDS = 60.0
-TOTAL_SECONDS = 600.0
+_TOTAL_SECONDS = 600.0
 """Limit for all checks. The smoke tests share the time that remains after the other checks."""
 
 
@@ -56,7 +56,7 @@ def run_doctor(config: DoctorGroup) -> None:
 
 
 def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
-    end = time.monotonic() + TOTAL_SECONDS
+    end = time.monotonic() + _TOTAL_SECONDS
     versions = installed_versions()
     yield from package_findings(versions)
     if (finding := torch_extras_finding(versions, _import_error)) is not None:
@@ -105,8 +105,8 @@ def as_json(findings: Iterable[Finding]) -> str:
 def markdown(findings: Iterable[Finding], environment: Mapping[str, str]) -> str:
     """Format the findings as a Markdown table, followed by environment variables that affect runs."""
     rows = [f"| {one.status} | {_cell(one.part)} | {_cell(one.message)} |" for one in findings]
-    names = sorted(name for name in environment if REPORTED_VARIABLES.match(name))
-    variables = [f"{name}={'(hidden)' if SECRET.search(name) else environment[name]}" for name in names]
+    names = sorted(name for name in environment if _REPORTED_VARIABLES.match(name))
+    variables = [f"{name}={'(hidden)' if _SECRET.search(name) else environment[name]}" for name in names]
     table = "\n".join([f"rlhf-cli {__version__}", "", "| status | part | finding |", "|---|---|---|", *rows])
     return table + ("\n\n```text\n" + "\n".join(variables) + "\n```" if variables else "")
 

@@ -40,9 +40,9 @@ from rlhf_cli.models.finding import adapter_folder, resolve_model_path
 from rlhf_cli.models.gguf import find_gguf
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
-COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, EvaluatedModelConfig)
+_COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, EvaluatedModelConfig)
 """Settings groups of commands that run models."""
-ANSWER_SECONDS = 3.0
+_ANSWER_SECONDS = 3.0
 """Timeout for connecting to a Ray cluster."""
 
 
@@ -55,7 +55,7 @@ def check_early(config: CommandConfig) -> None:
     for group in groups:
         # Outputs first: an existing run is the most frequent mistake, and the cheapest to check.
         _check_output(group)
-    if any(isinstance(group, COMPUTING) for group in groups):
+    if any(isinstance(group, _COMPUTING) for group in groups):
         check_usable_gpus()
     if isinstance(config, OnlineConfig):
         from rlhf_cli.runs.online.checks import check_settings
@@ -192,7 +192,7 @@ def _check_ray_address(address: str | None) -> None:
         return
     try:
         # A connection is enough: Ray's own client waits much longer for an unreachable address.
-        socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_SECONDS).close()
+        socket.create_connection((parts.hostname, parts.port), timeout=_ANSWER_SECONDS).close()
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster responds ({reason})") from error

@@ -19,7 +19,7 @@ from rlhf_cli.rewards.parts import UNREWARDED
 from rlhf_cli.runs.episodes import EnvironmentPlan
 from rlhf_cli.trainers.online.rollout import generate, request_of
 
-MADE_UP = "The answer is 1."
+_MADE_UP = "The answer is 1."
 """Last turn of the default script."""
 
 Author = Callable[[Sequence[int], int], str | None]
@@ -127,7 +127,7 @@ class Rehearsal:
 
     def play_script(self) -> PlayedEpisode:
         """Play the episode with the script's turns, or with sample calls."""
-        turns = iter(self.script or (*(self.example_calls or [MADE_UP]), MADE_UP))
+        turns = iter(self.script or (*(self.example_calls or [_MADE_UP]), _MADE_UP))
         return self.play(lambda token_ids, start: next(turns, None))
 
     def part(self, token_ids: Sequence[int], start: int) -> PreviewPart:

@@ -12,7 +12,7 @@ from rlhf_cli.runs.chat.screen import joined_lines
 from rlhf_cli.runs.data_view import FAINT, LEFT_OUT, Page, visible
 from rlhf_cli.runs.episode_preview import Author, PlayedEpisode, Rehearsal
 
-HINT = (
+_HINT = (
     'Type the model\'s turns, one per line, or multiple lines between two lines with """. The end-of-turn token is '
     "added. Ctrl-D ends the episode."
 )
@@ -87,7 +87,7 @@ def _typed(rehearsal: Rehearsal, page: Page, read_line: LineReader) -> Author:
 
 def _print_hints(rehearsal: Rehearsal, page: Page) -> None:
     page.line()
-    page.line(Text(HINT, FAINT), indent=2)
+    page.line(Text(_HINT, FAINT), indent=2)
     for call in rehearsal.example_calls:
         page.line(Text("Sample call:", FAINT), indent=2)
         page.line(Text(visible(call), FAINT), indent=4)

@@ -85,7 +85,7 @@ class EnvironmentPlan:
 
 
 @dataclass(frozen=True)
-class AgentPlan:
+class _AgentPlan:
     """A run's agent program and dialogue formats before engines start."""
 
     settings: EpisodeConfig
@@ -134,7 +134,7 @@ def find_episodes(
     programs = AgentPrograms(
         settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.environment_num_workers
     )
-    return AgentPlan(settings, prompts, programs, dialogues)
+    return _AgentPlan(settings, prompts, programs, dialogues)
 
 
 def find_environment(

@@ -10,11 +10,11 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.memory_fit import Fit, States, fit_to_memory, num_parameters
 
-VALUE_BYTES = {"bf16": 2, "fp32": 4}
-SUM_BYTES = 4
+_VALUE_BYTES = {"bf16": 2, "fp32": 4}
+_SUM_BYTES = 4
 """Bytes per parameter for accumulated gradients; 2 with adamw_bf16."""
 
-Batch = TypeVar("Batch", bound=BatchConfig)
+_Batch = TypeVar("_Batch", bound=BatchConfig)
 
 
 def gpu_bytes() -> int | None:
@@ -28,8 +28,8 @@ def states_of(
 ) -> States:
     """Compute the bytes per parameter that these settings keep on GPUs."""
     # bitsandbytes stores two 4-bit weights per byte; 1 leaves room for scales and layers that stay in 16 bits.
-    weight = 1 if in_4bit else VALUE_BYTES[model.param_dtype]
-    sums = 2 if optim.optim == "adamw_bf16" else SUM_BYTES
+    weight = 1 if in_4bit else _VALUE_BYTES[model.param_dtype]
+    sums = 2 if optim.optim == "adamw_bf16" else _SUM_BYTES
     # With an adapter, gradients and states are negligible.
     rest = 0 if adapted else sums if deepspeed.adam_offload else OPTIMIZER_BYTES[optim.optim] + sums
     partitioned = deepspeed.zero_stage == 3 or deepspeed.tensor_parallel_size > 1
@@ -41,12 +41,18 @@ def states_of(
 
 def weights_of(architecture: PretrainedConfig | None, model: ModelConfig) -> int:
     """Compute the size of a frozen model's weights in the dtype of `model`; 0 without a model."""
-    return 0 if architecture is None else num_parameters(architecture) * VALUE_BYTES[model.param_dtype]
+    return 0 if architecture is None else num_parameters(architecture) * _VALUE_BYTES[model.param_dtype]
 
 
 def fitted(
-    model: ModelConfig, batch: Batch, architecture: PretrainedConfig, *, states: States, room: float, needed_tokens: int
-) -> tuple[ModelConfig, Batch, Fit]:
+    model: ModelConfig,
+    batch: _Batch,
+    architecture: PretrainedConfig,
+    *,
+    states: States,
+    room: float,
+    needed_tokens: int,
+) -> tuple[ModelConfig, _Batch, Fit]:
     """Choose gradient checkpointing and micro-batch tokens where unset. Returns the settings and the reason.
 
     Args:
@@ -63,7 +69,7 @@ def fitted(
         needed_tokens=needed_tokens,
         recomputes=model.gradient_checkpointing,
         max_tokens=batch.train_max_tokens_per_gpu,
-        value_bytes=VALUE_BYTES[model.param_dtype],
+        value_bytes=_VALUE_BYTES[model.param_dtype],
     )
     return (
         model.model_copy(update={"gradient_checkpointing": fit.recomputes}),

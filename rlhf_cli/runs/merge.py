@@ -11,7 +11,7 @@ from rlhf_cli.models.finding import ADAPTER_FILE
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_back, write_whole
 
-TOKENS = tuple(range(1, 9))
+_TOKENS = tuple(range(1, 9))
 
 
 def run_merge(settings: MergeGroup) -> str:
@@ -36,7 +36,7 @@ def _write_merged(settings: MergeGroup, output: Path) -> str:
             max_bytes=max_bytes,
             trust_remote_code=settings.trust_remote_code,
         )
-        checked = reload(written, config, max_bytes=max_bytes, trust_remote_code=settings.trust_remote_code)
+        checked = _reload(written, config, max_bytes=max_bytes, trust_remote_code=settings.trust_remote_code)
     return f"{checked}, {num_files} {'file' if num_files == 1 else 'files'} of weights"
 
 
@@ -60,7 +60,7 @@ def _why_nothing(path: Path) -> str:
     return f"--model {path} is neither an adapter ({ADAPTER_FILE}) nor a checkpoint ({MANIFEST})"
 
 
-def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: bool) -> str:
+def _reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: bool) -> str:
     """Load the folder with transformers to verify it. If it has at most `max_bytes`, also run a forward pass.
 
     Raises:
@@ -76,10 +76,10 @@ def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: b
         return described
     with torch.no_grad():
         # The body without a head is called in the same way for all model classes.
-        outputs = model.base_model(input_ids=torch.tensor([TOKENS])).last_hidden_state
+        outputs = model.base_model(input_ids=torch.tensor([_TOKENS])).last_hidden_state
     if not torch.isfinite(outputs).all():
         raise RunError("the merged model's output is not finite")
-    return f"{described} and run on {len(TOKENS)} tokens"
+    return f"{described} and run on {len(_TOKENS)} tokens"
 
 
 def merge(config: MergeConfig) -> None:

@@ -39,9 +39,9 @@ from rlhf_cli.models.weight_files import (
 )
 
 GENERATION = "generation_config.json"
-SHARD_BYTES = 4_000_000_000
+_SHARD_BYTES = 4_000_000_000
 # Other settings, such as dropout, apply only in training.
-SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+_SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 """Adapter settings that change the merged weights for the same factors."""
 
 
@@ -71,7 +71,7 @@ class Parts:
         digest = hashlib.sha256(f"{self.engine.name if self.engine else ''} ".encode() + own.read_bytes())
         if self.base is not None:
             adapter = read_config(self.description)
-            digest.update(f"{fingerprint(self.base)} {[getattr(adapter, name) for name in SCALING]}".encode())
+            digest.update(f"{fingerprint(self.base)} {[getattr(adapter, name) for name in _SCALING]}".encode())
         return digest.hexdigest()[:32]
 
 
@@ -159,7 +159,7 @@ def write_whole(
     folder: Path,
     *,
     dtype: object = None,
-    max_bytes: int = SHARD_BYTES,
+    max_bytes: int = _SHARD_BYTES,
     trust_remote_code: bool = False,
 ) -> int:
     """Write the full model to an empty folder. Returns the number of weight files.

@@ -11,7 +11,7 @@ from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import FAMILIES, find_processing, takes_pictures
 
-EXTREMES = ((1, 1), (1000, 1500), (10_000, 10_000))
+_EXTREMES = ((1, 1), (1000, 1500), (10_000, 10_000))
 """Image sizes (height, width) below, inside and above the limits of typical models."""
 
 
@@ -63,7 +63,7 @@ def check_role_pictures(
     # Use the role's own defaults: it is compared with what the policy produces.
     other = find_processing(role.path, role.architecture, trust_remote_code=trust_remote_code)
     # Compare sizes after the policy's resizing, since the role receives resized images.
-    if any(_taken(own, *size) != _taken(other, *size) for size in (own.final_size(*given) for given in EXTREMES)):
+    if any(_taken(own, *size) != _taken(other, *size) for size in (own.final_size(*given) for given in _EXTREMES)):
         raise UsageError(f"{what} splits images differently than the policy: the image processor or patch size differs")
 
 

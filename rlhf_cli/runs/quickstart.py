@@ -23,7 +23,7 @@ from rlhf_cli.tracking.figures import duration, number
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.summary import Summary, summarise
 
-PARTS = ("data", "untrained", "sft", "practice", "practice_alone", "eval", "eval_alone", "report.html")
+_PARTS = ("data", "untrained", "sft", "practice", "practice_alone", "eval", "eval_alone", "report.html")
 
 
 def walkthrough(settings: QuickstartGroup) -> Walkthrough:
@@ -68,7 +68,7 @@ def _run_stages(settings: QuickstartGroup) -> None:
 
 
 def _make_room(root: Path, *, overwrite: bool) -> None:
-    left = [root / part for part in PARTS if (root / part).exists()]
+    left = [root / part for part in _PARTS if (root / part).exists()]
     if left and not overwrite:
         raise UsageError(
             f"--output {root} contains an earlier quickstart: replace it with --overwrite, or choose another folder"

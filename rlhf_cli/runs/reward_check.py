@@ -10,8 +10,8 @@ from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 
 # Two prompts show whether a reward depends on the prompt.
-TRIED_PROMPTS = 2
-MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</think><answer>no</answer>")
+_TRIED_PROMPTS = 2
+_MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</think><answer>no</answer>")
 """Sample responses for each trial prompt."""
 
 
@@ -24,12 +24,12 @@ def check_rewards(reward: RewardConfig, *sets: Sequence[Prompt], is_episode: boo
     with Scorer(reward) as scorer:
         for prompts in sets:
             scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
-        warning = scorer.try_file(trial_requests(sets[0], is_episode=is_episode))
+        warning = scorer.try_file(_trial_requests(sets[0], is_episode=is_episode))
         for line in filter(None, (scorer.form, warning)):
             print(f"rlhf: {line}", file=sys.stderr, flush=True)
 
 
-def trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> list[ScoreRequest]:
+def _trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> list[ScoreRequest]:
     """Create requests with sample responses to the first prompts. The prompt's tokens stand in for response tokens.
 
     With `is_episode`, each request is an episode with one turn.
@@ -44,13 +44,13 @@ def trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> li
             truncated=False,
             group=str(number),
             sample=sample,
-            group_size=len(MADE_UP),
+            group_size=len(_MADE_UP),
             source=prompt.data_source,
             row=prompt.row,
             token_ids=prompt.prompt_ids,
             pictures=tuple(placed.picture for placed in prompt.pictures),
             messages=({"role": "assistant", "content": response},) if is_episode else (),
         )
-        for number, prompt in enumerate(islice(prompts, TRIED_PROMPTS))
-        for sample, response in enumerate(MADE_UP)
+        for number, prompt in enumerate(islice(prompts, _TRIED_PROMPTS))
+        for sample, response in enumerate(_MADE_UP)
     ]

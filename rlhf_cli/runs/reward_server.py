@@ -41,7 +41,7 @@ def run_server(config: ServeRMConfig) -> None:
 
 
 @dataclass(frozen=True)
-class RewardScoring:
+class _RewardScoring:
     """Scores the responses in several requests together."""
 
     reward: RewardConfig
@@ -61,11 +61,11 @@ class RewardScoring:
 
 
 @contextmanager
-def scoring(reward: RewardConfig, model: ServedModelConfig) -> Iterator[RewardScoring]:
+def scoring(reward: RewardConfig, model: ServedModelConfig) -> Iterator[_RewardScoring]:
     """Start the rewards, and stop their processes at the end of the block."""
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
-        yield RewardScoring(reward, scorer, text_model)
+        yield _RewardScoring(reward, scorer, text_model)
 
 
 def _source(pretrain: str, model: ServedModelConfig) -> ModelConfig:

@@ -18,13 +18,13 @@ from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.sinks import RUN_FILE, SINKS, files_of
 
-CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
-# In `BEST`: metric, value and iteration.
+CONFIG, LOGS, REPORT, _BEST, _EMA = "config.yaml", "logs", "report.html", "best", "ema"
+# In `_BEST`: metric, value and iteration.
 BEST_FILE = "best.json"
-ERRORS = ("error.log", "error_rank*.log")
-OF_A_RUN = (CONFIG, RUN_FILE, REPORT, BEST, EMA, *files_of(SINKS))
-OF_A_MODEL = ("config.json", "adapter_config.json")
-OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
+_ERRORS = ("error.log", "error_rank*.log")
+_OF_A_RUN = (CONFIG, RUN_FILE, REPORT, _BEST, _EMA, *files_of(SINKS))
+_OF_A_MODEL = ("config.json", "adapter_config.json")
+_OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
 """Names of the logs written by runs. Other programs may use the folder too, such as Slurm with `logs/slurm-%j.out`."""
 
 
@@ -44,12 +44,12 @@ class RunDirectory:
     @property
     def best(self) -> Path:
         """Folder with the best model by evaluation."""
-        return self.root / BEST
+        return self.root / _BEST
 
     @property
     def ema(self) -> Path:
         """Folder with the moving average of the weights."""
-        return self.root / EMA
+        return self.root / _EMA
 
     def log_of_rank(self, rank: int) -> Path:
         """Return a rank's log file."""
@@ -77,7 +77,7 @@ def check_run_directory(settings: CheckpointConfig) -> None:
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output: {path} is a file, not a folder")
     # Saving replaces the folder, so it must not contain anything else.
-    if _is_used(paths.model) and not any((paths.model / name).is_file() for name in OF_A_MODEL):
+    if _is_used(paths.model) and not any((paths.model / name).is_file() for name in _OF_A_MODEL):
         raise UsageError(
             f"the model cannot be saved in {paths.model}, which contains other files: choose another --save_path"
         )
@@ -182,7 +182,7 @@ def set_later_best_aside(paths: RunDirectory, *, known: int | None) -> Path | No
     if iteration is None or (known is not None and iteration <= known):
         return None
     endings = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
-    named = (paths.root / f"{BEST}.after_{iteration}{ending}" for ending in endings)
+    named = (paths.root / f"{_BEST}.after_{iteration}{ending}" for ending in endings)
     aside = next(path for path in named if not path.exists())
     paths.best.rename(aside)
     return aside
@@ -192,8 +192,8 @@ def _leftovers(paths: RunDirectory) -> list[Path]:
     """Return an earlier run's files, except logs and checkpoints. A model in another folder stays until replaced."""
     own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
     named = [
-        *(paths.root / name for name in OF_A_RUN),
-        *paths.root.glob(f"{BEST}.after_*"),
+        *(paths.root / name for name in _OF_A_RUN),
+        *paths.root.glob(f"{_BEST}.after_*"),
         *_errors(paths),
         *own_model,
     ]
@@ -203,7 +203,7 @@ def _leftovers(paths: RunDirectory) -> list[Path]:
 
 def _errors(paths: RunDirectory) -> list[Path]:
     """Return files with tracebacks of unexpected errors."""
-    return [path for pattern in ERRORS for path in paths.root.glob(pattern)]
+    return [path for pattern in _ERRORS for path in paths.root.glob(pattern)]
 
 
 def _steps(paths: RunDirectory) -> list[Path]:
@@ -218,7 +218,7 @@ def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
 
 def own_logs(folder: Path) -> list[Path]:
     """Return the logs in the folder that were written by runs."""
-    return [path for path in folder.glob("*.log") if OWN_LOG.fullmatch(path.name)]
+    return [path for path in folder.glob("*.log") if _OWN_LOG.fullmatch(path.name)]
 
 
 def remove(paths: Iterable[Path]) -> None:

@@ -11,7 +11,7 @@ from rlhf_cli.models.adapters import VARIANTS, AdapterPlan
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
 
-OF_AN_ADAPTER = (
+_OF_AN_ADAPTER = (
     "lora_rank",
     "lora_alpha",
     "lora_dropout",
@@ -20,7 +20,7 @@ OF_AN_ADAPTER = (
     "load_in_4bit",
     *VARIANTS,
 )
-NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
+_NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """Settings without effect on the objective: a preset only sets defaults, and shared prompts only save time."""
 NOT_OF_THE_STEPS = {"max_norm", "max_skipped_steps"}
 """Settings of the optimizer that a resumed run may change."""
@@ -45,7 +45,7 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
 def adapter_identity(plan: AdapterPlan | None, *, suffix: str = "") -> dict[str, object]:
     """Return the adapter settings by name with `suffix`; None values without an adapter."""
     # Include names without a value, so that adding an adapter on resume is an error.
-    settings = dict.fromkeys(OF_AN_ADAPTER) | (plan.identity() if plan else {})
+    settings = dict.fromkeys(_OF_AN_ADAPTER) | (plan.identity() if plan else {})
     return {f"{name}{suffix}": value for name, value in settings.items()}
 
 
@@ -56,7 +56,7 @@ def tokenizer_identity(tokenizer: object) -> dict[str, object]:
 
 def objective_identity(group: SettingsGroup, *, besides: frozenset[str] = frozenset()) -> dict[str, object]:
     """Return a group's settings that affect the objective, as JSON values, except `besides`."""
-    settings = group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)
+    settings = group.model_dump(mode="json", exclude=_NOT_OF_THE_OBJECTIVE | besides)
     return {name: without_folder(value) for name, value in settings.items()}
 
 

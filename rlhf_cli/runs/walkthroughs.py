@@ -11,7 +11,7 @@ from rlhf_cli.command_table import COMMANDS
 from rlhf_cli.data.arithmetic import write_problems
 from rlhf_cli.data.squares import write_questions
 
-CRITIC = "--critic_learning_rate 5e-4"
+_CRITIC = "--critic_learning_rate 5e-4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class SumsWalkthrough(Walkthrough):
             f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 "
             f"--max_new_tokens {self.max_new_tokens} --rollout_batch_size 256 "
             f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 16 --actor_learning_rate 3e-4 "
-            f"{CRITIC if self._has_critic else ''} --lr_warmup_ratio 0.05 --enforce_eager "
+            f"{_CRITIC if self._has_critic else ''} --lr_warmup_ratio 0.05 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )
         return shlex.split(words)

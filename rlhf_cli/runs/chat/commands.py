@@ -16,8 +16,8 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.chat.session import Ask, Session
 
-SAVED_KINDS = (".json", ".jsonl")
-SHOWN = 60
+_SAVED_KINDS = (".json", ".jsonl")
+_SHOWN = 60
 """Maximum characters of a message quoted in a confirmation."""
 
 
@@ -48,16 +48,16 @@ class End:
     """End the chat."""
 
 
-Action = Ask | Save | Load | Attach | End
+_Action = Ask | Save | Load | Attach | End
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class _Reply:
     """Result of an input line: new state, text to show, and action."""
 
     session: Session
     text: str = ""
-    action: Action | None = None
+    action: _Action | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Command:
 
     words: str
     effect: str
-    run: Callable[[Session, str], Reply]
+    run: Callable[[Session, str], _Reply]
 
 
 class _Settable(CommandConfig):
@@ -77,14 +77,14 @@ class _Settable(CommandConfig):
     sampling: SamplingConfig
 
 
-def reply_to(session: Session, line: str) -> Reply:
+def reply_to(session: Session, line: str) -> _Reply:
     """Handle an input line: a command if it starts with a slash, else a message. `//` escapes a leading slash.
 
     Raises:
         UsageError: unknown command or invalid arguments.
     """
     if not line.startswith("/") or line.startswith("//"):
-        return Reply(session, action=_ask(session, line.removeprefix("/") if line.startswith("//") else line))
+        return _Reply(session, action=_ask(session, line.removeprefix("/") if line.startswith("//") else line))
     name, _, words = line[1:].partition(" ")
     if name not in COMMANDS:
         # A typing error should not be sent to the model as a message.
@@ -102,29 +102,29 @@ def _ask(session: Session, text: str) -> Ask:
     return Ask(MARK * len(session.attached) + text, pictures=session.attached)
 
 
-def _help(session: Session, words: str) -> Reply:
+def _help(session: Session, words: str) -> _Reply:
     usages = {f"/{name} {command.words}".rstrip(): command.effect for name, command in COMMANDS.items()}
     width = max(map(len, usages))
     lines = [f"{usage.ljust(width)}  {effect}" for usage, effect in usages.items()]
     lines.append('Multi-line input: end a line with \\, or put the text between two lines of """.')
-    return Reply(session, "\n".join(lines))
+    return _Reply(session, "\n".join(lines))
 
 
-def _save(session: Session, words: str) -> Reply:
+def _save(session: Session, words: str) -> _Reply:
     path = _path(words, "/save FILE")
-    if path.suffix not in SAVED_KINDS:
-        raise UsageError(f"/save {words}: the file name must end with {' or '.join(SAVED_KINDS)}")
+    if path.suffix not in _SAVED_KINDS:
+        raise UsageError(f"/save {words}: the file name must end with {' or '.join(_SAVED_KINDS)}")
     if not session.turns:
         raise UsageError("there is nothing to save yet")
-    return Reply(session, action=Save(path))
+    return _Reply(session, action=Save(path))
 
 
-def _load(session: Session, words: str) -> Reply:
+def _load(session: Session, words: str) -> _Reply:
     # The row number is optional, and a file name may contain spaces, so split from the right.
     file, _, number = words.rpartition(" ")
     if file and number.isdigit() and int(number) > 0:
-        return Reply(session, action=Load(_path(file, "/load FILE"), int(number)))
-    return Reply(session, action=Load(_path(words, "/load FILE")))
+        return _Reply(session, action=Load(_path(file, "/load FILE"), int(number)))
+    return _Reply(session, action=Load(_path(words, "/load FILE")))
 
 
 def _path(words: str, usage: str) -> Path:
@@ -133,57 +133,57 @@ def _path(words: str, usage: str) -> Path:
     return Path(words).expanduser()
 
 
-def _retry(session: Session, words: str) -> Reply:
+def _retry(session: Session, words: str) -> _Reply:
     if not session.turns:
         raise UsageError("there is no message to retry")
     greedy = session.sampling.temperature == 0
     note = "temperature 0 always gives the same answer; /set temperature 0.7 samples" if greedy else ""
     last = session.turns[-1]
     ask = Ask(last.message, attempt=session.attempt + 1, again=True, pictures=last.pictures)
-    return Reply(session, note, ask)
+    return _Reply(session, note, ask)
 
 
-def _undo(session: Session, words: str) -> Reply:
+def _undo(session: Session, words: str) -> _Reply:
     if not session.turns:
         raise UsageError("there is no message to undo")
     # Restart the attempts: a message at this position is sampled like the first one.
     left = replace(session, turns=session.turns[:-1], attempt=0)
-    return Reply(left, f"removed {_quoted(session.turns[-1].message)} and the answer")
+    return _Reply(left, f"removed {_quoted(session.turns[-1].message)} and the answer")
 
 
-def _clear(session: Session, words: str) -> Reply:
+def _clear(session: Session, words: str) -> _Reply:
     kept = "; the system prompt is kept" if session.system is not None else ""
-    return Reply(replace(session, turns=(), attempt=0, attached=()), f"the conversation is empty{kept}")
+    return _Reply(replace(session, turns=(), attempt=0, attached=()), f"the conversation is empty{kept}")
 
 
-def _system(session: Session, words: str) -> Reply:
+def _system(session: Session, words: str) -> _Reply:
     if not words:
-        return Reply(session, "no system prompt" if session.system is None else f"system prompt: {session.system}")
+        return _Reply(session, "no system prompt" if session.system is None else f"system prompt: {session.system}")
     if words == "off":
-        return Reply(replace(session, system=None), "system prompt removed")
-    return Reply(replace(session, system=words), f"system prompt: {words}")
+        return _Reply(replace(session, system=None), "system prompt removed")
+    return _Reply(replace(session, system=words), f"system prompt: {words}")
 
 
-def _image(session: Session, words: str) -> Reply:
+def _image(session: Session, words: str) -> _Reply:
     if words == "off":
-        return Reply(replace(session, attached=()), "no image in the next message")
+        return _Reply(replace(session, attached=()), "no image in the next message")
     if words:
-        return Reply(session, action=Attach(Path(words).expanduser()))
+        return _Reply(session, action=Attach(Path(words).expanduser()))
     names = ", ".join(shown.source for shown in session.attached)
-    return Reply(session, f"images in the next message: {names}" if names else "no image in the next message")
+    return _Reply(session, f"images in the next message: {names}" if names else "no image in the next message")
 
 
-def _set(session: Session, words: str) -> Reply:
+def _set(session: Session, words: str) -> _Reply:
     settings = session.sampling.model_dump(include=set(_Settable.supported("sampling")))
     if not words:
-        return Reply(session, ", ".join(f"{name} {_shown(value)}" for name, value in settings.items()))
+        return _Reply(session, ", ".join(f"{name} {_shown(value)}" for name, value in settings.items()))
     name, _, value = words.replace("=", " ", 1).partition(" ")
     if name in settings and not value.strip():
-        return Reply(session, f"{name} {_shown(settings[name])}")
+        return _Reply(session, f"{name} {_shown(settings[name])}")
     # Validate through the config class, so that limits and messages are those of the command line.
     sampling = build_config(_Settable, {**settings, name: value.strip()}, spelled="{}").sampling
     attempt = -1 if name == "seed" else session.attempt  # restart the attempt count for the new seed
-    return Reply(replace(session, sampling=sampling, attempt=attempt), f"{name} {_shown(getattr(sampling, name))}")
+    return _Reply(replace(session, sampling=sampling, attempt=attempt), f"{name} {_shown(getattr(sampling, name))}")
 
 
 def _shown(value: object) -> str:
@@ -192,11 +192,11 @@ def _shown(value: object) -> str:
 
 def _quoted(message: str) -> str:
     flat = " ".join(message.replace(MARK, "[image] ").split())
-    return repr(flat if len(flat) <= SHOWN else f"{flat[:SHOWN]}...")
+    return repr(flat if len(flat) <= _SHOWN else f"{flat[:_SHOWN]}...")
 
 
-def _exit(session: Session, words: str) -> Reply:
-    return Reply(session, action=End())
+def _exit(session: Session, words: str) -> _Reply:
+    return _Reply(session, action=End())
 
 
 COMMANDS = {

@@ -125,7 +125,7 @@ class Chat:
         self._written.add(path.resolve())
         missing = len(self._speakers) - len(rows)
         left_out = f"; {missing} skipped because of an empty answer" if missing else ""
-        self._screen.tell(f"saved {counted(len(rows), 'conversation')} to {path}{left_out}")
+        self._screen.tell(f"saved {_counted(len(rows), 'conversation')} to {path}{left_out}")
 
     def _attach(self, path: Path) -> None:
         """Attach an image file to the next message."""
@@ -141,9 +141,9 @@ class Chat:
         takes_pictures = all(speaker.takes_pictures for speaker in self._speakers)
         conversation = read_conversation(path, row, takes_pictures=takes_pictures)
         self.session = self.session.loaded(conversation, num_models=len(self._speakers))
-        self._screen.tell(f"loaded {counted(len(self.session.turns), 'turn')} from {path}")
+        self._screen.tell(f"loaded {_counted(len(self.session.turns), 'turn')} from {path}")
 
 
-def counted(number: int, noun: str) -> str:
+def _counted(number: int, noun: str) -> str:
     """Format a number with its noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -10,7 +10,7 @@ from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 
 
 @dataclass(frozen=True, slots=True)
-class KnownStart:
+class _KnownStart:
     """Known prefix text with its token IDs."""
 
     text: str
@@ -28,7 +28,7 @@ class PromptIds:
         self._tokenizer = tokenizer
         self._tokeniser = Tokeniser(tokenizer)
         self._plain = plain
-        self._known: list[KnownStart] = []
+        self._known: list[_KnownStart] = []
 
     def of(self, text: str) -> list[int]:
         """Return a prompt's token IDs."""
@@ -45,4 +45,4 @@ class PromptIds:
         # A template may write its own end token, or the same text as the sampled one.
         for ids in (response_ids, response_ids[:-1]):
             text = text_of(self._tokenizer, ids, skip_special_tokens=False)
-            self._known.append(KnownStart(prompt + text, [*prompt_ids, *ids]))
+            self._known.append(_KnownStart(prompt + text, [*prompt_ids, *ids]))

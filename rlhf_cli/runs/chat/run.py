@@ -13,7 +13,7 @@ from rlhf_cli.runs.chat.session import Session
 from rlhf_cli.runs.chat.speaker import ModelSpeaker
 from rlhf_cli.runs.inference.model import find_inference_model
 
-HINT = "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat."
+_HINT = "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 
 def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_screen) -> None:
@@ -28,9 +28,9 @@ def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_scr
     screen = open_screen()
     if note := dtype_note(config.model, on_gpu=torch.cuda.is_available()).get("Note"):
         screen.tell(f"note: {note}")
-    load_speakers(speakers, screen)
+    _load_speakers(speakers, screen)
     if screen.is_interactive:
-        screen.tell(f"{HINT}\n")
+        screen.tell(f"{_HINT}\n")
     chat = Chat(Session(config.sampling, system=config.template.system_prompt), speakers, screen)
     failed = chat.run()
     # In a terminal the user has seen the errors and may have corrected them.
@@ -45,7 +45,7 @@ def found_speakers(config: ChatConfig) -> list[ModelSpeaker]:
     return [ModelSpeaker(model, config.template, sampling=config.sampling) for model in models]
 
 
-def load_speakers(speakers: list[ModelSpeaker], screen: Screen) -> None:
+def _load_speakers(speakers: list[ModelSpeaker], screen: Screen) -> None:
     """Load the models one by one and print a description of each."""
     for speaker in speakers:
         speaker.load(screen.tell)

@@ -12,10 +12,10 @@ from rlhf_cli.runs.chat.commands import COMMANDS
 from rlhf_cli.runs.chat.thoughts import ThoughtMarks
 from rlhf_cli.tracking.terminal.console import LastingStream, open_console
 
-BLOCK = '"""'
+_BLOCK = '"""'
 """Line that starts or ends a multi-line message."""
-PROMPT, CONTINUED = "> ", ". "
-VISIBLE = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"} | {0x7F: 0x2421}
+_PROMPT, _CONTINUED = "> ", ". "
+_VISIBLE = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"} | {0x7F: 0x2421}
 """Visible symbols for control characters, so that an answer cannot move the cursor or change the window title."""
 
 
@@ -51,11 +51,11 @@ def open_screen() -> Screen:
     # Messages of the script must not mix with the answers on standard output.
     if not sys.stdin.isatty():
         return PipeScreen(sys.stdin, LastingStream(1), LastingStream(2))
-    edit_lines()
+    _edit_lines()
     return TerminalScreen(open_console(LastingStream(1)), input)
 
 
-def edit_lines() -> None:
+def _edit_lines() -> None:
     """Set up line editing with history and command completion for `input`."""
     import readline
 
@@ -112,7 +112,7 @@ class TerminalScreen:
     def _parts(self, parts: Iterable[tuple[str, bool]]) -> None:
         for text, is_thought in parts:
             # Escape before printing: model output may contain terminal control sequences.
-            self._print(text.translate(VISIBLE), "dim" if is_thought else "")
+            self._print(text.translate(_VISIBLE), "dim" if is_thought else "")
 
     def _print(self, text: str, style: str) -> None:
         """Print text unchanged: rich's own strings expand tabs and replace :names: with emoji."""
@@ -123,13 +123,13 @@ class TerminalScreen:
 
 def joined_lines(read_line: Callable[[str], str]) -> str:
     """Read a message that may span lines, continued by a backslash or between two quote lines."""
-    line = read_line(PROMPT)
-    if line.strip() == BLOCK:
-        return "\n".join(iter(lambda: read_line(CONTINUED), BLOCK))
+    line = read_line(_PROMPT)
+    if line.strip() == _BLOCK:
+        return "\n".join(iter(lambda: read_line(_CONTINUED), _BLOCK))
     lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(read_line(CONTINUED))
+        lines.append(read_line(_CONTINUED))
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import Picture
 
 # Spacing between attempts in the seed counter. No conversation has this many turns, so seeds never repeat.
-TURNS_OF_AN_ATTEMPT = 1 << 16
+_TURNS_OF_AN_ATTEMPT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Session:
     def seed(self, ask: Ask) -> int:
         """Return the answer seed, determined by the seed setting, position and attempt."""
         place = len(self.before(ask).turns)
-        return scattered_seed(self.sampling.seed, ask.attempt * TURNS_OF_AN_ATTEMPT + place)
+        return scattered_seed(self.sampling.seed, ask.attempt * _TURNS_OF_AN_ATTEMPT + place)
 
     def loaded(self, conversation: Conversation, *, num_models: int) -> "Session":
         """Return the session with a loaded conversation, shared by all models.

@@ -80,7 +80,7 @@ class Speaker(Protocol):
         ...
 
 
-class ConversationText:
+class _ConversationText:
     """Renders conversations with the chat template, or as plain text without one."""
 
     def __init__(self, config: TemplateConfig, tokenizer: Any) -> None:
@@ -131,7 +131,7 @@ class ModelSpeaker:
         """
         self.name = model.source.pretrain
         self._model = model
-        self.text = ConversationText(config, model.tokenizer)
+        self.text = _ConversationText(config, model.tokenizer)
         self._ids = PromptIds(model.tokenizer, plain=self.text.is_plain)
         self._family = find_family(
             model.found.path,

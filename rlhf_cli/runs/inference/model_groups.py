@@ -26,7 +26,7 @@ from rlhf_cli.runs.model_export import GENERATION, Parts, adapter_weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Dense architectures with vLLM adapter support and the layer names below."""
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _fault_of_adapter(tested: ModelUnderTest) -> str | None:
 
 def _strange_names(names: list[str]) -> list[str]:
     """Return tensors that are not adapter factors of layers supported by vLLM."""
-    known = tuple(f".{layer}{factor}.weight" for layer in LAYERS for factor in FACTORS)
+    known = tuple(f".{layer}{factor}.weight" for layer in _LAYERS for factor in FACTORS)
     return [name for name in names if not name.endswith(known)]
 
 

@@ -16,14 +16,14 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
 from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, files_of, sinks_of
 
-SELECTED, FIGURES, IDENTITY = "selected.jsonl", "eval.json", "generation.json"
+SELECTED, FIGURES, _IDENTITY = "selected.jsonl", "eval.json", "generation.json"
 TRACKING = TrackingConfig(use_tensorboard=False)
 """Tracking of a generation or evaluation: only its own files."""
-ANSWERS = (*files_of(sinks_of(TRACKING)), SELECTED)
+_ANSWERS = (*files_of(sinks_of(TRACKING)), SELECTED)
 WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
-LEFTOVERS = (*ANSWERS, FIGURES, RUN_FILE, CONFIG, "error.log", IDENTITY)
-BLOCK = 1 << 20
+_LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, CONFIG, "error.log", _IDENTITY)
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def check_folder(root: Path, out: AnswersOutputConfig) -> None:
     """Raise UsageError if the responses would mix with other content. Changes nothing."""
     if root.exists() and not root.is_dir():
         raise UsageError(f"--output: {root} is a file, not a folder")
-    if not (root / IDENTITY).exists():
-        found = next((name for name in (CONFIG, *ANSWERS) if (root / name).exists()), None)
+    if not (root / _IDENTITY).exists():
+        found = next((name for name in (CONFIG, *_ANSWERS) if (root / name).exists()), None)
         if found is not None:
             raise UsageError(f"--output {root} contains other files ({found}): choose another folder")
     elif not out.load_checkpoint and not out.overwrite:
@@ -89,7 +89,7 @@ def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, objec
     Raises:
         UsageError: the responses used different settings, which the message names.
     """
-    file = root / IDENTITY
+    file = root / _IDENTITY
     if not out.load_checkpoint or not file.exists():
         return None
     if found := differences(json.loads(file.read_text(encoding="utf-8")), identity):
@@ -106,7 +106,7 @@ def num_lines(path: Path) -> int:
         return 0
     with path.open("rb") as file:
         # A killed run may leave half a line, which has no newline yet.
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
 
 def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object], *, keep: bool) -> None:
@@ -117,10 +117,10 @@ def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object],
     if (root / WHOLE_MODEL).exists():
         shutil.rmtree(root / WHOLE_MODEL)
     if not keep:
-        remove([*(root / name for name in LEFTOVERS), *own_logs(root / LOGS)])
+        remove([*(root / name for name in _LEFTOVERS), *own_logs(root / LOGS)])
     (root / LOGS).mkdir(parents=True, exist_ok=True)
     # Write and rename: a partial identity would make the folder unusable.
-    temporary = root / f"{IDENTITY}.tmp"
+    temporary = root / f"{_IDENTITY}.tmp"
     temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, root / IDENTITY)
+    os.replace(temporary, root / _IDENTITY)
     (root / CONFIG).write_text(config_yaml, encoding="utf-8")

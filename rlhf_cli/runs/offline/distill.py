@@ -28,8 +28,8 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     distillation = config.distillation
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
-    source, deepspeed = teacher_source(config, model), teacher_deepspeed(config)
-    teacher = checked_teacher(source, deepspeed, model)
+    source, deepspeed = _teacher_source(config, model), teacher_deepspeed(config)
+    teacher = _checked_teacher(source, deepspeed, model)
     check_role_pictures(
         model.found,
         teacher,
@@ -63,7 +63,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     )
 
 
-def teacher_source(config: DistillConfig, model: ModelPlan) -> ModelConfig:
+def _teacher_source(config: DistillConfig, model: ModelPlan) -> ModelConfig:
     """Return the teacher's model settings: the student's dtype and attention kernel."""
     # The teacher's template is not used, since it reads tokens of the student's template.
     changes = {"pretrain": config.distillation.teacher_pretrain, "tokenizer_chat_template": None}
@@ -79,7 +79,7 @@ def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
     return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 
 
-def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan) -> FoundModel:
+def _checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: ModelPlan) -> FoundModel:
     """Find the teacher. Raises UsageError if it cannot be loaded, or its token IDs differ from the student's."""
     found = find_companion("teacher_pretrain", source, model)
     _, num_ranks = distributed_env.rank_and_world_size()

@@ -22,7 +22,7 @@ from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.pairs import Gather
 from rlhf_cli.trainers.offline.reference_logprobs import all_results, digest_of_pairs, digest_of_responses
 
-Forwards = dict[str, Callable[[object, Any], object]]
+_Forwards = dict[str, Callable[[object, Any], object]]
 """Reference forward functions, keyed by result column."""
 
 
@@ -132,7 +132,7 @@ def labelled_reference(
     """Add precomputed reference log-probs to the responses, or return hooks that compute them in each step."""
     reference, deepspeed = None, _of_reference(deepspeed, settings)
     if settings.precompute_ref_log_probs:
-        forwards: Forwards = {kto.REF: kto.matched_logprobs, kto.MISMATCHED_REF: kto.mismatched_logprobs}
+        forwards: _Forwards = {kto.REF: kto.matched_logprobs, kto.MISMATCHED_REF: kto.mismatched_logprobs}
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, forwards)
         items = precomputed.added_to(items, digest_of_responses)
     else:
@@ -147,7 +147,7 @@ def labelled_reference(
 class _Precomputed:
     """Precomputed reference columns for whole datasets. The model is loaded once, and only without cached columns."""
 
-    def __init__(self, source: ModelConfig, deepspeed: DeepSpeedConfig, share: Share, forwards: Forwards) -> None:
+    def __init__(self, source: ModelConfig, deepspeed: DeepSpeedConfig, share: Share, forwards: _Forwards) -> None:
         self._source, self._deepspeed, self._share, self._forwards = source, deepspeed, share, forwards
 
     @functools.cached_property

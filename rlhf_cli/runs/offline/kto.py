@@ -43,7 +43,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
         command=config.command,
         objective=objective,
         items=items,
-        summary=f"{train.report.summary}; {balance(train, loss)}",
+        summary=f"{train.report.summary}; {_balance(train, loss)}",
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
@@ -57,7 +57,7 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     )
 
 
-def balance(data: LoadedData[LabelledItem], loss: UnpairedLossConfig) -> str:
+def _balance(data: LoadedData[LabelledItem], loss: UnpairedLossConfig) -> str:
     """Summarize the class balance, with suggested weights if unbalanced. Raises UsageError if a class is missing."""
     # Fail early: with one class only, the loss pushes all responses in one direction.
     num_desirable = int(data.columns["desirable"].sum())

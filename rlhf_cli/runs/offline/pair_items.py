@@ -14,7 +14,7 @@ from rlhf_cli.trainers.offline.pairs import PairItems, margins
 from rlhf_cli.trainers.offline.rm import MARGIN
 
 
-class PairConfig(Protocol):
+class _PairConfig(Protocol):
     """Settings used to load pairs."""
 
     @property
@@ -28,7 +28,7 @@ class PairConfig(Protocol):
 
 
 def load_pair_items(
-    config: PairConfig,
+    config: _PairConfig,
     model: ModelPlan,
     *,
     read_ends: bool,

@@ -59,7 +59,7 @@ from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, train
 
-STOP = "a step is done and saved"
+_STOP = "a step is done and saved"
 """Completes "The run ends as soon as ..." after a stop signal."""
 
 
@@ -88,13 +88,13 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         stop_with_launcher()
     with (
         quiet_process(begin_log(paths, rank, keep=continues)) as terminal,
-        stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP) if rank == 0 else nullcontext(),
+        stop_announced(stop, partial(terminal.console.print, soft_wrap=True), _STOP) if rank == 0 else nullcontext(),
     ):
         # The collective below needs the group, and a check that fails on rank 0 must end all ranks.
         distributed.join_process_group()
         try:
             identity, notices = distributed.by_first_rank(
-                lambda: (checked_identity(config, task, resume), checked_layout(config, resume, num_ranks=num_ranks))
+                lambda: (checked_identity(config, task, resume), _checked_layout(config, resume, num_ranks=num_ranks))
             )
         except UsageError:
             stop.restore()  # lets the launcher stop other ranks before they repeat the error
@@ -205,7 +205,7 @@ def check_items(config: OfflineConfig, items: Items) -> None:
             )
 
 
-def checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_ranks: int) -> list[str]:
+def _checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_ranks: int) -> list[str]:
     """Return a notice if the states must be repartitioned. Raises UsageError if that is impossible."""
     if resume is None:
         return []
@@ -256,13 +256,13 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
         config.deepspeed,
         optim=config.optim,
         learning_rate=config.optim.learning_rate,
-        total_steps=total_steps(config, task),
+        total_steps=_total_steps(config, task),
         param_dtype=config.model.param_dtype,
     )
     return hf_model, engine
 
 
-def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
+def _total_steps(config: OfflineConfig, task: OfflineTask) -> int:
     """Return the number of optimizer steps in the run."""
     batch = config.batch
     batches = StepBatches(
@@ -293,7 +293,7 @@ class _OfflineRun:
             self.config.tracking,
             self.paths.root,
             command=self.task.command,
-            total_steps=total_steps(self.config, self.task),
+            total_steps=_total_steps(self.config, self.task),
             console=console,
             resume_step=resume.step if resume else None,
             saved=resume.state["tracker"] if resume else None,
@@ -312,7 +312,7 @@ class _OfflineRun:
 
     def train(self, tracker: Tracker | SilentTracker, stop: StopSignal, *, start_step: int) -> Finished:
         config = self.config
-        with stop_announced(stop, tracker.message, STOP):
+        with stop_announced(stop, tracker.message, _STOP):
             return train(
                 self.engine,
                 self.task.objective,
@@ -321,7 +321,7 @@ class _OfflineRun:
                 share=self.share,
                 schedule=Schedule(
                     start_step=start_step,
-                    total_steps=total_steps(config, self.task),
+                    total_steps=_total_steps(config, self.task),
                     save_steps=config.checkpoint.save_steps,
                     eval_steps=config.batch.eval_steps,
                     max_skipped_steps=config.optim.max_skipped_steps,

@@ -33,16 +33,16 @@ class LoadedItems(ItemData, Protocol):
     def data(self) -> LoadedData[object]: ...
 
 
-Item = TypeVar("Item")
-LoadedItemsT = TypeVar("LoadedItemsT", bound=LoadedItems, covariant=True)
+_Item = TypeVar("_Item")
+_LoadedItemsT = TypeVar("_LoadedItemsT", bound=LoadedItems, covariant=True)
 
 
 @dataclass(frozen=True)
-class Items(Generic[LoadedItemsT]):
+class Items(Generic[_LoadedItemsT]):
     """Training items and optional evaluation items."""
 
-    data: LoadedItemsT
-    eval_data: LoadedItemsT | None
+    data: _LoadedItemsT
+    eval_data: _LoadedItemsT | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ReferenceHooks:
     load: Callable[[Path], None] | None = None
 
 
-def no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedItems], ReferenceHooks]:
+def _no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedItems], ReferenceHooks]:
     """Return the items unchanged, for objectives without a reference."""
     del share
     return items, ReferenceHooks()
@@ -105,9 +105,9 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
 def load_items(
     data: OfflineDataConfig,
     model: ModelPlan,
-    load: Callable[..., LoadedData[Item]],
-    make: Callable[[LoadedData[Item]], LoadedItemsT],
-) -> Items[LoadedItemsT]:
+    load: Callable[..., LoadedData[_Item]],
+    make: Callable[[LoadedData[_Item]], _LoadedItemsT],
+) -> Items[_LoadedItemsT]:
     """Load training and evaluation items. `load(dataset=..., split=..., progress=...)` loads one dataset, and `make`
     returns its items.
 
@@ -117,7 +117,7 @@ def load_items(
     rank, _ = distributed_env.rank_and_world_size()
     with rows_bar(shown=rank == 0) as progress:
 
-        def checked(dataset: str, split: str) -> LoadedItemsT:
+        def checked(dataset: str, split: str) -> _LoadedItemsT:
             items = make(load(dataset=dataset, split=split, progress=progress))
             report = items.data.report
             # A token beyond the embedding fails on a GPU with an unreadable assertion.
@@ -143,7 +143,7 @@ class OfflineTask:
     # (Hugging Face model, sequence-parallel ranks) -> module for the objective
     wrap: Callable[[PreTrainedModel, SequenceRanks | None], nn.Module]
     # Runs after ranks have joined, before the model is loaded. May add columns and a reference.
-    begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
+    begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = _no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
     notices: tuple[str, ...] = ()  # shown at startup
     # Extra facts that must match to resume a checkpoint. Called on rank 0.

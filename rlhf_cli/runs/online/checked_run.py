@@ -56,9 +56,9 @@ from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
-PlanT = TypeVar("PlanT", ModelPlan, ModelPlan | RewardModelPlan)
-UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are on other nodes and their memory is unknown"
-ENDS = 16
+_PlanT = TypeVar("_PlanT", ModelPlan, ModelPlan | RewardModelPlan)
+_UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are on other nodes and their memory is unknown"
+_ENDS = 16
 """Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
 
 
@@ -209,7 +209,9 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
     config, models = run.config, run.models
     if memory is None:
         recomputes = config.model.gradient_checkpointing is not False
-        return _with_recomputing(run, recomputes, UNKNOWN_MEMORY if config.model.gradient_checkpointing is None else "")
+        return _with_recomputing(
+            run, recomputes, _UNKNOWN_MEMORY if config.model.gradient_checkpointing is None else ""
+        )
     placement, plan, policy = config.placement, models.policy.plan, models.policy
     states = states_of(
         config.model,
@@ -238,7 +240,7 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
         states=states,
         room=room,
         # The smallest group holds the largest part of a sequence.
-        needed_tokens=-(-(config.prompts.max_len + ENDS) // min(config.sequence_sizes)),
+        needed_tokens=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
     )
     run = replace(run, config=config.model_copy(update={"batch": batch}))
     return _with_recomputing(run, bool(model.gradient_checkpointing), fit.reason)
@@ -248,7 +250,7 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
     """Enable or disable recomputation in the models; a teacher and a reward model never recompute."""
     update = {"gradient_checkpointing": recomputes}
 
-    def changed(model: PlanT) -> PlanT:
+    def changed(model: _PlanT) -> _PlanT:
         if isinstance(model, RewardModelPlan) or model.source.gradient_checkpointing is False:
             return model
         return replace(model, source=model.source.model_copy(update=update), base=model.base.model_copy(update=update))

@@ -15,7 +15,7 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.errors import UsageError
 
-OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
+_OF_ONE_TURN = "applies to a single response, but an episode has multiple turns"
 """Second half of error messages for settings that do not support episodes."""
 
 
@@ -139,7 +139,7 @@ def check_episodes(config: OnlineConfig) -> None:
     if config.reward.prm_pretrain is not None:
         raise UsageError("--prm_pretrain does not support episodes with an environment yet")
     if config.reward.overlong_buffer_len is not None:
-        raise UsageError(f"--overlong_buffer_len {OF_ONE_TURN}")
+        raise UsageError(f"--overlong_buffer_len {_OF_ONE_TURN}")
     refuse_length_rewards(config.reward)
 
 
@@ -147,7 +147,7 @@ def refuse_length_rewards(reward: RewardConfig) -> None:
     """Raise UsageError for length rewards."""
     for call in reward.rewards:
         if call.row.kind == "length":
-            raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
+            raise UsageError(f"--reward_funcs {call.name} {_OF_ONE_TURN}")
 
 
 def check_staleness(config: OnlineConfig) -> None:

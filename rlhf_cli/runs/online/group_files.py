@@ -26,7 +26,7 @@ AHEAD = "ahead.jsonl.gz"
 def save_groups(folder: Path, state: LoopState) -> None:
     """Write the loop's groups to a checkpoint folder. `state.plain()` is the remaining state."""
     save_surplus(folder, state.source.surplus)
-    save_ahead(folder, state.ahead)
+    _save_ahead(folder, state.ahead)
 
 
 def check_state(checkpoint: Checkpoint) -> None:
@@ -57,7 +57,7 @@ def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Group
     return [_group(row, prompt_at(row["place"])) for row in _read(folder / SURPLUS)]
 
 
-def save_ahead(folder: Path, batches: Sequence[SampledGroups]) -> None:
+def _save_ahead(folder: Path, batches: Sequence[SampledGroups]) -> None:
     """Write completed batches to a checkpoint folder, like `save_surplus`; no file if there are none."""
     if batches:
         _write(folder / AHEAD, map(_plain_batch, batches))

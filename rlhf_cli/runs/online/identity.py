@@ -16,9 +16,9 @@ from rlhf_cli.runs.run_identity import (
     tokenizer_identity,
 )
 
-LENGTH = {"num_episodes", "max_iterations"}
+_LENGTH = {"num_episodes", "max_iterations"}
 """Run-length settings, represented by the number of iterations."""
-HOW_REWARDS_RUN = frozenset(
+_HOW_REWARDS_RUN = frozenset(
     {
         "reward_func",
         "reward_pretrain",
@@ -37,7 +37,7 @@ HOW_REWARDS_RUN = frozenset(
 """Reward settings that affect execution or file locations, but not values."""
 HOW_ROLES_RUN = {"ref_offload", "critic_update_steps", "freezing_actor_steps"}
 """Settings of roles that may change on resume, besides their sizes and stages."""
-HOW_PROMPTS_ARE_REPLACED = {"dynamic_oversample", "dynamic_max_rounds"}
+_HOW_PROMPTS_ARE_REPLACED = {"dynamic_oversample", "dynamic_max_rounds"}
 """Dynamic-sampling settings that do not affect which groups pass the filter."""
 
 
@@ -71,7 +71,7 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
     """Return the settings of objective, optimizer and sampling, keyed by checkpoint name."""
     own = config.settings_of_code("advantage_estimator")
     return {
-        **supported_identity(config, "rollout", besides=LENGTH),
+        **supported_identity(config, "rollout", besides=_LENGTH),
         "train_batch_size": config.batch.train_batch_size,
         **supported_identity(config, "optim", besides=NOT_OF_THE_STEPS),
         **supported_identity(config, "policy", besides={"advantage_estimator"}),  # identified by its name
@@ -79,7 +79,7 @@ def settings_identity(config: OnlineConfig) -> dict[str, object]:
         **_rewards(config),
         **config.episodes.identity(max_len=config.prompts.max_len),
         **_role_settings(config),
-        **supported_identity(config, "dynamic", besides=HOW_PROMPTS_ARE_REPLACED),
+        **supported_identity(config, "dynamic", besides=_HOW_PROMPTS_ARE_REPLACED),
         "max_staleness": config.asynchronous.staleness,
         "seed": config.batch.seed,
     }
@@ -115,7 +115,7 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
 def _rewards(config: OnlineConfig) -> dict[str, object]:
     reward = config.reward
     return {
-        **supported_identity(config, "reward", besides=HOW_REWARDS_RUN),
+        **supported_identity(config, "reward", besides=_HOW_REWARDS_RUN),
         # Only the name: the file may move between machines, and changed contents are reported as a notice.
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
         "reward servers": bool(reward.remote_rm_url),

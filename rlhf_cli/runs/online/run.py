@@ -47,7 +47,7 @@ from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.prompt_source import RolloutSource, prompt_at
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
-STOP = "an iteration is done and saved"
+_STOP = "an iteration is done and saved"
 """Completes "The run ends as soon as ..." after a stop signal."""
 
 
@@ -79,7 +79,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
     config = run.config
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
-        stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP))
+        stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), _STOP))
         is_busy = load_notice()  # measured before Ray adds to the load
         run, where = _reserve(run, stack)
         hints = [] if where.cluster.has_gpus else [*is_busy, *crowd_notice(where.layout, where.cluster.num_cpus)]
@@ -103,7 +103,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         tracker.start(_facts(run, where))
         if run.resume is not None:
             forget_later_best(run.paths, run.resume, tracker.message)
-        with stop_announced(stop, tracker.message, STOP):
+        with stop_announced(stop, tracker.message, _STOP):
             train, evaluator = _prepared(run, roles, scorer, tracker, stop)
             finished = train()
         # An interrupted run has saved a checkpoint; its model is not final.

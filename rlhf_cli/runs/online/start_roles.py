@@ -56,7 +56,7 @@ class OnlineRoles(Started):
         super().__init__(
             processes,
             [role_plan(config, models, role, total_steps=total_steps, end_ids=end_ids) for role in models.by_role],
-            engine_plan(config, models.policy, backend, processes),
+            _engine_plan(config, models.policy, backend, processes),
             takes_turns=bool(config.placement.deepspeed_enable_sleep),
             borrowed_actor=self._lent_actor.borrowed,
         )
@@ -208,7 +208,7 @@ def role_settings(
     )
 
 
-def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
+def _engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
     """Return the adapter config for engines that load the adapter separately; None if they receive merged weights.
 
     Raises:
@@ -221,10 +221,10 @@ def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: 
     return vllm_config(plan.config)
 
 
-def engine_plan(config: OnlineConfig, policy: ModelPlan, backend: str, processes: Processes) -> EnginePlan:
+def _engine_plan(config: OnlineConfig, policy: ModelPlan, backend: str, processes: Processes) -> EnginePlan:
     """Return the plan of the rollout engines."""
     engine, has_gpus = config.engine, processes.cluster.has_gpus
-    adapter = engine_adapter(config, policy.plan, has_gpus=has_gpus)
+    adapter = _engine_adapter(config, policy.plan, has_gpus=has_gpus)
     settings = engine_settings(
         engine,
         config.model,
