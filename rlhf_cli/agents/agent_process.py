@@ -87,7 +87,7 @@ class AgentProcess:
         self._process.wait()
         try:
             if end is None or (end.si_code, end.si_status) == (os.CLD_EXITED, 0):
-                return reward_of(_last_lines(_tail(self._output), 1))
+                return _reward_of(_last_lines(_tail(self._output), 1))
             lines = _last_lines(_tail(self._errors), _TRACE_LINES)
             last = f"; last stderr line: {lines[-1].strip()[:LONGEST_REASON]}" if lines else ""
             return ProgramEnd(failure=f"{describe_end(end.si_code, end.si_status)}{last}", trace="\n".join(lines))
@@ -99,7 +99,7 @@ class AgentProcess:
         self._errors.close()
 
 
-def reward_of(lines: list[str]) -> ProgramEnd:
+def _reward_of(lines: list[str]) -> ProgramEnd:
     """Parse the reward from the last output line: a JSON object with a numeric `reward`."""
     try:
         parsed = json.loads(lines[-1]) if lines else None

@@ -3,7 +3,7 @@
 import re
 
 # Bounded digits and no eval: the model writes this text.
-TERMS = re.compile(r"\d{1,12}(\+\d{1,12})*")
+_TERMS = re.compile(r"\d{1,12}(\+\d{1,12})*")
 
 
 class Environment:
@@ -18,6 +18,6 @@ class Environment:
         Args:
             terms: the numbers with + between them.
         """
-        if TERMS.fullmatch(terms) is None:
+        if _TERMS.fullmatch(terms) is None:
             return "Error: write numbers with + between them, as in 12+34"
         return str(sum(map(int, terms.split("+"))))

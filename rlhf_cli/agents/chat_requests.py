@@ -24,7 +24,7 @@ _KNOWN = frozenset(
 run's settings.
 """
 # OpenAI's own limit for `n`.
-MOST_CHOICES = 128
+_MOST_CHOICES = 128
 _ROLES: dict[object, Role] = {
     **{"system": "system", "developer": "system"},
     **{"user": "user", "assistant": "assistant", "tool": "tool"},
@@ -66,7 +66,7 @@ def chat_request(body: object, *, is_first_try: bool) -> ChatRequest:
     return ChatRequest(
         _named(tuple(_message(entry, place) for place, entry in enumerate(messages)), tool_names(tools)),
         tools,
-        n=_count(body, "n", most=MOST_CHOICES) or 1,
+        n=_count(body, "n", most=_MOST_CHOICES) or 1,
         max_tokens=_count(body, "max_completion_tokens") or _count(body, "max_tokens"),
         stop=_stop(body.get("stop")),
         identity=_identity(body),

@@ -18,7 +18,7 @@ from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_requests import chat_request
 from rlhf_cli.agents.chat_responses import Form, error_body, model_list
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 # aiohttp defaults to 1 MiB, less than a long conversation with tool results.
 _MOST_BYTES = 64 << 20
 # OpenAI clients count attempts in this header. A first attempt has "0" and is never a retry.
@@ -40,14 +40,14 @@ class Caller:
     key: str = field(default_factory=new_key)
 
 
-Answer = Callable[[Caller, ChatRequest], Awaitable[Completion]]
+_Answer = Callable[[Caller, ChatRequest], Awaitable[Completion]]
 """Returns the completion for an agent's request, or raises Refused."""
 
 
 class Endpoint:
     """Serves admitted agents. Use it in one event loop."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: _Answer) -> None:
         self._answer = answer
         self._callers: set[Caller] = set()
         self._count = itertools.count()
@@ -59,9 +59,9 @@ class Endpoint:
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
+        site = web.TCPSite(self._runner, _HOST, 0)
         await site.start()
-        self.url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+        self.url = f"http://{_HOST}:{self._runner.addresses[0][1]}/v1"
 
     async def close(self) -> None:
         """Stop the server and close all connections."""

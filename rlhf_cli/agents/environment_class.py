@@ -16,12 +16,12 @@ from rlhf_cli.errors import one_line
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.user_module import import_file
 
-OWN_NAME = "Environment"
+_OWN_NAME = "Environment"
 
 _OPENRLHF_AGENT = re.compile(r"^class\s+Agent(?:Instance|Executor)\b", re.MULTILINE)
-_OWN_CLASS = re.compile(rf"^class\s+{OWN_NAME}\b", re.MULTILINE)
+_OWN_CLASS = re.compile(rf"^class\s+{_OWN_NAME}\b", re.MULTILINE)
 
-NOT_TOOLS = ("reset", "step", "close", "get_reward", "render")
+_NOT_TOOLS = ("reset", "step", "close", "get_reward", "render")
 """Public methods that are never tools."""
 
 
@@ -122,7 +122,7 @@ def load_class(path: Path, name: str | None) -> EnvironmentClass:
             "whether the episode is done (docs/coming-from.md has an example)"
         )
     module = import_file(path, "environment_file")
-    return described(_named(module, name) if name or hasattr(module, OWN_NAME) else _only(module))
+    return described(_named(module, name) if name or hasattr(module, _OWN_NAME) else _only(module))
 
 
 def described(cls: type) -> EnvironmentClass:
@@ -169,12 +169,12 @@ def _takes_text(cls: type) -> bool:
 
 
 def _named(module: object, name: str | None) -> type:
-    cls = getattr(module, name or OWN_NAME, None)
+    cls = getattr(module, name or _OWN_NAME, None)
     if cls is None:
         listed = ", ".join(one.__name__ for one in _own_classes(module)) or "none"
         raise BadResult(f"has no class {name}; classes: {listed}")
     if not inspect.isclass(cls):
-        raise BadResult(f"has {name or OWN_NAME}, but it is not a class")
+        raise BadResult(f"has {name or _OWN_NAME}, but it is not a class")
     return cls
 
 
@@ -182,7 +182,7 @@ def _only(module: object) -> type:
     """Return the only class that has `reset`, and `step` or tools."""
     found = [one for one in _own_classes(module) if hasattr(one, "reset") and (hasattr(one, "step") or _tools(one))]
     if not found:
-        raise BadResult(f"has no class {OWN_NAME}, and no other class with reset and public methods")
+        raise BadResult(f"has no class {_OWN_NAME}, and no other class with reset and public methods")
     if len(found) > 1:
         listed = ", ".join(one.__name__ for one in found)
         raise BadResult(f"has more than one class with reset: {listed}; pass FILE.py:{found[0].__name__}")
@@ -202,7 +202,7 @@ def _is_public(one: type) -> bool:
 def _tools(cls: type) -> tuple[str, ...]:
     """Return the tool names, sorted by `inspect`."""
     members = inspect.getmembers(cls, inspect.isfunction)
-    return tuple(name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS)
+    return tuple(name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS)
 
 
 def _names_reward(cls: type) -> bool:

@@ -113,7 +113,7 @@ class EnvironmentObject:
     def _step(self, text: str) -> Reply:
         if not self._found.has_step:
             raise BadResult("has no step(text)")
-        found = step_result(self._resolve(self._object.step(text)))
+        found = _step_result(self._resolve(self._object.step(text)))
         self._reward += found.reward
         reward = found.reward + (self._end() if found.is_done else 0.0)
         return replace(found, reward=reward)
@@ -188,7 +188,7 @@ def as_text(result: object, method: str = "") -> str:
     return str(result).encode(errors="replace").decode()
 
 
-def step_result(result: object) -> Reply:
+def _step_result(result: object) -> Reply:
     """Parse any return value that `step` may have. Gymnasium's `truncated` marks the episode as truncated.
 
     Raises:

@@ -76,15 +76,15 @@ class McpServer:
         self.tools = tool_names(schemas)
         return EnvironmentDescription(schemas, f"MCP server with tools {', '.join(self.tools)}", has_rewards=False)
 
-    def session(self) -> "McpSession":
+    def session(self) -> "_McpSession":
         """Create a session that is not open yet."""
-        return McpSession(self)
+        return _McpSession(self)
 
     async def check_sessions(self, count: int) -> None:
         """Do nothing: each command session has a separate process, and MCP does not announce a session limit."""
 
 
-class McpSession:
+class _McpSession:
     """One episode: a server process with a connection, or an HTTP session."""
 
     def __init__(self, server: McpServer) -> None:

@@ -68,9 +68,9 @@ class OpenEnvServer:
         self.tools = tool_names(schemas)
         return EnvironmentDescription(schemas, f"OpenEnv server with tools {', '.join(self.tools)}")
 
-    def session(self) -> "OpenEnvSession":
+    def session(self) -> "_OpenEnvSession":
         """Create a session that is not open yet."""
-        return OpenEnvSession(self)
+        return _OpenEnvSession(self)
 
     def http_session(self) -> aiohttp.ClientSession:
         """Create an HTTP session that sends the API key."""
@@ -173,7 +173,7 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
     )
 
 
-class OpenEnvSession:
+class _OpenEnvSession:
     """One episode at an OpenEnv server."""
 
     def __init__(self, server: OpenEnvServer) -> None:

@@ -14,12 +14,12 @@ from rlhf_cli.agents.session_environments import SessionFailed
 from rlhf_cli.errors import LONGEST_REASON
 from rlhf_cli.rewards.remote.call import BUSY, NO_SERVER_BEHIND, connection_failure
 
-MAX_MESSAGE_BYTES = 4 << 20
+_MAX_MESSAGE_BYTES = 4 << 20
 """Maximum message size. It protects the driver's memory from a broken server."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """Seconds between attempts to open a session; doubled after each attempt."""
 # For the server to confirm the end of a connection.
-CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 
 # Quoted characters of invalid messages.
 _QUOTED = 200
@@ -47,7 +47,7 @@ class Connection:
             NotNow: the server had no session until the deadline.
             SessionFailed: the response is an error or invalid.
         """
-        deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
         while True:
             try:
                 await self.open()
@@ -58,7 +58,7 @@ class Connection:
                 if time.monotonic() + pause >= deadline:
                     raise
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def open(self) -> None:
         """Connect. Raises NotNow if the server is unreachable, SessionFailed if it does not accept WebSockets."""
@@ -66,7 +66,7 @@ class Connection:
         # aiohttp's defaults are 4 MiB and 10 s. Waiting 10 s per unresponsive server would delay the end of a run.
         try:
             self._socket = await self._http.ws_connect(
-                self._url, max_msg_size=MAX_MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
+                self._url, max_msg_size=_MAX_MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
             )
         except aiohttp.WSServerHandshakeError as error:
             advice = f": {KEY_ADVICE}" if error.status in NEEDS_KEY else ""

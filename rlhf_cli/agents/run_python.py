@@ -2,7 +2,7 @@
 
 from rlhf_cli.rewards.sandbox.run import Limits, ProgramOutcome, run_program
 
-MAX_OUTPUT = 4_000
+_MAX_OUTPUT = 4_000
 """Characters of output that the model receives."""
 
 
@@ -20,8 +20,8 @@ def run_python(program: str, timeout: float = 5.0, memory_mb: int = 512) -> str:
     limits = Limits(seconds=timeout, memory_bytes=memory_mb << 20)
     outcome = run_program(program, limits=limits)
     output = outcome.stdout
-    if len(output) > MAX_OUTPUT:
-        output = f"{output[:MAX_OUTPUT]}\n[{len(output) - MAX_OUTPUT:,} more characters]\n"
+    if len(output) > _MAX_OUTPUT:
+        output = f"{output[:_MAX_OUTPUT]}\n[{len(output) - _MAX_OUTPUT:,} more characters]\n"
     return output + _error(outcome, limits)
 
 

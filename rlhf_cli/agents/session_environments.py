@@ -33,7 +33,7 @@ class SessionFailed(Exception):
     """A session cannot continue. The message completes a sentence about the environment."""
 
 
-class Session(Protocol):
+class _Session(Protocol):
     """One episode at a server. A single task calls all methods."""
 
     async def answer(self, action: Reset | Calls | Text) -> Reply:
@@ -54,7 +54,7 @@ class Provider(Protocol):
         """Return the server's tools. Raises SessionFailed if the server does not follow the protocol."""
         ...
 
-    def session(self) -> Session:
+    def session(self) -> _Session:
         """Create a session that is not open yet. The caller enforces timeouts."""
         ...
 
@@ -190,7 +190,7 @@ class SessionEnvironments:
             _, reply = await episode.actions.get()
             reply.set_result(failure)
 
-    async def _failure(self, session: Session, episode: _Episode) -> Reply:
+    async def _failure(self, session: _Session, episode: _Episode) -> Reply:
         """Answer actions until the first failure and return it."""
         reply = None
         try:
@@ -211,7 +211,7 @@ class SessionEnvironments:
                 reply.set_result(found)
             return found
 
-    async def _reply(self, session: Session, action: Action) -> Reply:
+    async def _reply(self, session: _Session, action: Action) -> Reply:
         # Servers have no end-of-episode method, so this needs no slot.
         if isinstance(action, Finish):
             return Reply(is_done=True)

@@ -18,9 +18,9 @@ from rlhf_cli.algorithms.answer_statistics import (
 )
 from rlhf_cli.rewards.records import Score, Status
 
-QUALITY = ("accuracy", "pass@", "maj@", "prm_", "reward")
+_QUALITY = ("accuracy", "pass@", "maj@", "prm_", "reward")
 """Prefixes of metrics that measure quality. Only these log their confidence intervals."""
-VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
+_VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Answer:
     steps: tuple[float, ...] | None = None
 
 
-Prompts = Sequence[Sequence[Answer]]
+_Prompts = Sequence[Sequence[Answer]]
 """Scored samples by prompt."""
 
 
@@ -64,13 +64,13 @@ class Evaluation:
         metrics: dict[str, float] = {}
         for name, figure in self.figures.items():
             metrics[name] = figure.value
-            if figure.interval is not None and name.startswith(QUALITY):
+            if figure.interval is not None and name.startswith(_QUALITY):
                 metrics[f"{name}_low"], metrics[f"{name}_high"] = figure.interval
         return metrics | self.counts
 
 
 def evaluate_answers(
-    prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None, aggregations: Sequence[str] = ()
+    prompts: _Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None, aggregations: Sequence[str] = ()
 ) -> Evaluation:
     """Compute evaluation metrics.
 
@@ -112,15 +112,15 @@ def pass_rate(samples: Sequence[Answer], *, pass_score: float | None = None) -> 
 
 
 def by_source(prompts: Iterable[tuple[str, Sequence[Answer]]]) -> dict[str, list[Sequence[Answer]]]:
-    """Group prompts by dataset. With two or more datasets, the first entry, `ALL`, holds every prompt."""
+    """Group prompts by dataset. With two or more datasets, the first entry, `_ALL`, holds every prompt."""
     by_name: dict[str, list[Sequence[Answer]]] = {}
     for source, samples in prompts:
         by_name.setdefault(source, []).append(samples)
     everything = [samples for of_source in by_name.values() for samples in of_source]
-    return {ALL: everything, **by_name} if len(by_name) > 1 else by_name
+    return {_ALL: everything, **by_name} if len(by_name) > 1 else by_name
 
 
-ALL = "all"
+_ALL = "all"
 """Name for all datasets combined."""
 
 
@@ -142,13 +142,13 @@ def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_sco
         for k in ks:
             votes = [majority_at_k(a, r, k=k) for a, r in zip(keys, rights, strict=True) if len(r) >= k]
             shares[f"maj@{k}"] = (votes, True)
-    if any(score.status in VERDICTS for samples in prompts for score in samples):
+    if any(score.status in _VERDICTS for samples in prompts for score in samples):
         shares["invalid"] = ([_mean([score.status == "invalid" for score in samples]) for samples in prompts], True)
     return _means(shares)
 
 
 def _figures_of_steps(
-    prompts: Prompts, ks: Sequence[int], pass_score: float | None, aggregations: Sequence[str]
+    prompts: _Prompts, ks: Sequence[int], pass_score: float | None, aggregations: Sequence[str]
 ) -> dict[str, Figure]:
     """Compute best-of-k accuracy by step probabilities, over prompts with at least k judged samples."""
     judged: list[list[tuple[tuple[float, ...], bool]]] = []
@@ -172,7 +172,7 @@ def _is_right(score: Score, pass_score: float | None) -> bool | None:
         return None
     if pass_score is not None:
         return score.value >= pass_score
-    return score.status == "correct" if score.status in VERDICTS else None
+    return score.status == "correct" if score.status in _VERDICTS else None
 
 
 def _means(values: Mapping[str, tuple[list[float], bool]]) -> dict[str, Figure]:

@@ -33,7 +33,7 @@ Decode = Callable[[Sequence[int]], str]
 """Decodes tokens and keeps special tokens."""
 
 # Sent instead of a row that the reward function does not read.
-NO_ROW = '{"prompt": "", "columns": {}}'
+_NO_ROW = '{"prompt": "", "columns": {}}'
 
 
 def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: Sequence[str]) -> UserBatch:
@@ -41,7 +41,7 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
 
     Without `decode`, `raw_responses` equal `responses`.
     """
-    rows = [request.row or NO_ROW for request in requests] if "rows" in needs else [NO_ROW] * len(requests)
+    rows = [request.row or _NO_ROW for request in requests] if "rows" in needs else [_NO_ROW] * len(requests)
     # All samples for a prompt share a row: parse and send it once.
     distinct = list(dict.fromkeys(rows))
     is_raw = decode is not None and "raw_responses" in needs

@@ -2,7 +2,7 @@
 
 import re
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 # Any text without one of the four tags, so that each tag occurs exactly once.
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
@@ -21,7 +21,7 @@ def has_format(response: str) -> float:
 
 def tag_count(response: str) -> float:
     """Return 0.25 for each tag that occurs exactly once."""
-    return sum(response.count(tag) == 1 for tag in TAGS) / len(TAGS)
+    return sum(response.count(tag) == 1 for tag in _TAGS) / len(_TAGS)
 
 
 def reasoning_steps(response: str) -> float:

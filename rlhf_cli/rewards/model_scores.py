@@ -8,13 +8,13 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import weights_of_parts
 
-MODEL_PART = "reward_model"
+_MODEL_PART = "reward_model"
 """Name of the reward model component in a score."""
 
 
 def weights_of_all_parts(reward: RewardConfig) -> dict[str, float]:
     """Return all reward weights by component name, including the reward model's."""
-    return weights_of_parts(reward) | {MODEL_PART: reward.reward_model_weight}
+    return weights_of_parts(reward) | {_MODEL_PART: reward.reward_model_weight}
 
 
 def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weight: float) -> list[Score]:
@@ -33,4 +33,4 @@ def _joined(score: Score, value: float, weight: float) -> Score:
         return replace(score, value=None, status="failed", detail=f"{what} {infinite}", failure="bad_result")
     if not math.isfinite(value):
         return score
-    return replace(score, value=total, parts=score.parts | {MODEL_PART: value})
+    return replace(score, value=total, parts=score.parts | {_MODEL_PART: value})

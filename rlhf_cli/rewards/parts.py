@@ -15,7 +15,7 @@ from rlhf_cli.rewards.workers.pool import ItemOutcome
 FILE_PART = "reward_func"
 REMOTE_PART = "remote_rm"
 
-VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
+_VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
 UNREWARDED = (
     "has no reward: set self.reward in reset or in a tool, define get_reward(self) in the class, return a non-null "
@@ -40,7 +40,7 @@ def worker_part(call: RewardCall, outcome: ItemOutcome) -> Score:
     status, detail, answer, value = outcome.value
     if status == "failed":
         return Score(None, status, f"{call.name}: {detail}", failure="unjudged")
-    return Score(VERDICT_VALUES[status] if value is None else value, status, detail, answer=answer)
+    return Score(_VERDICT_VALUES[status] if value is None else value, status, detail, answer=answer)
 
 
 def judged_part(call: RewardCall, value: float, verdict: Score | None) -> Score:

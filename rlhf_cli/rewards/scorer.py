@@ -31,25 +31,25 @@ from rlhf_cli.rewards.workers.user_module import file_and_name
 logger = logging.getLogger(__name__)
 
 # Maximum responses sent to a worker at once: enough to hide the transfer, few enough to balance the load.
-CHUNK = 64
+_CHUNK = 64
 
 # Maximum reward file calls sent to a worker at once. An async function handles them concurrently.
-FILE_CHUNK = 16
+_FILE_CHUNK = 16
 
 # Exceptions that indicate a bug in the reward function. With NoneType in the message, the response may be the cause:
 # a regular expression that does not match the made-up text returns None.
-FAULTS_OF_CODE = tuple(
+_FAULTS_OF_CODE = tuple(
     f"raised {name}" for name in ("TypeError", "NameError", "AttributeError", "ImportError", "ModuleNotFoundError")
 )
 
-TRL = "TRL calls it"
-TRL_HINT = "; completions are strings if the row's prompt is a string, and message lists if it is a message list"
+_TRL = "TRL calls it"
+_TRL_HINT = "; completions are strings if the row's prompt is a string, and message lists if it is a message list"
 
 # Sources listed in an error message.
-MAX_LISTED = 5
+_MAX_LISTED = 5
 
 # Worker processes if --reward_num_workers is unset, or fewer on a small machine.
-DEFAULT_MAX_WORKERS = 4
+_DEFAULT_MAX_WORKERS = 4
 
 
 def weights_of_parts(config: RewardConfig) -> dict[str, float]:
@@ -124,7 +124,7 @@ class Scorer:
         verifier under by_row.
         """
         sources = sources or [None] * len(labels)
-        verifiers = row_verifiers(self._config, sources)
+        verifiers = _row_verifiers(self._config, sources)
         # by_row may select the code verifier, which the settings do not show.
         if any(read_call(text).row.runs_code for text in set(verifiers)):
             _prepare_code(self._config)
@@ -158,7 +158,7 @@ class Scorer:
         needs = self._file.about["needs"]
         outcomes = self._file.map([batch_of(group, self._decode, needs=needs) for group in groups.values()])
         trial = f"--reward_func {self._config.reward_func}: a test call with a made-up response"
-        hint = TRL_HINT if TRL in self.form else ""
+        hint = _TRL_HINT if _TRL in self.form else ""
         return next(filter(None, (_trial_fault(outcome, trial, hint=hint) for outcome in outcomes)), "")
 
     def session(self) -> ScoringSession:
@@ -206,7 +206,7 @@ def _prepare_code(config: RewardConfig) -> None:
 
 
 def _num_workers(config: RewardConfig) -> int:
-    return config.reward_num_workers or min(DEFAULT_MAX_WORKERS, os.cpu_count() or 1)
+    return config.reward_num_workers or min(_DEFAULT_MAX_WORKERS, os.cpu_count() or 1)
 
 
 def _worker_pool(config: RewardConfig) -> WorkerPool:
@@ -215,7 +215,7 @@ def _worker_pool(config: RewardConfig) -> WorkerPool:
         [[call.name, call.parameters | _settings(config, call), call.target] for call in _calls(config)],
         limit=config.reward_timeout,
         num_workers=_num_workers(config),
-        chunk_size=CHUNK,
+        chunk_size=_CHUNK,
         retries=config.reward_retries,
     )
 
@@ -232,7 +232,7 @@ def _file_pool(stack: ExitStack, reward_func: str, config: RewardConfig) -> Work
             {"path": str(path), "name": name, "args": json.loads(config.reward_func_args)},
             limit=config.reward_timeout,
             num_workers=_num_workers(config),
-            chunk_size=FILE_CHUNK,
+            chunk_size=_FILE_CHUNK,
         )
     )
     # Load once now, so that an import error stops the command before models are loaded.
@@ -243,7 +243,7 @@ def _file_pool(stack: ExitStack, reward_func: str, config: RewardConfig) -> Work
     return pool
 
 
-def row_verifiers(config: RewardConfig, sources: Sequence[str | None]) -> list[str]:
+def _row_verifiers(config: RewardConfig, sources: Sequence[str | None]) -> list[str]:
     """Return one verifier per row under by_row; empty without by_row.
 
     Raises UsageError that lists sources without a verifier and counts the rows.
@@ -261,7 +261,7 @@ def row_verifiers(config: RewardConfig, sources: Sequence[str | None]) -> list[s
             f"--reward_funcs by_row: {unknown[None]} of {len(sources)} rows have no text in column {column!r}, which "
             "selects the verifier; set another column with --reward_key"
         )
-    listed = ", ".join(f"{source} ({count} rows)" for source, count in unknown.most_common(MAX_LISTED))
+    listed = ", ".join(f"{source} ({count} rows)" for source, count in unknown.most_common(_MAX_LISTED))
     first = json.dumps({str(unknown.most_common(1)[0][0]): "math"})
     raise UsageError(
         f"--reward_funcs by_row: no verifier for {listed} in column {column!r}; set one with "
@@ -277,7 +277,7 @@ def _trial_fault(outcome: ItemOutcome, trial: str, *, hint: str) -> str:
         if wrong is not None:
             raise UsageError(f"{trial} {wrong}")
         return ""
-    is_of_text = "NoneType" in failure.reason or not failure.reason.startswith(FAULTS_OF_CODE)
+    is_of_text = "NoneType" in failure.reason or not failure.reason.startswith(_FAULTS_OF_CODE)
     if failure.kind == "bad_result" or (failure.kind == "raised" and not is_of_text):
         raise UsageError(f"{trial} {failure.reason}{hint if failure.kind == 'raised' else ''}")
     return f"{trial} {failure.reason}; such a reward counts as failed"

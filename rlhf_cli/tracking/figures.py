@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # Prefixes of keys that differ between identical runs. All other metrics are reproducible, and tests compare them.
-MEASURED = ("time/", "perf/", "memory/")
+_MEASURED = ("time/", "perf/", "memory/")
 
 # Metrics to show first, most important first; the rest follow in logging order.
-PROMINENT = (
+_PROMINENT = (
     "accuracy",
     "reward",
     "teacher_kl",
@@ -29,7 +29,7 @@ PROMINENT = (
     "kl_coef",
     "reward_std",
 )
-TITLES = {
+_TITLES = {
     "lr": "learning rate",
     "kl": "KL from reference",
     "forward_kl": "forward KL",
@@ -80,12 +80,12 @@ class Reading:
         phases = {name.removeprefix("time/"): value for name, value in self.metrics.items() if name.startswith("time/")}
         total = phases.pop("step", None)
         # Evaluations run outside the step but are listed as a phase, so add their time to the total.
-        return with_rest(phases, None if total is None else total + phases.get(EVALUATION, 0.0))
+        return _with_rest(phases, None if total is None else total + phases.get(EVALUATION, 0.0))
 
 
 def is_measured(name: str) -> bool:
     """Return whether the metric measures time, speed or memory."""
-    return name.startswith(MEASURED)
+    return name.startswith(_MEASURED)
 
 
 def prominent(names: Iterable[str]) -> list[str]:
@@ -93,7 +93,7 @@ def prominent(names: Iterable[str]) -> list[str]:
 
     Drops counts, time and memory measurements, and interval bounds.
     """
-    rank = {name: position for position, name in enumerate(PROMINENT)}
+    rank = {name: position for position, name in enumerate(_PROMINENT)}
     listed = list(names)
     # X_low and X_high are interval bounds only if X is logged too: clip_low and clip_high are metrics.
     ends = {name + end for name in listed for end in ("_low", "_high")}
@@ -107,7 +107,7 @@ def interval(name: str, metrics: Mapping[str, float]) -> str:
     return "" if low is None or high is None else f" ({number(low)} to {number(high)})"
 
 
-def with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:
+def _with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:
     """Add the remaining seconds as "other", if above 1% of the total."""
     rest = 0.0 if total is None else total - sum(phases.values())
     return {**phases, "other": rest} if total and rest > 0.01 * total else dict(phases)
@@ -117,7 +117,7 @@ def title(name: str) -> str:
     """Return the display name of a metric."""
     if name.startswith("eval/"):
         return "evaluation " + title(name.removeprefix("eval/"))
-    return TITLES.get(name, name.replace("_", " "))
+    return _TITLES.get(name, name.replace("_", " "))
 
 
 def number(value: float) -> str:

@@ -17,15 +17,15 @@ from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.thumbnails import FOLDER as THUMBNAILS
 
-METRICS_FILE = "metrics.jsonl"
+_METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
-TENSORBOARD = "tensorboard"
+_TENSORBOARD = "tensorboard"
 RUN_FILE = "run.json"
 SETTINGS_FILE = "config.yaml"
-WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain_number(value: Any) -> float | int | bool:
@@ -35,7 +35,7 @@ def plain_number(value: Any) -> float | int | bool:
     return value.item()
 
 
-def json_number(value: float | int | bool) -> float | int | bool | str:
+def _json_number(value: float | int | bool) -> float | int | bool | str:
     """Encode for JSON, which has no NaN and infinities: they become the strings "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -54,12 +54,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 # Keys that earlier versions of `rlhf generate` and `rlhf eval` wrote, before all commands shared one schema.
-EARLIER_KEYS = {"prompt_index": "group", "sample_index": "sample", "num_tokens": "length", "score": "reward"}
+_EARLIER_KEYS = {"prompt_index": "group", "sample_index": "sample", "num_tokens": "length", "score": "reward"}
 
 
 def present_row(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of samples.jsonl with current key names."""
-    row = {EARLIER_KEYS.get(name, name): value for name, value in line.items()}
+    row = {_EARLIER_KEYS.get(name, name): value for name, value in line.items()}
     return row | {f"reward/{name}": value for name, value in row.pop("scores", {}).items()}
 
 
@@ -71,18 +71,18 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
     """Read all metrics by step, in order. Lines with the same step are merged."""
     by_step: dict[int, dict[str, float]] = {}
-    for record in read_lines(output / METRICS_FILE):
+    for record in read_lines(output / _METRICS_FILE):
         metrics = by_step.setdefault(record.pop("step"), {})
-        metrics |= {key: NON_FINITE[value] if isinstance(value, str) else value for key, value in record.items()}
+        metrics |= {key: _NON_FINITE[value] if isinstance(value, str) else value for key, value in record.items()}
     return dict(sorted(by_step.items()))
 
 
-def without_non_finite(value: Any) -> Any:
+def _without_non_finite(value: Any) -> Any:
     """Replace every NaN and infinity in a structure with None, because JSON has neither."""
     if isinstance(value, Mapping):
-        return {key: without_non_finite(item) for key, item in value.items()}
+        return {key: _without_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_non_finite(item) for item in value]
+        return [_without_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -131,10 +131,10 @@ class MetricsFile:
     """metrics.jsonl"""
 
     def __init__(self, output: Path, *, resume_step: int | None) -> None:
-        self._lines = JsonLines(output / METRICS_FILE, resume_step=resume_step)
+        self._lines = JsonLines(output / _METRICS_FILE, resume_step=resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._lines.write(step, {name: json_number(value) for name, value in metrics.items()})
+        self._lines.write(step, {name: _json_number(value) for name, value in metrics.items()})
 
     def close(self) -> None:
         self._lines.close()
@@ -149,7 +149,7 @@ class SamplesFile:
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append samples from a step and sync them to disk."""
         for sample in samples:
-            self._lines.write(step, without_non_finite(sample))
+            self._lines.write(step, _without_non_finite(sample))
         # A checkpoint may follow, and a run resumed from it expects all samples on disk.
         self._lines.sync()
 
@@ -157,7 +157,7 @@ class SamplesFile:
         self._lines.close()
 
 
-class SampleFiles:
+class _SampleFiles:
     """samples.jsonl, and eval_samples.jsonl from the first evaluation on."""
 
     def __init__(self, output: Path, *, resume_step: int | None) -> None:
@@ -185,7 +185,7 @@ class TensorBoardSink:
         # Imported late: it needs torch and tensorboard.
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = output / TENSORBOARD
+        folder = output / _TENSORBOARD
         # A new run: TensorBoard would mix events from all files in the folder.
         if resume_step is None:
             for stale in folder.glob("events.out.tfevents.*"):
@@ -251,7 +251,7 @@ def import_wandb(name: str = "wandb") -> Any:
 def check_wandb_key(environment: Mapping[str, str], *, netrc: Path) -> None:
     """Raise UsageError if wandb would prompt for a key."""
     offline = environment.get("WANDB_MODE") in ("offline", "disabled")
-    has_key = any(environment.get(key) for key in WANDB_KEYS)
+    has_key = any(environment.get(key) for key in _WANDB_KEYS)
     if not offline and not has_key and not netrc.exists():
         raise UsageError("--use_wandb requires an API key: set WANDB_API_KEY (or WANDB_MODE=offline)")
 
@@ -271,13 +271,13 @@ class SinkContext:
     saved: Mapping[str, object]
 
 
-def open_wandb(run: SinkContext) -> WandbSink:
+def _open_wandb(run: SinkContext) -> WandbSink:
     """Open the run on Weights & Biases. A resumed run continues the same page."""
     run_id = str(run.saved["wandb_run_id"]) if run.saved.get("wandb_run_id") else None
     return WandbSink(import_wandb(), run.config, output=run.output, settings=run.settings, run_id=run_id)
 
 
-def open_own(run: SinkContext) -> Any:
+def _open_own(run: SinkContext) -> Any:
     """Create the tracker from --tracker, and restore its state if it has `load_state`."""
     tracker = load_target(run.config.tracker)(run.output, run.settings, run.resume_step)  # type: ignore[arg-type]
     if run.resume_step is not None and hasattr(tracker, "load_state"):
@@ -286,7 +286,7 @@ def open_own(run: SinkContext) -> Any:
 
 
 @dataclass(frozen=True)
-class SinkRow:
+class _SinkRow:
     """A sink. `setting` is the field of `TrackingConfig` that enables it; empty means always enabled.
 
     `files` are the names in the run directory that the sink writes; --overwrite removes them. `check` raises UsageError
@@ -306,25 +306,25 @@ class SinkRow:
 
 # In order of writing: the run's own files come first, so that a failing service loses no metrics.
 SINKS = (
-    SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step), (METRICS_FILE,)),
-    SinkRow(
+    _SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step), (_METRICS_FILE,)),
+    _SinkRow(
         "",
-        lambda run: SampleFiles(run.output, resume_step=run.resume_step),
+        lambda run: _SampleFiles(run.output, resume_step=run.resume_step),
         # The tracker stores the images of the rows, for all sinks.
         (SAMPLES_FILE, EVAL_SAMPLES_FILE, THUMBNAILS),
     ),
-    SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step), (TENSORBOARD,)),
-    SinkRow("tracker", open_own),
-    SinkRow("use_wandb", open_wandb, check=import_wandb),
+    _SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step), (_TENSORBOARD,)),
+    _SinkRow("tracker", _open_own),
+    _SinkRow("use_wandb", _open_wandb, check=import_wandb),
 )
 
 
-def sinks_of(config: TrackingConfig) -> list[SinkRow]:
+def sinks_of(config: TrackingConfig) -> list[_SinkRow]:
     """Return the enabled sinks."""
     return [row for row in SINKS if not row.setting or getattr(config, row.setting)]
 
 
-def files_of(rows: Iterable[SinkRow]) -> tuple[str, ...]:
+def files_of(rows: Iterable[_SinkRow]) -> tuple[str, ...]:
     """Return the names in the run directory that these sinks write."""
     return tuple(name for row in rows for name in row.files)
 

@@ -14,7 +14,7 @@ FOLDER = "sample_images"
 """Folder for thumbnails in the run directory."""
 IMAGES = "images"
 """Sample field that lists its images."""
-LONGEST_SIDE = 256
+_LONGEST_SIDE = 256
 """Maximum thumbnail size in pixels."""
 WITH_IMAGES = 16
 """Samples per step that get thumbnails; the report shows no more."""
@@ -45,6 +45,6 @@ class Thumbnails:
         if not (self._output / path).exists():
             (self._output / FOLDER).mkdir(exist_ok=True)
             image = Image.fromarray(picture.pixels)
-            image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
             image.save(self._output / path)
         return path

@@ -32,11 +32,11 @@ from rlhf_cli.tracking.terminal.progress import Pace, PlainView, View
 from rlhf_cli.tracking.thumbnails import Thumbnails
 
 # Reading memory visits all child processes, which may take longer than a short step.
-SECONDS_BETWEEN_MEMORY_READINGS = 2.0
+_SECONDS_BETWEEN_MEMORY_READINGS = 2.0
 # Folder in the run directory.
-LOGS = "logs"
-SUMMARY_METRICS = 4
-SUMMARY_PHASES = 6
+_LOGS = "logs"
+_SUMMARY_METRICS = 4
+_SUMMARY_PHASES = 6
 
 
 class Tracker:
@@ -91,7 +91,7 @@ class Tracker:
         """
         self._facts["facts"] = dict(facts)
         self._write_facts("running")
-        logs = self._output / LOGS
+        logs = self._output / _LOGS
         rows = dict(facts)
         if is_kept:
             rows |= {"Output": str(self._output)} | ({"Logs": str(logs)} if logs.is_dir() else {})
@@ -139,7 +139,7 @@ class Tracker:
         for log in self._each("log"):
             log(step, named | measured)
         self._flag(step, named)
-        names = [name for name in prominent(named) if not name.startswith("eval/num_")][:SUMMARY_METRICS]
+        names = [name for name in prominent(named) if not name.startswith("eval/num_")][:_SUMMARY_METRICS]
         shown = "  ".join(f"{title(name[5:])} {number(named[name])}{interval(name, named)}" for name in names)
         self._view.message(f"Evaluation after {self._unit} {step}:  {shown}")
         # The next step's time starts after the evaluation.
@@ -183,7 +183,7 @@ class Tracker:
         done = f"{self._pace.step}/{self._pace.total_steps} {self._unit}s in {duration(self._pace.elapsed)}"
         self._console.print()
         self._console.print(f"{outcome.capitalize()}: {done}", style="bold", markup=False)
-        course = summary_rows(summarise(self._output)) if has_course else {}
+        course = _summary_rows(summarise(self._output)) if has_course else {}
         self._print_rows(course | dict(facts or {}))
 
     def __enter__(self) -> Self:
@@ -195,7 +195,7 @@ class Tracker:
 
     def _read_memory(self, now: float) -> dict[str, float]:
         """Return the latest memory reading, refreshed at intervals."""
-        if now - self._memory_read >= SECONDS_BETWEEN_MEMORY_READINGS:
+        if now - self._memory_read >= _SECONDS_BETWEEN_MEMORY_READINGS:
             self._memory_read = now
             self._memory = {"memory/host_gib": memory.host_gib()}
         return self._memory
@@ -224,18 +224,18 @@ class Tracker:
         (self._output / RUN_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def summary_rows(summary: Summary) -> dict[str, str]:
+def _summary_rows(summary: Summary) -> dict[str, str]:
     """Format first and last values of the main metrics, time per phase, and average speed."""
     rows = {
         title(name): f"{number(summary.first[name])} → {number(summary.last[name])}"
-        for name in prominent(summary.last)[:SUMMARY_METRICS]
+        for name in prominent(summary.last)[:_SUMMARY_METRICS]
         if name != "lr"
     }
     total = sum(summary.phases.values())
     if total > 0:
-        ranked = sorted(summary.phases.items(), key=lambda phase: -phase[1])[:SUMMARY_PHASES]
+        ranked = sorted(summary.phases.items(), key=lambda phase: -phase[1])[:_SUMMARY_PHASES]
         rows["time"] = ", ".join(
-            f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in ranked[:SUMMARY_PHASES]
+            f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in ranked[:_SUMMARY_PHASES]
         )
     if summary.tokens_per_second is not None:
         rows["speed"] = f"{scaled(summary.tokens_per_second)} tokens/s"

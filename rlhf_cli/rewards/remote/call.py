@@ -28,20 +28,20 @@ from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 SERVICE = "rlhf serve-rm"
 """Service name that `rlhf serve-rm` reports at `/health`."""
-HEALTH = "health"
+_HEALTH = "health"
 
 MAX_ANSWER_BYTES = 1 << 20
-"""Response size limit, plus ANSWER_BYTES_EACH per reward: a broken server must not exhaust the memory."""
-ANSWER_BYTES_EACH = 4096
+"""Response size limit, plus _ANSWER_BYTES_EACH per reward: a broken server must not exhaust the memory."""
+_ANSWER_BYTES_EACH = 4096
 # Health checks are short even if rewards take minutes.
-PROBE_SECONDS = 5.0
+_PROBE_SECONDS = 5.0
 # Characters kept from a server's error message.
-MAX_DETAIL = 200
+_MAX_DETAIL = 200
 BUSY = {429, 503}
 # Too large or invalid as a batch. Single requests may still succeed.
-UNFIT = {413, 422}
-PASSING = {408, 425}
-"""Temporary 4xx statuses, besides BUSY and UNFIT."""
+_UNFIT = {413, 422}
+_PASSING = {408, 425}
+"""Temporary 4xx statuses, besides BUSY and _UNFIT."""
 # From a proxy whose server is down.
 NO_SERVER_BEHIND = {502, 503, 504}
 
@@ -105,7 +105,7 @@ async def post_batch(
         # The image file has changed since the row was read.
         except RunError as error:
             raise CallFailed("load", f"was not called: {error}") from error
-    limit = MAX_ANSWER_BYTES + ANSWER_BYTES_EACH * len(requests)
+    limit = MAX_ANSWER_BYTES + _ANSWER_BYTES_EACH * len(requests)
     try:
         # A redirect would send the key and the prompts to an address that the user did not configure.
         async with session.post(
@@ -118,7 +118,7 @@ async def post_batch(
         raise connection_failure(error) from None
     if response.status != 200:
         raise _refusal(response, answer)
-    return outcomes_of(answer, len(requests))
+    return _outcomes_of(answer, len(requests))
 
 
 def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
@@ -157,9 +157,9 @@ def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:
     reason = f"returned status {response.status}{_detail(answer)}"
     if response.status in BUSY:
         return ServerBusy(_seconds(response.headers.get("Retry-After")))
-    if response.status in UNFIT:
+    if response.status in _UNFIT:
         return UnfitBatch(reason)
-    is_final = 400 <= response.status < 500 and response.status not in PASSING
+    is_final = 400 <= response.status < 500 and response.status not in _PASSING
     return (RequestRefused if is_final else CallFailed)("raised", reason)
 
 
@@ -182,14 +182,14 @@ def _seconds(retry_after: str | None) -> float:
 def _detail(answer: bytes) -> str:
     """Return `: MESSAGE` from an error response, in one line; "" without a message."""
     # UTF-8 uses up to 4 bytes per character.
-    text = answer[: 4 * MAX_DETAIL].decode(errors="replace")
+    text = answer[: 4 * _MAX_DETAIL].decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
         text = str(_parsed(answer)["detail"])
-    line = " ".join(text.split())[:MAX_DETAIL]
+    line = " ".join(text.split())[:_MAX_DETAIL]
     return f": {line}" if line else ""
 
 
-def outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
+def _outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
     """Parse the outcomes. Raises CallFailed unless the body is `{"rewards": [...]}` with the expected length."""
     try:
         answer = _parsed(content)
@@ -210,13 +210,13 @@ def outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
 
 
 def _failure(reward: UserResult, detail: object) -> Failure:
-    line = " ".join(str(detail or "").split())[:MAX_DETAIL]
+    line = " ".join(str(detail or "").split())[:_MAX_DETAIL]
     return Failure("bad_result", f"failed: {line}" if line else reward["problem"])
 
 
 async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> None:
-    """Run a health check. Raises CallFailed like `health_of`, or if `rlhf serve-rm` rejects the key."""
-    state = await health_of(session, url, timeout=timeout)
+    """Run a health check. Raises CallFailed like `_health_of`, or if `rlhf serve-rm` rejects the key."""
+    state = await _health_of(session, url, timeout=timeout)
     if state.get("service") == SERVICE and not state.get("authorised"):
         raise CallFailed("raised", "rejects this key, or requires one")
 
@@ -224,21 +224,21 @@ async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> 
 async def takes_images(session: aiohttp.ClientSession, url: str, *, timeout: float) -> bool:
     """Return whether a server supports images.
 
-    Raises CallFailed like `health_of` with `is_sure`: a server that is in trouble right now may support images.
+    Raises CallFailed like `_health_of` with `is_sure`: a server that is in trouble right now may support images.
     """
-    return (await health_of(session, url, timeout=timeout, is_sure=True)).get("images") is True
+    return (await _health_of(session, url, timeout=timeout, is_sure=True)).get("images") is True
 
 
-async def health_of(
+async def _health_of(
     session: aiohttp.ClientSession, url: str, *, timeout: float, is_sure: bool = False
 ) -> dict[str, Any]:
     """Return a server's health report; empty for third-party servers without a health endpoint.
 
     Raises CallFailed if no server responds. With `is_sure`, a dropped connection or 5xx status also raises.
     """
-    limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
+    limit = aiohttp.ClientTimeout(total=min(timeout, _PROBE_SECONDS))
     try:
-        async with session.get(urljoin(url, HEALTH), timeout=limit, allow_redirects=False) as response:
+        async with session.get(urljoin(url, _HEALTH), timeout=limit, allow_redirects=False) as response:
             content = await read_answer(response, MAX_ANSWER_BYTES)
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {limit.total:g} s") from None

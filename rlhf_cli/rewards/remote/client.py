@@ -35,7 +35,7 @@ from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
 logger = logging.getLogger(__name__)
 
-CALLS_PER_SERVER = 2
+_CALLS_PER_SERVER = 2
 """Concurrent batches per server: one is in transit while the other is scored."""
 
 
@@ -112,7 +112,7 @@ class RemoteRewards:
         async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:
             for server in self._servers:
                 tasks.create_task(self._watch(server, session))
-                for _ in range(CALLS_PER_SERVER):
+                for _ in range(_CALLS_PER_SERVER):
                     tasks.create_task(self._ask(server, session))
 
     async def _watch(self, server: RewardServer, session: aiohttp.ClientSession) -> None:

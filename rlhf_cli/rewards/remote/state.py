@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
-FIRST_ABSENCE, LONGEST_ABSENCE = 0.5, 30.0
+FIRST_ABSENCE, _LONGEST_ABSENCE = 0.5, 30.0
 """Seconds until the first health check after a failed call, and the longest interval. It doubles with each failure."""
 
 
@@ -61,4 +61,4 @@ class RewardServer:
     def absence(self) -> float:
         """Seconds until the next health check, with exponential back-off."""
         # `failures` may be 0 here: a concurrent call to the same server may have succeeded since.
-        return min(FIRST_ABSENCE * 2 ** max(self.failures - 1, 0), LONGEST_ABSENCE)
+        return min(FIRST_ABSENCE * 2 ** max(self.failures - 1, 0), _LONGEST_ABSENCE)

@@ -14,7 +14,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, _MS_NOEXEC, _MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 
 # For mount_setattr, which adds attributes. A remount would have to repeat all existing ones.
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 0x1, 0x2, 0x4, 0x8
@@ -49,7 +49,7 @@ def mount(source: str, target: str, *, kind: str = "", flags: int = 0, options: 
 def bind(source: str, target: str, attributes: int) -> None:
     """Bind-mount a file or folder recursively and add mount attributes."""
     # Two steps, because the kernel ignores most attribute flags in the bind call itself.
-    mount(source, target, flags=MS_BIND | MS_REC)
+    mount(source, target, flags=_MS_BIND | MS_REC)
     set_attributes(target, attributes, flags=_AT_RECURSIVE)
 
 

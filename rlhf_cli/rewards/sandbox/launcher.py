@@ -27,8 +27,8 @@ import time
 from rlhf_cli.rewards.sandbox import kernel
 
 # Importing typing would delay every sandboxed program.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
+_TYPE_CHECKING = False
+if _TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypedDict
 
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
         folder: str
 
 
-SCRATCH = "/box"
-PROGRAM = f"{SCRATCH}/program.py"
+_SCRATCH = "/box"
+_PROGRAM = f"{_SCRATCH}/program.py"
 # A regular file with the program's input, because programs open it by this name too.
-STDIN = "/dev/stdin"
+_STDIN = "/dev/stdin"
 
 # Temporary mount point for the new root: a folder that every machine has and that the sandbox does not need.
 _MOUNT_POINT = "/proc"
@@ -303,15 +303,15 @@ def _make_scratch(request: "Request") -> None:
         with open(f"{scratch}/{name}", "wb") as file:
             file.write(text)
         os.chmod(f"{scratch}/{name}", 0o666)
-    for folder in (SCRATCH, "/tmp", "/dev/shm"):
+    for folder in (_SCRATCH, "/tmp", "/dev/shm"):
         source = scratch + "/" + os.path.basename(folder)
         os.mkdir(source)
         os.chmod(source, 0o777)
         os.makedirs(_MOUNT_POINT + folder, exist_ok=True)
-        if folder == SCRATCH:
-            os.rename(f"{scratch}/program", source + "/" + os.path.basename(PROGRAM))
+        if folder == _SCRATCH:
+            os.rename(f"{scratch}/program", source + "/" + os.path.basename(_PROGRAM))
         kernel.bind(source, _MOUNT_POINT + folder, kernel.MOUNT_ATTR_NOSUID)
-    _bind_file(f"{scratch}/stdin", STDIN, kernel.MOUNT_ATTR_NOSUID)
+    _bind_file(f"{scratch}/stdin", _STDIN, kernel.MOUNT_ATTR_NOSUID)
     # The bind mounts keep the tmpfs alive. This path would expose all of it.
     kernel.detach(scratch)
 
@@ -337,8 +337,8 @@ def _program(request: "Request") -> None:
     """Drop all privileges and execute the program."""
     # A separate process group: signals to the group must not reach the launcher.
     os.setsid()
-    os.chdir(SCRATCH)
-    os.dup2(os.open(STDIN, os.O_RDONLY), 0)
+    os.chdir(_SCRATCH)
+    os.dup2(os.open(_STDIN, os.O_RDONLY), 0)
     # Order matters: the bounding set and the user change need capabilities, and `drop_capabilities` sets no_new_privs,
     # which the seccomp filter requires. The filter comes last, since it blocks these calls.
     kernel.empty_bounding_set()
@@ -349,9 +349,9 @@ def _program(request: "Request") -> None:
         os.setresuid(_INSIDE_ID, _INSIDE_ID, _INSIDE_ID)
     kernel.drop_capabilities()
     _limit(request, max_processes=request["max_processes"])
-    environment = {"HOME": SCRATCH, "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8"}
+    environment = {"HOME": _SCRATCH, "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8"}
     kernel.install_filter(request["filter"])
-    _execute(request["python"], PROGRAM, environment)
+    _execute(request["python"], _PROGRAM, environment)
 
 
 def _unguarded(request: "Request") -> None:

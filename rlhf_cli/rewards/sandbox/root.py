@@ -17,7 +17,7 @@ _PACKAGE_FOLDERS = ("python*/site-packages", "python*/dist-packages", "site-pack
 
 
 @dataclass(frozen=True, slots=True)
-class RootPlan:
+class _RootPlan:
     """Root contents besides the scratch folders. Paths are the same inside and outside.
 
     - `folders`: mounted read-only.
@@ -32,7 +32,7 @@ class RootPlan:
 
 
 @functools.cache
-def root_plan() -> RootPlan:
+def root_plan() -> _RootPlan:
     """Return the root for this process's interpreter, without the virtual environment."""
     present = [folder for folder in _LIBRARY_FOLDERS if os.path.isdir(folder)]
     links = tuple((folder, os.readlink(folder)) for folder in present if os.path.islink(folder))
@@ -42,7 +42,7 @@ def root_plan() -> RootPlan:
         if os.path.isdir(folder) and not any(Path(folder).is_relative_to(other) for other in folders):
             folders.append(folder)
     hidden = {str(path) for folder in [*folders, *_python_folders()] for path in _package_folders(folder)}
-    return RootPlan(base_python(), tuple(folders), tuple(sorted(hidden)), links)
+    return _RootPlan(base_python(), tuple(folders), tuple(sorted(hidden)), links)
 
 
 def base_python() -> str:

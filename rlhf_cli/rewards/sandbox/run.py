@@ -26,7 +26,7 @@ from rlhf_cli.rewards.sandbox.root import base_python, root_plan
 
 # From this kernel on, RLIMIT_NPROC counts processes per user namespace, not per host user. mount_setattr exists since
 # 5.12.
-MIN_KERNEL = (5, 14)
+_MIN_KERNEL = (5, 14)
 
 # Seconds after the program's time limit until the launcher is considered broken.
 _GRACE = 20.0
@@ -44,7 +44,7 @@ launcher.main(*map(int, numbers))
 
 _SIGXCPU = 24
 
-Ended = Literal["finished", "raised", "time", "memory", "output", "killed"]
+_Ended = Literal["finished", "raised", "time", "memory", "output", "killed"]
 
 
 class SandboxError(RuntimeError):
@@ -80,7 +80,7 @@ class ProgramOutcome:
     - `seconds`: wall-clock time.
     """
 
-    ended: Ended
+    ended: _Ended
     exit_code: int | None
     signal: int | None
     stdout: str
@@ -134,8 +134,8 @@ def _problem() -> str | None:
         return f"the sandbox supports x86_64 and aarch64, this is {platform.machine()}"
     release = platform.release()
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
-    if numbers < MIN_KERNEL:
-        return f"the sandbox requires Linux {'.'.join(map(str, MIN_KERNEL))} or newer, this is {release}"
+    if numbers < _MIN_KERNEL:
+        return f"the sandbox requires Linux {'.'.join(map(str, _MIN_KERNEL))} or newer, this is {release}"
     try:
         # 20 s: a loaded machine may take far longer than the default to start an interpreter.
         seen = run_program(_PROBE, limits=Limits(seconds=20.0, max_processes=_PROBE_PROCESSES))
@@ -299,7 +299,7 @@ class Launch:
             seconds=lines["seconds"],
         )
 
-    def _why(self, code: int | None, stderr: str, *, is_out_of_time: bool) -> Ended:
+    def _why(self, code: int | None, stderr: str, *, is_out_of_time: bool) -> _Ended:
         if self._is_over_output:
             return "output"
         if is_out_of_time or code == -_SIGXCPU:

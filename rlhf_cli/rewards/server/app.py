@@ -28,13 +28,13 @@ from rlhf_cli.rewards.server.pictures import received_pictures
 logger = logging.getLogger(__name__)
 
 REWARD_PATH = "/get_reward"
-RETRY_SECONDS = 1
-BODY_SECONDS = 30
+_RETRY_SECONDS = 1
+_BODY_SECONDS = 30
 """Time limit in seconds for sending a request body."""
-MAX_CONNECTIONS = 1024
-GRACE_SECONDS = 30
+_MAX_CONNECTIONS = 1024
+_GRACE_SECONDS = 30
 """Seconds that open requests get to finish on shutdown."""
-TEXTS_TOGETHER = 256
+_TEXTS_TOGETHER = 256
 """Maximum texts scored in one batch, across requests."""
 
 
@@ -53,7 +53,7 @@ class _RequestBody(BaseModel):
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images: bool = False) -> FastAPI:
     """Build the application: `POST /get_reward` requires the key, `GET /health` does not."""
-    batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
+    batcher = Batcher(score, max_waiting=config.max_queue, max_together=_TEXTS_TOGETHER)
 
     @asynccontextmanager
     async def scoring(_: FastAPI) -> AsyncIterator[None]:
@@ -97,13 +97,13 @@ async def _body(request: Request, config: ServeConfig) -> bytes:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise HTTPException(408, f"the request was not complete within {BODY_SECONDS} s") from None
+        raise HTTPException(408, f"the request was not complete within {_BODY_SECONDS} s") from None
     return bytes(body)
 
 
@@ -188,7 +188,7 @@ async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Reque
         return await batcher.ask(requests, is_abandoned=request.is_disconnected)
     except QueueFull:
         detail = f"queue full: {batcher.num_waiting} texts are waiting, no room for {len(requests)} more (--max_queue)"
-        raise HTTPException(503, detail, headers={"Retry-After": str(RETRY_SECONDS)}) from None
+        raise HTTPException(503, detail, headers={"Retry-After": str(_RETRY_SECONDS)}) from None
     # nginx's status for a closed request. Only the log shows it: the client has disconnected.
     except Abandoned:
         raise HTTPException(499, "the client has disconnected") from None
@@ -214,7 +214,7 @@ class StoppableServer(uvicorn.Server):
         stop: Callable[[], bool],
         connection: type[BoundedConnection] = BoundedConnection,
         *,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -224,7 +224,7 @@ class StoppableServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 limit_concurrency=max_connections,
-                timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )
         self._stop = stop

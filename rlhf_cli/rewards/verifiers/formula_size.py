@@ -8,7 +8,7 @@ import math
 
 import sympy
 
-MAX_DIGITS = 10**6
+_MAX_DIGITS = 10**6
 """Largest number that is computed, in digits: about one second on one core."""
 _LOG10_2 = 0.30103
 # Functions with values far longer than the arguments.
@@ -19,10 +19,10 @@ _MAX_BINOMIAL = 10**4
 
 
 def is_too_large(form: object) -> bool:
-    """Return whether evaluating a parsed formula could produce more than `MAX_DIGITS` digits."""
+    """Return whether evaluating a parsed formula could produce more than `_MAX_DIGITS` digits."""
     if isinstance(form, sympy.MatrixBase):
         return any(map(is_too_large, form.flat()))
-    return isinstance(form, sympy.Basic) and _digits(form) > MAX_DIGITS
+    return isinstance(form, sympy.Basic) and _digits(form) > _MAX_DIGITS
 
 
 def _digits(form: sympy.Basic) -> float:
@@ -32,7 +32,7 @@ def _digits(form: sympy.Basic) -> float:
     if isinstance(form, sympy.Float):
         return abs(math.log10(abs(form))) + form._prec * _LOG10_2 if form else 1
     parts = [_digits(part) for part in form.args]
-    if not all(part <= MAX_DIGITS for part in parts):
+    if not all(part <= _MAX_DIGITS for part in parts):
         return math.inf
     if isinstance(form, sympy.Pow):
         return max(parts[0], 1) * max(1, _size(form.exp, parts[1]))
@@ -41,7 +41,7 @@ def _digits(form: sympy.Basic) -> float:
         # sympy computes large binomials from all primes below the argument.
         if isinstance(form, sympy.binomial) and size > _MAX_BINOMIAL:
             return math.inf
-        return size * math.log10(size + 1) if size <= MAX_DIGITS else math.inf
+        return size * math.log10(size + 1) if size <= _MAX_DIGITS else math.inf
     return max(1, sum(parts))
 
 

@@ -36,7 +36,7 @@ from rlhf_cli.rewards.verifiers.number_parsing import (
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # Longest answer, in characters, to parse as a formula. Longer answers must be equal as text.
-MAX_FORMULA_LENGTH = MAX_NUMBER_LENGTH
+_MAX_FORMULA_LENGTH = MAX_NUMBER_LENGTH
 
 # Precision for comparing irrational numbers.
 _DIGITS = 100
@@ -131,7 +131,7 @@ def _settled(one: str, other: str) -> bool | None:
     left, right = _plain(one), _plain(other)
     if left == right:
         return True
-    if max(len(left), len(right)) > MAX_FORMULA_LENGTH:
+    if max(len(left), len(right)) > _MAX_FORMULA_LENGTH:
         return False
     units = {unit for _, unit in (_without_unit(one), _without_unit(other)) if unit}
     return False if len(units) == 2 else None
@@ -289,7 +289,7 @@ def _core(text: str) -> str:
     """Return the part of an `<answer>` to compare: the last formula or else number in a sentence, otherwise all."""
     if parse_number(text) is not None or _SENTENCE.search(text) is None:
         return text
-    formulas = _IN_SENTENCE.findall(text[-MAX_FORMULA_LENGTH:])
+    formulas = _IN_SENTENCE.findall(text[-_MAX_FORMULA_LENGTH:])
     return "".join(formulas[-1]) if formulas else last_number(text) or text
 
 

@@ -11,7 +11,7 @@ from rlhf_cli.config.rewards import RewardCall, RewardRow
 
 # Address space limit per worker in bytes. Algebra on a model-written formula can allocate any amount of memory before
 # the timeout; with this limit, only that item fails.
-WORKER_MEMORY = 4 << 30
+_WORKER_MEMORY = 4 << 30
 
 
 def resolve(call: RewardCall) -> Callable[..., Any]:
@@ -81,4 +81,4 @@ def _limit_memory() -> None:
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, most))
+        resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY, most))

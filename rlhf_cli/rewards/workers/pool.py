@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Polling interval in seconds for dead workers whose socket stays open in a child process. Otherwise, a closed socket
 # reports the exit immediately.
-DEATH_CHECK = 0.2
+_DEATH_CHECK = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class _Desk:
                 self._ignore(worker)
             elif worker not in self._checks:
                 self._loop.add_reader(worker.socket, self._hear, worker)
-                seconds = min(self._deadline(worker) - time.monotonic(), DEATH_CHECK)
+                seconds = min(self._deadline(worker) - time.monotonic(), _DEATH_CHECK)
                 self._checks[worker] = self._loop.call_later(seconds, self._check, worker)
         self._pool.news.set()
 

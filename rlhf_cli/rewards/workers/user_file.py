@@ -15,7 +15,7 @@ from rlhf_cli.rewards.workers.user_forms import OWN_FORM, Log, UserBatch, call, 
 from rlhf_cli.rewards.workers.user_module import import_file
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
-FUNCTIONS = ("reward_func", "compute_score")
+_FUNCTIONS = ("reward_func", "compute_score")
 """Default function names: `rlhf`'s and OpenRLHF's, then verl's and EasyR1's."""
 
 
@@ -56,11 +56,11 @@ async def _checked_later(waits: list[Awaitable[object]], expected: int, log: Log
 
 
 def _reward_function(module: object, name: str | None) -> tuple[str, Callable[..., object]]:
-    chosen = next((one for one in ([name] if name else FUNCTIONS) if hasattr(module, one)), None)
+    chosen = next((one for one in ([name] if name else _FUNCTIONS) if hasattr(module, one)), None)
     if chosen is None:
         defined = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
         has = f"it defines {', '.join(defined)}" if defined else "it defines no function"
-        wanted = name or f"{FUNCTIONS[0]}(queries, prompts, labels)"
+        wanted = name or f"{_FUNCTIONS[0]}(queries, prompts, labels)"
         hint = "" if name or not defined else f"; to use another one, pass --reward_func FILE.py:{defined[0]}"
         raise BadResult(f"has no function {wanted}; {has}{hint}")
     reward = getattr(module, chosen)

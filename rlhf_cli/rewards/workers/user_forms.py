@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from rlhf_cli.rewards.records import BadResult
 
 
-class UserRow(TypedDict):
+class _UserRow(TypedDict):
     """A prompt row: the columns, and the prompt as text or, for conversational data, as messages."""
 
     prompt: object
@@ -38,7 +38,7 @@ class UserBatch(TypedDict):
     lengths: list[int]
     finish_reasons: list[str]
     sources: list[str | None]
-    rows: list[UserRow]
+    rows: list[_UserRow]
     row_of: list[int]
     messages: list[list[dict[str, Any]]]
     pictures: list[str]
@@ -60,11 +60,11 @@ class Log:
         self.metrics[column] = values
 
 
-OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids", "finish_reasons", "messages")
+_OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids", "finish_reasons", "messages")
 """Arguments for the native signature, in addition to row columns and `--reward_func_args`."""
 
 
-def _rows(batch: UserBatch) -> list[UserRow]:
+def _rows(batch: UserBatch) -> list[_UserRow]:
     return [batch["rows"][place] for place in batch["row_of"]]
 
 
@@ -91,7 +91,7 @@ def _with_images(batch: UserBatch, columns: dict[str, list[object]]) -> dict[str
 
 
 def _own(batch: UserBatch, _: Log) -> dict[str, list[object]]:
-    own = [name for name in OWN if name != "messages" or any(batch["messages"])]
+    own = [name for name in _OWN if name != "messages" or any(batch["messages"])]
     return _with_images(batch, _columns(batch)) | {name: batch[name] for name in own}  # type: ignore[literal-required]
 
 
@@ -140,7 +140,7 @@ def _of_easyr1_each(batch: UserBatch, log: Log) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class _Form:
     """A supported signature, selected by the parameter name `mark`. With `each`, it is called once per response."""
 
     name: str
@@ -150,19 +150,19 @@ class Form:
     each: bool = False
 
 
-OWN_FORM = Form("rlhf", "", "reward_func(queries, prompts, labels, **columns)", _own)
-FORMS = (
-    Form("TRL", "completions", "reward_func(completions, **columns)", _of_trl),
-    Form("verl", "solution_str", "compute_score(data_source, solution_str, ground_truth, extra_info)", _of_verl, True),
-    Form("verl", "solution_strs", "compute_score(data_sources, solution_strs, ground_truths, ...)", _of_verl_batch),
-    Form("EasyR1", "reward_inputs", "compute_score(reward_inputs)", _of_easyr1),
-    Form("EasyR1", "reward_input", "compute_score(reward_input)", _of_easyr1_each, True),
+OWN_FORM = _Form("rlhf", "", "reward_func(queries, prompts, labels, **columns)", _own)
+_FORMS = (
+    _Form("TRL", "completions", "reward_func(completions, **columns)", _of_trl),
+    _Form("verl", "solution_str", "compute_score(data_source, solution_str, ground_truth, extra_info)", _of_verl, True),
+    _Form("verl", "solution_strs", "compute_score(data_sources, solution_strs, ground_truths, ...)", _of_verl_batch),
+    _Form("EasyR1", "reward_inputs", "compute_score(reward_inputs)", _of_easyr1),
+    _Form("EasyR1", "reward_input", "compute_score(reward_input)", _of_easyr1_each, True),
 )
 """Signatures from other frameworks."""
 
 
 @dataclass(frozen=True)
-class Signature:
+class _Signature:
     """How to call a function.
 
     - `names`: parameters that accept keyword arguments.
@@ -171,7 +171,7 @@ class Signature:
     - `by_place`: queries, prompts and labels are passed positionally.
     """
 
-    form: Form
+    form: _Form
     names: frozenset[str]
     required: frozenset[str]
     takes_all: bool
@@ -188,13 +188,13 @@ class Signature:
         return ["rows", *reads] if not self.by_place or self.names or self.takes_all else reads
 
 
-def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> Signature:
+def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> _Signature:
     """Return how to call a user's function. Raises BadResult for an unknown signature or unsupported `args`."""
     try:
         parameters = list(inspect.signature(reward).parameters.values())
     # Functions from C extensions may have no signature.
     except ValueError:
-        return Signature(OWN_FORM, frozenset(), frozenset(), takes_all=False, by_place=True)
+        return _Signature(OWN_FORM, frozenset(), frozenset(), takes_all=False, by_place=True)
     if any(one.name == "environments" and one.default is one.empty for one in parameters):
         raise BadResult(
             "has a function with TRL's `environments` parameter, which is not supported: environments run in other "
@@ -202,7 +202,7 @@ def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> S
         )
     signature = _signature(parameters)
     if signature is None:
-        forms = "; ".join(form.signature for form in (OWN_FORM, *FORMS))
+        forms = "; ".join(form.signature for form in (OWN_FORM, *_FORMS))
         named = ", ".join(map(str, parameters))
         raise BadResult(f"has a function with unsupported parameters ({named}); supported signatures: {forms}")
     unknown = [name for name in args if name not in signature.names and not signature.takes_all]
@@ -211,12 +211,12 @@ def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> S
     return signature
 
 
-def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
+def _signature(parameters: list[inspect.Parameter]) -> _Signature | None:
     kinds = inspect.Parameter
     named = [one for one in parameters if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     names = {one.name for one in named}
     takes_all = any(one.kind is kinds.VAR_KEYWORD for one in parameters)
-    form = next((form for form in FORMS if form.mark in names), OWN_FORM)
+    form = next((form for form in _FORMS if form.mark in names), OWN_FORM)
     placed = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     by_place = False
     if form is OWN_FORM and not names & {"queries", "responses", "raw_responses", "messages"}:
@@ -224,7 +224,7 @@ def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
         if not by_place:
             return None
         named = [one for one in named if one not in placed[:3]]
-    return Signature(
+    return _Signature(
         form,
         frozenset(one.name for one in named),
         frozenset(one.name for one in named if one.default is kinds.empty),
@@ -234,7 +234,7 @@ def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
 
 
 def call(
-    reward: Callable[..., Any], signature: Signature, batch: UserBatch, *, args: Mapping[str, Any], log: Log
+    reward: Callable[..., Any], signature: _Signature, batch: UserBatch, *, args: Mapping[str, Any], log: Log
 ) -> Any:
     """Call the function and return the result; a list of results if it is called once per response.
 

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from rlhf_cli.rewards.records import BadResult
 
-VALUE_KEYS = ("overall", "reward", "score")
+_VALUE_KEYS = ("overall", "reward", "score")
 """Reward keys in a dict, in order of precedence. A `score` next to another key is the filter value."""
 
 
@@ -76,7 +76,7 @@ def _listed(values: object, expected: int, what: str) -> list[object]:
 
 def _rows(columns: dict[object, object], expected: int) -> list[dict[object, object]]:
     """Convert a dict of lists to one dict per response. Raises BadResult if it contains no rewards."""
-    key = next((key for key in VALUE_KEYS if key in columns), None)
+    key = next((key for key in _VALUE_KEYS if key in columns), None)
     if key is None:
         raise BadResult(f"returned a dict with keys {', '.join(map(str, columns)) or 'none'}, without rewards")
     _listed(columns[key], expected, f"values of {key}")
@@ -95,10 +95,10 @@ def _spread(values: object, expected: int) -> list[object]:
 def _of_one(value: object) -> UserResult:
     if not isinstance(value, dict):
         return _result(value)
-    key = next((key for key in VALUE_KEYS if key in value), None)
+    key = next((key for key in _VALUE_KEYS if key in value), None)
     if key is None:
         names = ", ".join(map(str, value)) or "none"
-        return _failed(f"returned a dict with keys {names}, without {', '.join(VALUE_KEYS)}", malformed=True)
+        return _failed(f"returned a dict with keys {names}, without {', '.join(_VALUE_KEYS)}", malformed=True)
     result = _result(value[key])
     result["filter"] = _number(value.get("score")) if key != "score" else None
     for name, other in value.items():

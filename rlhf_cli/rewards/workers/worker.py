@@ -31,7 +31,7 @@ from rlhf_cli.rewards.records import BadResult
 # Frames from these files are hidden in tracebacks.
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 # Characters kept from an error message.
-MAX_REASON = 300
+_MAX_REASON = 300
 
 
 def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
@@ -39,11 +39,11 @@ def main(channel_fd: int, lifeline_fd: int, parent: int) -> None:
     # Processes that user code starts must not hold the socket open after this worker exits.
     for descriptor in (channel_fd, lifeline_fd):
         os.set_inheritable(descriptor, False)
-    die_with_parent(lifeline_fd, parent)
-    serve(socket.socket(fileno=channel_fd))
+    _die_with_parent(lifeline_fd, parent)
+    _serve(socket.socket(fileno=channel_fd))
 
 
-def serve(channel: socket.socket) -> None:
+def _serve(channel: socket.socket) -> None:
     """Load the task from the first line, then handle the items from all further lines."""
     lines = channel.makefile("rb")
     failure, handle = _attempt(_load, *json.loads(lines.readline()))
@@ -106,7 +106,7 @@ def _send(channel: socket.socket, reply: dict[str, object]) -> None:
     channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def die_with_parent(lifeline_fd: int, parent: int) -> None:
+def _die_with_parent(lifeline_fd: int, parent: int) -> None:
     """Kill this process group when the parent dies, for whatever reason."""
     die_with_lifeline(lifeline_fd)
     # The thread covers systems without F_SETSIG, and write ends that another process has inherited.
@@ -173,7 +173,7 @@ def failure_of(error: BaseException) -> dict[str, object]:
 
 def describe_error(error: BaseException) -> str:
     """Return `raised ValueError: message (reward.py, line 7)`, with the innermost frame in user code."""
-    message = " ".join(str(error).split())[:MAX_REASON]
+    message = " ".join(str(error).split())[:_MAX_REASON]
     raised = f"raised {type(error).__name__}" + (f": {message}" if message else "")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""

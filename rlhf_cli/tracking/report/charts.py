@@ -14,16 +14,16 @@ from itertools import pairwise
 from rlhf_cli.tracking.figures import scaled
 
 # Above these, points and bars are averaged: more would not be visible and would slow the page down.
-MAX_POINTS = 240
-MAX_BARS = 60
+_MAX_POINTS = 240
+_MAX_BARS = 60
 # Smooth a line only if it has this many points and changes direction in at least this fraction of them.
-SMOOTH_FROM = 30
-NOISY = 1 / 8
+_SMOOTH_FROM = 30
+_NOISY = 1 / 8
 # Half the smoothing window, as a fraction of all points.
-SMOOTH_SHARE = 1 / 24
-NUM_TICKS = 5
+_SMOOTH_SHARE = 1 / 24
+_NUM_TICKS = 5
 # Margins around the plotted area in pixels.
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 26
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Frame:
+class _Frame:
     """Plotted area with the values at the edges."""
 
     width: int
@@ -50,12 +50,12 @@ class Frame:
     def x(self, step: float) -> float:
         """Return pixels from the left."""
         low, high = self.steps
-        return LEFT + (step - low) / (high - low) * (self.width - LEFT - RIGHT)
+        return _LEFT + (step - low) / (high - low) * (self.width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         """Return pixels from the top."""
         low, high = self.values
-        return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
+        return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
 
 
 def line_chart(
@@ -71,29 +71,29 @@ def line_chart(
     The value axis spans all values, and 0 if `from_zero` is set.
     """
     drawn = [
-        (line, list(line.points) if line.marked else binned(line.points, MAX_POINTS)) for line in series if line.points
+        (line, list(line.points) if line.marked else binned(line.points, _MAX_POINTS)) for line in series if line.points
     ]
     every = [point for _, kept in drawn for point in kept]
     if not every:
         return ""
     steps = [step for step, _ in every]
     values = [value for _, value in every] + [0.0] * from_zero
-    ticks = nice_ticks(min(values), max(values), NUM_TICKS)
+    ticks = nice_ticks(min(values), max(values), _NUM_TICKS)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
-    frame = Frame(*size, padded(min(steps), max(steps)), (low, high))
-    parts = [grid(frame, ticks, unit=unit)]
+    frame = _Frame(*size, _padded(min(steps), max(steps)), (low, high))
+    parts = [_grid(frame, ticks, unit=unit)]
     hover = []
     for line, kept in drawn:
-        smooth = smoothed(kept) if is_noisy(kept) and not line.marked else None
-        parts.append(draw_line(frame, kept, line, faint=smooth is not None))
+        smooth = smoothed(kept) if _is_noisy(kept) and not line.marked else None
+        parts.append(_draw_line(frame, kept, line, faint=smooth is not None))
         if smooth:
-            parts.append(draw_line(frame, smooth, line, faint=False))
-        hover.append({"n": line.name, "c": line.colour, "p": [(step, figure(value)) for step, value in kept]})
+            parts.append(_draw_line(frame, smooth, line, faint=False))
+        hover.append({"n": line.name, "c": line.colour, "p": [(step, _figure(value)) for step, value in kept]})
     parts += [
-        f'<path class="broken" d="M{frame.x(step) - 3:.1f} {frame.height - BOTTOM - 3}l6 6m0 -6l-6 6"/>'
+        f'<path class="broken" d="M{frame.x(step) - 3:.1f} {frame.height - _BOTTOM - 3}l6 6m0 -6l-6 6"/>'
         for step in broken
     ]
-    return svg(frame, parts, hover, unit=unit)
+    return _svg(frame, parts, hover, unit=unit)
 
 
 def stacked_bars(
@@ -107,17 +107,17 @@ def stacked_bars(
     """Draw seconds by phase for each step. If there are many steps, neighbors are averaged."""
     if not steps:
         return ""
-    edges = [len(steps) * i // min(MAX_BARS, len(steps)) for i in range(min(MAX_BARS, len(steps)) + 1)]
+    edges = [len(steps) * i // min(_MAX_BARS, len(steps)) for i in range(min(_MAX_BARS, len(steps)) + 1)]
     bars = [
         {name: sum(values[start:end]) / (end - start) for name, values in phases.items()}
         for start, end in pairwise(edges)
     ]
-    ticks = nice_ticks(0.0, max(sum(bar.values()) for bar in bars), NUM_TICKS)
-    frame = Frame(*size, (0, len(bars)), (0.0, max(ticks[-1], *(sum(bar.values()) for bar in bars))))
+    ticks = nice_ticks(0.0, max(sum(bar.values()) for bar in bars), _NUM_TICKS)
+    frame = _Frame(*size, (0, len(bars)), (0.0, max(ticks[-1], *(sum(bar.values()) for bar in bars))))
     labels = [
         f"{steps[start]}" if end - start == 1 else f"{steps[start]}-{steps[end - 1]}" for start, end in pairwise(edges)
     ]
-    parts = [grid(frame, ticks, unit=unit, x_labels=labels)]
+    parts = [_grid(frame, ticks, unit=unit, x_labels=labels)]
     thick = max(1.0, (frame.x(1) - frame.x(0)) * 0.78)
     for number, bar in enumerate(bars):
         bottom = 0.0
@@ -130,21 +130,21 @@ def stacked_bars(
             )
             bottom += seconds
     hover = [
-        {"n": name, "v": colours[name], "p": [(i + 0.5, figure(bar[name])) for i, bar in enumerate(bars)]}
+        {"n": name, "v": colours[name], "p": [(i + 0.5, _figure(bar[name])) for i, bar in enumerate(bars)]}
         for name in phases
     ]
-    return svg(frame, parts, hover, unit=unit, labels=labels)
+    return _svg(frame, parts, hover, unit=unit, labels=labels)
 
 
-def svg(
-    frame: Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, unit: str, labels: Sequence[str] = ()
+def _svg(
+    frame: _Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, unit: str, labels: Sequence[str] = ()
 ) -> str:
     """Assemble the SVG, with data for hovering."""
     data = {
         "s": hover,
         "x": [frame.steps[0], frame.steps[1]],
         "y": [frame.values[0], frame.values[1]],
-        "box": [LEFT, frame.width - RIGHT, TOP, frame.height - BOTTOM],
+        "box": [_LEFT, frame.width - _RIGHT, _TOP, frame.height - _BOTTOM],
         "unit": unit,
         "labels": list(labels),
     }
@@ -155,24 +155,24 @@ def svg(
     )
 
 
-def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[str] = ()) -> str:
+def _grid(frame: _Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[str] = ()) -> str:
     """Draw horizontal grid lines with values, and step labels below."""
     parts = []
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    right, bottom = frame.width - RIGHT, frame.height - BOTTOM
+    right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
     for tick in ticks:
         y = frame.y(tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>')
         parts.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick_label(tick, gap)}</text>'
+            f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick_label(tick, gap)}</text>'
         )
-    parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
-    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{bottom + 17}" text-anchor="end">{escape(unit)}</text>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
+    parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{bottom + 17}" text-anchor="end">{escape(unit)}</text>')
     if x_labels:
         every = max(1, -(-len(x_labels) // 8))
         marks = [(i + 0.5, label.split("-")[0]) for i, label in enumerate(x_labels) if i % every == 0]
     else:
-        marks = [(tick, tick_label(tick, 1.0)) for tick in step_ticks(*frame.steps)]
+        marks = [(tick, tick_label(tick, 1.0)) for tick in _step_ticks(*frame.steps)]
     parts += [
         f'<text class="tick" x="{frame.x(at):.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>'
         for at, label in marks
@@ -180,7 +180,7 @@ def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[
     return "".join(parts)
 
 
-def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *, faint: bool) -> str:
+def _draw_line(frame: _Frame, kept: Sequence[tuple[float, float]], line: Series, *, faint: bool) -> str:
     """Draw a path through the points, with dots for marked series and single points."""
     at = [(frame.x(step), frame.y(value)) for step, value in kept]
     colour = f"var(--c{line.colour})"
@@ -203,16 +203,16 @@ def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float,
     return means
 
 
-def is_noisy(points: Sequence[tuple[float, float]]) -> bool:
+def _is_noisy(points: Sequence[tuple[float, float]]) -> bool:
     """Return whether the line changes direction often enough to smooth it. Schedules are monotonic and stay exact."""
     moves = [b - a for (_, a), (_, b) in pairwise(points)]
     turns = sum(before * after < 0 for before, after in pairwise(moves))
-    return len(points) >= SMOOTH_FROM and turns > NOISY * len(points)
+    return len(points) >= _SMOOTH_FROM and turns > _NOISY * len(points)
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Compute moving averages over a centered window that shrinks toward the ends, so the line has no lag."""
-    reach = max(1, round(len(points) * SMOOTH_SHARE))
+    reach = max(1, round(len(points) * _SMOOTH_SHARE))
     # Prefix sums make each window O(1).
     sums = [0.0]
     for _, value in points:
@@ -236,12 +236,12 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     return [i * gap for i in range(first, last + 1)]
 
 
-def step_ticks(low: float, high: float) -> list[float]:
+def _step_ticks(low: float, high: float) -> list[float]:
     """Return integer steps inside the range."""
     return [tick for tick in nice_ticks(low, high, 7) if low <= tick <= high and float(tick).is_integer()]
 
 
-def padded(low: float, high: float) -> tuple[float, float]:
+def _padded(low: float, high: float) -> tuple[float, float]:
     """Widen the range if it is a single value."""
     return (low, high) if high > low else (low - 1, high + 1)
 
@@ -257,6 +257,6 @@ def tick_label(value: float, gap: float) -> str:
     return f"{value:.{max(0, math.ceil(-math.log10(gap) - 1e-9))}f}"
 
 
-def figure(value: float) -> float:
+def _figure(value: float) -> float:
     """Round to six significant digits: enough to read, and small in the page."""
     return float(f"{value:.6g}")

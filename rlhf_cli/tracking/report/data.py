@@ -25,16 +25,16 @@ from rlhf_cli.tracking.summary import Summary, summarise
 from rlhf_cli.tracking.thumbnails import FOLDER, IMAGES
 
 # Limits that keep the page at a few MB, however long the run was.
-MAX_SAMPLE_STEPS = 40
-MAX_SAMPLES_PER_STEP = 16
+_MAX_SAMPLE_STEPS = 40
+_MAX_SAMPLES_PER_STEP = 16
 # Characters per prompt or response.
-MAX_TEXT = 12_000
+_MAX_TEXT = 12_000
 # Characters per episode, divided equally among its messages.
-MAX_EPISODE = 48_000
+_MAX_EPISODE = 48_000
 # Samples come from files: accept no path that leaves the run's image folder.
-THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
+_THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
 # Finds the step without decoding the line: JsonLines writes it first.
-STEP = re.compile(rb'\{"step": (\d+)')
+_STEP = re.compile(rb'\{"step": (\d+)')
 
 
 @dataclass(frozen=True)
@@ -113,25 +113,25 @@ def read_rollouts(path: Path) -> ReportRollouts:
         position = 0
         for line in lines:
             # A line without a newline was torn by a kill.
-            found = STEP.match(line)
+            found = _STEP.match(line)
             if found and line.endswith(b"\n"):
                 positions.setdefault(int(found[1]), []).append(position)
             position += len(line)
-        chosen = spread(sorted(positions), MAX_SAMPLE_STEPS)
+        chosen = _spread(sorted(positions), _MAX_SAMPLE_STEPS)
         rows = []
-        for start in (start for step in chosen for start in positions[step][:MAX_SAMPLES_PER_STEP]):
+        for start in (start for step in chosen for start in positions[step][:_MAX_SAMPLES_PER_STEP]):
             lines.seek(start)
             rows.append(
-                {name: shorten(value, path.name) for name, value in present_row(json.loads(lines.readline())).items()}
+                {name: _shorten(value, path.name) for name, value in present_row(json.loads(lines.readline())).items()}
             )
     num_all = sum(len(starts) for starts in positions.values())
-    return ReportRollouts(rows, num_all, path.name, images_of(rows, path.parent))
+    return ReportRollouts(rows, num_all, path.name, _images_of(rows, path.parent))
 
 
-def images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
+def _images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
     """Load existing thumbnails that the samples name, as data URLs."""
     names = [name for row in rows for name in row.get(IMAGES) or ()]
-    ours = {name for name in names if isinstance(name, str) and THUMBNAIL.fullmatch(name)}
+    ours = {name for name in names if isinstance(name, str) and _THUMBNAIL.fullmatch(name)}
     return {
         name: f"data:image/png;base64,{b64encode((folder / name).read_bytes()).decode()}"
         for name in sorted(ours)
@@ -139,22 +139,22 @@ def images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
     }
 
 
-def spread(items: list[int], limit: int) -> list[int]:
+def _spread(items: list[int], limit: int) -> list[int]:
     """Select up to `limit` evenly spaced items, including the first and last."""
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def shorten(value: Any, file: str, limit: int = MAX_TEXT) -> Any:
+def _shorten(value: Any, file: str, limit: int = _MAX_TEXT) -> Any:
     """Truncate long text, also inside lists and objects, with a note about the missing length."""
     if isinstance(value, str) and len(value) > limit:
         return f"{value[:limit]} … ({len(value) - limit} more characters in {file})"
     if isinstance(value, list):
-        share = min(limit, MAX_EPISODE // max(1, len(value)))
-        return [shorten(entry, file, share) for entry in value]
+        share = min(limit, _MAX_EPISODE // max(1, len(value)))
+        return [_shorten(entry, file, share) for entry in value]
     if isinstance(value, dict):
-        return {name: shorten(entry, file, limit) for name, entry in value.items()}
+        return {name: _shorten(entry, file, limit) for name, entry in value.items()}
     return value
 
 

@@ -17,13 +17,13 @@ from rlhf_cli.tracking.report.charts import Series, line_chart, stacked_bars
 from rlhf_cli.tracking.report.data import ReportRollouts, Stage, non_finite_steps, points, read_stage
 from rlhf_cli.version import __version__
 
-REPORT_FILE = "report.html"
-NUM_MAIN_CHARTS = 7
-NUM_TILES = 4
+_REPORT_FILE = "report.html"
+_NUM_MAIN_CHARTS = 7
+_NUM_TILES = 4
 # Width and height in pixels.
-WIDE, NARROW = (1090, 250), (520, 210)
+_WIDE, _NARROW = (1090, 250), (520, 210)
 # Metrics that share a chart. Every other metric has a separate one.
-TOGETHER = {
+_TOGETHER = {
     "Clipped share of tokens": ("clip_low", "clip_high", "clip_dual"),
     "Learning rate": ("lr", "critic/lr"),
     "Gradient norm": ("grad_norm", "critic/grad_norm"),
@@ -33,7 +33,7 @@ TOGETHER = {
     "Turns and tool calls": ("episode/turns", "episode/calls", "episode/malformed_calls"),
     "Memory, GiB": ("memory/host_gib", "memory/gpu_gib_max", "memory/gpu_gib"),
 }
-PHASE_COLOURS = {
+_PHASE_COLOURS = {
     "generate": "--c1",
     "train": "--c2",
     "forward": "--c3",
@@ -44,7 +44,7 @@ PHASE_COLOURS = {
     "eval": "--c7",
     "other": "--c8",
 }
-OUTCOMES = {"finished": "good", "failed": "bad", "interrupted": "warn", "running": "warn"}
+_OUTCOMES = {"finished": "good", "failed": "bad", "interrupted": "warn", "running": "warn"}
 
 
 def write_report(
@@ -59,18 +59,18 @@ def write_report(
     """
     named = [replace(read_stage(path), command=heading) for heading, path in (stages or {}).items()]
     read = named or [read_stage(output)]
-    path = output / REPORT_FILE
+    path = output / _REPORT_FILE
     # Replace atomically: the page may be open in a browser, or the run may be killed while writing.
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page(output.resolve().name, read, headline), encoding="utf-8", errors="replace")
+    temporary.write_text(_page(output.resolve().name, read, headline), encoding="utf-8", errors="replace")
     os.replace(temporary, path)
     return path
 
 
-def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
+def _page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
     """Build the page."""
     links = "".join(f'<a href="#stage{i}">{escape(stage.command)}</a>' for i, stage in enumerate(stages))
-    body = "".join(stage_section(stage, number=i) for i, stage in enumerate(stages))
+    body = "".join(_stage_section(stage, number=i) for i, stage in enumerate(stages))
     commands = " → ".join(stage.command for stage in stages)
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
@@ -78,7 +78,7 @@ def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str]
         f"<title>{escape(name)} · rlhf</title><style>{packaged('page.css')}</style></head><body>"
         f'<div class="bar"><div><b>rlhf</b><nav><a href="#top">Overview</a>{links}</nav></div></div>'
         f'<main id="top"><header><div class="overline">{escape(commands)}</div><h1>{escape(name)}</h1></header>'
-        f"{tiles(stages, headline)}{body}</main>"
+        f"{_tiles(stages, headline)}{body}</main>"
         f"<footer>Written by rlhf-cli {escape(__version__)}. Everything on this page is in the file itself.</footer>"
         f"<script>{packaged('page.js')}</script></body></html>"
     )
@@ -89,13 +89,13 @@ def packaged(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
+def _tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
     """Build the tiles with the main results."""
     if headline is not None:
         shown = [(name, value if isinstance(value, str) else number(value), "") for name, value in headline.items()]
     else:
         summary = stages[-1].summary
-        names = [name for name in prominent(summary.last) if name != "lr"][: NUM_TILES - 1]
+        names = [name for name in prominent(summary.last) if name != "lr"][: _NUM_TILES - 1]
         shown = [(title(name), number(summary.last[name]), f"from {number(summary.first[name])}") for name in names]
     seconds = sum(stage.summary.seconds for stage in stages)
     if seconds > 0 and headline is None:
@@ -109,30 +109,30 @@ def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -
     return f'<div class="tiles">{cells}</div>' if cells else ""
 
 
-def stage_section(stage: Stage, *, number: int) -> str:
+def _stage_section(stage: Stage, *, number: int) -> str:
     """Build the section for one run."""
     done = f"{max(stage.metrics, default=0)}/{stage.total_steps} {stage.unit}s"
     facts = {**stage.facts, "Run directory": str(stage.path), "Done": done}
     listed = "".join(f"<span><b>{escape(name)}</b>{escape(text)}</span>" for name, text in facts.items())
     return (
         f'<section class="stage" id="stage{number}"><div class="head"><h2>{escape(stage.command)}</h2>'
-        f'<span class="chip {OUTCOMES.get(stage.outcome, "")}">{escape(stage.outcome)}</span></div>'
+        f'<span class="chip {_OUTCOMES.get(stage.outcome, "")}">{escape(stage.outcome)}</span></div>'
         f'<div class="facts">{listed}</div>'
-        f"{curves(stage)}{evaluations(stage)}{times(stage)}{samples(stage)}{settings(stage)}</section>"
+        f"{_curves(stage)}{_evaluations(stage)}{_times(stage)}{_samples(stage)}{settings(stage)}</section>"
     )
 
 
-def curves(stage: Stage) -> str:
+def _curves(stage: Stage) -> str:
     """Build one chart per metric or metric group: the main ones visible, the rest folded."""
     charts = chart_groups(stage)
     if not charts:
         return '<p class="soft">This run has logged nothing yet.</p>'
-    main, rest = charts[:NUM_MAIN_CHARTS], charts[NUM_MAIN_CHARTS:]
-    cards = [chart_card(stage, *chart, wide=not i) for i, chart in enumerate(main)]
+    main, rest = charts[:_NUM_MAIN_CHARTS], charts[_NUM_MAIN_CHARTS:]
+    cards = [_chart_card(stage, *chart, wide=not i) for i, chart in enumerate(main)]
     # Cards are half as wide as the page, except the first: widen the last one if it would leave a gap.
     if len(cards) > 1 and len(cards) % 2 == 0:
-        cards[-1] = chart_card(stage, *main[-1], wide=True)
-    folded = "".join(chart_card(stage, *chart, wide=False) for chart in rest)
+        cards[-1] = _chart_card(stage, *main[-1], wide=True)
+    folded = "".join(_chart_card(stage, *chart, wide=False) for chart in rest)
     more = (
         f'<details><summary>{len(rest)} more curves</summary><div class="grid">{folded}</div></details>' if rest else ""
     )
@@ -148,7 +148,7 @@ def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
         if name in taken:
             continue
         heading, together = next(
-            ((heading, members) for heading, members in TOGETHER.items() if name in members), (title(name), (name,))
+            ((heading, members) for heading, members in _TOGETHER.items() if name in members), (title(name), (name,))
         )
         members = [member for member in (*together, f"eval/{name}") if member in logged]
         taken.update(members)
@@ -157,17 +157,17 @@ def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
     return groups + [(title(name), [name]) for name in sorted(alone)]
 
 
-def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> str:
+def _chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> str:
     """Build a card with a chart, and the last value next to the heading."""
     series = [
         Series(title(name), points(stage, name), colour=i + 1, marked=name.startswith("eval/"))
         for i, name in enumerate(names)
     ]
     broken = sorted({step for name in names for step in non_finite_steps(stage, name)})
-    drawing = line_chart(series, unit=stage.unit, size=NARROW, broken=broken)
+    drawing = line_chart(series, unit=stage.unit, size=_NARROW, broken=broken)
     # A wide drawing is scaled down on a narrow screen until the text is unreadable, so embed both.
     if wide:
-        large = line_chart(series, unit=stage.unit, size=WIDE, broken=broken)
+        large = line_chart(series, unit=stage.unit, size=_WIDE, broken=broken)
         drawing = f'<div class="wide-only">{large}</div><div class="narrow-only">{drawing}</div>'
     last = series[0].points[-1][1] if series[0].points else None
     now = "" if last is None else f'<span class="now">{number(last)}</span>'
@@ -186,7 +186,7 @@ def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> s
     )
 
 
-def times(stage: Stage) -> str:
+def _times(stage: Stage) -> str:
     """Build the time section: share per phase, a bar per step, speed and memory."""
     readings = [Reading(step, metrics) for step, metrics in stage.metrics.items() if "time/step" in metrics]
     if not readings:
@@ -196,7 +196,7 @@ def times(stage: Stage) -> str:
     if whole <= 0:
         return ""
     # Unknown phases get a color from their name, so that it is the same in every report.
-    colours = {name: PHASE_COLOURS.get(name, f"--c{sum(name.encode()) % 7 + 1}") for name in totals}
+    colours = {name: _PHASE_COLOURS.get(name, f"--c{sum(name.encode()) % 7 + 1}") for name in totals}
     shares = "".join(
         f'<i style="flex:{seconds / whole:.4f};background:var({colours[name]})"></i>'
         for name, seconds in totals.items()
@@ -213,7 +213,7 @@ def times(stage: Stage) -> str:
         {name: [reading.phases.get(name, 0.0) for reading in readings] for name in totals},
         colours=colours,
         unit=stage.unit,
-        size=(NARROW[0], NARROW[1] + 50),
+        size=(_NARROW[0], _NARROW[1] + 50),
     )
     return (
         f'<h3 class="part">Time and memory</h3><div class="grid">'
@@ -222,21 +222,21 @@ def times(stage: Stage) -> str:
         f'<div class="share">{shares}</div><table><thead><tr><th>phase</th><th class="num">total</th>'
         f'<th class="num">per {unit}</th><th class="num">share</th></tr></thead><tbody>{rows}</tbody></table></div>'
         f'<div class="card"><div class="cardhead"><h3>Seconds of each {unit}</h3></div>{bars}</div>'
-        f"{measured_cards(stage)}</div>"
+        f"{_measured_cards(stage)}</div>"
     )
 
 
-def measured_cards(stage: Stage) -> str:
+def _measured_cards(stage: Stage) -> str:
     """Build the charts for speed and memory."""
     logged = {name for metrics in stage.metrics.values() for name in metrics}
     speed = sorted(name for name in logged if name.startswith("perf/"))
     memory = sorted(name for name in logged if name.startswith("memory/"))
-    cards = [chart_card(stage, title(name), [name], wide=False) for name in speed]
-    cards += [chart_card(stage, "Memory, GiB", memory[:4], wide=False)] if memory else []
+    cards = [_chart_card(stage, title(name), [name], wide=False) for name in speed]
+    cards += [_chart_card(stage, "Memory, GiB", memory[:4], wide=False)] if memory else []
     return "".join(cards)
 
 
-def evaluations(stage: Stage) -> str:
+def _evaluations(stage: Stage) -> str:
     """Build the evaluation table, newest first."""
     rows = [
         (step, {name: value for name, value in metrics.items() if name.startswith("eval/")})
@@ -263,19 +263,19 @@ def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
     return number(metrics[name]) + interval(name, metrics) if name in metrics else ""
 
 
-def samples(stage: Stage) -> str:
+def _samples(stage: Stage) -> str:
     """Build browsers for training rollouts and for evaluation responses."""
-    evaluated = browser("Evaluation samples", stage.evaluated, unit=stage.unit)
-    return browser("Rollouts", stage.rollouts, unit=stage.unit) + evaluated
+    evaluated = _browser("Evaluation samples", stage.evaluated, unit=stage.unit)
+    return _browser("Rollouts", stage.rollouts, unit=stage.unit) + evaluated
 
 
-def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
+def _browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
     """Build a sample browser with filters for step, score and text, or "" without samples."""
     if not rollouts.rows:
         return ""
     steps = sorted({row["step"] for row in rollouts.rows})
     options = "".join(f'<option value="{step}">{step}</option>' for step in steps)
-    images = f'<script type="application/json" class="images">{script_json(rollouts.images)}</script>'
+    images = f'<script type="application/json" class="images">{_script_json(rollouts.images)}</script>'
     note = f"{len(rollouts.rows):,} of {rollouts.num_all:,}; all are in {rollouts.file}"
     return (
         f'<h3 class="part">{escape(heading)}</h3><div class="rollouts" data-unit="{escape(unit)}"><div class="tools">'
@@ -286,13 +286,13 @@ def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
         f'<input name="high" type="number" step="any" placeholder="to" style="width:74px"></label>'
         f'<input name="text" type="search" placeholder="Search prompts and responses">'
         f'<span class="count small faint"></span></div><div class="panes"><div class="list"></div>'
-        f'<div class="detail"></div></div><script type="application/json">{script_json(rollouts.rows)}</script>'
+        f'<div class="detail"></div></div><script type="application/json">{_script_json(rollouts.rows)}</script>'
         f"{images if rollouts.images else ''}</div>"
         f'<p class="small faint">{note}</p>'
     )
 
 
-def script_json(value: Any) -> str:
+def _script_json(value: Any) -> str:
     """Encode JSON such that text from a model cannot close the surrounding script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -305,7 +305,7 @@ def settings(stage: Stage) -> str:
     groups = "".join(
         f"<div><h4>{escape(group)}</h4><table>"
         + "".join(
-            f'<tr><td class="mono">{escape(name)}</td><td class="mono">{escape(setting_text(value))}</td></tr>'
+            f'<tr><td class="mono">{escape(name)}</td><td class="mono">{escape(_setting_text(value))}</td></tr>'
             for name, value in values.items()
         )
         + "</table></div>"
@@ -314,6 +314,6 @@ def settings(stage: Stage) -> str:
     return f'<details><summary>Settings</summary><div class="card"><div class="settings">{groups}</div></div></details>'
 
 
-def setting_text(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     """Format a setting as in config.yaml."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

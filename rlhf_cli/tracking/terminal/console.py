@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleDimensions
 from rlhf_cli.errors import UsageError
 
 
-class TerminalConsole(Console):
+class _TerminalConsole(Console):
     """A rich console that reads the size from its stream.
 
     rich queries descriptors 0, 1 and 2, but 1 and 2 are redirected to the log file and 0 may not be a terminal.
@@ -43,9 +43,9 @@ def open_console(stream: io.TextIOBase) -> Console:
     file = cast(TextIO, stream)
     interactive = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
     if interactive:
-        return TerminalConsole(file=file, force_terminal=True, highlight=False)
+        return _TerminalConsole(file=file, force_terminal=True, highlight=False)
     # soft_wrap keeps each message on one line, as tools that read scheduler logs expect.
-    return TerminalConsole(
+    return _TerminalConsole(
         file=file, force_terminal=False, force_interactive=False, color_system=None, highlight=False, soft_wrap=True
     )
 
@@ -74,7 +74,7 @@ class LastingStream(io.TextIOBase):
         return len(text)
 
 
-class Terminal:
+class _Terminal:
     """The process's original output, while descriptors 1 and 2 are redirected to `log_file`.
 
     `console` writes to the original stdout, `error_console` to the original stderr. Child processes inherit the log
@@ -86,7 +86,7 @@ class Terminal:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         self._log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         # Before the redirection: buffered text belongs on the terminal.
-        flush_output()
+        _flush_output()
         self._kept = {1: os.dup(1), 2: os.dup(2)}
         self._pid = os.getpid()
         self._active = True
@@ -105,7 +105,7 @@ class Terminal:
         if not self._active or os.getpid() != self._pid:
             return
         self._active = False
-        flush_output()
+        _flush_output()
         for descriptor, kept in self._kept.items():
             os.dup2(kept, descriptor)
         os.close(self._log)
@@ -130,16 +130,16 @@ class Terminal:
             self.error_console.print(f"The log of this process is {self.log_file}", markup=False, soft_wrap=True)
 
 
-def quiet_process(log_file: Path) -> Terminal:
+def quiet_process(log_file: Path) -> _Terminal:
     """Redirect descriptors 1 and 2 of this process to `log_file` (append mode). Returns the terminal for our messages.
 
     Use it as a context manager, or call `restore()`. If an exception leaves the block, the traceback is written to the
     log file and the path of the log file is printed.
     """
-    return Terminal(log_file)
+    return _Terminal(log_file)
 
 
-def flush_output() -> None:
+def _flush_output() -> None:
     """Flush stdout and stderr, in Python and in the C library."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

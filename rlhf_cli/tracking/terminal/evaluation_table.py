@@ -12,10 +12,10 @@ from rich.text import Text
 from rlhf_cli.rewards.evaluation import Evaluation, Figure
 from rlhf_cli.tracking.figures import number
 
-SHARES = ("accuracy", "pass@", "maj@", "prm_", "truncated", "invalid")
+_SHARES = ("accuracy", "pass@", "maj@", "prm_", "truncated", "invalid")
 # Line width without a terminal, so that log files keep each row on one line.
-WIDTH_OF_A_FILE = 250
-LAST = {"reward": "reward", "response_length": "tokens", "truncated": "truncated", "invalid": "no answer"}
+_WIDTH_OF_A_FILE = 250
+_LAST = {"reward": "reward", "response_length": "tokens", "truncated": "truncated", "invalid": "no answer"}
 """Column headings for metrics that follow the correctness metrics."""
 
 
@@ -46,7 +46,7 @@ def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
     """
     shown = [_columns(result) for result in results]
     names = list(dict.fromkeys(name for figures in shown for name in figures))
-    names = [name for name in names if name not in LAST] + [name for name in LAST if name in names]
+    names = [name for name in names if name not in _LAST] + [name for name in _LAST if name in names]
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 1, 0), caption="95% intervals over prompts are below the values"
     )
@@ -72,7 +72,7 @@ def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
 def print_table(console: Console, table: Table) -> None:
     """Print the table. Without a terminal, lines may be long."""
     if not console.is_terminal:
-        console = Console(file=console.file, width=WIDTH_OF_A_FILE, color_system=None)
+        console = Console(file=console.file, width=_WIDTH_OF_A_FILE, color_system=None)
     console.print(table)
 
 
@@ -88,21 +88,21 @@ def _columns(result: EvaluatedModel) -> dict[str, Figure]:
 def _heading(name: str, num_samples: int) -> str:
     if name == "accuracy":
         return f"avg@{num_samples}" if num_samples > 1 else name
-    return LAST.get(name, name)
+    return _LAST.get(name, name)
 
 
 def _cell(name: str, figures: Mapping[str, Figure], counts: Mapping[str, float]) -> Text:
     """Format a value, fractions in percent, with the interval below for quality metrics."""
 
     def written(value: float) -> str:
-        return f"{100 * value:.1f}" if name.startswith(SHARES) else number(value)
+        return f"{100 * value:.1f}" if name.startswith(_SHARES) else number(value)
 
     if name not in figures:
         return Text("")
     figure = figures[name]
-    value, below = written(figure.value) + ("%" if name.startswith(SHARES) else ""), ""
+    value, below = written(figure.value) + ("%" if name.startswith(_SHARES) else ""), ""
     if name == "response_length":
         below = f"max {counts['response_length_max']:.0f}"
-    elif figure.interval is not None and (name == "reward" or name not in LAST):
+    elif figure.interval is not None and (name == "reward" or name not in _LAST):
         below = " to ".join(map(written, figure.interval))
-    return Text.assemble((value, "" if name in LAST else "bold"), "\n" if below else "", (below, "bright_black"))
+    return Text.assemble((value, "" if name in _LAST else "bold"), "\n" if below else "", (below, "bright_black"))

@@ -15,7 +15,7 @@ from rich.segment import ControlType, Segment
 from rich.text import Text
 
 # Per second. Often enough for a running clock, and cheap over SSH.
-REFRESHES_PER_SECOND = 4
+_REFRESHES_PER_SECOND = 4
 
 
 class LiveRegion(RenderHook):
@@ -78,7 +78,7 @@ class LiveRegion(RenderHook):
             yield Segment.line()
 
     def _keep_fresh(self) -> None:
-        while not self._done.wait(1 / REFRESHES_PER_SECOND):
+        while not self._done.wait(1 / _REFRESHES_PER_SECOND):
             # Losing the terminal must not stop the training.
             with suppress(OSError):
                 self.refresh()

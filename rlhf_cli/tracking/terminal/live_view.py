@@ -15,15 +15,15 @@ from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scal
 from rlhf_cli.tracking.terminal.live_region import LiveRegion
 from rlhf_cli.tracking.terminal.progress import Pace
 
-SPARKS = "▁▂▃▄▅▆▇█"
-BROKEN_SPARK = "!"
-MAX_POINTS = 256
-MAX_METRIC_ROWS = 5
-TITLE_CELLS, VALUE_CELLS = 18, 9
-MIN_COLUMN_CELLS = 36
-MAX_COLUMNS = 3
-GAP = 3
-PHASE_STYLES = {
+_SPARKS = "▁▂▃▄▅▆▇█"
+_BROKEN_SPARK = "!"
+_MAX_POINTS = 256
+_MAX_METRIC_ROWS = 5
+_TITLE_CELLS, _VALUE_CELLS = 18, 9
+_MIN_COLUMN_CELLS = 36
+_MAX_COLUMNS = 3
+_GAP = 3
+_PHASE_STYLES = {
     "generate": "blue",
     "reward": "yellow",
     "forward": "cyan",
@@ -34,11 +34,11 @@ PHASE_STYLES = {
     "eval": "bright_blue",
     "other": "bright_black",
 }
-FURTHER_STYLES = ("red", "bright_blue", "bright_green", "bright_magenta")
+_FURTHER_STYLES = ("red", "bright_blue", "bright_green", "bright_magenta")
 
 
 class History:
-    """A metric's history, averaged to at most `MAX_POINTS` points with the same number of steps each."""
+    """A metric's history, averaged to at most `_MAX_POINTS` points with the same number of steps each."""
 
     def __init__(self) -> None:
         self._points: list[float] = []
@@ -53,8 +53,8 @@ class History:
             self._points.append(mean(self._open))
             self._open = []
         # Full: halve the resolution, so that memory stays constant over any number of steps.
-        if len(self._points) == MAX_POINTS:
-            self._points = [mean(self._points[i : i + 2]) for i in range(0, MAX_POINTS, 2)]
+        if len(self._points) == _MAX_POINTS:
+            self._points = [mean(self._points[i : i + 2]) for i in range(0, _MAX_POINTS, 2)]
             self._steps_per_point *= 2
 
     def sparkline(self, cells: int) -> str:
@@ -65,8 +65,8 @@ class History:
         means = [mean(points[start:end]) for start, end in pairwise(edges)]
         finite = [value for value in means if math.isfinite(value)]
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-        scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-        return "".join(SPARKS[round((v - low) * scale)] if math.isfinite(v) else BROKEN_SPARK for v in means)
+        scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_SPARKS[round((v - low) * scale)] if math.isfinite(v) else _BROKEN_SPARK for v in means)
 
 
 class LiveView:
@@ -139,15 +139,15 @@ class LiveView:
 
     def _metrics(self, width: int) -> list[Text]:
         """Arrange the metrics in columns, filled from top to bottom."""
-        columns = min(MAX_COLUMNS, max(1, (width - 1) // MIN_COLUMN_CELLS))
-        cells = (width - 1 - GAP * (columns - 1)) // columns
-        names = prominent(name for name in self._latest if not name.startswith("eval/"))[: MAX_METRIC_ROWS * columns]
+        columns = min(_MAX_COLUMNS, max(1, (width - 1) // _MIN_COLUMN_CELLS))
+        cells = (width - 1 - _GAP * (columns - 1)) // columns
+        names = prominent(name for name in self._latest if not name.startswith("eval/"))[: _MAX_METRIC_ROWS * columns]
         rows = -(-len(names) // columns)
         lines = []
         for row in range(rows):
             line = Text(" ")
             for position, name in enumerate(names[row::rows]):
-                line.append(" " * GAP if position else "")
+                line.append(" " * _GAP if position else "")
                 line.append(self._metric(name, cells))
             lines.append(line)
         return lines
@@ -155,10 +155,10 @@ class LiveView:
     def _metric(self, name: str, cells: int) -> Text:
         value = self._latest[name]
         label = Text(title(name), style="default")
-        label.truncate(TITLE_CELLS, overflow="ellipsis", pad=True)
+        label.truncate(_TITLE_CELLS, overflow="ellipsis", pad=True)
         style = "bold" if math.isfinite(value) else "bold red"
-        sparks = self._courses[name].sparkline(max(0, cells - TITLE_CELLS - VALUE_CELLS - 1))
-        line = Text.assemble(label, (f"{number(value):>{VALUE_CELLS}}", style), " ", (sparks, "cyan"))
+        sparks = self._courses[name].sparkline(max(0, cells - _TITLE_CELLS - _VALUE_CELLS - 1))
+        line = Text.assemble(label, (f"{number(value):>{_VALUE_CELLS}}", style), " ", (sparks, "cyan"))
         line.truncate(cells, pad=True)
         return line
 
@@ -172,10 +172,10 @@ class LiveView:
         for name, seconds in sorted(self._phases.items(), key=lambda phase: -phase[1]):
             reached += seconds
             end = round(cells * reached / total)
-            bar.append("━" * (end - used), style=phase_style(name))
+            bar.append("━" * (end - used), style=_phase_style(name))
             used = end
             share = f"{100 * seconds / total:.0f}%"
-            entry = Text.assemble(" ", ("■", phase_style(name)), f" {name} {duration(seconds)} ", (share, "bold"), " ")
+            entry = Text.assemble(" ", ("■", _phase_style(name)), f" {name} {duration(seconds)} ", (share, "bold"), " ")
             if legend[-1].cell_len + entry.cell_len > width:
                 legend.append(Text())
             legend[-1].append(entry)
@@ -201,6 +201,6 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def phase_style(name: str) -> str:
+def _phase_style(name: str) -> str:
     """Return a phase's color, which is the same in every run."""
-    return PHASE_STYLES.get(name) or FURTHER_STYLES[sum(name.encode()) % len(FURTHER_STYLES)]
+    return _PHASE_STYLES.get(name) or _FURTHER_STYLES[sum(name.encode()) % len(_FURTHER_STYLES)]

@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-MAX_COLUMNS, MAX_ROWS = 48, 18
+_MAX_COLUMNS, _MAX_ROWS = 48, 18
 """Maximum image size in cells. A cell is about twice as high as wide, so a half block is roughly square."""
-LONGEST_SIDE = 512
+_LONGEST_SIDE = 512
 """Pixels of the copy sent with an image protocol."""
-CHUNK = 4096
+_CHUNK = 4096
 """Maximum payload per message in kitty's protocol, in characters."""
-KITTY_TERMS = ("xterm-kitty", "xterm-ghostty")
-ITERM_PROGRAMS = ("iTerm.app", "WezTerm")
-MULTIPLEXERS = ("screen", "tmux")
+_KITTY_TERMS = ("xterm-kitty", "xterm-ghostty")
+_ITERM_PROGRAMS = ("iTerm.app", "WezTerm")
+_MULTIPLEXERS = ("screen", "tmux")
 """Terminal multiplexers: they inherit the outer terminal's environment variables but block image protocols."""
-UPPER_HALF = "▀"
+_UPPER_HALF = "▀"
 
 
 def draws_pictures(console: Console) -> bool:
@@ -40,24 +40,24 @@ def print_picture(pixels: np.ndarray, console: Console, environment: Mapping[str
     if escape is not None:
         console.file.write(f"{' ' * indent}{escape}\n")
         return
-    for line in half_blocks(pixels, columns=columns, half_rows=half_rows):
+    for line in _half_blocks(pixels, columns=columns, half_rows=half_rows):
         console.print(Text(" " * indent).append_text(line), soft_wrap=True, highlight=False)
 
 
 def cells_for(height: int, width: int, *, most_columns: int) -> tuple[int, int]:
     """Compute columns and half rows for an image: within the limits, and never enlarged."""
-    scale = min(min(MAX_COLUMNS, max(most_columns, 1)) / width, 2 * MAX_ROWS / height, 1)
+    scale = min(min(_MAX_COLUMNS, max(most_columns, 1)) / width, 2 * _MAX_ROWS / height, 1)
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
 def escape_of(pixels: np.ndarray, environment: Mapping[str, str], *, columns: int, rows: int) -> str | None:
     """Build the escape sequence for an image, or None if the terminal has no known image protocol."""
     term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
-    if {"TMUX", "STY", "ZELLIJ"} & environment.keys() or term.startswith(MULTIPLEXERS):
+    if {"TMUX", "STY", "ZELLIJ"} & environment.keys() or term.startswith(_MULTIPLEXERS):
         return None
-    if term in KITTY_TERMS:
+    if term in _KITTY_TERMS:
         return _kitty(_png(pixels), columns, rows)
-    if program in ITERM_PROGRAMS:
+    if program in _ITERM_PROGRAMS:
         return _iterm(_png(pixels), columns, rows)
     return None
 
@@ -66,7 +66,7 @@ def _kitty(png: bytes, columns: int, rows: int) -> str:
     """Build kitty's transmit-and-display sequence."""
     # q=2 suppresses the terminal's response, which the shell would read as input.
     text = base64.b64encode(png).decode()
-    chunks = [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
+    chunks = [text[start : start + _CHUNK] for start in range(0, len(text), _CHUNK)]
     keys = [f"a=T,f=100,q=2,c={columns},r={rows},", *[""] * (len(chunks) - 1)]
     more = [1] * (len(chunks) - 1) + [0]
     return "".join(f"\x1b_G{key}m={m};{part}\x1b\\" for key, m, part in zip(keys, more, chunks, strict=True))
@@ -79,12 +79,12 @@ def _iterm(png: bytes, columns: int, rows: int) -> str:
 
 def _png(pixels: np.ndarray) -> bytes:
     image, file = Image.fromarray(pixels), io.BytesIO()
-    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
     image.save(file, "PNG")
     return file.getvalue()
 
 
-def half_blocks(pixels: np.ndarray, *, columns: int, half_rows: int) -> Iterator[Text]:
+def _half_blocks(pixels: np.ndarray, *, columns: int, half_rows: int) -> Iterator[Text]:
     """Yield lines of half blocks: the foreground color is the upper pixel, the background color the lower one."""
     small = np.asarray(Image.fromarray(pixels).resize((columns, half_rows), Image.Resampling.BOX))
     for upper in range(0, half_rows, 2):
@@ -92,5 +92,5 @@ def half_blocks(pixels: np.ndarray, *, columns: int, half_rows: int) -> Iterator
         for column in range(columns):
             above = Color.from_rgb(*small[upper, column])
             below = Color.from_rgb(*small[upper + 1, column]) if upper + 1 < half_rows else None
-            line.append(UPPER_HALF, Style(color=above, bgcolor=below))
+            line.append(_UPPER_HALF, Style(color=above, bgcolor=below))
         yield line

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled
 
-PLAIN_METRICS = 7
-PLAIN_PHASES = 3
+_PLAIN_METRICS = 7
+_PLAIN_PHASES = 3
 # The remaining time is extrapolated from this many steps: enough to average out long responses.
-STEPS_OF_PACE = 20
+_STEPS_OF_PACE = 20
 
 
 class View(Protocol):
@@ -43,7 +43,7 @@ class Pace:
         self.began = clock()
         self.total_steps = total_steps
         self.step = start_step
-        self._recent = deque([(start_step, self.began)], maxlen=STEPS_OF_PACE + 1)
+        self._recent = deque([(start_step, self.began)], maxlen=_STEPS_OF_PACE + 1)
 
     def reach(self, step: int) -> None:
         """Record a finished step."""
@@ -99,11 +99,11 @@ def plain_line(reading: Reading, pace: Pace, *, unit: str) -> str:
     """Format the step, main metrics, longest phases, speed and remaining time."""
     width = len(str(pace.total_steps))
     parts = [f"{unit} {reading.step:>{width}}/{pace.total_steps}"]
-    parts += [f"{name} {number(reading.metrics[name])}" for name in prominent(reading.metrics)[:PLAIN_METRICS]]
+    parts += [f"{name} {number(reading.metrics[name])}" for name in prominent(reading.metrics)[:_PLAIN_METRICS]]
     phases = reading.phases
     total = sum(phases.values())
     if total > 0:
-        longest = sorted(phases, key=lambda name: -phases[name])[:PLAIN_PHASES]
+        longest = sorted(phases, key=lambda name: -phases[name])[:_PLAIN_PHASES]
         shares = " ".join(f"{name} {phases[name] / total:.0%}" for name in longest)
         parts.append(f"{duration(total)} ({shares})")
     if "perf/tokens_per_second" in reading.metrics:
