@@ -38,7 +38,7 @@ class Form:
         is_wanted, include_usage = bool(body.get("logprobs")), bool(options.get("include_usage"))
         return cls(number, created, str(body.get("model") or MODEL), is_wanted, num_top, include_usage)
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
+    def whole(self, completion: Completion) -> dict[str, object]:
         """Build the response body."""
         choices = [
             {"index": index, "message": _message(one), **self._end(one)} for index, one in enumerate(completion.choices)
@@ -58,18 +58,18 @@ class Form:
             yield self._event([], usage=_usage(completion))
         yield "data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: object) -> str:
+    def _event(self, choices: list[dict[str, object]], **more: object) -> str:
         return f"data: {json.dumps({**self._head('chat.completion.chunk'), 'choices': choices, **more})}\n\n"
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, object]:
         return {"id": f"chatcmpl-{self.number}", "object": kind, "created": self.created, "model": self.model}
 
-    def _end(self, choice: Choice) -> dict[str, Any]:
+    def _end(self, choice: Choice) -> dict[str, object]:
         tokens = [self._token(*token) for token in choice.tokens]
         logprobs = {"content": tokens, "refusal": None} if self.logprobs else None
         return {"logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def _token(self, text: str, logprob: float) -> dict[str, Any]:
+    def _token(self, text: str, logprob: float) -> dict[str, object]:
         token = {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
         return {**token, "top_logprobs": [token] if self.num_top else []}
 
@@ -83,7 +83,7 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> dict[str, object]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
@@ -93,13 +93,13 @@ def _usage(completion: Completion) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def error_body(refused: Refused) -> dict[str, Any]:
+def error_body(refused: Refused) -> dict[str, object]:
     """Build an error body."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
 
 
-def model_list() -> dict[str, Any]:
+def model_list() -> dict[str, object]:
     """Build the body for the model list."""
     model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf-cli"}
     return {"object": "list", "data": [model]}

@@ -15,7 +15,7 @@ _Value = int | float
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameter:
+class Parameter:
     """A numeric reward parameter, an integer or float depending on `kind`."""
 
     default: _Value | None
@@ -56,7 +56,7 @@ class RewardRow:
 
     function: str | Callable[..., object]
     kind: Literal["verifier", "text", "answer", "length", "group", "episode"]
-    parameters: Mapping[str, _Parameter] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
     """Run settings that are also passed by keyword."""
@@ -89,12 +89,12 @@ REWARDS: dict[str, RewardRow] = {
     "boxed": _verifier("builtin:boxed", "list"),
     "math": _verifier("mathematics:math", "list"),
     "multiple_choice": RewardRow(
-        "rlhf_cli.rewards.verifiers.choices:multiple_choice", "verifier", {"choices": _Parameter(10, least=2, kind=int)}
+        "rlhf_cli.rewards.verifiers.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
     ),
     "code": RewardRow(
         "rlhf_cli.rewards.verifiers.code:code",
         "verifier",
-        {"timeout": _Parameter(5.0, least=0.1), "memory_mb": _Parameter(512, least=64, kind=int)},
+        {"timeout": Parameter(5.0, least=0.1), "memory_mb": Parameter(512, least=64, kind=int)},
         settings=("code_unsandboxed", "reward_timeout"),
         structured_labels=("dict", "list"),
     ),
@@ -110,17 +110,17 @@ REWARDS: dict[str, RewardRow] = {
     "repetition_penalty": RewardRow(
         "rlhf_cli.rewards.format_rewards:repetition_penalty",
         "text",
-        {"n": _Parameter(3, least=1, kind=int), "max_penalty": _Parameter(-0.1)},
+        {"n": Parameter(3, least=1, kind=int), "max_penalty": Parameter(-0.1)},
     ),
     "cosine": RewardRow(
         "rlhf_cli.rewards.length_rewards:cosine",
         "length",
         {
-            "max_len": _Parameter(1000, least=1, kind=int),
-            "correct_short": _Parameter(1.0),
-            "correct_long": _Parameter(0.8),
-            "wrong_short": _Parameter(-0.5),
-            "wrong_long": _Parameter(-0.1),
+            "max_len": Parameter(1000, least=1, kind=int),
+            "correct_short": Parameter(1.0),
+            "correct_long": Parameter(0.8),
+            "wrong_short": Parameter(-0.5),
+            "wrong_long": Parameter(-0.1),
         },
         needs_verdict=True,
     ),
@@ -128,9 +128,9 @@ REWARDS: dict[str, RewardRow] = {
         "rlhf_cli.rewards.length_rewards:soft_overlong",
         "length",
         {
-            "max_len": _Parameter(None, least=1, kind=int),
-            "buffer": _Parameter(None, least=1, kind=int),
-            "factor": _Parameter(1.0, least=0),
+            "max_len": Parameter(None, least=1, kind=int),
+            "buffer": Parameter(None, least=1, kind=int),
+            "factor": Parameter(1.0, least=0),
         },
     ),
     "length": RewardRow("rlhf_cli.rewards.length_rewards:length", "group", needs_verdict=True),
