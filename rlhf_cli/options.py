@@ -114,12 +114,6 @@ def _given_early(arguments: Sequence[str], names: Collection[str]) -> dict[str, 
     return {name: value for file in files for name, value in file.values.items() if name in names} | found
 
 
-def from_yaml(config_cls: type[_C], path: Path) -> _C:
-    """Load a config from a YAML file and the files that it extends. Raises UsageError if it is invalid."""
-    values = {name: value for file in read_settings(str(path)) for name, value in file.values.items()}
-    return build_config(config_cls, values, spelled=f"{{}} in {path}")
-
-
 def to_yaml(config: CommandConfig) -> str:
     """Format all settings as flat YAML with a comment above each group. `--config` reads it back unchanged."""
     parts = []
@@ -345,8 +339,8 @@ def _messages(
     return ([f"missing {', '.join(missing)}"] if missing else []) + list(phrases.values())
 
 
-def _must_be(flag: Flag, value: object, spelled: str, right: str | None = None) -> str:
-    return f"{spelled.replace('{}', flag.name)} {shown(value)}: {right or f'must be {expected(flag)}'}"
+def _must_be(flag: Flag, value: object, spelled: str) -> str:
+    return f"{spelled.replace('{}', flag.name)} {shown(value)}: must be {expected(flag)}"
 
 
 def _finite(config: CommandConfig, flag: Flag) -> bool:

@@ -43,12 +43,12 @@ class Plugin:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the annotated type's schema, followed by the name check."""
-        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
-    def checked(self, value: Any) -> Any:
+    def _checked(self, value: Any) -> Any:
         """Return the setting with absolute paths, also per list item. Raises ValueError for unknown names."""
         if isinstance(value, list):
-            return [self.checked(item) for item in value]
+            return [self._checked(item) for item in value]
         if value is None or value in self.names:
             # Names come first: a built-in name never refers to code.
             return value

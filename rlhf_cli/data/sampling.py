@@ -38,10 +38,6 @@ class StepBatches(Sequence[np.ndarray]):
         """Number of steps per epoch."""
         return -(-self.num_items // self.batch_size)
 
-    def epoch_of(self, step: int) -> int:
-        """Return the epoch of a step, from 0."""
-        return step // self.steps_per_epoch
-
     def __len__(self) -> int:
         return self.epochs * self.steps_per_epoch
 
@@ -57,11 +53,6 @@ class StepBatches(Sequence[np.ndarray]):
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.batch_size
         return _order_of(self.num_items, epoch, self.seed)[start : start + self.batch_size]
-
-
-def step_batches(num_items: int, *, batch_size: int, epochs: int, seed: int) -> StepBatches:
-    """Return item indices for each step of a run. See StepBatches."""
-    return StepBatches(num_items, batch_size, epochs, seed)
 
 
 # A few entries: training and evaluation read neighboring steps of an epoch.

@@ -218,13 +218,13 @@ def test_a_cut_gives_up_what_runs_and_what_joins_later(engine, first_responses):
 def test_responses_do_not_depend_on_what_the_engine_did_before(engine, first_responses):
     engine.generate(REQUESTS[::-1], SamplingParams(7))
     engine.sleep(2)
-    assert engine.is_asleep()
+    assert engine.engine._asleep
     with pytest.raises(RunError, match="asleep"):
         engine.generate(REQUESTS, SAMPLING)
     engine.wake(["weights"])
-    assert engine.is_asleep()
+    assert engine.engine._asleep
     engine.wake(["kv_cache"])
-    assert not engine.is_asleep()
+    assert not engine.engine._asleep
     assert engine.generate(REQUESTS, SAMPLING) == first_responses
 
 
@@ -461,7 +461,7 @@ def test_a_wrong_push_is_refused_by_name_and_leaves_the_weights(engine, model_di
         engine.push(manifest | {"checksum": 1}, 1)
     engine.abort_weight_update()
     sender.close()
-    assert engine.engine.weight_version == 0
+    assert engine.engine._version == 0
     assert engine.generate(REQUESTS, SAMPLING) == first_responses
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from pydantic import create_model
+from settings_files import from_yaml
 
 from rlhf_cli import cli
 from rlhf_cli.config.base import CommandConfig, Needs, SettingsGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, describe, flags_of
-from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.options import build_config, to_yaml
 
 FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py"

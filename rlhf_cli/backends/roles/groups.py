@@ -135,26 +135,26 @@ class WorkerGroup(Generic[_HeldT]):
         """Run a call on all ranks, each with its element of `work`, and return the results by rank."""
         return self.wait([worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)])
 
-    def log_file(self, rank: int) -> Path:
+    def _log_file(self, rank: int) -> Path:
         """Return a rank's log file."""
         return self._log_dir / f"{self.role}-{rank}.log"
 
     def _death(self, rank: int, error: Exception) -> ProcessDied:
-        return ProcessDied(f"{self.role} rank {rank} died ({death_reason(error)}); its log is {self.log_file(rank)}")
+        return ProcessDied(f"{self.role} rank {rank} died ({death_reason(error)}); its log is {self._log_file(rank)}")
 
     def _failure(self, rank: int, error: RayTaskError) -> Exception:
         if isinstance(error.cause, OutOfMemory):
-            return OutOfMemory(f"{self.role} rank {rank}: {error.cause}; its log is {self.log_file(rank)}")
+            return OutOfMemory(f"{self.role} rank {rank}: {error.cause}; its log is {self._log_file(rank)}")
         if isinstance(error.cause, UsageError | RunError):
             return error.cause
-        with self.log_file(rank).open("a") as log:
+        with self._log_file(rank).open("a") as log:
             log.write(f"{error}\n")
         if (kind := full_memory(error.cause)) is not None:
             return OutOfMemory(
-                f"{self.role} rank {rank}: {memory_sentence(kind, '')}; its log is {self.log_file(rank)}"
+                f"{self.role} rank {rank}: {memory_sentence(kind, '')}; its log is {self._log_file(rank)}"
             )
         reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
-        return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
+        return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self._log_file(rank)}")
 
 
 class RoleGroup(Generic[_RankT]):

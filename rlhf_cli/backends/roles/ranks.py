@@ -185,7 +185,7 @@ class SampledRank(TrainedRank):
     def push_weights(self, version: int) -> PushReport:
         """Push the weights to the engines. Call it on all ranks. The report is valid on rank 0."""
         assert self._sender is not None, "no engine is connected"
-        weights = self.adapter_weights() if self._pushes_adapter else self.engine_weights()
+        weights = self._adapter_weights() if self._pushes_adapter else self.engine_weights()
         return self._sender.send(weights, version)
 
     def discard_push(self) -> None:
@@ -200,7 +200,7 @@ class SampledRank(TrainedRank):
         parameters = folded(dense(self.engine.whole(ordered), dict(ordered)), scales(hf_model))
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
-    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapter's full weights under PEFT's names. Every rank must iterate to the end."""
         trained = self.engine.named_weights(self.hf_model, only_trained=True)
         return ((file_name(name), weight) for name, weight in trained)

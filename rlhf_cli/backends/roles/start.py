@@ -69,7 +69,7 @@ class Processes:
         """Whether rollout engines share GPUs with other roles."""
         return any(seat.shared for seat in self.layout.of(ENGINE))
 
-    def threads(self, role: str) -> int:
+    def _threads(self, role: str) -> int:
         """Return the number of CPU threads for each process of a role."""
         return self.cluster.threads(len(self.layout.of(role)))
 
@@ -81,13 +81,13 @@ class Processes:
         """Start an engine's process and begin to load it. Returns the worker and the pending call."""
         seat = self.layout.of(ENGINE)[number]
         share = memory_share(plan.gpu_share, shared=seat.shared)
-        settings = replace(plan.settings, gpu_memory_utilization=share, num_threads=self.threads(ENGINE))
+        settings = replace(plan.settings, gpu_memory_utilization=share, num_threads=self._threads(ENGINE))
         worker = self._start(AsyncRayWorker, seat)
         return worker, worker.build.remote(environment, HOST_ENGINE, plan.backend, plan.model, settings)
 
     def _start(self, kind: type[RayWorker], seat: Seat) -> Any:
         environment = {
-            "OMP_NUM_THREADS": str(self.threads(seat.role)),
+            "OMP_NUM_THREADS": str(self._threads(seat.role)),
             "GOMP_SPINCOUNT": SPIN_COUNT,
             "TOKENIZERS_PARALLELISM": "false",
             **onednn_caches(),

@@ -164,10 +164,6 @@ class TransformersEngine:
         if tags is None or "kv_cache" in tags:
             self._asleep = False
 
-    async def is_asleep(self) -> bool:
-        """Return whether the engine is asleep."""
-        return self._asleep
-
     async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """No-op: pushes are files."""
 
@@ -189,11 +185,6 @@ class TransformersEngine:
     async def abort_weight_update(self) -> None:
         """Cancel a failed update. The previous weights remain."""
         self._updating = False
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the last push; 0 for the weights the engine was built with."""
-        return self._version
 
     async def weight_checksum(self) -> list[int]:
         """Return the last push's checksum, which equals the sender's.

@@ -217,10 +217,6 @@ class VllmEngine:
             await self._while_alive(self._llm.wake_up(tags))
             self._asleep = await self._while_alive(self._llm.is_sleeping())
 
-    async def is_asleep(self) -> bool:
-        """Return whether weights or KV cache are asleep."""
-        return self._asleep
-
     async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Connect to the trainer. With nccl, this waits for the trainer to connect."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -310,11 +306,6 @@ class VllmEngine:
         # Without `load_inplace`: workers find the loaded adapter by ID and never read the folder, which is gone by now.
         self._adapter = LoRARequest(_ADAPTER, 1, folder)
         self._adapter_checksum = checksum
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the last push; 0 for the weights the engine was built with."""
-        return self._version
 
     async def weight_checksum(self) -> list[int]:
         """Return the last push's checksum from each worker. Equal to the sender's; empty before the first push."""

@@ -46,14 +46,14 @@ class PictureReader:
     def example(self, row: Row, example: Conversation | Document) -> Conversation | Document:
         """Return the example with placed images. Raises RowFault, also for images with plain text."""
         if isinstance(example, Conversation):
-            return self.placed(row, example)
+            return self._placed(row, example)
         refuse_videos(row)
         column, cells = cells_of(row, self.settings.image_key)
         if cells:
             raise row.error(f"column {column!r} has pictures, and plain text has no place for them")
         return example
 
-    def placed(self, row: Row, conversation: Conversation) -> Conversation:
+    def _placed(self, row: Row, conversation: Conversation) -> Conversation:
         """Return the conversation with a cell per marker. Raises RowFault if markers and images do not match."""
         refuse_videos(row)
         conversation = placed(row, conversation, self.settings.image_key)

@@ -69,19 +69,6 @@ class StandingPicture:
         """End position of the image's tokens (exclusive)."""
         return self.start + len(self.picture.run.token_ids)
 
-    def placed(self) -> PlacedPicture:
-        """Convert to the record used in sequences."""
-        source = self.picture
-        return placed_picture(
-            source.encoded,
-            source.digest,
-            size=(source.height, source.width),
-            place=(self.start, len(source.run.token_ids)),
-            token=self.token,
-            grid=source.run.grid,
-            patches=source.run.patches,
-        )
-
 
 def placed_picture(
     encoded: EncodedPicture,

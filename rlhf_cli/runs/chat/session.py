@@ -55,13 +55,13 @@ class Session:
     attached: tuple[ShownPicture, ...] = ()
     """Images for the next message."""
 
-    def before(self, ask: Ask) -> "Session":
+    def _before(self, ask: Ask) -> "Session":
         """Return the session before the message: without the last turn for a retry."""
         return replace(self, turns=self.turns[:-1]) if ask.again else self
 
     def conversation(self, model: int, ask: Ask) -> Conversation:
         """Return a model's conversation up to and including the message."""
-        before = self.before(ask)
+        before = self._before(ask)
         return Conversation((*before.messages(model), Message("user", ask.message, pictures=ask.pictures)))
 
     def messages(self, model: int) -> tuple[Message, ...]:
@@ -77,11 +77,11 @@ class Session:
         turn = Turn(ask.message, tuple(answers), ask.pictures)
         # Keep images attached after the original message for the next one.
         attached = self.attached if ask.again else ()
-        return replace(self, turns=(*self.before(ask).turns, turn), attempt=ask.attempt, attached=attached)
+        return replace(self, turns=(*self._before(ask).turns, turn), attempt=ask.attempt, attached=attached)
 
     def seed(self, ask: Ask) -> int:
         """Return the answer seed, determined by the seed setting, position and attempt."""
-        place = len(self.before(ask).turns)
+        place = len(self._before(ask).turns)
         return scattered_seed(self.sampling.seed, ask.attempt * _TURNS_OF_AN_ATTEMPT + place)
 
     def loaded(self, conversation: Conversation, *, num_models: int) -> "Session":

@@ -64,12 +64,8 @@ def line_chart(
     unit: str,
     size: tuple[int, int],
     broken: Sequence[int] = (),
-    from_zero: bool = False,
 ) -> str:
-    """Draw series over steps (labeled `unit`) as one SVG. `broken` steps, with non-finite values, are marked below.
-
-    The value axis spans all values, and 0 if `from_zero` is set.
-    """
+    """Draw series over steps (labeled `unit`) as one SVG. `broken` steps, with non-finite values, are marked below."""
     drawn = [
         (line, list(line.points) if line.marked else binned(line.points, _MAX_POINTS)) for line in series if line.points
     ]
@@ -77,7 +73,7 @@ def line_chart(
     if not every:
         return ""
     steps = [step for step, _ in every]
-    values = [value for _, value in every] + [0.0] * from_zero
+    values = [value for _, value in every]
     ticks = nice_ticks(min(values), max(values), _NUM_TICKS)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
     frame = _Frame(*size, _padded(min(steps), max(steps)), (low, high))

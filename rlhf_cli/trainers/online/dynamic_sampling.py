@@ -41,13 +41,13 @@ class DynamicBatch:
         return self._batch_size - len(self._groups)
 
     @property
-    def filtered(self) -> list[Group]:
+    def _filtered(self) -> list[Group]:
         """Groups without a learning signal."""
         # Carried groups were judged in an earlier iteration and do not count here.
         return [group for group in self._judged if usefulness(scores_of(group), self.config) != "useful"]
 
     @property
-    def most_to_come(self) -> int:
+    def _most_to_come(self) -> int:
         """Maximum number of prompts in later rounds."""
         return (self.config.dynamic_max_rounds - self._num_rounds) * self._round_size
 
@@ -83,8 +83,8 @@ class DynamicBatch:
 
     def stop_if_too_many_failed(self, max_failures: float, *, num_samples: int) -> None:
         """Raise RunError if too many rewards have failed, regardless of later rounds."""
-        scores = scores_of(samples_of([*self._groups, *self.filtered]))
-        stop_if_too_many_failed(scores, max_failures, num_to_come=self.most_to_come * num_samples)
+        scores = scores_of(samples_of([*self._groups, *self._filtered]))
+        stop_if_too_many_failed(scores, max_failures, num_to_come=self._most_to_come * num_samples)
 
     def sampled(self) -> SampledGroups:
         """Return the batch in its current state."""
@@ -98,7 +98,7 @@ class DynamicBatch:
         return SampledGroups(
             self._groups,
             greedy=[],
-            filtered=self.filtered,
+            filtered=self._filtered,
             num_carried=self._num_carried,
             metrics=metrics,
         )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from extending_page import page_file
 from online_settings import resolve
+from settings_files import from_yaml
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.advantages import compute_advantages
@@ -16,7 +17,7 @@ from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.plugins import load_target, require_plugins
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.foreign.translation import translate, translate_settings
-from rlhf_cli.options import from_yaml, to_yaml
+from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.online.checks import check_settings
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.identity import settings_identity

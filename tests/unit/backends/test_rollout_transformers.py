@@ -382,12 +382,12 @@ def test_a_tied_head_may_be_part_of_a_push(tiny_model_dir, tmp_path):
 
 def test_nothing_is_generated_asleep_or_in_the_middle_of_an_update(engine):
     engine.sleep(2)
-    assert engine.is_asleep()
+    assert engine.engine._asleep
     engine.wake(["weights"])
     with pytest.raises(RunError, match="asleep"):
         engine.generate(REQUESTS, SAMPLING)
     engine.wake(["kv_cache"])
-    assert not engine.is_asleep()
+    assert not engine.engine._asleep
     engine.start_weight_update()
     with pytest.raises(RunError, match="asleep or between"):
         engine.generate(REQUESTS, SAMPLING)

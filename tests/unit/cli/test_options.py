@@ -5,11 +5,12 @@ from typing import Literal
 
 import pytest
 from pydantic import Field, model_validator
+from settings_files import from_yaml
 
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
-from rlhf_cli.options import build_config, from_yaml, to_yaml, typer_command
+from rlhf_cli.options import build_config, to_yaml, typer_command
 from rlhf_cli.settings_file import read_yaml
 
 

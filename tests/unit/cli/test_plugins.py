@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+from settings_files import from_yaml
 
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.config.plugins import (
@@ -16,7 +17,7 @@ from rlhf_cli.config.plugins import (
     without_folder,
 )
 from rlhf_cli.errors import UsageError
-from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.options import build_config, to_yaml
 
 
 class Group(SettingsGroup):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 from online_settings import LEAST, online_settings, resolve
+from settings_files import from_yaml
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -13,7 +14,7 @@ from rlhf_cli.command_table import ONLINE_TRAINING, POLICY_GRADIENT
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
-from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.options import build_config, to_yaml
 from rlhf_cli.runs.online.checks import (
     check_batches,
     check_episodes,

@@ -236,12 +236,6 @@ def test_line_is_drawn_where_its_values_are():
     assert ">step<" in drawing
 
 
-def test_line_over_an_axis_from_zero():
-    series = [Series("seconds", [(0, 2.0), (10, 4.0)])]
-    drawing = line_chart(series, unit="step", size=(162, 136), from_zero=True)
-    assert 'd="M50.0 60.0L150.0 10.0"' in drawing  # half the height of the end, and no more
-
-
 def test_bars_are_as_high_as_their_seconds():
     drawing = stacked_bars(
         [1, 2], {"a": [1.0, 1.0], "b": [1.0, 3.0]}, colours={"a": "--c1", "b": "--c2"}, unit="step", size=(162, 136)
