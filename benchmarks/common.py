@@ -110,6 +110,15 @@ def run_quietly(command: Sequence[object], *, log: Path, environment: Mapping[st
     return peak
 
 
+def rlhf(command: str, settings: Mapping[str, object]) -> list[object]:
+    """Return a command line: a tuple is several values, and True a flag without a value."""
+    line: list[object] = [*RLHF, command]
+    for name, value in settings.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        line += [f"--{name}", *values]
+    return line
+
+
 def peak_memory(pid: int) -> float:
     """Return the peak resident memory of a running process in MiB, 0 without Linux's /proc."""
     with suppress(OSError):

@@ -37,30 +37,21 @@ from rlhf_cli.models.policy import PolicyModel
 
 GIB = 2**30
 PARTS = ("packing", "logits", "training", "rollout")
-PEAK_TFLOPS = (
-    ("H200", 989),
-    ("H100 PCIe", 756),
-    ("H100", 989),
-    ("GH200", 989),
-    ("B200", 2250),
-    ("A100", 312),
-    ("L40S", 362),
-    ("L4", 121),
-    ("RTX 4090", 165),
-)
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312}
+PEAK_TFLOPS |= {"L40S": 362, "L4": 121, "RTX 4090": 165}
 """Dense bfloat16 TFLOPS with float32 accumulation, from data sheets; the first matching name is used."""
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 1024), 64, 512
 MEMORY_SHARE = 0.5
 """Fraction of GPU memory for the engine."""
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    | {"num_key_value_heads": 4, "vocab_size": 151_936, "tie_word_embeddings": False},
+    name: dict(zip((*SHAPE, "vocab_size", "tie_word_embeddings"), values, strict=True))
+    for name, values in {
+        "tiny": (64, 128, 2, 4, 2, 512, True),
+        "0.5b": (896, 4864, 24, 14, 2, 151_936, True),
+        "1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
+        "7b": (3584, 18_944, 28, 28, 4, 151_936, False),
+    }.items()
 }
 """Shapes from Qwen2.5, and a tiny one to test the benchmark."""
 
@@ -156,25 +147,23 @@ class Cost:
 def measure(run: Callable[[], object], scale: Scale) -> Cost | None:
     """Return the shortest time of several repetitions after a warm-up with peak memory, or None if out of memory."""
     try:
-        run()
-        _synchronise(scale.device)
+        _timed(run, scale.device)  # a warm-up
         if scale.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(scale.device)
-        times = []
-        for _ in range(scale.repeats):
-            begin = time.perf_counter()
-            run()
-            _synchronise(scale.device)
-            times.append(time.perf_counter() - begin)
+        times = [_timed(run, scale.device) for _ in range(scale.repeats)]
     except torch.OutOfMemoryError:
         return None
     peak = torch.cuda.max_memory_allocated(scale.device) / GIB if scale.device.type == "cuda" else None
     return Cost(min(times), peak)
 
 
-def _synchronise(device: torch.device) -> None:
+def _timed(action: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until an action and all its work on the device are done."""
+    begin = time.perf_counter()
+    action()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
 
 
 def _row(part: str, setting: str, cost: Cost | None, **figures: Callable[[Cost], float]) -> Row:
@@ -269,18 +258,13 @@ def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
     flops = training_flops(config, lengths, num_trained)
     objective = bind(sft_objective, StepTotals(num_tokens=num_trained, num_sequences=len(sequences)))
     attention = resolve_attention("auto", device=scale.device.type, dtype=torch.bfloat16)
+    schedule: dict[str, Any] = {"learning_rate": 1e-5, "total_steps": 100}
     for stage, checkpointing in ((2, False), (2, True), (3, False)):
         model = make_model(scale, attention)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        engine = DeepSpeedEngine(
-            PolicyModel(model),
-            DeepSpeedConfig(zero_stage=stage),
-            optim=OptimConfig(),
-            learning_rate=1e-5,
-            total_steps=100,
-            param_dtype="bf16",
-        )
+        zero = DeepSpeedConfig(zero_stage=stage)
+        engine = DeepSpeedEngine(PolicyModel(model), zero, optim=OptimConfig(), param_dtype="bf16", **schedule)
         last: dict[str, float] = {}
         cost = measure(partial(_train_step, engine, packs, objective, last), scale)
         # A training step resets PyTorch's peak and reports it, so `measure` sees none.
@@ -310,15 +294,10 @@ def _sleep_and_wake(engine: Any, scale: Scale) -> Iterator[Row]:
         return
     for _ in range(2):
         before = torch.cuda.memory_allocated(scale.device)
-        begin = time.perf_counter()
-        engine.sleep()
-        _synchronise(scale.device)
-        slept = time.perf_counter()
+        asleep = _timed(engine.sleep, scale.device)
         freed = (before - torch.cuda.memory_allocated(scale.device)) / GIB
-        engine.wake()
-        _synchronise(scale.device)
-        woken = time.perf_counter()
-    yield Row("sleep", "trainer", {"sleep s": slept - begin, "wake s": woken - slept, "freed GiB": freed})
+        awake = _timed(engine.wake, scale.device)
+    yield Row("sleep", "trainer", {"sleep s": asleep, "wake s": awake, "freed GiB": freed})
 
 
 def _forget(device: torch.device) -> None:
@@ -327,10 +306,7 @@ def _forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-Run = Callable[[Any], Any]
-"""Runs a coroutine in another thread and returns its result: the trainer blocks in a weight update while engines
-answer.
-"""
+Run = Callable[[Any], Any]  # in another thread: the trainer blocks in a weight update while engines answer
 
 
 def rollout(scale: Scale) -> Iterator[Row]:
@@ -356,12 +332,12 @@ def rollout(scale: Scale) -> Iterator[Row]:
         engine = run(start())
         yield Row("rollout", "engine start", {"s": time.perf_counter() - begin})
         try:
-            yield from _measured(run, engine, model)
+            yield from _measured(run, engine, model, scale.device)
         finally:
             run(engine.shutdown())
 
 
-def _measured(run: Run, engine: Any, model: nn.Module) -> Iterator[Row]:
+def _measured(run: Run, engine: Any, model: nn.Module, device: torch.device) -> Iterator[Row]:
     from rlhf_cli.backends.rollout.engine_host import EngineHost
     from rlhf_cli.backends.weight_sync.transfer import WeightSender
     from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, HostCall, TensorSpec, connect
@@ -375,11 +351,11 @@ def _measured(run: Run, engine: Any, model: nn.Module) -> Iterator[Row]:
     sender = WeightSender(connect("ipc", specs, client=EngineClient(call, num_engines=1), rank=0))
     for version in (1, 2):  # the first round is a warm-up
         free = torch.cuda.mem_get_info()[0]
-        seconds = {"sleep s": _timed(lambda: run(engine.sleep()))}
+        seconds = {"sleep s": _timed(lambda: run(engine.sleep()), device)}
         freed = (torch.cuda.mem_get_info()[0] - free) / GIB
-        seconds["wake weights s"] = _timed(lambda: run(engine.wake(["weights"])))
+        seconds["wake weights s"] = _timed(lambda: run(engine.wake(["weights"])), device)
         report = sender.send(model.named_parameters(), version)
-        seconds["wake cache s"] = _timed(lambda: run(engine.wake(["kv_cache"])))
+        seconds["wake cache s"] = _timed(lambda: run(engine.wake(["kv_cache"])), device)
     assert run(engine.weight_checksum()) == [report.checksum], "the engine's weights differ from those sent"
     yield Row("sleep", "engine", seconds | {"freed GiB": freed})
     gb = report.num_bytes / 1e9
@@ -399,30 +375,19 @@ def _generation(run: Run, engine: Any, count: int) -> Row:
     return Row("rollout", f"{count} requests of {NEW_TOKENS} tokens", {"tokens/s": num_tokens / seconds})
 
 
-def _timed(action: Any) -> float:
-    begin = time.perf_counter()
-    action()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
 def peak_tflops(name: str) -> float | None:
     """Return the peak TFLOPS for a GPU name, or None if unknown."""
-    return next((float(peak) for part, peak in PEAK_TFLOPS if part in name), None)
+    return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def rows_of(parts: Sequence[str], scale: Scale, peak: float | None) -> Iterator[Row]:
     """Measure the selected parts."""
-    if "packing" in parts:
-        yield from packing(scale)
-    if "logits" in parts:
-        yield from logits(scale)
-    if "training" in parts:
-        yield from training(scale, peak)
-    if "rollout" in parts and importlib.util.find_spec("vllm") is not None:
-        yield from rollout(scale)
-    elif "rollout" in parts:
-        yield Row("rollout", "not measured: vLLM is not installed", {})
+    yield from packing(scale) if "packing" in parts else ()
+    yield from logits(scale) if "logits" in parts else ()
+    yield from training(scale, peak) if "training" in parts else ()
+    if "rollout" in parts:
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        yield from rollout(scale) if has_vllm else [Row("rollout", "not measured: vLLM is not installed", {})]
 
 
 def figures_table(rows: Iterable[Row]) -> str:

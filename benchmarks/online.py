@@ -28,12 +28,12 @@ import numpy as np
 import psutil
 from common import (
     FOLDER,
-    RLHF,
     TINY_MODEL,
     machine,
     make_model,
     make_parser,
     read_metrics,
+    rlhf,
     run_quietly,
     table,
     watched_processes,
@@ -56,16 +56,17 @@ BLOCK = 12
 VISION = f"--image_size {WIDTH} --patch_size 28 --scale_factor 4"
 """81 tokens and 1,296 patches per image."""
 ALLOWED_COPIES = 2
+COMMON = {"overwrite": True, "enforce_eager": True, "reward_funcs": "gsm8k"}
 
 
 def run_ppo(args: argparse.Namespace, model: Path, dataset: Path, *flags: object, batch: tuple[int, int]) -> Path:
     """Run `rlhf ppo` with two optimizer steps per iteration on prompts x samples; return the run directory."""
     output = args.folder / "ppo"
-    line = [*RLHF, "ppo", "--pretrain", model, "--prompt_data", dataset, "--output", output, "--overwrite"]
-    line += ["--rollout_backend", args.rollout_backend, "--rollout_batch_size", batch[0]]
-    line += ["--n_samples_per_prompt", batch[1], "--train_batch_size", batch[0] * batch[1] // 2, "--max_len", 512]
-    line += ["--max_iterations", args.iterations, "--param_dtype", args.param_dtype, "--reward_funcs", "gsm8k"]
-    run_quietly([*line, "--enforce_eager", *flags], log=args.folder / "ppo.log")
+    settings = {"pretrain": model, "prompt_data": dataset, "output": output, "rollout_batch_size": batch[0]}
+    settings |= {"n_samples_per_prompt": batch[1], "train_batch_size": batch[0] * batch[1] // 2, "max_len": 512}
+    settings |= {name: getattr(args, name) for name in ("rollout_backend", "param_dtype")}
+    settings |= {"max_iterations": args.iterations, **COMMON}
+    run_quietly([*rlhf("ppo", settings), *flags], log=args.folder / "ppo.log")
     return output
 
 
@@ -158,14 +159,13 @@ def images(args: argparse.Namespace) -> int:
     pixels, rows, totals = args.images * WIDTH * HEIGHT * 3, [], []
     print(f"{args.images} images, {pixels / MIB:,.0f} MiB of pixels, {args.rollout_backend}\n")
     for samples in args.samples:
-        line = [*RLHF, "reinforce++", "--pretrain", model, "--prompt_data", dataset, "--reward_funcs", "gsm8k"]
-        line += ["--output", args.folder / f"samples_{samples}", "--overwrite", "--enforce_eager"]
-        line += ["--rollout_backend", args.rollout_backend, "--rollout_batch_size", args.images]
-        line += ["--n_samples_per_prompt", samples, "--max_new_tokens", 4, "--max_len", 256, "--max_iterations", 1]
-        line += ["--train_batch_size", args.images * samples, "--train_max_tokens_per_gpu", 4096]
-        peaks = Peaks()
+        output, peaks = args.folder / f"samples_{samples}", Peaks()
+        settings = {"pretrain": model, "prompt_data": dataset, "output": output, "max_iterations": 1, **COMMON}
+        settings |= {"rollout_backend": args.rollout_backend, "rollout_batch_size": args.images}
+        settings |= {"n_samples_per_prompt": samples, "max_new_tokens": 4, "max_len": 256}
+        settings |= {"train_batch_size": args.images * samples, "train_max_tokens_per_gpu": 4096}
         with watched_processes(peaks.look):
-            run_quietly(line, log=args.folder / f"samples_{samples}.log")
+            run_quietly(rlhf("reinforce++", settings), log=args.folder / f"samples_{samples}.log")
         totals.append(peaks.driver + peaks.others)
         rows.append((samples, f"{peaks.driver / MIB:,.0f}", f"{peaks.others / MIB:,.0f}"))
     growth = (totals[-1] - totals[0]) / pixels

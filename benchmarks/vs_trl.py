@@ -28,7 +28,6 @@ episodes       grpo with the environment of trl_task.py, which `rlhf sft` first 
 import argparse
 import json
 import os
-import random
 import shutil
 import statistics
 import subprocess
@@ -42,28 +41,25 @@ from typing import Any
 import vs_trl_data as data
 from common import (
     FOLDER,
-    RLHF,
     machine,
-    make_model,
     make_parser,
     read_metrics,
+    rlhf,
     run_quietly,
     table,
-    write_rows,
-    write_word_problems,
 )
 from trl_task import STEPS
 
 TRL = "trl==1.16.*"
 BETAS = (0.9, 0.95)
 WARM_UP_SHARE, MIN_LR = 0.1, 0.1
-OPTIMIZER_FLAGS = ["--adam_betas", *BETAS, "--lr_warmup_ratio", WARM_UP_SHARE, "--min_lr_ratio", MIN_LR]
+OPTIMIZER = {"adam_betas": BETAS, "lr_warmup_ratio": WARM_UP_SHARE, "min_lr_ratio": MIN_LR}
 PACKED_LENGTH = 1024
 """TRL's default max_length."""
 RESPONSES = 8
-NUM_ROWS = 1000
-"""Minimum number of rows with images."""
 UNPAIRED = "apo_zero_unpaired"
+Variants = dict[str, dict[str, Any]]
+"""Settings by name."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +94,16 @@ EPISODES = Measure("trained episodes", "reward", warm_up_steps=1)
 class Method:
     """A training method in both tools.
 
-    `rlhf` contains flags and `trl` settings by variant, in addition to the common `flags` and `settings`. `batch_size`
-    counts `unit`; `rows_of_unit` data rows train as one, with `responses` responses each. `compared` names variants
-    with comparable losses.
+    `rlhf` and `trl` contain settings by variant, in addition to the common `flags` and `settings`. `batch_size` counts
+    `unit`; `rows_of_unit` data rows train as one, with `responses` responses each. `compared` names variants with
+    comparable losses.
     """
 
     command: str
     rows: Callable[[Path, Path], Iterable[data.Row]]
-    rlhf: dict[str, list[Any]]
-    trl: dict[str, dict[str, Any]]
-    flags: list[Any] = field(default_factory=list)
+    rlhf: Variants
+    trl: Variants
+    flags: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=lambda: {"max_length": None})
     measure: Measure = TOKENS
     unit: str = "rows"
@@ -139,90 +135,76 @@ class Setting:
     learning_rate: float
 
 
-BF16, FP32, COMPILED = ["--param_dtype", "bf16"], ["--param_dtype", "fp32"], ["--compile_model"]
-PLAIN = {"rlhf bf16": BF16, "rlhf fp32": FP32}
-OFFLINE = PLAIN | {"rlhf bf16 compiled": [*BF16, *COMPILED], "rlhf fp32 compiled": [*FP32, *COMPILED]}
-PREFERENCE = OFFLINE | {"rlhf fp32 small packs": [*FP32, "--train_max_tokens_per_gpu", 4096]}
+def with_added(variants: Variants, added: Variants) -> Variants:
+    """Return each variant with each of the added settings, whose keys are added to its name."""
+    return {f"{name}{also}": base | own for also, own in added.items() for name, base in variants.items()}
+
+
+BF16, FP32, COMPILED = {"param_dtype": "bf16"}, {"param_dtype": "fp32"}, {"compile_model": True}
+PLAIN: Variants = {"rlhf bf16": BF16, "rlhf fp32": FP32}
+OFFLINE = with_added(PLAIN, {"": {}, " compiled": COMPILED})
 TRL_FP32, TRL_BF16 = {"dtype": "float32", "bf16": False}, {"dtype": "bfloat16", "bf16": False}
 TRL_AUTOCAST = {"dtype": "float32", "bf16": True}
-TRL_PLAIN: dict[str, dict[str, Any]] = {"TRL fp32": TRL_FP32, "TRL bf16 autocast": TRL_AUTOCAST, "TRL bf16": TRL_BF16}
-PRECOMPUTED: dict[str, list[Any]] = {
-    f"{name} precomputed": [*flags, "--precompute_ref_log_probs"] for name, flags in PLAIN.items()
-}
-TRL_PRECOMPUTED: dict[str, dict[str, Any]] = {
-    f"{name} precomputed": settings | {"precompute_ref_log_probs": True} for name, settings in TRL_PLAIN.items()
-}
+TRL_ONLINE: Variants = {"TRL fp32": TRL_FP32, "TRL bf16": TRL_BF16}
+TRL_PLAIN = TRL_ONLINE | {"TRL bf16 autocast": TRL_AUTOCAST}
+PRECOMPUTED: Variants = {" precomputed": {"precompute_ref_log_probs": True}}
 COMPARED = dict.fromkeys(("rlhf bf16", "rlhf fp32", "TRL bf16 autocast", "TRL bf16"), "TRL fp32")
-ENGINE_PER_CORE = ["--vllm_num_engines", os.cpu_count() or 1]
-GRPO_COMPILED = ["--compile_model", "--no_enforce_eager"]
+ENGINE_PER_CORE = {"vllm_num_engines": os.cpu_count() or 1}
+GRPO_COMPILED = COMPILED | {"no_enforce_eager": True}
 TASK = Path(__file__).with_name("trl_task.py")
 GRPO = {"num_generations": RESPONSES, "temperature": 1.0, "beta": 0.0, "shuffle_dataset": False}
-
-
-def with_flags(added: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return online `rlhf` variants in both dtypes for each set of added flags."""
-    types = {"fp32": FP32, "bf16": BF16}
-    return {f"rlhf {name}{also}": [*dtype, *flags] for name, dtype in types.items() for also, flags in added.items()}
-
-
-def with_settings(added: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return online TRL variants in both dtypes for each set of added settings."""
-    types = {"TRL fp32": TRL_FP32, "TRL bf16": TRL_BF16}
-    return {f"{name}{also}": dtype | own for also, own in added.items() for name, dtype in types.items()}
-
-
 METHODS = {
     "sft": Method(
         "sft",
         data.sft_rows,
         OFFLINE,
-        TRL_PLAIN | {"TRL bf16 packed": TRL_BF16 | {"packing": True}, "TRL fp32 packed": TRL_FP32 | {"packing": True}},
+        TRL_PLAIN | with_added(TRL_ONLINE, {" packed": {"packing": True}}),
         settings={"completion_only_loss": True, "max_length": None},
         learning_rate=1e-3,
         compared=COMPARED,
     ),
     "dpo": Method(
-        "dpo", data.dpo_rows, PREFERENCE | PRECOMPUTED, TRL_PLAIN | TRL_PRECOMPUTED, unit="pairs", compared=COMPARED
+        "dpo",
+        data.dpo_rows,
+        OFFLINE | with_added(PLAIN, PRECOMPUTED),
+        with_added(TRL_PLAIN, {"": {}} | PRECOMPUTED),
+        unit="pairs",
+        compared=COMPARED,
     ),
     "kto": Method(
         "kto",
         data.kto_rows,
-        PREFERENCE | PRECOMPUTED | {f"rlhf fp32 {UNPAIRED}": [*FP32, "--loss", UNPAIRED]},
-        TRL_PLAIN | TRL_PRECOMPUTED | {f"TRL fp32 {UNPAIRED}": TRL_FP32 | {"loss_type": UNPAIRED}},
+        OFFLINE | with_added(PLAIN, PRECOMPUTED) | {f"rlhf fp32 {UNPAIRED}": FP32 | {"loss": UNPAIRED}},
+        with_added(TRL_PLAIN, {"": {}} | PRECOMPUTED) | {f"TRL fp32 {UNPAIRED}": TRL_FP32 | {"loss_type": UNPAIRED}},
         unit="pairs",
         rows_of_unit=2,
         compared={f"rlhf fp32 {UNPAIRED}": f"TRL fp32 {UNPAIRED}"},
     ),
-    "rm": Method("rm", data.rm_rows, PREFERENCE, TRL_PLAIN, unit="pairs", compared=COMPARED),
+    "rm": Method("rm", data.rm_rows, OFFLINE, TRL_PLAIN, unit="pairs", compared=COMPARED),
     "vision_sft": Method("sft", data.vision_sft_rows, PLAIN, TRL_PLAIN, learning_rate=1e-3, compared=COMPARED),
-    "vision_dpo": Method(
-        "dpo",
-        data.vision_dpo_rows,
-        PLAIN,
-        TRL_PLAIN,
-        flags=[word for name, column in data.VISION_KEYS.items() for word in (f"--{name}", column)],
-        compared=COMPARED,
-    ),
+    "vision_dpo": Method("dpo", data.vision_dpo_rows, PLAIN, TRL_PLAIN, flags=data.VISION_KEYS, compared=COMPARED),
     "grpo": Method(
         "grpo",
         partial(data.grpo_rows, responses=RESPONSES),
-        with_flags(
+        with_added(
+            PLAIN,
             {
-                "": [],
+                "": {},
                 ", compiled": GRPO_COMPILED,
                 ", engine per core": ENGINE_PER_CORE,
-                ", engine per core, compiled": [*ENGINE_PER_CORE, *GRPO_COMPILED],
-            }
+                ", engine per core, compiled": ENGINE_PER_CORE | GRPO_COMPILED,
+            },
         ),
-        with_settings(
+        with_added(
+            TRL_ONLINE,
             {
                 "": {},
                 " at once": {"at_once": True},
                 " continuous": {"at_once": True, "use_transformers_continuous_batching": True},
-            }
+            },
         )
         | {"TRL bf16 autocast": TRL_AUTOCAST, "TRL bf16 compiled": TRL_BF16 | {"torch_compile": True}},
-        flags=["--reward_func", TASK, "--max_new_tokens", data.MAX_NEW_TOKENS, "--max_len", data.MAX_LEN],
+        flags={"reward_func": TASK, "max_new_tokens": data.MAX_NEW_TOKENS, "max_len": data.MAX_LEN},
         settings=GRPO | {"max_completion_length": data.MAX_NEW_TOKENS},
         measure=SAMPLES,
         unit="samples",
@@ -233,12 +215,10 @@ METHODS = {
     "episodes": Method(
         "grpo",
         partial(data.episode_rows, responses=RESPONSES),
-        with_flags({"": [], ", engine per core": ENGINE_PER_CORE}),
-        with_settings({"": {}, " at once": {"at_once": True}}),
-        flags=[
-            *("--environment", TASK, "--max_turns", STEPS + 1),
-            *("--max_new_tokens", data.TURN_TOKENS, "--max_len", data.EPISODE_MAX_LEN),
-        ],
+        with_added(PLAIN, {"": {}, ", engine per core": ENGINE_PER_CORE}),
+        with_added(TRL_ONLINE, {"": {}, " at once": {"at_once": True}}),
+        flags={"environment": TASK, "max_turns": STEPS + 1, "max_new_tokens": data.TURN_TOKENS}
+        | {"max_len": data.EPISODE_MAX_LEN},
         settings=GRPO | {"max_completion_length": data.TURN_TOKENS * (STEPS + 1), "max_tool_calling_iterations": STEPS},
         measure=EPISODES,
         unit="episodes",
@@ -263,16 +243,17 @@ def run_rlhf(setting: Setting, method: Method, name: str) -> Result:
     """Run a command of `rlhf`."""
     is_online = method.responses > 1
     output = setting.folder / f"{setting.method}_{name}".replace(" ", "_")
-    line = [*RLHF, method.command, "--pretrain", setting.model, "--output", output, "--overwrite"]
-    line += ["--train_batch_size", setting.batch_size, *OPTIMIZER_FLAGS, *method.flags, *method.rlhf[name]]
+    own = {"pretrain": setting.model, "output": output, "overwrite": True, "train_batch_size": setting.batch_size}
+    own |= OPTIMIZER | method.flags | method.rlhf[name]
     if is_online:
-        line += ["--prompt_data", setting.dataset, "--actor_learning_rate", setting.learning_rate]
-        line += ["--rollout_backend", "vllm", "--rollout_batch_size", setting.batch_size // method.responses]
-        line += ["--n_samples_per_prompt", method.responses, "--init_kl_coef", 0, "--max_iterations", setting.steps]
+        own |= {"prompt_data": setting.dataset, "actor_learning_rate": setting.learning_rate}
+        own |= {"rollout_backend": "vllm", "rollout_batch_size": setting.batch_size // method.responses}
+        own |= {"n_samples_per_prompt": method.responses, "init_kl_coef": 0, "max_iterations": setting.steps}
     else:
-        line += ["--dataset", setting.dataset, "--learning_rate", setting.learning_rate]
-        line += ["--max_steps", setting.steps, "--max_epochs", 1]
-    peak = run_quietly(line, log=setting.folder / "rlhf.log", environment=empty_cache(setting.folder))
+        own |= {"dataset": setting.dataset, "learning_rate": setting.learning_rate}
+        own |= {"max_steps": setting.steps, "max_epochs": 1}
+    environment = empty_cache(setting.folder)
+    peak = run_quietly(rlhf(method.command, own), log=setting.folder / "rlhf.log", environment=environment)
     steps = read_metrics(output)
     seconds, curve = ([step[key] for step in steps] for key in ("time/step", method.measure.curve))
     if is_online:
@@ -281,15 +262,7 @@ def run_rlhf(setting: Setting, method: Method, name: str) -> Result:
     return Result(seconds, [step["num_tokens"] for step in steps], curve, peak)
 
 
-def run_trl(
-    setting: Setting,
-    method: Method,
-    name: str,
-    *,
-    dtype: str,
-    at_once: bool = False,
-    **own: Any,
-) -> Result:
+def run_trl(setting: Setting, method: Method, name: str, *, dtype: str, at_once: bool = False, **own: Any) -> Result:
     """Run a TRL trainer (trl_run.py); `at_once` processes a step in one micro-batch."""
     micro_batch = setting.batch_size if at_once else setting.trl_micro_batch
     settings = {
@@ -308,13 +281,13 @@ def run_trl(
         **own,
     }
     result = setting.folder / f"{setting.method} {name}.result.json".replace(" ", "_")
-    spec: dict[str, Any] = {
-        "trainer": setting.method,
-        "model": str(setting.model),
-        "rows": str(setting.tokenised),
-        "dtype": dtype,
+    paths = {
+        "model": setting.model,
+        "rows": setting.tokenised,
+        "output": setting.folder / "trl_output",
+        "result": result,
     }
-    spec |= {"output": str(setting.folder / "trl_output"), "result": str(result), "settings": settings}
+    spec = {"trainer": setting.method, "dtype": dtype, "settings": settings, **{k: str(v) for k, v in paths.items()}}
     specification = setting.folder / "trl_run.json"
     specification.write_text(json.dumps(spec))
     path = [setting.folder / "trl", *([Path(sys.prefix) / "torchvision"] if "vision" in setting.method else [])]
@@ -353,47 +326,16 @@ def prepare(name: str, args: argparse.Namespace) -> Setting:
     """Create the inputs for a method in the folder."""
     method, folder = METHODS[name], args.folder
     steps, batch_size = args.steps or method.steps, args.batch_size or method.batch_size
-    dataset, model = inputs(name, args, num_rows=steps * batch_size // method.responses)
+    dataset, model = data.inputs(name, args, num_rows=steps * batch_size // method.responses, unit=method.unit)
     rows = data.in_step_order(
         folder / f"{name}_rows.jsonl",
         method.rows(model, dataset),
         rows_per_step=batch_size * method.rows_of_unit // method.responses,
         steps=steps,
     )
-    return Setting(
-        method=name,
-        folder=folder,
-        dataset=dataset,
-        tokenised=rows,
-        model=model,
-        steps=steps,
-        batch_size=batch_size * method.rows_of_unit,
-        trl_micro_batch=args.trl_micro_batch * method.rows_of_unit,
-        learning_rate=args.learning_rate or method.learning_rate,
-    )
-
-
-def inputs(name: str, args: argparse.Namespace, *, num_rows: int) -> tuple[Path, Path]:
-    """Return the data set, with at least `num_rows` rows, and the model for a method."""
-    from rlhf_cli.models.finding import resolve_model_path
-
-    folder: Path = args.folder
-    if name == "episodes":
-        rng = random.Random(2)
-        prompts = write_rows(folder / "trails.jsonl", [data.trail_prompt(rng) for _ in range(num_rows)])
-        return prompts, data.make_trail_model(folder)
-    if "vision" in name:
-        problems = data.write_vision_problems(folder, num_rows=max(NUM_ROWS, num_rows))
-        return problems, data.make_vision_model(folder, problems)
-    given = None if args.model is None else Path(resolve_model_path(args.model))
-    if METHODS[name].unit != "pairs":
-        dataset = args.dataset or write_word_problems(folder / "rows.jsonl")
-        return dataset, given or make_model(folder, dataset)
-    pairs = data.read_pairs(args.dataset) if args.dataset else data.synthetic_pairs(max(4000, num_rows))
-    text = write_rows(folder / "pair_text.jsonl", pairs)
-    model = given or make_model(folder, text, name="small_model_of_pairs")
-    dataset = write_rows(folder / "pairs.jsonl", data.sample_pairs(pairs, num_rows))
-    return dataset, data.make_reward_model(folder, model) if name == "rm" else model
+    of_unit, rate = method.rows_of_unit, args.learning_rate or method.learning_rate
+    sizes = {"batch_size": batch_size * of_unit, "trl_micro_batch": args.trl_micro_batch * of_unit}
+    return Setting(name, folder, dataset, rows, model, steps, **sizes, learning_rate=rate)
 
 
 def in_turns(

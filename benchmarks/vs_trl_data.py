@@ -1,5 +1,6 @@
 """Data and models for vs_trl.py: rows as tokenised by `rlhf`, and small models to train."""
 
+import argparse
 import importlib.util
 import json
 import random
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RLHF, make_model, run_quietly, word_problem, write_rows
+from common import make_model, rlhf, run_quietly, word_problem, write_rows, write_word_problems
 from PIL import Image
 from trl_task import PLACES, STEPS, Trail
 
@@ -29,6 +30,8 @@ TURN_TOKENS, EPISODE_MAX_LEN = 64, 1024
 NUM_DEMONSTRATIONS = 1500
 VISION_KEYS = {"input_key": "question", "chosen_key": "answer", "rejected_key": "mistaken"}
 MAX_IMAGES = 2
+NUM_PICTURED = 1000
+"""Minimum number of rows with images."""
 SHORTEST_SIDE, LONGEST_SIDE = 56, 336
 """Minimum and maximum image side in pixels."""
 PATCH, TOKEN_SIDE = 14, 28
@@ -197,6 +200,29 @@ def image_paths(dataset: Path) -> list[list[str]]:
 # Data sets and models.
 
 
+def inputs(name: str, args: argparse.Namespace, *, num_rows: int, unit: str) -> tuple[Path, Path]:
+    """Return the data set, with at least `num_rows` rows, and the model for a method."""
+    from rlhf_cli.models.finding import resolve_model_path
+
+    folder: Path = args.folder
+    if name == "episodes":
+        rng = random.Random(2)
+        prompts = write_rows(folder / "trails.jsonl", [trail_prompt(rng) for _ in range(num_rows)])
+        return prompts, make_trail_model(folder)
+    if "vision" in name:
+        problems = write_vision_problems(folder, num_rows=max(NUM_PICTURED, num_rows))
+        return problems, make_vision_model(folder, problems)
+    given = None if args.model is None else Path(resolve_model_path(args.model))
+    if unit != "pairs":
+        dataset = args.dataset or write_word_problems(folder / "rows.jsonl")
+        return dataset, given or make_model(folder, dataset)
+    pairs = read_pairs(args.dataset) if args.dataset else synthetic_pairs(max(4000, num_rows))
+    text = write_rows(folder / "pair_text.jsonl", pairs)
+    model = given or make_model(folder, text, name="small_model_of_pairs")
+    dataset = write_rows(folder / "pairs.jsonl", sample_pairs(pairs, num_rows))
+    return dataset, make_reward_model(folder, model) if name == "rm" else model
+
+
 def read_pairs(dataset: Path) -> list[Row]:
     """Return pairs from a preference file, or from solutions marked right or wrong."""
     rows = [json.loads(line) for line in dataset.read_text(encoding="utf-8").splitlines()]
@@ -281,9 +307,9 @@ def make_trail_model(folder: Path) -> Path:
     tokenizer.chat_template = template.read_text(encoding="utf-8")
     tokenizer.save_pretrained(base)
     dataset, output = write_rows(folder / "demonstrations.jsonl", demonstrations), folder / "trail_sft"
-    where = ["--pretrain", base, "--dataset", dataset, "--output", output, "--overwrite"]
-    shape = ["--train_batch_size", 32, "--max_epochs", 2, "--max_len", EPISODE_MAX_LEN, "--learning_rate", 2e-3]
-    run_quietly([*RLHF, "sft", *where, *shape], log=folder / "sft.log")
+    settings = {"pretrain": base, "dataset": dataset, "output": output, "overwrite": True, "train_batch_size": 32}
+    settings |= {"max_epochs": 2, "max_len": EPISODE_MAX_LEN, "learning_rate": 2e-3}
+    run_quietly(rlhf("sft", settings), log=folder / "sft.log")
     shutil.move(output / "model", model)
     return model
 
