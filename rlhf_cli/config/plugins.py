@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, GetCoreSchemaHandler
@@ -170,7 +171,7 @@ def load_target(text: str, plugin: Plugin | None = None) -> Any:
     return getattr(module, name)
 
 
-def _names_in(module: Any, plugin: Plugin | None) -> list[str]:
+def _names_in(module: ModuleType, plugin: Plugin | None) -> list[str]:
     """Return the names that a module defines itself, and that the setting can use."""
     records = plugin.records if plugin else ()
     found = []
@@ -188,13 +189,13 @@ def records_of(text: str, plugin: Plugin) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if type(value).__name__ in plugin.records}
 
 
-def _module_of(text: str) -> Any:
+def _module_of(text: str) -> ModuleType:
     place = text.rpartition(":")[0]
     return _module_of_file(Path(place)) if is_file(text) else importlib.import_module(place)
 
 
 @cache
-def _module_of_file(path: Path) -> Any:
+def _module_of_file(path: Path) -> ModuleType:
     """Load a file as a module that may import modules in its folder. All names in a file share the module."""
     # The hash separates files with the same name in different folders.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
