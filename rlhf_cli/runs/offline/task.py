@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -23,15 +23,7 @@ from rlhf_cli.models.vision.freezing import check_trained_parts
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import ModelPlan, trained_model
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
-from rlhf_cli.trainers.offline.loop import ItemData, Objective, Prepare, Share
-
-
-class LoadedItems(ItemData, Protocol):
-    """A command's items, with their dataset."""
-
-    @property
-    def data(self) -> LoadedData[object]: ...
-
+from rlhf_cli.trainers.offline.loop import LoadedItems, Objective, Prepare, Share
 
 _Item = TypeVar("_Item")
 _LoadedItemsT = TypeVar("_LoadedItemsT", bound=LoadedItems, covariant=True)

@@ -1,6 +1,6 @@
 """Training on responses labeled desirable or undesirable: items, objective and KL baseline."""
 
-import collections.abc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from rlhf_cli.data.packing.prefix_packing import Continuation, Tree, pack_trees
 from rlhf_cli.data.preference_data import LabelledItem
 from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.trainers.offline.dpo import Infer, InferringEngine
+from rlhf_cli.trainers.offline.loop import LoadedItems
 from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs
 
 REF, MISMATCHED_REF = "ref_logprobs", "mismatched_ref_logprobs"
@@ -53,14 +54,13 @@ class LabelledBatch:
 
 
 @dataclass(frozen=True)
-class LabelledItems:
+class LabelledItems(LoadedItems[LabelledItem]):
     """Tokenized responses, one per item.
 
     Each item is always paired with the same mismatched response, so that reference log-probs of both are computed once.
     `columns` are float32 [N].
     """
 
-    data: LoadedData[LabelledItem]
     partners: np.ndarray
     columns: dict[str, np.ndarray]
 
@@ -71,17 +71,7 @@ class LabelledItems:
         responses = self.data.columns["response_length"]
         return self.data.columns["prompt_length"] + np.maximum(responses, responses[self.partners])
 
-    @property
-    def num_trained(self) -> np.ndarray:
-        """Trained tokens per response."""
-        return self.data.columns["num_trained"]
-
-    @property
-    def patches(self) -> np.ndarray | None:
-        """Image patches per response, None for text models."""
-        return self.data.patches
-
-    def collate(self, indices: collections.abc.Sequence[int]) -> LabelledBatch:
+    def collate(self, indices: Sequence[int]) -> LabelledBatch:
         """Pack the responses into one micro-batch."""
         items = [self.data.items[index] for index in indices]
         others = [self.data.items[self.partners[index]] for index in indices]

@@ -4,9 +4,10 @@ The loop is independent of the objective. Each rank runs it over the same item o
 step.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import plan_packs
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
@@ -44,6 +46,32 @@ class ItemData(Protocol):
 
     def collate(self, indices: Sequence[int]) -> object:
         """Pack the items into a micro-batch; an idle one for no items."""
+
+
+Item = TypeVar("Item", covariant=True)
+
+
+@dataclass(frozen=True)
+class LoadedItems(ABC, Generic[Item]):
+    """A command's items, with their dataset. `lengths` are the dataset's unless a pack holds other tokens."""
+
+    data: LoadedData[Item]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.data.columns["length"]
+
+    @property
+    def num_trained(self) -> np.ndarray:
+        return self.data.columns["num_trained"]
+
+    @property
+    def patches(self) -> np.ndarray | None:
+        return self.data.patches
+
+    @abstractmethod
+    def collate(self, indices: Sequence[int]) -> object:
+        """Pack the items into a micro-batch."""
 
 
 class Engine(Protocol):

@@ -1,7 +1,6 @@
 """Preference pairs as items for the offline loop, for `rm` and `dpo`."""
 
-import collections.abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from rlhf_cli.data.packing.packs import MicroBatch, Pack
 from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
 from rlhf_cli.data.preference_data import Pair
 from rlhf_cli.errors import UsageError
+from rlhf_cli.trainers.offline.loop import LoadedItems
 
 Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 """Rows of this rank -> rows of all ranks in rank order, and this rank's start index. Ranks may have different numbers
@@ -22,15 +22,14 @@ of rows. Call it on all ranks.
 
 
 @dataclass(frozen=True)
-class PairItems:
-    """Tokenized pairs, one per item.
+class PairItems(LoadedItems[Pair]):
+    """Tokenized pairs, one per item. `num_trained` counts the trained tokens of both responses.
 
     - `share_prompts`: whether both responses of a pair share one prompt in the pack.
     - `read_ends`: whether to read the state after each response instead of the states that predict trained tokens.
     - `columns`: float32 [N] or [N, 2] for N pairs.
     """
 
-    data: LoadedData[Pair]
     share_prompts: bool
     read_ends: bool
     columns: dict[str, np.ndarray]
@@ -43,17 +42,7 @@ class PairItems:
         prompts = columns["prompt_length"] * (1 if self.share_prompts else 2)
         return prompts + columns["chosen_length"] + columns["rejected_length"]
 
-    @property
-    def num_trained(self) -> np.ndarray:
-        """Trained tokens per pair, for both responses."""
-        return self.data.columns["num_trained"]
-
-    @property
-    def patches(self) -> np.ndarray | None:
-        """Image patches per pair, None for text models."""
-        return self.data.patches
-
-    def collate(self, indices: collections.abc.Sequence[int]) -> MicroBatch:
+    def collate(self, indices: Sequence[int]) -> MicroBatch:
         """Pack the pairs into one micro-batch: chosen, rejected, chosen, rejected, and so on."""
         # The objectives rely on this order: they take every second sequence as chosen.
         trees = [tree_of(self.data.items[index]) for index in indices]

@@ -1,7 +1,6 @@
 """Process reward models: items and objective, with a score at the last token of each step."""
 
-import collections.abc
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,35 +8,17 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
 from rlhf_cli.algorithms.process_reward import step_loss, step_metrics
-from rlhf_cli.data.loading import LoadedData
 from rlhf_cli.data.packing.packs import MicroBatch, Pack, TokenSequence, at_targets, micro_batch, pack
 from rlhf_cli.data.step_data import StepItem
+from rlhf_cli.trainers.offline.loop import LoadedItems
 
 LABELS = "labels"
 
 
-@dataclass(frozen=True)
-class StepItems:
-    """Tokenized solutions, one per item."""
+class StepItems(LoadedItems[StepItem]):
+    """Tokenized solutions with prompts, one per item. `num_trained` counts labeled steps."""
 
-    data: LoadedData[StepItem]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens per solution with prompt."""
-        return self.data.columns["length"]
-
-    @property
-    def num_trained(self) -> np.ndarray:
-        """Labeled steps per solution."""
-        return self.data.columns["num_trained"]
-
-    @property
-    def patches(self) -> np.ndarray | None:
-        """Image patches per solution, None for text models."""
-        return self.data.patches
-
-    def collate(self, indices: collections.abc.Sequence[int]) -> MicroBatch:
+    def collate(self, indices: Sequence[int]) -> MicroBatch:
         """Pack the solutions into one micro-batch, read at the ends of labeled steps."""
         sequences = [sequence_of(self.data.items[index]) for index in indices]
         return micro_batch(sequences, names=(LABELS,), pack_sequences=pack_at_ends)
