@@ -38,11 +38,11 @@ def _misfit(own: Estimator, row: Estimator) -> str | None:
     """Return why the user's estimator does not fit the command with the estimator `row`, or None."""
     if own.advantages is None:
         return "the Estimator has no function: set advantages"
-    # A built-in estimator reads the policy settings of its command.
+    # A built-in estimator reads the policy settings of its command. A new one may have no command yet.
     if own in ESTIMATORS.values() and _algorithm(own) != _algorithm(row):
-        rows = {name: ESTIMATORS[COMMANDS[name].estimator] for name in POLICY_GRADIENT}
-        command = next(name for name, other in rows.items() if _algorithm(other) == _algorithm(own))
-        return f"this is the estimator of another command: use rlhf {command}"
+        algorithms = {_algorithm(ESTIMATORS[COMMANDS[name].estimator]): name for name in POLICY_GRADIENT}
+        if command := algorithms.get(_algorithm(own)):
+            return f"this is the estimator of another command: use rlhf {command}"
     # The command has already parsed its critic settings, so an estimator cannot add or remove the critic here.
     if own.critic != row.critic:
         has = "trains a critic" if row.critic else "has no critic"

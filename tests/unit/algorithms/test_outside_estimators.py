@@ -210,6 +210,12 @@ def test_a_built_in_estimator_of_another_command_is_refused(command, code, reaso
         estimator_of(resolve(command, advantage_estimator=f"rlhf_cli.algorithms.estimators.{code}"))
 
 
+def test_a_built_in_estimator_without_a_command_can_be_tried(tmp_path, monkeypatch) -> None:
+    code = own(tmp_path, "f = Estimator('new', lambda experience, settings: experience.rewards_N)")
+    monkeypatch.setitem(ESTIMATORS, "new", load_target(code))
+    assert estimator_of(resolve("grpo", advantage_estimator=code)).min_group == 1
+
+
 def test_a_built_in_function_may_be_part_of_an_estimator(tmp_path) -> None:
     code = own(
         tmp_path,
