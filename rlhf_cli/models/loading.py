@@ -30,6 +30,7 @@ from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.remainders import keep_float32
 from rlhf_cli.models.mixers.separation import require_separate_sequences
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
 from rlhf_cli.models.score_heads import sequence_classifier_class
@@ -169,6 +170,7 @@ def _load(
     forget_unused_prefixes(model)
     setattr(model, ORIGIN, path)
     use_configured_limits(model)
+    keep_float32(model, path)
     if not config.keep_dropout:
         switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)

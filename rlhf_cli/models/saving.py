@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.mixers.remainders import remainders, save_remainders, with_remainders
 from rlhf_cli.models.unused_weights import copy_unused_weights
 from rlhf_cli.models.vision.tower import PROCESSING
 from rlhf_cli.models.weight_files import folder_of
@@ -46,6 +47,8 @@ def save_hf(
         # Before save_pretrained: it changes the padding token in the model configuration.
         tokenizer = set_padding(model, tokenizer)
         _make_generation_valid(model, tokenizer)
+        if remainders(model):
+            state_dict = dict(with_remainders(model, (state_dict or model.state_dict()).items()))
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
         copy_unused_weights(model, written)
         tokenizer.save_pretrained(written)
@@ -56,6 +59,7 @@ def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     """Write a Hugging Face folder without weights: configuration, tokenizer, chat template and generation settings."""
     tokenizer = set_padding(model, tokenizer)
     config_to_save(model).save_pretrained(folder)
+    save_remainders(model, folder)
     save_tokenizer(model, tokenizer, folder)
 
 

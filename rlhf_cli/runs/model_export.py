@@ -23,6 +23,7 @@ from rlhf_cli.models.adapters import (
 from rlhf_cli.models.checkpoint_names import CheckpointTensors, in_memory_names
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
+from rlhf_cli.models.mixers.remainders import SummedTensors
 from rlhf_cli.models.saving import PROCESSOR_FILES, copy_processor_files
 from rlhf_cli.models.tokenizers import TOKENIZER_FILES
 from rlhf_cli.models.vision.families.table import takes_pictures
@@ -239,7 +240,7 @@ def _checkpoint_weights(engine: Path, origin: Path | None, config: Any, *, trust
     """
     model = _without_weights(config, trust_remote_code=trust_remote_code)
     tied = set(model.all_tied_weights_keys)
-    weights: TensorSource = EngineWeights(engine, config.dtype, tied=tied)
+    weights: TensorSource = SummedTensors(EngineWeights(engine, config.dtype, tied=tied), engine / DESCRIPTION)
     if origin is not None:
         frozen = {name for name, _ in model.named_parameters()} - set(weights.names()) - tied
         # Files may use older names than the modules, such as for vision towers.

@@ -54,6 +54,7 @@ from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone
 from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.mixers.layers import layers_in
+from rlhf_cli.models.mixers.remainders import with_remainders
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.quantised import dense
 from rlhf_cli.models.saving import end_at, save_all_but_weights, save_hf
@@ -198,6 +199,7 @@ class SampledRank(TrainedRank):
         hf_model = self.hf_model
         ordered = in_folding_order(hf_model)
         parameters = folded(dense(self.engine.whole(ordered), dict(ordered)), scales(hf_model))
+        parameters = with_remainders(hf_model, parameters)
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
     def _adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

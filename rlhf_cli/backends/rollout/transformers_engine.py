@@ -36,6 +36,7 @@ from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import language_model_class, placed_on
 from rlhf_cli.models.mixers.layers import use_configured_limits
 from rlhf_cli.models.mixers.operations import wrap_operations
+from rlhf_cli.models.mixers.remainders import keep_float32, take_remainders, with_remainders
 from rlhf_cli.models.vision.attention import attention_of_parts
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
 from rlhf_cli.models.vision.tower import PROCESSING, tower_of
@@ -58,6 +59,7 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
     )
     use_configured_limits(model)
+    keep_float32(model, model_path)
     # So that kernels for GPUs, if installed, are not called on a CPU.
     wrap_operations(model.get_decoder())
     if takes_pictures(architecture):
@@ -193,7 +195,9 @@ class TransformersEngine:
         """
         if self._pushed_checksum is None:
             self._pushed_checksum = await self._run(
-                lambda: weights_checksum(as_in_checkpoint(self._model, self._tensors().items()))
+                lambda: weights_checksum(
+                    as_in_checkpoint(self._model, with_remainders(self._model, self._tensors().items()))
+                )
             )
         return [self._pushed_checksum]
 
@@ -223,7 +227,9 @@ class TransformersEngine:
         for name, tensor in own.items():
             expected |= shapes_in_checkpoint(self._model, name, tuple(tensor.shape), tensor.dtype)
         named_tensors, checksum = read_verified_push(manifest, expected, optional=optional)
-        copy_from_checkpoint(self._model, own, dict(named_tensors))
+        pushed = dict(named_tensors)
+        copy_from_checkpoint(self._model, own, pushed)
+        take_remainders(self._model, pushed)
         self._pushed_checksum = checksum
 
     @torch.inference_mode()

@@ -14,6 +14,7 @@ from rlhf_cli.backends.weight_sync.transfer import NamedTensors
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.checkpoint_names import persistent_buffers, shapes_in_checkpoint
 from rlhf_cli.models.merging import parameters_without_adapter
+from rlhf_cli.models.mixers.remainders import remainders
 from rlhf_cli.models.quantised import dense_layout
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-def tensor_specs(hf_model: object) -> list[TensorSpec]:
+def tensor_specs(hf_model: Any) -> list[TensorSpec]:
     """List the tensors in push order, without gathering weights under ZeRO-3."""
     named = [*parameters_without_adapter(hf_model), *persistent_buffers(hf_model)]
+    in_float32 = remainders(hf_model)
     return [
-        TensorSpec(name, dtype, shape)
+        TensorSpec(name, torch.float32 if own_name in in_float32 else dtype, shape)
         for own_name, tensor in named
         for own_shape, dtype in [dense_layout(tensor)]
         for name, shape in shapes_in_checkpoint(hf_model, own_name, own_shape, dtype).items()
