@@ -4,6 +4,8 @@ from transformers import PretrainedConfig
 
 _LINEAR = frozenset({"conv", "linear_attention", "mlp", "moe"})
 """Names in `layer_types` of layers without attention, whose cost is linear."""
+RECURRENT = frozenset({"linear_attention", "hybrid"})
+"""Names in `layer_types` of layers with a recurrent state, alone or beside attention."""
 
 
 def quadratic_cost(config: PretrainedConfig) -> float:
@@ -27,6 +29,11 @@ def num_attention_layers(text: PretrainedConfig) -> int:
     """Return the number of layers with attention, alone or beside a recurrent layer."""
     types = getattr(text, "layer_types", None)
     return int(text.num_hidden_layers) if types is None else sum(kind not in _LINEAR for kind in types)
+
+
+def num_recurrent_layers(text: PretrainedConfig) -> int:
+    """Return the number of layers with a recurrent state."""
+    return sum(kind in RECURRENT for kind in getattr(text, "layer_types", None) or ())
 
 
 def active_width(text: PretrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Choose gradient checkpointing and the micro-batch size for a GPU's memory: a pure function.
+"""Choose gradient checkpointing and the micro-batch size for a GPU's memory.
 
 The constants come from counting live bytes on fake CUDA tensors (Qwen2 0.5B, 1.5B and 7B) and are accurate to 10%.
 Fused kernels keep less, so real runs may have more room.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from rlhf_cli.config.train import DEFAULT_TOKENS
-from rlhf_cli.models.cost import active_width
+from rlhf_cli.models.cost import active_width, num_recurrent_layers
 
 GIB = 2**30
 _FEW_TOKENS = 8192
@@ -54,32 +54,55 @@ class States:
 def kept_bytes(config: PretrainedConfig, *, value_bytes: int) -> int:
     """Return the activation bytes per token without gradient checkpointing."""
     text = config.get_text_config()
-    values = _KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text)
-    return int(text.num_hidden_layers * values * value_bytes)
+    values = text.num_hidden_layers * _layer_values(text) + num_recurrent_layers(text) * recurrent_values(text)
+    return int(values * value_bytes)
 
 
 def recomputed_bytes(config: PretrainedConfig, *, value_bytes: int) -> int:
-    """Return the activation bytes per token with gradient checkpointing: all layer inputs, plus one full layer."""
+    """Return the activation bytes per token with gradient checkpointing: all layer inputs, plus the largest layer."""
     text = config.get_text_config()
-    one = kept_bytes(config, value_bytes=value_bytes) // text.num_hidden_layers
-    return int(text.num_hidden_layers * text.hidden_size * value_bytes) + one
+    largest = _layer_values(text) + (recurrent_values(text) if num_recurrent_layers(text) else 0)
+    return int((text.num_hidden_layers * text.hidden_size + largest) * value_bytes)
 
 
-def num_parameters(config: PretrainedConfig) -> int:
-    """Count a language model's parameters from its configuration, including all experts."""
-    text = config.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
-    attention = 2 * hidden * (text.num_attention_heads * head_size + key_value)
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    width = active_width(text)
-    # active_width covers only the experts that a token uses; memory holds all of them.
-    if experts:
-        width = int(experts * width / text.num_experts_per_tok)
-    # Tied embeddings and head share one matrix.
-    embeddings = (1 if text.tie_word_embeddings else 2) * hidden * text.vocab_size
-    return int(layers * (attention + 3 * hidden * width) + embeddings)
+def _layer_values(text: PretrainedConfig) -> int:
+    """Return the values that a layer with attention or a short convolution keeps per token."""
+    return int(_KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text))
+
+
+def recurrent_values(text: PretrainedConfig) -> int:
+    """Return the values that a recurrent layer keeps per token in addition to `_layer_values`.
+
+    Measured on bf16 tensors that PyTorch code saves, most of them float32. Kernels save fewer. The delta rules compute
+    with chunks of 64 tokens.
+    """
+    sizes = text.to_dict()
+
+    def size(*names: str) -> int:
+        return int(next((sizes[name] for name in names if sizes.get(name)), 0))
+
+    heads, state = size("mamba_n_heads", "mamba_num_heads"), size("mamba_d_state", "ssm_state_size")
+    if heads:
+        inner, chunk = heads * size("mamba_d_head", "mamba_head_dim"), size("mamba_chunk_size", "chunk_size")
+        return 26 * inner + 6 * heads * chunk + 12 * heads * state
+    if state:
+        return size("mamba_expand") * text.hidden_size * (14 + 7 * state)
+    delta = size("linear_num_value_heads") * (18 * size("linear_key_head_dim") + 29 * size("linear_value_head_dim"))
+    # Kimi-Linear has a decay for each channel.
+    return delta or 490 * size("linear_num_heads") * size("linear_head_dim")
+
+
+def num_parameters(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
+    """Count a language model's parameters, including all experts, without allocating weights."""
+    # Loading imports torch and DeepSpeed, which take seconds.
+    import torch
+
+    from rlhf_cli.models.compat import without_partitions
+    from rlhf_cli.models.loading import language_model_class
+
+    with without_partitions(), torch.device("meta"):
+        counted = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in counted.parameters())
 
 
 def fit_to_memory(
@@ -91,6 +114,7 @@ def fit_to_memory(
     recomputes: bool | None = None,
     max_tokens: int | None = None,
     value_bytes: int = 2,
+    trust_remote_code: bool = False,
 ) -> Fit:
     """Choose gradient checkpointing and tokens per micro-batch. Values that are passed in are kept.
 
@@ -101,7 +125,7 @@ def fit_to_memory(
         needed_tokens: length of the longest sequence, which always goes into one micro-batch.
         value_bytes: bytes per value in the weight dtype.
     """
-    size = states.num_bytes(num_parameters(config))
+    size = states.num_bytes(num_parameters(config, trust_remote_code=trust_remote_code))
     free = max(0.0, _USABLE * gpu_bytes - _OVERHEAD - size)
     kept, again = kept_bytes(config, value_bytes=value_bytes), recomputed_bytes(config, value_bytes=value_bytes)
     wanted = max_tokens or DEFAULT_TOKENS

@@ -41,7 +41,9 @@ def states_of(
 
 def weights_of(architecture: PretrainedConfig | None, model: ModelConfig) -> int:
     """Compute the size of a frozen model's weights in the dtype of `model`; 0 without a model."""
-    return 0 if architecture is None else num_parameters(architecture) * _VALUE_BYTES[model.param_dtype]
+    if architecture is None:
+        return 0
+    return num_parameters(architecture, trust_remote_code=model.trust_remote_code) * _VALUE_BYTES[model.param_dtype]
 
 
 def fitted(
@@ -70,6 +72,7 @@ def fitted(
         recomputes=model.gradient_checkpointing,
         max_tokens=batch.train_max_tokens_per_gpu,
         value_bytes=_VALUE_BYTES[model.param_dtype],
+        trust_remote_code=model.trust_remote_code,
     )
     return (
         model.model_copy(update={"gradient_checkpointing": fit.recomputes}),

@@ -9,9 +9,9 @@ import psutil
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
 from rlhf_cli.commands.online import OnlineConfig
-from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import OptimizerName
 from rlhf_cli.models.finding import find_model
+from rlhf_cli.models.memory_fit import num_parameters
 from rlhf_cli.runs.online.models import OnlineModels
 from rlhf_cli.runs.trained_model import ModelPlan
 
@@ -81,21 +81,9 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
         source = model.base if isinstance(model, ModelPlan) else model.source
         # With an adapter the base model is frozen, and the adapter itself is negligible.
         is_trained = name in models.trained and isinstance(model, ModelPlan) and model.plan is None
-        size, stage = num_parameters(source), config.deepspeed_of(name).zero_stage
+        architecture = find_model(source).architecture
+        size = num_parameters(architecture, trust_remote_code=source.trust_remote_code)
+        stage = config.deepspeed_of(name).zero_stage
         trained = size if is_trained else 0
         roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks, config.optim.optim)
     return roles
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Return the parameter count of the language model without allocating weights."""
-    import torch
-
-    from rlhf_cli.models.loading import language_model_class
-
-    architecture = find_model(model).architecture
-    with torch.device("meta"):
-        counted = language_model_class(architecture).from_config(
-            architecture, trust_remote_code=model.trust_remote_code
-        )
-    return sum(parameter.numel() for parameter in counted.parameters())

@@ -3,16 +3,20 @@
 from functools import partial
 
 import pytest
-from transformers import Qwen2Config
+from tiny_causal_models import tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rlhf_cli.config.train import DEFAULT_TOKENS
+from rlhf_cli.models.cost import num_recurrent_layers
 from rlhf_cli.models.memory_fit import (
     GIB,
+    KEPT_OF_HIDDEN,
     States,
     fit_to_memory,
     kept_bytes,
     num_parameters,
     recomputed_bytes,
+    recurrent_values,
 )
 
 MIB = 2**20
@@ -94,3 +98,45 @@ def test_the_longest_sequence_has_room_in_any_case():
     fit = fit_to_memory(LARGE, gpu_bytes=79 * GIB, states=States(2, 8), needed_tokens=16_000)
     assert fit.recomputes
     assert fit.max_tokens >= 16_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "measured"),
+    [
+        ("qwen3_5_text", {"linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}, 54.3),
+        ("qwen3_5_text", {"linear_num_value_heads": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 64}, 101.6),
+        ("kimi_linear", {"linear_num_heads": 8, "linear_head_dim": 64}, 493.3),
+        (
+            "granitemoehybrid",
+            {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_chunk_size": 256},
+            148.3,
+        ),
+        (
+            "granitemoehybrid",
+            {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_chunk_size": 64},
+            81.6,
+        ),
+        ("jamba", {"mamba_d_state": 16, "mamba_expand": 2}, 259.6),
+        ("jamba", {"mamba_d_state": 8, "mamba_expand": 2}, 147.4),
+    ],
+)
+def test_recurrent_layers_keep_what_was_measured(kind, sizes, measured):
+    """Measured are values in hidden sizes without the MLP: storages of tensors that PyTorch code saves, in bf16."""
+    text = AutoConfig.for_model(kind, hidden_size=512, **sizes)
+    assert KEPT_OF_HIDDEN + recurrent_values(text) / 512 == pytest.approx(measured, rel=0.12)
+
+
+def test_layers_without_recurrence_keep_nothing_more():
+    falcon = AutoConfig.for_model("falcon_h1", num_hidden_layers=4)
+    assert num_recurrent_layers(falcon) == 4
+    nemotron = AutoConfig.for_model("nemotron_h", layers_block_type=["mamba", "mlp", "attention", "moe", "mamba"])
+    assert num_recurrent_layers(nemotron) == 2
+    assert recomputed_bytes(nemotron, value_bytes=2) < kept_bytes(nemotron, value_bytes=2)
+    lfm2 = AutoConfig.for_model("lfm2", layer_types=["conv", "full_attention"], num_hidden_layers=2)
+    assert num_recurrent_layers(lfm2) == num_recurrent_layers(SMALL) == 0
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid", "deepseek_v3"])
+def test_parameters_of_other_layers_are_counted_too(kind):
+    config = tiny_config(kind)
+    assert num_parameters(config) == AutoModelForCausalLM.from_config(config).num_parameters()

@@ -5,13 +5,13 @@ from online_settings import resolve
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.cluster.placement import Island, Layout, Seat
+from rlhf_cli.models.memory_fit import num_parameters
 from rlhf_cli.runs.online.models import find_models
 from rlhf_cli.runs.online.sleep_memory import (
     GIB,
     SleepingRole,
     bytes_by_node,
     described,
-    num_parameters,
     sleep_memory_fact,
 )
 
@@ -50,7 +50,8 @@ def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny
     assert line.startswith("0 GiB per node while roles sleep")
     assert sleep_memory_fact(config, models, layout, has_gpus=False) == {}
     assert sleep_memory_fact(resolve("ppo", pretrain=tiny_model_dir), models, layout, has_gpus=True) == {}
-    assert num_parameters(models.policy.base) == 25_248  # 9,600 in embeddings, 7,808 per layer, 32 in the last norm
+    size = num_parameters(models.policy.architecture)
+    assert size == 25_248  # 9,600 in embeddings, 7,808 per layer, 32 in the last norm
 
 
 def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
