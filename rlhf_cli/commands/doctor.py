@@ -15,6 +15,8 @@ class DoctorGroup(SettingsGroup):
     """
     as_json: bool = Field(False, alias="json")
     """Print the findings as a JSON object."""
+    models: bool = False
+    """Print the model types that train as a Markdown table, without any check."""
     report: bool = False
     """Print Markdown for a bug report, without home paths, names and keys."""
 

@@ -41,6 +41,12 @@ def run_doctor(config: DoctorGroup) -> None:
     """Run all checks and print the results. Raises RunError (exit status 1) if a check fails."""
     if config.as_json and config.report:
         raise UsageError("--json and --report are different output formats: set only one")
+    if config.models:
+        # Only here: it imports the modules of all types, while the checks work without torch and transformers.
+        from rlhf_cli.models.supported import models_table
+
+        print(models_table())
+        return
     # A generator: each finding is printed as soon as its check ends.
     findings = _findings(smoke_tests=config.smoke_tests)
     if config.as_json:

@@ -18,9 +18,8 @@ from transformers.cache_utils import (
 )
 
 from rlhf_cli.models.cost import num_attention_layers
+from rlhf_cli.models.mixers.layers import OWN_STATES
 
-OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
-"""Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
 _STATES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 """Names in `layer_types` of layers with convolution or recurrent states."""
 

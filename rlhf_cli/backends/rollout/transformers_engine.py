@@ -25,7 +25,6 @@ from rlhf_cli.backends.rollout.engine import (
 from rlhf_cli.backends.rollout.stop_strings import StopStrings, stop_strings
 from rlhf_cli.backends.rollout.transformers_attention import GROUPED_DECODE
 from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
-from rlhf_cli.backends.rollout.transformers_cache import OWN_STATES
 from rlhf_cli.backends.weight_sync.shm import read_verified_push
 from rlhf_cli.backends.weight_sync.transfer import weights_checksum
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -34,7 +33,7 @@ from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpo
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import language_model_class, placed_on
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import OWN_STATES, use_configured_limits
 from rlhf_cli.models.mixers.operations import wrap_operations
 from rlhf_cli.models.mixers.remainders import keep_float32, take_remainders, with_remainders
 from rlhf_cli.models.vision.attention import attention_of_parts

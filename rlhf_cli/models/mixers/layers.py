@@ -47,6 +47,9 @@ KERNELS = {
 WITHOUT_INITIAL_STATE = frozenset({"Mamba 1", "RG-LRU"})
 """Layers that always begin with a zero state if they compute several tokens."""
 
+OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
+"""Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
+
 
 @dataclass(frozen=True)
 class Layers:

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import WITHOUT_BOUNDS
 from rlhf_cli.models.requirements import PACKED_TYPES, check_trainable
+from rlhf_cli.models.supported import models_table
 from rlhf_cli.models.vision.families.table import FAMILIES
 
 ROUNDING = 1e-5  # for log-probs in float32
@@ -43,7 +44,9 @@ def test_every_other_type_is_refused_in_one_sentence(kind):
         check_trainable(architecture, trust_remote_code=False)
 
 
-def test_the_page_lists_the_types_that_train():
+def test_the_page_has_the_table_of_types_that_train():
     page = (Path(__file__).parents[3] / "docs" / "status.md").read_text()
-    listed = page.split("## Models that train")[1].split("\n## ")[0].split("\n\n")[-1]
-    assert set(re.findall(r"`([\w-]+)`", listed)) == PACKED_TYPES
+    table = models_table()
+    assert f"\n\n{table}\n\n" in page, "run `rlhf doctor --models` and copy its output to docs/status.md"
+    kinds = [row.split("|")[1] for row in table.splitlines()[2:]]
+    assert set(re.findall(r"`([\w-]+)`", "".join(kinds))) == PACKED_TYPES | FAMILIES.keys()
