@@ -16,7 +16,7 @@ _FEW_TOKENS = 8192
 """Micro-batches with fewer tokens slow a GPU down more than recomputing layers does."""
 _STEP = 512
 """Token limits are multiples of this."""
-_KEPT_OF_HIDDEN, _KEPT_OF_WIDTH = 12, 4
+KEPT_OF_HIDDEN, _KEPT_OF_WIDTH = 12, 4
 """Activations kept per layer and token for the backward pass, in multiples of the hidden size and of the MLP width."""
 _OVERHEAD = 3 * GIB
 """CUDA context, gradient buckets, logits, and memory of sleeping engines on the same GPU."""
@@ -67,7 +67,7 @@ def recomputed_bytes(config: PretrainedConfig, *, value_bytes: int) -> int:
 
 def _layer_values(text: PretrainedConfig) -> int:
     """Return the values that a layer with attention or a short convolution keeps per token."""
-    return int(_KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text))
+    return int(KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text))
 
 
 def recurrent_values(text: PretrainedConfig) -> int:
