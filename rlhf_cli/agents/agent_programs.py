@@ -6,20 +6,31 @@ The endpoint and the supervision run in an event loop on a background thread, so
 import asyncio
 import logging
 import os
+import re
+import shlex
+import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli.agents.agent_command import command_words
 from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd
 from rlhf_cli.agents.chat_records import EPISODE_ENDED, ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_responses import MODEL
 from rlhf_cli.agents.endpoint import Caller, Endpoint, new_key
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.time_limit import TimeLimit
+from rlhf_cli.errors import UsageError
 from rlhf_cli.event_loop import LoopThread
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*")
+_ASSIGNMENT = re.compile(r"\w+=")
+# Python options that consume an argument: `-c CODE`, `-m MODULE`, `-W FILTER`, `-X OPTION`.
+_OPTION = re.compile(r"([cmWX])")
+# With these two, Python runs no script file.
+_WITHOUT_SCRIPT = "cm"
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +56,7 @@ class AgentPrograms:
 
     def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
         """Check the command. Raises UsageError if the executable or the Python script does not exist."""
-        self._words, self._command = command_words(command), command
+        self._words, self._command = _command_words(command), command
         self._timeout, self._num_workers = timeout, num_workers
         # Ignored settings are logged once per run, not once per request.
         self._noticed: set[str] = set()
@@ -173,3 +184,51 @@ class AgentPrograms:
             return completion
         finally:
             caller.limit.answer(self._loop.time(), is_refused=is_refused)
+
+
+def _command_words(command: str) -> list[str]:
+    """Split a command into arguments.
+
+    Raises:
+        UsageError: the executable, or the script that Python would run, does not exist.
+    """
+    words = shlex.split(command)
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"--agent_command {command}: program {words[0]!r} not found")
+    script = _script(_without_variables(words))
+    if script is not None and not Path(script).exists():
+        raise UsageError(f"--agent_command {command}: file {script!r} not found")
+    return words
+
+
+def _without_variables(words: list[str]) -> list[str]:
+    """Strip `env A=1 B=2` from a command."""
+    if Path(words[0]).name != "env":
+        return words
+    place = next((place for place, word in enumerate(words[1:], 1) if not _ASSIGNMENT.match(word)), len(words))
+    return words[place:]
+
+
+def _script(words: list[str]) -> str | None:
+    """Return the script that Python runs, or None for other programs."""
+    # The check must never reject a valid command, so any unclear case returns None.
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return None
+    left = iter(words[1:])
+    for word in left:
+        if not word.startswith("-"):
+            return word
+        # A lone dash: Python reads code from stdin.
+        if word == "-":
+            return None
+        # Long options differ between interpreters: PyPy's --jit consumes an argument.
+        if word.startswith("--"):
+            return None
+        if (option := _OPTION.search(word)) is None:
+            continue
+        if option[1] in _WITHOUT_SCRIPT:
+            return None
+        # `-W error` consumes the next argument, `-Werror` does not.
+        if option.end() == len(word):
+            next(left, None)
+    return None

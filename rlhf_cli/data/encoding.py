@@ -1,7 +1,9 @@
 """Renders and tokenizes rows, and checks that trained tokens decode to the assistant's text."""
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -19,12 +21,27 @@ from rlhf_cli.data.templates.kwargs import template_kwargs_of
 from rlhf_cli.data.templates.prompt_templates import load_prompt_template
 from rlhf_cli.data.templates.rendering import Pieces, Renderer
 from rlhf_cli.data.templates.text import TRIAL, TemplateFault
-from rlhf_cli.data.tokenizing.control_tokens import ControlTokens
 from rlhf_cli.data.tokenizing.saved_tokenizer import SavedTokenizer
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, require_offsets
 from rlhf_cli.errors import UsageError
 
 T = TypeVar("T")
+
+
+class _ControlTokens:
+    """Special tokens of a tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        # Longest first, because one token may be the start of another.
+        longest_first = sorted(filter(None, added), key=lambda token: (-len(token), token))
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def within(self, conversation: Conversation) -> frozenset[str]:
+        """Return special tokens in the text of messages, calls and tools."""
+        if self._pattern is None:
+            return frozenset()
+        return frozenset(token for text in _texts(conversation) for token in self._pattern.findall(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,7 @@ class Encoder(ABC):
         self.reader = reader
         self.is_fast = tokenizer.is_fast
         self._tokeniser = Tokeniser(tokenizer)
-        self._controls = ControlTokens(tokenizer)
+        self._controls = _ControlTokens(tokenizer)
         self._saved = SavedTokenizer.of(tokenizer)
 
     def placed(self, row: Row, examples: list[Conversation | Document]) -> list[Conversation | Document]:
@@ -246,3 +263,12 @@ def _measured(reader: PictureReader, draft: Draft) -> Draft:
         return draft if draft.fault else replace(draft, pictures=reader.pictures(draft.row, draft.examples))
     except RowFault as fault:
         return replace(draft, fault=fault)
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    for message in conversation.messages:
+        yield from (message.content, message.reasoning)
+        for call in message.tool_calls:
+            yield from (call.name, json.dumps(call.arguments, ensure_ascii=False, default=str))
+    for tool in conversation.tools:
+        yield json.dumps(tool, ensure_ascii=False, default=str)

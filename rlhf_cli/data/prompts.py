@@ -16,17 +16,21 @@ from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import DEFAULT_TEMPLATE, PromptConfig, TemplateConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.encoding import Draft, PromptEncoder
+from rlhf_cli.data.formats.choosing import prompt_formats
 from rlhf_cli.data.formats.conversations import Conversation, plain_message
+from rlhf_cli.data.formats.table import PromptFormat
+from rlhf_cli.data.formats.tools import TOOLS_COLUMN, with_tools
 from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.loading import RowPipeline
 from rlhf_cli.data.pictures.marks import TEXT_MARK
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
 from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import DataReport
-from rlhf_cli.data.prompt_words import PromptWords, words_of
 from rlhf_cli.data.reading.columns import described, dialogue_of, refuse_images
-from rlhf_cli.data.reading.sources import Row, Source, load_rows, read_sources
+from rlhf_cli.data.reading.sources import Row, Rows, Source, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable, TableWriter
+from rlhf_cli.data.templates.kwargs import KWARGS_COLUMN, template_kwargs_of
+from rlhf_cli.data.templates.prompt_templates import FormatPrompt, load_format_prompt
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
 from rlhf_cli.errors import UsageError
@@ -45,6 +49,33 @@ _SCHEMA = pa.schema(
         "row": pa.large_string(),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptWords:
+    """Reads prompt messages: format per source, `wording` of the text, system prompt, and environment."""
+
+    formats: dict[str, PromptFormat]
+    wording: FormatPrompt | None
+    system_prompt: str | None
+    environment: EnvironmentDescription | None
+
+    def read(self, row: Row) -> Conversation:
+        """Return the row's messages."""
+        return self.formats[row.source.name].read_prompt(row)
+
+    def asked(self, row: Row, conversation: Conversation) -> Conversation:
+        """Return the model's messages. Raises TemplateFault."""
+        worded = conversation if self.wording is None else self.wording.applied(conversation)
+        if self.environment is None:
+            return worded
+        if conversation.pictures:
+            raise row.error("the row has images, which environments do not support")
+        if template_kwargs_of(row):
+            raise row.error(f"column {KWARGS_COLUMN!r} is set per row; with an environment, use --{KWARGS_COLUMN}")
+        if self.environment.is_program and conversation.tools:
+            raise row.error(f"column {TOOLS_COLUMN!r} has tools, but an agent program defines its own: drop the column")
+        return with_tools(worded, self.environment.tools, row).with_system_prompt(self.system_prompt)
 
 
 @dataclass(frozen=True)
@@ -132,7 +163,7 @@ def load_prompts(
     if environment is not None:
         # Environments receive the row's columns in `reset`.
         judges = replace(judges, keeps_rows=True)
-    words = words_of(config, template, rows, judges, environment)
+    words = _words_of(config, template, rows, judges, environment)
     check_image_key(rows, reader)
     encoder = PromptEncoder(template, tokenizer, reader)
     found = read_sources(rows, [words.formats[source.name].columns for source in rows.sources])
@@ -172,7 +203,7 @@ class _Origins:
     """Maps prompts to their source rows."""
 
     sources: dict[str, Source]
-    words: PromptWords
+    words: _PromptWords
 
     def row_of(self, prompt: Prompt) -> Row:
         return self.sources[prompt.source].row(prompt.index)
@@ -192,7 +223,7 @@ class _PromptPipeline(RowPipeline):
 
     encoder: PromptEncoder
     config: PromptConfig
-    words: PromptWords
+    words: _PromptWords
     judges: Judges
     room: int
     digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
@@ -267,3 +298,16 @@ def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
     if PASS_RATE not in row or not isinstance(rate, int | float | None) or isinstance(rate, bool):
         raise row.error(f"column {PASS_RATE!r} (--pass_rate_range) is {described(rate, row, PASS_RATE)}")
     return rate is not None and limits[0] <= rate <= limits[1]
+
+
+def _words_of(
+    config: PromptConfig,
+    template: TemplateConfig,
+    rows: Rows,
+    judges: Judges,
+    environment: EnvironmentDescription | None,
+) -> _PromptWords:
+    """Find all sources' formats. Raises UsageError if one is unknown."""
+    formats = prompt_formats(config, rows.sources, verifiers=judges.verifiers)
+    wording = load_format_prompt(template.format_prompt) if template.format_prompt is not None else None
+    return _PromptWords(formats, wording, template.system_prompt, environment)

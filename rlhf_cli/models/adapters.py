@@ -8,7 +8,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,9 +25,8 @@ from rlhf_cli.models.adapter_parts import require_known_parts, require_whole_pre
 from rlhf_cli.models.classifiers import refuse_classifier, set_padding
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.folders import whole_folder
-from rlhf_cli.models.loading import fill, language_model_class, num_parameters
+from rlhf_cli.models.loading import fill, language_model_class
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
-from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.adapting import EVERYWHERE, language_targets
 from rlhf_cli.models.vision.families.table import takes_pictures
 from rlhf_cli.models.vision.freezing import freeze_parts
@@ -362,14 +360,6 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def scales(model: nn.Module) -> dict[str, float]:
     """Return the LoRA scale of each adapted layer, by layer name."""
     return {name: float(layer.scaling[ACTIVE]) for name, layer in _tuned(model).items()}
-
-
-def parameter_counts(model: nn.Module) -> str:
-    """Format the parameter count and, with frozen parameters, the trainable count for the terminal."""
-    trained = sum(math.prod(whole_shape(p)) for p in model.parameters() if p.requires_grad)
-    total = num_parameters(model)
-    counts = f"{total / 1e6:.1f}M parameters"
-    return counts if trained == total else f"{counts}, {trained / 1e6:.3g}M trainable"
 
 
 def file_name(name: str) -> str:

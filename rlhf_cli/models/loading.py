@@ -284,3 +284,11 @@ def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
 def num_parameters(model: nn.Module) -> int:
     """Count the parameters of the full model, each once, including partitioned ones."""
     return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
+
+
+def parameter_counts(model: nn.Module) -> str:
+    """Format the parameter count and, with frozen parameters, the trainable count for the terminal."""
+    trained = sum(math.prod(whole_shape(p)) for p in model.parameters() if p.requires_grad)
+    total = num_parameters(model)
+    counts = f"{total / 1e6:.1f}M parameters"
+    return counts if trained == total else f"{counts}, {trained / 1e6:.3g}M trainable"

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.attention.masks import MASKED_HERE, packed_masks
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 from rlhf_cli.models.logprobs import token_logprobs
@@ -25,6 +24,9 @@ from rlhf_cli.models.sequence_parallel.parts import Part, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
 from rlhf_cli.models.vision.tower import tower_of
+
+_MASKED_HERE = frozenset({"gpt_oss"})
+"""Model types that take one mask per layer type and support only eager attention."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -80,9 +82,9 @@ class Decoder:
 
     def _masks(self, pack: PackLike) -> dict[str, object]:
         """Return pack masks for decoders that would build masks without sequence boundaries."""
-        if self._text.model_type not in MASKED_HERE:
+        if self._text.model_type not in _MASKED_HERE:
             return {}
-        return {"attention_mask": packed_masks(pack.cu_seqlens, self._text, self._decoder.dtype)}
+        return {"attention_mask": _packed_masks(pack.cu_seqlens, self._text, self._decoder.dtype)}
 
     def _spared(self, part: Part) -> AbstractContextManager[None]:
         """Return a context that skips work on tokens that are not read.
@@ -247,3 +249,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     # An adapter has no vectors, and DeepSpeed does not support empty groups.
     return [group for group in groups if group["params"]]
+
+
+def _packed_masks(cu_seqlens: torch.Tensor, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Build additive attention masks [1, 1, T, T] per layer type: 0 or the smallest value.
+
+    Needed if a decoder builds masks without the position IDs from which transformers detects sequences. `cu_seqlens`
+    int32 [B + 1] marks the sequence boundaries in the pack.
+    """
+    place_T = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    # Boundaries at the end of each sequence; right=True puts a token at a boundary into the next sequence.
+    sequence_T = torch.bucketize(place_T, cu_seqlens[1:], right=True)
+    distance_TT = place_T[:, None] - place_T
+    seen_TT = (distance_TT >= 0) & (sequence_T[:, None] == sequence_T)
+    in_window_TT = seen_TT & (distance_TT < config.sliding_window)
+    return {"full_attention": _added(seen_TT, dtype), "sliding_attention": _added(in_window_TT, dtype)}
+
+
+def _added(seen_TT: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    added_TT = torch.zeros(seen_TT.shape, dtype=dtype, device=seen_TT.device)
+    # The minimum instead of -inf: transformers uses it too, and a fully masked row does not become NaN.
+    return added_TT.masked_fill_(~seen_TT, torch.finfo(dtype).min)[None, None]

@@ -1,6 +1,6 @@
 """Tensor parallelism: layers to split by transformers' plan, and checks for models and settings.
 
-DeepSpeed AutoTP splits the layers (backends/training/tensor_ranks.py). Embeddings, norms and heads are replicated,
+DeepSpeed AutoTP splits the layers (backends/training/deepspeed_engine.py). Embeddings, norms and heads are replicated,
 because losses read the head weight directly.
 """
 

@@ -7,17 +7,18 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import yaml
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
-from rlhf_cli.tracking import memory
-from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
+from rlhf_cli.tracking.figures import GIB, Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.sinks import (
     RUN_FILE,
     SETTINGS_FILE,
@@ -197,7 +198,7 @@ class Tracker:
         """Return the latest memory reading, refreshed at intervals."""
         if now - self._memory_read >= _SECONDS_BETWEEN_MEMORY_READINGS:
             self._memory_read = now
-            self._memory = {"memory/host_gib": memory.host_gib()}
+            self._memory = {"memory/host_gib": _host_gib()}
         return self._memory
 
     def _flag(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -278,3 +279,22 @@ class SilentTracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """No-op."""
+
+
+def _host_gib() -> float:
+    """Measure resident memory of this process and all descendants in GiB.
+
+    Shared memory counts once, as the largest shared part of any single process: libraries and object stores are mapped
+    by all of them.
+    """
+    private, shared = 0, 0
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        # A process may exit, or deny access, between listing and reading.
+        with suppress(psutil.Error):
+            usage = process.memory_info()
+            # Linux only; other systems report no shared memory.
+            common = getattr(usage, "shared", 0)
+            private += usage.rss - common
+            shared = max(shared, common)
+    return (private + shared) / GIB

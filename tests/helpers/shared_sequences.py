@@ -50,7 +50,6 @@ multiple of others, and is neither for others; none divides five heads.
 """
 KINDS = {"value": "3 key heads", "checkpointed": "a window"}
 """Models in addition to the policy, which uses all shapes."""
-DTYPES = ("fp32", "bf16")
 IN_BF16 = ("3 key heads", "a window")
 
 

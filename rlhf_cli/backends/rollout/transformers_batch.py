@@ -13,7 +13,7 @@ any longer are dropped.
     . . p r r        . p p p p
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,8 +31,8 @@ from rlhf_cli.backends.rollout.transformers_cache import (
     select_rows,
     state_bytes,
 )
-from rlhf_cli.backends.rollout.transformers_pictures import prefill_inputs
 from rlhf_cli.backends.rollout.transformers_sampling import request_uniforms, sample_tokens
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.placing_pictures import rope_shift
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.models.vision.tower import VisionTower
@@ -261,7 +261,7 @@ class TransformersBatch:
         # With images, the decoder runs on embeddings that contain image features. Logits only for the last position:
         # for all positions, they would take more memory than the rest of the prefill.
         if self._tower is not None and any(prompt.pictures for prompt in prompts):
-            inputs = prefill_inputs(self._tower, prompts, mask)
+            inputs = _prefill_inputs(self._tower, prompts, mask)
             decoder = self._model.get_decoder()
             output = decoder(attention_mask=mask.long(), past_key_values=cache, use_cache=True, **inputs)
             return self._model.get_output_embeddings()(output.last_hidden_state[:, -1]), cache
@@ -308,3 +308,26 @@ def _tokens_of(rows: list[_Row], *, vocabulary: int) -> torch.Tensor:
     for index, row in enumerate(rows):
         seen[index, row.request.prompt_ids + row.token_ids] = True
     return seen
+
+
+def _prefill_inputs(tower: VisionTower, prompts: Sequence[GenerationRequest], mask_BW: torch.Tensor) -> dict[str, Any]:
+    """Build the decoder arguments for prompts padded to width W; `mask_BW` is false for padding.
+
+    Padding has zero embeddings and positions.
+    """
+    # Through the trainer's packing code, so that prefill uses exactly the features and positions seen in training.
+    sequences = [
+        TokenSequence(np.array(prompt.prompt_ids, np.int32), np.zeros(len(prompt.prompt_ids), bool), prompt.pictures)
+        for prompt in prompts
+    ]
+    inputs: dict[str, Any] = tower.decoder_inputs(pack(sequences).to(mask_BW.device))
+    embedded_BWD = _padded(inputs.pop("inputs_embeds").movedim(-1, 0), mask_BW).movedim(0, -1)
+    padded = {name: _padded(value, mask_BW) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return {**inputs, "inputs_embeds": embedded_BWD, **padded}
+
+
+def _padded(values: torch.Tensor, mask_BW: torch.Tensor) -> torch.Tensor:
+    """Convert packed values [..., 1, T] to padded rows [..., B, W]."""
+    padded = values.new_zeros(*values.shape[:-2], *mask_BW.shape)
+    padded[..., mask_BW] = values[..., 0, :]
+    return padded

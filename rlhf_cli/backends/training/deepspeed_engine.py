@@ -15,7 +15,9 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import nn
+from transformers import PreTrainedModel
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
@@ -26,11 +28,10 @@ from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimi
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import TrainedStates
-from rlhf_cli.backends.training.tensor_ranks import joined, tensor_parallel_config
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.adapters import weights_read_by_others
 from rlhf_cli.models.policy import LanguageModel
-from rlhf_cli.models.tensor_parallel import whole_shape
+from rlhf_cli.models.tensor_parallel import split_dimension, split_layers, whole_shape
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
@@ -58,7 +59,7 @@ class DeepSpeedEngine:
         config = deepspeed_config(
             settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus, optimizer=optim.optim
         )
-        config |= tensor_parallel_config(module, settings.tensor_parallel_size)
+        config |= _tensor_parallel_config(module, settings.tensor_parallel_size)
         # Before the optimizer is created, which keeps references to the parameters.
         module.to(distributed.device())
         optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
@@ -328,11 +329,11 @@ def whole_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor). With `gather`, parameters are gathered in buckets."""
     if not gather:
-        yield from ((name, joined(parameter)) for name, parameter in parameters)
+        yield from ((name, _joined(parameter)) for name, parameter in parameters)
         return
     for bucket in buckets(parameters, bucket_bytes):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-            yield from ((name, joined(parameter)) for name, parameter in bucket)
+            yield from ((name, _joined(parameter)) for name, parameter in bucket)
 
 
 def buckets(
@@ -375,3 +376,24 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _tensor_parallel_config(module: nn.Module, size: int) -> dict[str, object]:
+    """Return the DeepSpeed config entries that split the model over `size` ranks; {} for one rank."""
+    if size == 1:
+        return {}
+    model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    layers = {"use_default_specs": False, "layer_specs": split_layers(model.config)}
+    return {"tensor_parallel": {"autotp_size": size, "partition_config": layers}}
+
+
+@torch.no_grad()
+def _joined(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a full parameter. If it is split, it is gathered, so call it on all ranks."""
+    own, dimension = parameter.detach(), split_dimension(parameter)
+    if dimension is None:
+        return own
+    group = groups.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return torch.cat(parts, dim=dimension)

@@ -16,11 +16,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from rlhf_cli.backends.training.deepspeed_start import leave_out_shared_memory, load_muon_uncompiled
 from rlhf_cli.backends.training.distributed_env import free_port
 from rlhf_cli.backends.training.extension_builds import plain_architectures, remove_stale_locks, use_own_ninja
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.host_memory import keep_freed_memory
+
+_SHARED_MEMORY = "deepspeed_shm_comm"
+"""DeepSpeed's operator for shared-memory communication between CPU ranks. Compiling it takes over a minute."""
 
 T = TypeVar("T")
 
@@ -48,9 +50,9 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
     use_own_ninja()
     plain_architectures()
     remove_stale_locks()
-    load_muon_uncompiled()
+    _load_muon_uncompiled()
     if os.environ["WORLD_SIZE"] == "1":
-        leave_out_shared_memory()
+        _leave_out_shared_memory()
     # DeepSpeed calls gc.collect up to a dozen times per engine. Frozen objects, such as imported modules, are skipped.
     gc.freeze()
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
@@ -171,3 +173,22 @@ def barrier() -> None:
     """Wait until all ranks have reached this point."""
     if dist.get_world_size() > 1:
         dist.barrier()
+
+
+def _load_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon without loading Inductor. With torch before 2.13, Inductor is loaded (about 2 s)."""
+    # DeepSpeed imports Muon for a type check of the optimizer. The module decorates functions with torch.compile, which
+    # loads Inductor (two seconds) unless another backend is set. torch before 2.13 cannot set the default backend.
+    if not hasattr(torch.compiler, "set_default_backend"):
+        return
+    torch.compiler.set_default_backend("eager")
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        torch.compiler.set_default_backend(None)
+
+
+def _leave_out_shared_memory() -> None:
+    """Prevent DeepSpeed from compiling the shared-memory operator. Use it only with a single rank."""
+    # deepspeed.comm compiles the operator only if it is listed as compatible.
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False

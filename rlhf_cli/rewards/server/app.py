@@ -17,13 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_cli.config.serve import ServeConfig
 from rlhf_cli.data.pictures.decoding import PictureFault
+from rlhf_cli.data.pictures.placing import picture_of_contents
+from rlhf_cli.data.pictures.sources import encoded_base64
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote.call import SERVICE
 from rlhf_cli.rewards.server.batching import Abandoned, Batcher, QueueFull, ScoreJobs
 from rlhf_cli.rewards.server.connections import BoundedConnection
-from rlhf_cli.rewards.server.pictures import received_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ async def _pictures(body: _RequestBody) -> list[tuple[Picture, ...]]:
         return [()] * len(body.query)
     try:
         # Decoding large images would block the event loop, health checks included.
-        return await asyncio.to_thread(received_pictures, [_resolved(row, body.pictures) for row in body.images])
+        return await asyncio.to_thread(_received_pictures, [_resolved(row, body.pictures) for row in body.images])
     except PictureFault as fault:
         raise HTTPException(422, str(fault)) from None
 
@@ -237,3 +238,26 @@ class StoppableServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down. uvicorn calls this ten times per second."""
         return await super().on_tick(counter) or self._stop()
+
+
+def _received_pictures(images: Sequence[Sequence[str]]) -> list[tuple[Picture, ...]]:
+    """Decode the images for each text from `data:` URLs or base64, at original size. Equal ones are decoded once.
+
+    Paths and other URLs are rejected: they would read files on the server or reach into its network.
+
+    Raises:
+        PictureFault: an image is invalid. The message names the text, counted from 0, and the image, counted from 1.
+    """
+    decoded: dict[str, Picture] = {}
+    for number, row in enumerate(images):
+        for place, url in enumerate(row, 1):
+            if url not in decoded:
+                decoded[url] = _received(url, f"image {place} for query text {number}")
+    return [tuple(decoded[url] for url in row) for row in images]
+
+
+def _received(url: str, where: str) -> Picture:
+    try:
+        return picture_of_contents(encoded_base64(url))
+    except PictureFault as fault:
+        raise PictureFault(f"{where} {fault}") from fault

@@ -1,19 +1,61 @@
 """Chat loop: reads lines, runs commands, and lets each model answer in turn."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.chat.commands import Attach, End, Load, Save, reply_to
-from rlhf_cli.runs.chat.ctrl_c import CtrlC
 from rlhf_cli.runs.chat.files import read_conversation, rows_of, shown_picture, write_conversation
 from rlhf_cli.runs.chat.screen import Screen
 from rlhf_cli.runs.chat.session import Ask, Session
 from rlhf_cli.runs.chat.speaker import ChatAnswer, ChatPrompt, Speaker
 
 AGAIN_ENDS = "Press Ctrl-C again to end the chat, or use Ctrl-D or /exit"
+
+
+class _CtrlC:
+    """Tracks Ctrl-C. While a line is read, Ctrl-C raises KeyboardInterrupt instead."""
+
+    def __init__(self) -> None:
+        self._was_pressed = False
+        self._is_raised = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle SIGINT within the block. Outside, Ctrl-C ends the program as usual."""
+        previous = signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise KeyboardInterrupt on Ctrl-C within the block."""
+        self._is_raised = True
+        try:
+            yield
+        finally:
+            self._is_raised = False
+
+    def __call__(self) -> bool:
+        """Return whether Ctrl-C was pressed."""
+        return self._was_pressed
+
+    def take(self) -> bool:
+        """Return whether Ctrl-C was pressed, and reset."""
+        was_pressed, self._was_pressed = self._was_pressed, False
+        return was_pressed
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_raised:
+            raise KeyboardInterrupt
+        # Only a flag, which generation checks between tokens: the answer so far stays usable.
+        self._was_pressed = True
 
 
 class Chat:
@@ -24,7 +66,7 @@ class Chat:
         self._speakers = speakers
         self._screen = screen
         self._written: set[Path] = set()
-        self._ctrl_c = CtrlC()
+        self._ctrl_c = _CtrlC()
         self._was_stopped = False  # by Ctrl-C, since the last line
 
     def run(self) -> int:

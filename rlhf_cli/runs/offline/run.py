@@ -25,10 +25,11 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.adapters import load_with_adapter, parameter_counts
+from rlhf_cli.models.adapters import load_with_adapter
 from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.dtypes import dtype_note
+from rlhf_cli.models.loading import parameter_counts
 from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.vision.freezing import frozen_parts_identity

@@ -13,7 +13,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import load_target, without_folder
 from rlhf_cli.errors import RunError, UsageError, one_line
 
-TRIED_PROMPTS = 2
+_TRIED_PROMPTS = 2
 
 
 def estimator_of(config: OnlineConfig) -> Estimator:
@@ -109,7 +109,7 @@ def _made_up(config: OnlineConfig, estimator: Estimator) -> Experience:
     from rlhf_cli.algorithms.shaping import token_rewards
 
     size = max(config.rollout.n_samples_per_prompt, estimator.min_group)
-    rewards_B = torch.arange(TRIED_PROMPTS * size, dtype=torch.float64) / size
+    rewards_B = torch.arange(_TRIED_PROMPTS * size, dtype=torch.float64) / size
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), (torch.arange(len(rewards_B)) % 2 + 1).cumsum(0)])
     rewards_N = token_rewards(rewards_B, None, cu, kl_coef=0.0)
     has_steps = config.reward.prm_pretrain is not None
@@ -119,7 +119,7 @@ def _made_up(config: OnlineConfig, estimator: Estimator) -> Experience:
         values_N=rewards_N.float() / 2 if estimator.critic else None,
         bootstrap_B=rewards_B.float() / 2 if config.critic.bootstrap_truncated else None,
         cu=cu,
-        groups_B=torch.arange(TRIED_PROMPTS).repeat_interleave(size),
+        groups_B=torch.arange(_TRIED_PROMPTS).repeat_interleave(size),
         trained_B=torch.ones(len(rewards_B), dtype=torch.bool),
         greedy_B=rewards_B / 2 if estimator.greedy else None,
         # NaN marks tokens that do not end a step.

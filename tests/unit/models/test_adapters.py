@@ -33,13 +33,12 @@ from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import (
     adapter_off,
-    parameter_counts,
     plan_adapter,
     require_language_model,
     save_adapter,
 )
 from rlhf_cli.models.finding import find_model, resolve_model_path
-from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
+from rlhf_cli.models.loading import load_causal_lm, load_value_backbone, parameter_counts
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.weight_files import fingerprint
