@@ -46,9 +46,6 @@ class SquareFamily:
         grid = (height // SQUARE, width // SQUARE)
         return PictureRun((self.image_token,) * (grid[0] * grid[1]), grid, patches=4 * grid[0] * grid[1])
 
-    def tower_inputs(self, pictures: Any) -> Any:
-        raise AssertionError("data ask for no inputs of a tower")
-
 
 def square_family(kind: str = "qwen2_5_vl") -> tuple[PreTrainedTokenizerBase, SquareFamily]:
     """Return the tokenizer of a tiny family in `tiny_vision`, and a square family with its placeholder."""

@@ -10,7 +10,7 @@ from tiny_vision import random_picture
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.models.vision.families.table import find_family
+from rlhf_cli.models.vision.families.table import TokenisedFamily, find_family
 from rlhf_cli.models.vision.family import VisionFamily
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
@@ -22,6 +22,12 @@ def tiny_family(folder: Path) -> VisionFamily:
     family = find_family(str(folder), AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
     assert family is not None
     return family
+
+
+def tower_inputs(family: VisionFamily, pictures: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return `get_image_features` arguments for images in their final sizes."""
+    assert isinstance(family, TokenisedFamily)
+    return family.processing.joined([family.processing.inputs_of(pixels) for pixels in pictures])
 
 
 def vision_sequences(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]] = MIXED) -> list[TokenSequence]:
@@ -80,7 +86,7 @@ def _plain_inputs(family: VisionFamily, sequence: TokenSequence) -> dict[str, An
     ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     inputs: dict[str, Any] = {"input_ids": ids_1L}
     if sequence.pictures:
-        inputs |= family.tower_inputs([placed.picture.pixels for placed in sequence.pictures])
+        inputs |= tower_inputs(family, [placed.picture.pixels for placed in sequence.pictures])
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (ids_1L == family.image_token).int()
     return inputs

@@ -1,11 +1,7 @@
-"""Interface of a vision-language model family: image sizes, image tokens and encoder inputs."""
+"""Interface of a vision-language model family: image sizes and image tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
-import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,4 @@ class VisionFamily(Protocol):
 
     def run(self, height: int, width: int) -> PictureRun:
         """Return the tokens for an image with this final size."""
-        ...
-
-    def tower_inputs(self, pictures: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Return `get_image_features` arguments for images in their final sizes, uint8 [height, width, 3]."""
         ...

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_vision import TINY_FAMILIES, random_picture, save_tiny_vision
-from vision_sequences import tiny_family
+from vision_sequences import tiny_family, tower_inputs
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.models.attention.varlen import TOWER_VARLEN
@@ -20,7 +20,7 @@ def features_and_gradients(folder: Path, attention: str) -> tuple[str | None, li
     model = load_causal_lm(ModelConfig(pretrain=str(folder), param_dtype="fp32", attn_implementation=attention))
     family = tiny_family(folder)
     sizes = [family.final_size(112, 84), family.final_size(60, 200)]
-    inputs = family.tower_inputs([random_picture(*size, seed=size[1]) for size in sizes])
+    inputs = tower_inputs(family, [random_picture(*size, seed=size[1]) for size in sizes])
     found = model.base_model.get_image_features(**inputs, return_dict=True).pooler_output
     features = torch.cat([part.flatten() for part in found])
     (features * torch.linspace(-1, 2, features.numel())).sum().backward()

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+from vision_sequences import tower_inputs
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
@@ -84,7 +85,7 @@ def test_the_mark_of_a_picture_is_what_the_chat_template_writes(folders: dict[st
 def test_a_run_has_a_placeholder_for_each_feature_of_the_tower(folders: dict[str, Path], kind: str) -> None:
     family, model = family_in(folders[kind]), AutoModelForImageTextToText.from_pretrained(folders[kind])
     sizes = [family.final_size(*size) for size in SIZES]
-    inputs = family.tower_inputs([random_picture(*size) for size in sizes])
+    inputs = tower_inputs(family, [random_picture(*size) for size in sizes])
     with torch.no_grad():
         features: Any = model.model.get_image_features(**inputs, return_dict=True).pooler_output
     found = features.flatten(0, -2).shape[0] if isinstance(features, torch.Tensor) else sum(map(len, features))
@@ -119,7 +120,7 @@ def test_processing_leaves_the_pixels_of_a_qwen_picture_in_its_final_size_as_the
     pixels = random_picture(56, 84)
     processor: Any = family.processing._processor
     mean, spread = np.array(processor.image_mean), np.array(processor.image_std)
-    patch = family.tower_inputs([pixels])["pixel_values"][0].view(3, 2, 14, 14)  # colours, two frames, rows, columns
+    patch = tower_inputs(family, [pixels])["pixel_values"][0].view(3, 2, 14, 14)  # colours, two frames, rows, columns
     expected = (pixels[:14, :14] / 255 - mean) / spread
     np.testing.assert_allclose(patch[:, 0].permute(1, 2, 0), expected, atol=1e-5)
 
@@ -138,7 +139,9 @@ def test_inputs_of_pictures_together_are_the_inputs_of_each_end_to_end(folders: 
 
     def features(pictures: list[np.ndarray]) -> torch.Tensor:
         with torch.no_grad():
-            found: Any = model.model.get_image_features(**family.tower_inputs(pictures), return_dict=True).pooler_output
+            found: Any = model.model.get_image_features(
+                **tower_inputs(family, pictures), return_dict=True
+            ).pooler_output
         return found.flatten(0, -2) if isinstance(found, torch.Tensor) else torch.cat(list(found))
 
     pictures = [random_picture(*family.final_size(*size), seed=seed) for seed, size in enumerate([(56, 84), (112, 30)])]

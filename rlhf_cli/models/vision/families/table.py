@@ -1,12 +1,8 @@
 """Supported vision-language model families, by model configuration. This module does not import transformers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.idefics3 import Idefics3Processing
@@ -162,6 +158,3 @@ class TokenisedFamily:
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         patches = token_ids.count(self.image_token) * self.processing.patches_per_feature
         return PictureRun(tuple(token_ids), self.processing.grid(height, width), patches)
-
-    def tower_inputs(self, pictures: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        return self.processing.joined([self.processing.inputs_of(pixels) for pixels in pictures])
