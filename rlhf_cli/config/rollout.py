@@ -24,7 +24,6 @@ ENGINE_METHODS = (
     "start_weight_update",
     "update_weights",
     "finish_weight_update",
-    "abort_weight_update",
     "weight_checksum",
     "shutdown",
 )

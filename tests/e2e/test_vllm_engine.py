@@ -454,12 +454,12 @@ def test_a_wrong_push_is_refused_by_name_and_leaves_the_weights(engine, model_di
     del weights["model.layers.1.self_attn.k_proj.weight"]
     with pytest.raises(RunError, match=r"missing model\.layers\.1\.self_attn\.k_proj\.weight$"):
         engine.push(sender.send(weights.items(), version=1).manifest, 1)
-    engine.abort_weight_update()
+    engine._close_update()
     manifest = sender.send(model.named_parameters(), version=1).manifest
     assert manifest is not None
     with pytest.raises(RunError, match="weight push 1: checksum"):
         engine.push(manifest | {"checksum": 1}, 1)
-    engine.abort_weight_update()
+    engine._close_update()
     sender.close()
     assert engine.engine._version == 0
     assert engine.generate(REQUESTS, SAMPLING) == first_responses

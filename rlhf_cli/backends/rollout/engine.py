@@ -135,9 +135,6 @@ class RolloutEngine(Protocol):
     async def finish_weight_update(self, version: int) -> None:
         """Finish a push. Later responses carry this version."""
 
-    async def abort_weight_update(self) -> None:
-        """Cancel a failed push."""
-
     async def weight_checksum(self) -> list[int]:
         """Return one weight checksum per device."""
         ...

@@ -183,10 +183,6 @@ class TransformersEngine:
         self._updating = False
         self._version = version
 
-    async def abort_weight_update(self) -> None:
-        """Cancel a failed update. The previous weights remain."""
-        self._updating = False
-
     async def weight_checksum(self) -> list[int]:
         """Return the last push's checksum, which equals the sender's.
 

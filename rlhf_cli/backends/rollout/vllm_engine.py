@@ -228,7 +228,7 @@ class VllmEngine:
 
         The KV cache is cleared, so that responses continue as if the new weights had read all previous tokens.
         """
-        # Not a `with` block: the lock is held until `finish_weight_update`, `abort_weight_update` or an error.
+        # Not a `with` block: the lock is held until `finish_weight_update` or an error.
         await self._halting.acquire()
         self._updating = self._push_holds = True
         with self._closed_on_error():
@@ -258,10 +258,6 @@ class VllmEngine:
             await self._control(self._llm.update_weight_version(str(version)))
         self._version = version
         self._weights_lost = False
-        await self._close_update()
-
-    async def abort_weight_update(self) -> None:
-        """Cancel an update that failed before loading (shm). The previous weights remain."""
         await self._close_update()
 
     async def _close_update(self) -> None:

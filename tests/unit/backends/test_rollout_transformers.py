@@ -363,7 +363,7 @@ def test_a_push_with_a_missing_tensor_is_refused_and_leaves_the_weights(engine, 
     manifest = sender.send(weights.items(), version=1).manifest
     with pytest.raises(RunError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight"):
         push(engine, manifest, 1)
-    engine.abort_weight_update()
+    engine.finish_weight_update(0)
     assert engine.generate(REQUESTS, SAMPLING) == before
     sender.close()
 
@@ -391,7 +391,7 @@ def test_nothing_is_generated_asleep_or_in_the_middle_of_an_update(engine):
     engine.start_weight_update()
     with pytest.raises(RunError, match="asleep or between"):
         engine.generate(REQUESTS, SAMPLING)
-    engine.abort_weight_update()
+    engine.finish_weight_update(0)
     assert len(engine.generate(REQUESTS, SAMPLING)) == 18
 
 
