@@ -281,12 +281,8 @@ def run_trl(setting: Setting, method: Method, name: str, *, dtype: str, at_once:
         **own,
     }
     result = setting.folder / f"{setting.method} {name}.result.json".replace(" ", "_")
-    paths = {
-        "model": setting.model,
-        "rows": setting.tokenised,
-        "output": setting.folder / "trl_output",
-        "result": result,
-    }
+    output = setting.folder / "trl_output"
+    paths = {"model": setting.model, "rows": setting.tokenised, "output": output, "result": result}
     spec = {"trainer": setting.method, "dtype": dtype, "settings": settings, **{k: str(v) for k, v in paths.items()}}
     specification = setting.folder / "trl_run.json"
     specification.write_text(json.dumps(spec))
