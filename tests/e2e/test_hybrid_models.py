@@ -25,7 +25,10 @@ def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems
     chosen = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": "no idea"} for r in rows]
     pairs.write_text("".join(json.dumps(pair) + "\n" for pair in chosen))
     sft = f"sft --pretrain {tiny_hybrid_dir(kind)} --dataset {examples} {SHARED} --gradient_checkpointing"
-    dpo = f"dpo --pretrain {tmp_path / 'sft'} --dataset {pairs} {SHARED} --num_processes 2 --zero_stage 3"
+    dpo = (
+        f"dpo --pretrain {tmp_path / 'sft'} --dataset {pairs} {SHARED} --num_processes 2 --zero_stage 3 --save_steps 1"
+    )
+    dpo = dpo.replace("fp32", "bf16")
     for name, command in (("sft", sft), ("dpo", dpo)):
         run_rlhf(*command.split(), "--output", tmp_path / name)
     first = read_metrics(tmp_path / "dpo")[1]
@@ -38,6 +41,13 @@ def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems
     mixers = [name for name in start if "conv" in name]
     assert mixers
     assert all(not start[name].equal(tuned[name]) and not tuned[name].equal(trained[name]) for name in mixers)
+    in_float32 = {name for name, tensor in trained.items() if tensor.dtype == torch.float32}
+    assert {name for name in start if name.endswith(("A_log", "dt_bias"))} <= in_float32
+    checkpoint = max((tmp_path / "dpo" / "checkpoints").glob("step_*"))
+    run_rlhf("merge", "--model", checkpoint, "--output", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == trained.keys()
+    assert all(merged[name].dtype == tensor.dtype and merged[name].equal(tensor) for name, tensor in trained.items())
     assert AutoModelForCausalLM.from_pretrained(folders[-1])(torch.arange(9)[None]).logits.isfinite().all()
 
 

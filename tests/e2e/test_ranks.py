@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scenarios import SAVED, STAGES
+from rank_scenarios import HYBRIDS, SAVED, STAGES
 from safetensors.torch import load_file
 from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, LEARNING_RATE, farthest
@@ -13,13 +13,15 @@ from tiny_vision import save_tiny_vision
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+HYBRIDS_AT_STAGES = [f"{kind} {stage}" for kind in HYBRIDS for stage in (2, 3)]
+
 
 @pytest.fixture(scope="module")
-def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
+def results(tiny_model_dir, tiny_moe_dir, tiny_hybrid_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
     """Return the results of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
     vision = save_tiny_vision("qwen3_vl", folder / "vision")
-    words = [tiny_model_dir, tiny_moe_dir, vision, folder]
+    words = [tiny_model_dir, tiny_moe_dir, vision, *map(tiny_hybrid_dir, HYBRIDS), folder]
     return results_of(start_ranks("rank_scenarios", (1, 2), words, folder), (1, 2), folder)
 
 
@@ -29,7 +31,16 @@ def assert_equal_steps(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert farthest(one["weights"], other["weights"]) < CLOSE
 
 
-@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in STAGES), "zpg", "overlap", "router loss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"steps {stage}" for stage in STAGES),
+        "zpg",
+        "overlap",
+        "router loss",
+        *(f"steps {hybrid}" for hybrid in HYBRIDS_AT_STAGES),
+    ],
+)
 def test_two_ranks_take_the_steps_of_one(results, name):
     """Compare loss, gradient norm, learning rate and weights, including a step in which one rank is idle."""
     assert_equal_steps(results[0, 1][name], results[0, 2][name])
@@ -79,9 +90,9 @@ def test_stages_take_the_same_steps(results, stage):
         assert_equal_steps(results[place]["steps 0"], results[place][f"steps {stage}"])
 
 
-@pytest.mark.parametrize(("stage", "dtype", "optimizer"), SAVED)
-def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, stage, dtype, optimizer):
-    name = f"resume {stage} {dtype} {optimizer}"
+@pytest.mark.parametrize("saved", [*(" ".join(map(str, saved)) for saved in SAVED), *HYBRIDS_AT_STAGES])
+def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, saved):
+    name = f"resume {saved}"
     for place, found in results.items():
         resumed = found[name]
         assert (resumed["metrics"], resumed["weights"], resumed["random numbers"]) == (True, True, True), place

@@ -43,6 +43,8 @@ SAVED = [
     (1, "bf16", "muon"),
 ]
 """Stages, weight dtypes and optimizers to save and load."""
+HYBRIDS = ("qwen3_5_text", "granitemoehybrid")
+"""Types with recurrent layers, trained at stages 2 and 3."""
 
 
 def layout(**bounds: Any) -> Layout:
@@ -220,7 +222,7 @@ def vision_steps(folder: Path, stage: int) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights_of(engine, hf_model)}
 
 
-def main(model: str, mixture: str, vision: str, out: str) -> None:
+def main(model: str, mixture: str, vision: str, delta: str, mamba: str, out: str) -> None:
     folder = Path(out)
     distributed.join_process_group()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -233,6 +235,12 @@ def main(model: str, mixture: str, vision: str, out: str) -> None:
         saved = folder / f"{num_ranks}_{stage}_{dtype}_{optimizer}"
         saved.mkdir(exist_ok=True)
         results[f"resume {stage} {dtype} {optimizer}"] = resume(model, stage, dtype, optimizer, saved)
+    for kind, hybrid in zip(HYBRIDS, (delta, mamba), strict=True):
+        for stage in (2, 3):
+            results[f"steps {kind} {stage}"] = steps(hybrid, stage)
+            saved = folder / f"{num_ranks}_{kind}_{stage}"
+            saved.mkdir(exist_ok=True)
+            results[f"resume {kind} {stage}"] = resume(hybrid, stage, "bf16", "adamw", saved)
     results |= {f"average {stage}": average(model, stage) for stage in (0, 2, 3)}
     results["moved"] = moved(model)
     results["zpg"] = steps(model, 3, zpg=num_ranks)
