@@ -51,8 +51,8 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     if architecture.model_type in OWN_STATES:
         raise UsageError(
-            f"the transformers engine cannot generate with models of type {architecture.model_type}, which keep their "
-            "state outside of the cache: use vLLM"
+            f"the transformers engine cannot generate with models of type {architecture.model_type}, whose "
+            "states it does not support: use vLLM"
         )
     model = language_model_class(architecture).from_pretrained(
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)

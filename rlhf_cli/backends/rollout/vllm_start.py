@@ -211,9 +211,15 @@ def _cpu_cache(model_path: str, settings: EngineSettings, arguments: Mapping[str
 def kv_blocks(
     model_path: str, settings: EngineSettings, *, num_sequences: int, block_tokens: int = _CPU_BLOCK_TOKENS
 ) -> dict[str, int]:
-    """Return the number of KV cache blocks that all sequences can fill on a CPU; {} if it exceeds `kv_cache_gib`."""
+    """Return the number of KV cache blocks that all sequences can fill on a CPU; {} if it exceeds `kv_cache_gib`.
+
+    {} also for models with convolutions or recurrent layers, for which vLLM fills `kv_cache_gib`.
+    """
     # By default, vLLM allocates and clears the full size, which takes seconds per GiB on a virtual machine.
     config = _text_config(model_path, settings)
+    # Blocks of attention are larger with recurrent states, which take blocks of the same pool, some per sequence.
+    if keeps_states(config):
+        return {}
     # One more, because vLLM reserves a null block.
     blocks = num_sequences * -(-settings.max_model_len // block_tokens) + 1
     num_bytes = blocks * block_tokens * bytes_per_token(config, DTYPES[settings.dtype])

@@ -136,3 +136,8 @@ def test_the_cache_of_a_cpu_is_as_large_as_all_sequences_can_fill(tiny_model_dir
     most = 2**30 // (256 * 128)  # the limit of 1 GiB; one block stays empty
     assert kv_blocks(tiny_model_dir, settings, num_sequences=(most - 1) // 2) != {}
     assert kv_blocks(tiny_model_dir, settings, num_sequences=most // 2 + 1) == {}
+
+
+def test_the_cache_of_recurrent_states_is_sized_by_vllm(tiny_hybrid_dir):
+    settings = EngineSettings(max_model_len=200, dtype="fp32")
+    assert kv_blocks(tiny_hybrid_dir("granitemoehybrid"), settings, num_sequences=10) == {}
