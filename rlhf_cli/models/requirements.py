@@ -36,6 +36,17 @@ PACKED_TYPES = frozenset({
 
 tests/unit/models/test_packed_types.py compares them; add new types in both places.
 """
+_SPARSE = "attention to tokens that an indexer selects"
+_CHUNKED = "attention within chunks"
+_ONLY_STATES = "no attention layers"
+_SHARED = "attention layers with shared weights, and recurrent layers within"
+NOT_PACKED = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _SPARSE),
+    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _ONLY_STATES),
+    **dict.fromkeys(("zamba", "zamba2"), _SHARED),
+}
+"""Reasons why types are not in `PACKED_TYPES`, besides that they are not tested."""
 _PACKED_MASKS = {"full_attention", "sliding_attention", "linear_attention"}
 """Attention in `layer_types` that kernels for packs compute without a mask from transformers."""
 _WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
@@ -48,9 +59,9 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
     # PACKED_TYPES covers only text models in transformers: neither custom model code nor vision-language types.
     is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
     if is_of_transformers and kind not in PACKED_TYPES:
+        reason = NOT_PACKED.get(kind, "not tested to keep sequences separate")
         raise UsageError(
-            f"models of type {kind} cannot be trained on packs: not tested to keep sequences separate; "
-            "docs/status.md lists the supported types"
+            f"models of type {kind} cannot be trained on packs: {reason}; docs/status.md lists the supported types"
         )
     named = getattr(architecture.get_text_config(), "layer_types", None) or ()
     # Chunked or sparse attention goes through the interface too, with masks that the kernels ignore.

@@ -47,8 +47,11 @@ KERNELS = {
 WITHOUT_INITIAL_STATE = frozenset({"Mamba 1", "RG-LRU"})
 """Layers that always begin with a zero state if they compute several tokens."""
 
-OWN_STATES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
-"""Model types that keep states in their modules or in a cache of their own, where rows cannot be selected."""
+OWN_STATES = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
+"""Model types whose rows the transformers engine cannot select or measure.
+
+They keep states in their modules or in a cache of their own, or have no attention layers at all.
+"""
 
 
 @dataclass(frozen=True)

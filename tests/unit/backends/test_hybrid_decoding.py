@@ -127,8 +127,8 @@ def test_on_a_cpu_vllm_is_not_the_default_for_models_with_states(
     assert ("vLLM does not run" in described(config, backend)) == (backend == "transformers")
 
 
-@pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv"])
-def test_types_with_states_outside_of_the_cache_are_refused(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "rwkv"])
+def test_types_whose_states_it_cannot_select_are_refused(kind: str, tmp_path: Path) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: use vLLM"):

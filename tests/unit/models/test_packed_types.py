@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import WITHOUT_BOUNDS
-from rlhf_cli.models.requirements import PACKED_TYPES, check_trainable
+from rlhf_cli.models.requirements import NOT_PACKED, PACKED_TYPES, check_trainable
 from rlhf_cli.models.supported import models_table
 from rlhf_cli.models.vision.families.table import FAMILIES
 
@@ -40,8 +40,14 @@ def test_a_kernel_whose_masks_have_no_bounds_is_refused(kind, tmp_path):
 def test_every_other_type_is_refused_in_one_sentence(kind):
     assert kind in CONFIG_MAPPING_NAMES
     architecture = SimpleNamespace(model_type=kind, get_text_config=lambda: SimpleNamespace(model_type=kind))
-    with pytest.raises(UsageError, match=f"models of type {kind} cannot be trained on packs: not tested"):
+    reason = NOT_PACKED.get(kind, "not tested to keep sequences separate")
+    with pytest.raises(UsageError, match=f"models of type {kind} cannot be trained on packs: {reason}; docs"):
         check_trainable(architecture, trust_remote_code=False)
+
+
+def test_reasons_are_given_for_types_of_transformers():
+    assert NOT_PACKED.keys() <= {*OTHERS} | CONFIG_MAPPING_NAMES.keys()
+    assert PACKED_TYPES.isdisjoint(NOT_PACKED)
 
 
 def test_the_page_has_the_table_of_types_that_train():
