@@ -7,6 +7,7 @@ and so do kernels under another name.
 """
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Set
@@ -39,6 +40,7 @@ class Scan:
     - `end`: whether to return final states.
     - `returns_pair`: whether it returns a pair also without final states.
     - `channels_first`: whether tokens and output are [rows, channels, length].
+    - `kernel`: function of a package that takes bounds of sequences, on a GPU.
     """
 
     function: str
@@ -47,13 +49,16 @@ class Scan:
     end: str
     returns_pair: bool
     channels_first: bool = False
+    kernel: str = ""
 
 
 _OF_DELTA_RULES = frozenset({"query", "key", "value", "g", "beta"}), "initial_state", "output_final_state", True
 LIGHTNING = Scan("lightning_scan", frozenset({"query", "key", "value"}), "initial_state", "output_final_state", True)
 SCANS = {
-    "gated delta net": Scan("torch_chunk_gated_delta_rule", *_OF_DELTA_RULES),
-    "Kimi delta attention": Scan("chunk_kimi_delta_attention", *_OF_DELTA_RULES),
+    "gated delta net": Scan(
+        "torch_chunk_gated_delta_rule", *_OF_DELTA_RULES, kernel="fla.ops.gated_delta_rule.chunk_gated_delta_rule"
+    ),
+    "Kimi delta attention": Scan("chunk_kimi_delta_attention", *_OF_DELTA_RULES, kernel="fla.ops.kda.chunk_kda"),
     "Mamba 1": Scan(
         "mamba_selective_scan",
         frozenset({"hidden_states", "dt", "B", "C", "z"}),
@@ -246,6 +251,8 @@ def packed_scan(plain: Operation, scan: Scan) -> Operation:
             return function(*args, **kwargs)
         # Bounds of sequences under other names are dropped: rows need none.
         given = {name: value for name, value in kwargs.items() if name in names} | dict(zip(names, args, strict=False))
+        if (kernel := flat_kernel(scan, args[0])) is not None:
+            return _flat_scan(kernel, given, runs)
         padded = {name: _with_zero(turned(given[name])[0]) for name in scan.tokens}
         assert scan.begin or not runs.rows[0].is_continued, "shared prompts need an initial state"
         outputs: list[torch.Tensor] = []
@@ -263,6 +270,50 @@ def packed_scan(plain: Operation, scan: Scan) -> Operation:
         return (whole, None) if scan.returns_pair else whole
 
     return run
+
+
+def flat_kernel(scan: Scan, tensor: torch.Tensor) -> Operation | None:
+    """Return the kernel that takes bounds of sequences, for a tensor on a GPU, if its package is installed."""
+    return _imported(scan.kernel) if scan.kernel and tensor.is_cuda else None
+
+
+@functools.cache
+def _imported(kernel: str) -> Operation | None:
+    module, _, name = kernel.rpartition(".")
+    try:
+        found: Operation = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+    # A kernel that swallowed the bounds would mix sequences.
+    return found if "cu_seqlens" in inspect.signature(found).parameters else None
+
+
+def _flat_scan(kernel: Operation, given: dict[str, Any], runs: MixerRuns) -> tuple[torch.Tensor, None]:
+    """Run a delta rule on flat tokens [1, T, ...]. Runs that continue a prompt begin with the prompt's final state."""
+    outputs: list[torch.Tensor] = []
+    end = None
+    for part in runs.flat:
+        begin = None
+        if part.parents_N is not None:
+            assert end is not None, "prompts come first"
+            begin = torch.cat([end, torch.zeros_like(end[:1])]).index_select(0, part.parents_N)
+        query, key, value, g, beta = (
+            given[name].index_select(1, part.index_L) for name in ("query", "key", "value", "g", "beta")
+        )
+        # The kernel has other names for the first three.
+        output, end = kernel(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=begin,
+            output_final_state=part.is_continued,
+            use_qk_l2norm_in_kernel=given["use_qk_l2norm_in_kernel"],
+            cu_seqlens=part.cu_seqlens,
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=1).index_select(1, runs.flat_home_T), None
 
 
 def _with_zero(tokens_TD: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,23 @@ class Rows:
         return padded_TD.index_select(0, self.index_NL.flatten()).unflatten(0, self.index_NL.shape)
 
 
+@dataclass(frozen=True)
+class FlatRuns:
+    """Runs one after another, for kernels that take the bounds of sequences.
+
+    - `index_L`: token positions in the pack.
+    - `cu_seqlens`: bounds [N + 1] of the N runs in them.
+    - `parents_N`: numbers of the prompts whose final states the runs begin with, or the number of prompts for runs that
+      start a sequence; None if no run continues another.
+    - `is_continued`: whether the runs are prompts that others continue.
+    """
+
+    index_L: torch.Tensor
+    cu_seqlens: torch.Tensor
+    parents_N: torch.Tensor | None
+    is_continued: bool
+
+
 class MixerRuns:
     """The runs of one pack, and what each continues: nothing, or the end of its prompt.
 
@@ -70,13 +87,19 @@ class MixerRuns:
         return self._contexts[count]
 
     @functools.cached_property
-    def rows(self) -> list[Rows]:
-        """All runs as rows. Prompts that are continued come first, numbered in order."""
+    def _parents(self) -> dict[int, int]:
+        """Numbers of the runs that continue a prompt, and of their prompts."""
         by_start = {int(own[0]): number for number, own in enumerate(self._own)}
         parents = {number: by_start[int(part[0])] for number, part in enumerate(self._before) if part.size}
         # Final states exist only at the end of a run, and prompts have no prompt of their own.
         assert all(self._before[number].size == self._own[parent].size for number, parent in parents.items())
         assert parents.keys().isdisjoint(parents.values())
+        return parents
+
+    @functools.cached_property
+    def rows(self) -> list[Rows]:
+        """All runs as rows. Prompts that are continued come first, numbered in order."""
+        parents = self._parents
         prompts = list(self._similar(set(parents.values())))
         place = {number: index for index, number in enumerate(itertools.chain(*prompts))}
         rows = [Rows(self._index(part, at_left=True), None, is_continued=True) for part in prompts]
@@ -86,6 +109,29 @@ class MixerRuns:
             places = self._on_device(np.array([place[parents[number]] for number in part]))
             rows.append(Rows(self._index(part), places, is_continued=False))
         return rows
+
+    @functools.cached_property
+    def flat(self) -> list[FlatRuns]:
+        """Prompts that are continued, if any, and then all other runs."""
+        place = {prompt: index for index, prompt in enumerate(sorted({*self._parents.values()}))}
+        others = [number for number in range(len(self._own)) if number not in place]
+        if not place:
+            return [self._flat(others, None, is_continued=False)]
+        begins = [place[self._parents[number]] if number in self._parents else len(place) for number in others]
+        return [
+            self._flat([*place], None, is_continued=True),
+            self._flat(others, self._on_device(np.array(begins)), is_continued=False),
+        ]
+
+    def _flat(self, numbers: list[int], parents_N: torch.Tensor | None, *, is_continued: bool) -> FlatRuns:
+        runs = [self._own[number] for number in numbers]
+        bounds = np.cumsum([0, *(run.size for run in runs)])
+        return FlatRuns(self._on_device(np.concatenate(runs)), self._on_device(bounds), parents_N, is_continued)
+
+    @functools.cached_property
+    def flat_home_T(self) -> torch.Tensor:
+        """Places of all tokens in the concatenated flat runs."""
+        return torch.cat([part.index_L for part in self.flat]).argsort()
 
     @functools.cached_property
     def home_T(self) -> torch.Tensor:
