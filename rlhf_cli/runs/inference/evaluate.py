@@ -131,7 +131,8 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
             prm_pretrain=config.reward.prm_pretrain,
         )
         models.append(tested)
-    identity = {"command": "eval"} | settings_identity(config, models[0].reward_model)
+    settings = settings_identity(config, models[0].reward_model, models[0].model.architecture)
+    identity = {"command": "eval"} | settings
     identity["prm_pretrain"] = config.reward.prm_pretrain
     if models[0].process_model is not None:
         identity["fingerprint of the process reward model"] = models[0].process_model.found.fingerprint()

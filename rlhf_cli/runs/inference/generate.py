@@ -82,7 +82,8 @@ def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     """Run all checks that need no process. Raises UsageError if a check fails."""
     check_vllm_args(config.engine, backend=rollout_backend(config.engine))
     tested = model_under_test(config)
-    identity = {"command": "generate"} | settings_identity(config, tested.reward_model) | model_identity(tested)
+    settings = settings_identity(config, tested.reward_model, tested.model.architecture)
+    identity = {"command": "generate"} | settings | model_identity(tested)
     rows = rows_done(root, config.out, identity)
     run = _GenerateRun(config, tested, identity, None if rows is None else tested.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.roles.start import Started
 from rlhf_cli.backends.rollout.backend_choice import rollout_backend
@@ -166,13 +168,15 @@ def model_identity(tested: ModelUnderTest) -> dict[str, object]:
     }
 
 
-def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | None) -> dict[str, object]:
+def settings_identity(
+    config: InferenceConfig, reward_model: RewardModelPlan | None, architecture: PretrainedConfig | None = None
+) -> dict[str, object]:
     """Return the settings that must match to resume. The number of engines may differ."""
     sampling, engine, reward = config.sampling, config.engine, config.reward
     return {
         "pretrain": config.model.pretrain,
         "param_dtype": config.model.param_dtype,
-        "rollout_backend": rollout_backend(engine),
+        "rollout_backend": rollout_backend(engine, architecture),
         "rollout_batch_size": sampling.rollout_batch_size,
         "n_samples_per_prompt": sampling.n_samples_per_prompt,
         "max_new_tokens": sampling.max_new_tokens,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from samples import sample_of
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.config.generate import GenerateOutputConfig
@@ -350,6 +351,8 @@ def test_every_sampling_setting_reaches_the_engine_and_tells_rows_of_two_runs_ap
     sampled = sampling_params(config(**given).sampling)
     assert {name: getattr(sampled, name) for name in given} == given
     assert given.items() <= settings_identity(config(**given), None).items()
+    hybrid = AutoConfig.for_model("lfm2", layer_types=["conv"], num_hidden_layers=1)
+    assert settings_identity(config(), None, hybrid)["rollout_backend"] == rollout_backend(config().engine, hybrid)
     assert sampling_params(config(top_k=-1).sampling) == sampling_params(config(top_k=0).sampling)
     assert sampling_params(config(temperature=0, repetition_penalty=1.1).sampling).repetition_penalty == 1.1
 
