@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.mixers.remainders import remainders, save_remainders, with_remainders
-from rlhf_cli.models.unused_weights import copy_unused_weights
+from rlhf_cli.models.unused_weights import copy_unused_weights, describe_unused_weights
 from rlhf_cli.models.vision.tower import PROCESSING
 from rlhf_cli.models.weight_files import folder_of
 
@@ -60,6 +60,7 @@ def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     tokenizer = set_padding(model, tokenizer)
     config_to_save(model).save_pretrained(folder)
     save_remainders(model, folder)
+    describe_unused_weights(model, folder)
     save_tokenizer(model, tokenizer, folder)
 
 

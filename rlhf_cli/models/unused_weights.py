@@ -20,6 +20,8 @@ ORIGIN = "weights_origin"
 _VISION = "model.visual."
 """Prefix of vision encoders, which text models of a vision-language family drop."""
 INDEX = "model.safetensors.index.json"
+ORIGIN_FILE = "unused_weights.json"
+"""File stored with a checkpoint that names the origin of the unused weights."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +39,7 @@ def _unused_names(model: PreTrainedModel, weights: TensorSource) -> list[str]:
 
 def copy_unused_weights(model: PreTrainedModel, folder: Path) -> None:
     """Add the unused weights of the model's origin to a saved language model."""
-    origin: str | None = getattr(model, ORIGIN, None)
-    # Most classes ignore nothing; reward models are not sampled from.
-    if origin is None or not model._keys_to_ignore_on_load_unexpected or not model.can_generate():
+    if (origin := _origin(model)) is None:
         return
     try:
         weights = open_weights(folder_of(origin))
@@ -51,6 +51,29 @@ def copy_unused_weights(model: PreTrainedModel, folder: Path) -> None:
     names = _unused_names(model, weights)
     if names:
         _add(folder, {name: weights.read(name).contiguous() for name in names})
+
+
+def describe_unused_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Write the name of the unused weights' origin, if the model's class may ignore any."""
+    if (origin := _origin(model)) is not None:
+        # Absolute, because checkpoints are read from other working directories.
+        written = str(Path(origin).resolve()) if Path(origin).is_dir() else origin
+        (folder / ORIGIN_FILE).write_text(json.dumps({"model": written}) + "\n")
+
+
+def restore_unused_weights(model: PreTrainedModel, described: Path, folder: Path) -> None:
+    """Add the unused weights to an exported model, from the origin that a checkpoint names."""
+    if (described / ORIGIN_FILE).is_file():
+        setattr(model, ORIGIN, json.loads((described / ORIGIN_FILE).read_text())["model"])
+        copy_unused_weights(model, folder)
+
+
+def _origin(model: PreTrainedModel) -> str | None:
+    """Return the origin of a language model whose class ignores weights by a rule."""
+    # Most classes ignore nothing; reward models are not sampled from.
+    ignores = model._keys_to_ignore_on_load_unexpected and model.can_generate()
+    origin: str | None = getattr(model, ORIGIN, None)
+    return origin if ignores else None
 
 
 def _add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

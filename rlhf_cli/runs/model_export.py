@@ -26,6 +26,7 @@ from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
 from rlhf_cli.models.mixers.remainders import SummedTensors
 from rlhf_cli.models.saving import PROCESSOR_FILES, copy_processor_files
 from rlhf_cli.models.tokenizers import TOKENIZER_FILES
+from rlhf_cli.models.unused_weights import restore_unused_weights
 from rlhf_cli.models.vision.families.table import takes_pictures
 from rlhf_cli.models.vision.freezing import origin_of
 from rlhf_cli.models.weight_files import (
@@ -178,6 +179,9 @@ def write_whole(
     num_files = write_shards(source, folder, dtype=dtype, max_bytes=max_bytes)
     _set_dtype(folder, source, dtype)
     verify_shards(source, folder, dtype=dtype)
+    if parts.engine is not None and parts.base is None:
+        model = _without_weights(config, trust_remote_code=trust_remote_code)
+        restore_unused_weights(model, parts.description, folder)
     return num_files
 
 
