@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_rlhf
+from picture_rows import write_rows
 from safetensors.torch import load_file, save_file
+from tiny_vision import save_tiny_vision
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli.models.weight_files import open_weights
@@ -86,4 +88,26 @@ def test_a_hybrid_model_is_pushed_to_the_engine_that_samples(kind, tiny_hybrid_d
     assert sorted(metrics) == [1, 2]
     assert all(found["grad_norm"] > 0 for found in metrics.values())
     # Log-probs of the engine and of packs with shared prompts agree, also after a push.
+    assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
+
+
+def test_a_hybrid_model_with_images_trains_on_pairs_and_on_its_own_responses(reward_file, tmp_path):
+    model = save_tiny_vision("qwen3_5", tmp_path / "model")
+    images = [["a.png"], [], ["b.jpg", "a.png"], ["b.jpg"]]
+    prompts = [{"images": names, "prompt": "<image>" * len(names) + "?", "label": "!"} for names in images]
+    pairs = write_rows(tmp_path, *({**row, "chosen": "!", "rejected": "no"} for row in prompts))
+    dpo = f"dpo --pretrain {model} --dataset {pairs} --param_dtype bf16 --train_batch_size 4 --learning_rate 1e-2"
+    run_rlhf(*f"{dpo} --num_processes 2 --zero_stage 3 --output {tmp_path / 'dpo'}".split())
+    assert read_metrics(tmp_path / "dpo")[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    trained, before = weights_in(tmp_path / "dpo" / "model"), weights_in(model)
+    assert trained.keys() == before.keys()
+    assert all(tensor.dtype == torch.float32 for name, tensor in trained.items() if name.endswith("A_log"))
+    data = write_rows(tmp_path, *prompts)
+    run_rlhf(
+        *f"grpo --pretrain {tmp_path / 'dpo'} --prompt_data {data} --label_key label --param_dtype fp32".split(),
+        *f"--rollout_backend transformers --reward_func {reward_file(VARIED)} --max_new_tokens 6".split(),
+        *f"--rollout_batch_size 2 --n_samples_per_prompt 3 --train_batch_size 6 --output {tmp_path / 'grpo'}".split(),
+        *["--max_iterations", "2", "--actor_learning_rate", "1e-2"],
+    )
+    metrics = read_metrics(tmp_path / "grpo")
     assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
