@@ -20,7 +20,7 @@ ORIGIN = "weights_origin"
 _VISION = "model.visual."
 """Prefix of vision encoders, which text models of a vision-language family drop."""
 INDEX = "model.safetensors.index.json"
-ORIGIN_FILE = "unused_weights.json"
+_ORIGIN_FILE = "unused_weights.json"
 """File stored with a checkpoint that names the origin of the unused weights."""
 
 logger = logging.getLogger(__name__)
@@ -58,13 +58,13 @@ def describe_unused_weights(model: PreTrainedModel, folder: Path) -> None:
     if (origin := _origin(model)) is not None:
         # Absolute, because checkpoints are read from other working directories.
         written = str(Path(origin).resolve()) if Path(origin).is_dir() else origin
-        (folder / ORIGIN_FILE).write_text(json.dumps({"model": written}) + "\n")
+        (folder / _ORIGIN_FILE).write_text(json.dumps({"model": written}) + "\n")
 
 
 def restore_unused_weights(model: PreTrainedModel, described: Path, folder: Path) -> None:
     """Add the unused weights to an exported model, from the origin that a checkpoint names."""
-    if (described / ORIGIN_FILE).is_file():
-        setattr(model, ORIGIN, json.loads((described / ORIGIN_FILE).read_text())["model"])
+    if (described / _ORIGIN_FILE).is_file():
+        setattr(model, ORIGIN, json.loads((described / _ORIGIN_FILE).read_text())["model"])
         copy_unused_weights(model, folder)
 
 
