@@ -6,6 +6,7 @@ from rlhf_cli.commands.distill import DistillConfig
 from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.distillation import DivergenceSettings
@@ -14,13 +15,12 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.requirements import check_loadable, packed_attention
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.models.student import StudentModel
-from rlhf_cli.runs.offline.sft import load_sequence_items
-from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, offline_model
+from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, load_items, offline_model
 from rlhf_cli.runs.pictured_roles import check_role_pictures
-from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import model_identity, supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
+from rlhf_cli.trainers.offline.sft import SequenceItems
 
 
 def distill_task(config: DistillConfig) -> OfflineTask:
@@ -37,8 +37,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
         pictures=config.pictures,
         trust_remote_code=source.trust_remote_code,
     )
-    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
-    items = load_sequence_items(config.data, config.template, model, seed=config.batch.seed, reader=reader)
+    items = load_items(config, SEQUENCES, config.data, model, SequenceItems)
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:

@@ -18,7 +18,6 @@ from rlhf_cli.runs.offline.frozen_reference import (
 )
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.task import OfflineTask, offline_model
-from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.dpo import DPOObjective
 
@@ -29,8 +28,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, is_needed=objective.needs_reference)
-    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
-    items, summary = load_pair_items(config, model, read_ends=False, reader=reader)
+    items, summary = load_pair_items(config, model, read_ends=False)
     return OfflineTask(
         command=config.command,
         objective=objective,

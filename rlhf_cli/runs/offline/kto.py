@@ -1,7 +1,5 @@
 """Task definition for `rlhf kto`: data, model, reference and objective."""
 
-from functools import partial
-
 from rlhf_cli.algorithms.kto import UnpairedSettings, balanced_weights, finish_kto_metrics
 from rlhf_cli.commands.kto import KTOConfig
 from rlhf_cli.config.preference import UnpairedLossConfig
@@ -19,25 +17,23 @@ from rlhf_cli.runs.offline.frozen_reference import (
     resident_reference,
 )
 from rlhf_cli.runs.offline.task import OfflineTask, load_items, offline_model
-from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.kto import KTOObjective, LabelledItems, partners_of
 
 
 def kto_task(config: KTOConfig) -> OfflineTask:
     """Load the data and build the task. Raises UsageError if settings, model or data conflict."""
-    loss, data = config.preference, config.data
+    loss = config.preference
     settings = UnpairedSettings(loss.beta, loss.desirable_loss_weight, loss.undesirable_loss_weight)
     objective = KTOObjective(loss.loss, settings)
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, is_needed=True)
-    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
-    load = partial(
-        RESPONSES.load, data, model.tokenizer, template=config.template, seed=config.batch.seed, reader=reader
-    )
-    items = load_items(data, model, load, lambda labelled: LabelledItems(labelled, partners_of(labelled), {}))
+    def paired(data: LoadedData[LabelledItem]) -> LabelledItems:
+        return LabelledItems(data, partners_of(data), {})
+
+    items = load_items(config, RESPONSES, config.data, model, paired)
     train = items.data.data
     return OfflineTask(
         command=config.command,

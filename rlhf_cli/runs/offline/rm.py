@@ -6,7 +6,6 @@ from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.task import OfflineTask, offline_model
-from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.rm import RewardObjective, finish_reward_metrics
 
@@ -16,8 +15,7 @@ def rm_task(config: RMConfig) -> OfflineTask:
     loss = config.reward
     model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
-    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
-    items, summary = load_pair_items(config, model, read_ends=True, with_margin=loss.margin_loss, reader=reader)
+    items, summary = load_pair_items(config, model, read_ends=True, with_margin=loss.margin_loss)
     # transformers needs padding to score a batch.
     if padding_token(model.tokenizer, model.architecture) is None:
         summary += "; no padding token available, so transformers scores one sequence at a time"

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -11,8 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
 from rlhf_cli.commands.offline import OfflineConfig
-from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.config.data import TemplateConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.loading import Item, Kind, LoadedData, Settings
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.models.requirements import check_loadable, check_row_positions
 from rlhf_cli.models.routers import check_router_loss
@@ -20,12 +23,12 @@ from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, ch
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.models.vision.freezing import check_trained_parts
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import ModelPlan, trained_model
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.loop import LoadedItems, Objective, Prepare, Share
 
-_Item = TypeVar("_Item")
 _LoadedItemsT = TypeVar("_LoadedItemsT", bound=LoadedItems, covariant=True)
 
 
@@ -94,32 +97,50 @@ def offline_model(config: OfflineConfig) -> ModelPlan:
     return model
 
 
+class _ReadingConfig(Protocol):
+    """Settings for reading rows, in addition to those of the dataset."""
+
+    @property
+    def template(self) -> TemplateConfig: ...
+    @property
+    def pictures(self) -> PicturesConfig: ...
+    @property
+    def batch(self) -> BatchConfig: ...
+
+
 def load_items(
-    data: OfflineDataConfig,
+    config: _ReadingConfig,
+    kind: Kind[Settings, Any, Item],
+    data: Settings,
     model: ModelPlan,
-    load: Callable[..., LoadedData[_Item]],
-    make: Callable[[LoadedData[_Item]], _LoadedItemsT],
+    make: Callable[[LoadedData[Item]], _LoadedItemsT],
+    *,
+    eval_data: Settings | None = None,
 ) -> Items[_LoadedItemsT]:
-    """Load training and evaluation items. `load(dataset=..., split=..., progress=...)` loads one dataset, and `make`
-    returns its items.
+    """Load training and evaluation items. `make` returns a dataset's items; `eval_data` differs for the evaluation.
 
     Raises:
-        UsageError: tokens or positions exceed the model's limits.
+        UsageError: images cannot be read, or tokens or positions exceed the model's limits.
     """
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
+    seed, template = config.batch.seed, config.template
+    load = partial(kind.load, tokenizer=model.tokenizer, seed=seed, template=template, reader=reader)
     rank, _ = distributed_env.rank_and_world_size()
     with rows_bar(shown=rank == 0) as progress:
 
-        def checked(dataset: str, split: str) -> _LoadedItemsT:
-            items = make(load(dataset=dataset, split=split, progress=progress))
+        def checked(settings: Settings, dataset: str, split: str) -> _LoadedItemsT:
+            items = make(load(settings, dataset=dataset, split=split, progress=progress))
             report = items.data.report
             # A token beyond the embedding fails on a GPU with an unreadable assertion.
             largest, where = report.largest_token, report.largest_token_at
             check_token_ids(largest, where, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
-            check_row_positions(model.architecture, report.longest(data), dataset=dataset)
+            check_row_positions(model.architecture, report.longest(settings), dataset=dataset)
             return items
 
-        train = checked(data.dataset, data.dataset_split)
-        return Items(train, None if data.eval_dataset is None else checked(data.eval_dataset, data.eval_split))
+        train = checked(data, data.dataset, data.dataset_split)
+        if data.eval_dataset is None:
+            return Items(train, None)
+        return Items(train, checked(eval_data or data, data.eval_dataset, data.eval_split))
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def _load_data(
         episodes.check_sessions(most_episodes(config, num_prompts=len(data.prompts)))
     student = None
     if isinstance(config, GKDConfig):
-        student = load_student_data(config, model, reader, num_prompts=len(data.prompts))
+        student = load_student_data(config, model, num_prompts=len(data.prompts))
     return data, eval_data, student
 
 

@@ -6,12 +6,13 @@ from rlhf_cli.backends.roles.settings import HostedTeacher
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.distillation import NOT_OF_THE_LOSS
-from rlhf_cli.data.pictures.reading import PictureReader
+from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.run_identity import supported_identity
 from rlhf_cli.runs.trained_model import ModelPlan
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
+from rlhf_cli.trainers.offline.sft import SequenceItems
 from rlhf_cli.trainers.online.distilling import Mixture
 
 
@@ -24,9 +25,7 @@ class StudentData:
     identity: dict[str, object]
 
 
-def load_student_data(
-    config: GKDConfig, model: ModelPlan, reader: PictureReader | None, *, num_prompts: int
-) -> StudentData:
+def load_student_data(config: GKDConfig, model: ModelPlan, *, num_prompts: int) -> StudentData:
     """Load the mixture of sampled and fixed responses, with equal size per iteration.
 
     Raises:
@@ -38,11 +37,9 @@ def load_student_data(
     # Without fixed responses, rows need not be readable.
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
-    from rlhf_cli.runs.offline.sft import load_sequence_items  # imports DeepSpeed, which other drivers do not need
+    from rlhf_cli.runs.offline.task import load_items  # imports DeepSpeed, which other drivers do not need
 
-    data = load_sequence_items(
-        rows_config(config), config.template, model, seed=config.batch.seed, reader=reader
-    ).data.data
+    data = load_items(config, SEQUENCES, rows_config(config), model, SequenceItems).data.data
     return StudentData(
         Mixture(distillation.lmbda, data.items, size, config.batch.seed),
         {"Fixed responses": data.report.summary},

@@ -7,7 +7,7 @@ step.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.loading import LoadedData
+from rlhf_cli.data.loading import Item, LoadedData
 from rlhf_cli.data.packing.packs import plan_packs
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
@@ -46,9 +46,6 @@ class ItemData(Protocol):
 
     def collate(self, indices: Sequence[int]) -> object:
         """Pack the items into a micro-batch; an idle one for no items."""
-
-
-Item = TypeVar("Item", covariant=True)
 
 
 @dataclass(frozen=True)

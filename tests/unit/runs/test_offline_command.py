@@ -46,16 +46,18 @@ def test_items_that_no_micro_batch_can_hold_are_refused_wherever_they_are():
     ("given", "longest"),
     [({}, 90), ({"overlong": "drop", "max_len": "80"}, 64), ({"max_len": "40"}, 40), ({"max_len": "100"}, 90)],
 )
-def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest):
+def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest, monkeypatch):
     config = settings(**{"max_len": "90"} | given)
     data: Any = SimpleNamespace(report=DataReport("sequences", lengths={7: 3, 64: 1, 90: 1}))
     architecture = Qwen2Config(max_position_embeddings=64)
-    model: Any = SimpleNamespace(tokenizer=None, architecture=architecture, base=config.model)
+    model: Any = SimpleNamespace(tokenizer=None, architecture=architecture, base=config.model, found=None)
+    kind: Any = SimpleNamespace(load=lambda *_, **__: data)
+    monkeypatch.setattr("rlhf_cli.runs.offline.task.picture_reader", lambda *_: None)
     if longest <= 64:
-        assert load_items(config.data, model, lambda **_: data, SequenceItems).data.data is data
+        assert load_items(config, kind, config.data, model, SequenceItems).data.data is data
         return
     with pytest.raises(UsageError, match=r"x: rows have up to 90 tokens, .* 64 positions .* set --max_len 64"):
-        load_items(config.data, model, lambda **_: data, SequenceItems)
+        load_items(config, kind, config.data, model, SequenceItems)
 
 
 @pytest.mark.parametrize(("name", "value"), [("eval_steps", "5"), ("stop_eval_loss", "0.5")])
