@@ -7,10 +7,11 @@ demo: $(INSTALLED)
 	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
 # Minutes here; with CI=true also the end-to-end tests with real Ray, vLLM and DeepSpeed processes, 20 minutes more.
-# Two files at a time, in the order of their names, which has the long end-to-end ones first; one thread each, as
-# OpenMP's threads starve each other when there are more of them than cores.
+# Three files at a time, on two cores too, because tests wait for processes half of the time. In the order of their
+# names, which has the long end-to-end ones first; one thread each, as OpenMP's threads starve each other when there are
+# more of them than cores.
 test: $(INSTALLED)
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
 		--no-loadscope-reorder -m 'not gpu and not slow$(if $(CI),, and not e2e)' $(if $(CI),--durations 40) $(ARGS)
 
 # Learning runs and compiled models: many minutes, outside CI.
