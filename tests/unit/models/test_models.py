@@ -307,7 +307,7 @@ def test_weights_that_lack_a_tensor_are_refused(tiny_llama_dir, tmp_path):
 def test_recurrent_models_are_refused_before_their_weights_are_read(tmp_path):
     RwkvConfig().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_text("never read")
-    with pytest.raises(UsageError, match="rwkv cannot be trained on packs: not tested"):
+    with pytest.raises(UsageError, match="rwkv cannot be trained on packs: no attention layers"):
         load_causal_lm(settings(tmp_path))
 
 
