@@ -59,9 +59,9 @@ def check_early(config: CommandConfig) -> None:
         check_usable_gpus()
     if isinstance(config, OnlineConfig):
         from rlhf_cli.runs.online.checks import check_settings
-        from rlhf_cli.runs.online.estimator import estimator_of
+        from rlhf_cli.runs.online.estimator import tried_estimator
 
-        check_settings(config, estimator_of(config))
+        check_settings(config, tried_estimator(config))
     if isinstance(config, OnlineConfig) or any(isinstance(group, AnswersOutputConfig) for group in groups):
         _check_ray_address(os.environ.get("RAY_ADDRESS"))
     for group in groups:

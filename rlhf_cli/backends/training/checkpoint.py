@@ -222,10 +222,15 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object], defau
     # A setting that is missing in the checkpoint is newer than the checkpoint, which behaved like the default. The new
     # version can resume it if the setting has the default, or None for an unused role or adapter.
     newer = {name for name, value in identity.items() if name not in written and value in (None, defaults.get(name))}
-    if changes := differences(written, {name: value for name, value in identity.items() if name not in newer}):
+    current = {name: value for name, value in identity.items() if name not in newer}
+    if changes := differences(written, current):
+        settings = checkpoint.path.parent.parent / "config.yaml"
+        # Defaults change between versions; the run directory records the old ones.
+        are_settings = all(name in defaults for name, value in current.items() if _differs(name, written, value))
+        way = f"continue with --config {settings}, or " if are_settings and settings.is_file() else ""
         raise UsageError(
-            f"checkpoint {checkpoint.path} belongs to another run: {changes}; use another --output, or --overwrite to "
-            "start again"
+            f"checkpoint {checkpoint.path} belongs to another run: {changes}; {way}use another --output, or "
+            "--overwrite to start again"
         )
 
 

@@ -28,10 +28,9 @@ def prm_task(config: PRMConfig) -> OfflineTask:
         setattr(hf_model.config, STEP_SEPARATOR, data.separator)
         return hf_model
 
-    # Evaluate all steps of another dataset, even if training uses only the last one.
+    # Evaluate all steps, even if training uses only the last one.
     all_steps = data.model_copy(update={"train_on_last_step_only": False})
-    eval_data = data if data.eval_dataset == data.dataset else all_steps
-    items = load_items(config, STEPS, data, model, StepItems, eval_data=eval_data)
+    items = load_items(config, STEPS, data, model, StepItems, eval_data=all_steps)
     return OfflineTask(
         command=config.command,
         objective=step_objective,

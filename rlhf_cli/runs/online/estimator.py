@@ -20,7 +20,7 @@ def estimator_of(config: OnlineConfig) -> Estimator:
     """Return the command's estimator, or the one of `--advantage_estimator`.
 
     A plain function inherits the requirements of the command's estimator. Raises UsageError if user code does not fit
-    the command, or fails on a made-up rollout.
+    the command.
     """
     row, code = ESTIMATORS[config.estimator], config.policy.advantage_estimator
     if code is None:
@@ -29,8 +29,16 @@ def estimator_of(config: OnlineConfig) -> Estimator:
     own = loaded if isinstance(loaded, Estimator) else replace(row, advantages=loaded)
     if fault := _misfit(own, row):
         raise UsageError(f"--advantage_estimator {code}: {fault}")
-    estimator = replace(own, name=without_folder(code), advantages=_checked(code, own))
-    _try(estimator, config)
+    return replace(own, name=without_folder(code), advantages=_checked(code, own))
+
+
+def tried_estimator(config: OnlineConfig) -> Estimator:
+    """Return the estimator after a trial. Raises UsageError like `estimator_of`, or if user code fails on a made-up
+    rollout.
+    """
+    estimator = estimator_of(config)
+    if config.policy.advantage_estimator is not None:
+        _try(estimator, config)
     return estimator
 
 

@@ -19,7 +19,7 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.foreign.translation import translate, translate_settings
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.online.checks import check_settings
-from rlhf_cli.runs.online.estimator import estimator_of
+from rlhf_cli.runs.online.estimator import estimator_of, tried_estimator
 from rlhf_cli.runs.online.identity import settings_identity
 
 # Five responses with one token each, except that the second has two; three belong to the first prompt.
@@ -170,7 +170,7 @@ def own(tmp_path: Path, source: str) -> str:
 )
 def test_an_estimator_that_fails_is_refused_before_anything_starts(command, source, reason, tmp_path) -> None:
     with pytest.raises(UsageError, match=reason):
-        estimator_of(resolve(command, advantage_estimator=own(tmp_path, source)))
+        tried_estimator(resolve(command, advantage_estimator=own(tmp_path, source)))
 
 
 def test_the_made_up_rollout_has_the_columns_of_the_run(tmp_path) -> None:
@@ -185,7 +185,7 @@ def test_the_made_up_rollout_has_the_columns_of_the_run(tmp_path) -> None:
     given = {"advantage_estimator": code, "prm_pretrain": "x", "bootstrap_truncated": "true"}
     for command, more in (("ppo", given), ("ppo", {"advantage_estimator": code, "n_samples_per_prompt": "5"})):
         config = resolve(command, **more)
-        estimator_of(config)
+        tried_estimator(config)
     (tried, settings), (other, _) = load_target(f"{tmp_path}/own.py:seen")
     assert type(settings) is type(config.policy)
     assert tried.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
@@ -207,7 +207,7 @@ def test_the_made_up_rollout_has_the_columns_of_the_run(tmp_path) -> None:
 )
 def test_a_built_in_estimator_of_another_command_is_refused(command, code, reason) -> None:
     with pytest.raises(UsageError, match=reason):
-        estimator_of(resolve(command, advantage_estimator=f"rlhf_cli.algorithms.estimators.{code}"))
+        tried_estimator(resolve(command, advantage_estimator=f"rlhf_cli.algorithms.estimators.{code}"))
 
 
 def test_a_built_in_estimator_without_a_command_can_be_tried(tmp_path, monkeypatch) -> None:

@@ -199,6 +199,17 @@ def test_a_checkpoint_of_another_run_is_refused(store):
         check_same_run(latest, {"seed": 1, "number of ranks": 2}, {})
 
 
+def test_a_run_with_other_settings_continues_with_its_own(store):
+    write(store, 1)
+    latest = store.latest()
+    settings = latest.path.parent.parent / "config.yaml"
+    settings.write_text("seed: 1\n")
+    with pytest.raises(UsageError, match=rf"its seed is 1, not 2; continue with --config {settings}, or use another"):
+        check_same_run(latest, {"seed": 2}, {"seed": 42})
+    with pytest.raises(UsageError, match="weights of the policy; use another"):
+        check_same_run(latest, {"seed": 2, "weights of the policy": 3}, {"seed": 42})
+
+
 def test_a_setting_younger_than_the_checkpoint_has_its_default_there(store):
     write(store, 1)
     latest, defaults = store.latest(), {"adam_eps": 1e-8}

@@ -79,6 +79,16 @@ def test_a_trained_model_has_its_separator_in_its_configuration(tiny_model_dir, 
     assert task.identity() == {"step_separator": "\n\n"}
 
 
+@pytest.mark.parametrize("dataset", ["rows.jsonl", "others.jsonl"])
+def test_an_evaluation_reads_all_steps_if_training_reads_the_last(dataset, tiny_model_dir, tmp_path):
+    config = config_of(tmp_path, tiny_model_dir, train_on_last_step_only=True, eval_dataset=str(tmp_path / dataset))
+    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "others.jsonl")
+    items = prm_task(config).items
+    assert items.data.num_trained.tolist() == [1]
+    assert items.eval_data is not None
+    assert items.eval_data.num_trained.tolist() == [2]
+
+
 @pytest.mark.parametrize("kind", ["Qwen2ForTokenClassification", "Qwen2ForProcessRewardModel"])
 def test_a_model_with_two_numbers_for_a_step_is_refused(kind, tiny_model_dir, tmp_path):
     config = Qwen2Config.from_pretrained(tiny_model_dir)
