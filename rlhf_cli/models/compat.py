@@ -4,9 +4,9 @@ Libraries may change them without notice: fix such changes here; each wrapper ha
 methods are in `backends/rollout/vllm_scheduler.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Some processes only render templates: do not import PyTorch at module level.
 if TYPE_CHECKING:
@@ -21,6 +21,40 @@ def softmax_backward(grad: "Tensor", probabilities: "Tensor") -> "Tensor":
 
     # The public API would need autograd, or two passes over the scores.
     return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
+
+
+def varlen_with_lse(
+    kernel: "Callable[..., Any]", *inputs: "Tensor", bounds: "Sequence[object]", **options: object
+) -> "tuple[Tensor, Tensor]":
+    """Return the output [T, heads, size] of PyTorch's variable-length kernel and the log-sum-exp, float32 [heads, T].
+
+    `inputs` are query, key and value, `bounds` the kernel's four arguments about sequences.
+    """
+    from torch.nn.attention.varlen import AuxRequest
+
+    output, lse = kernel(*inputs, *bounds, **options, return_aux=AuxRequest(lse=True))
+    return output, lse
+
+
+def varlen_backward(
+    *tensors: "Tensor", bounds: "Sequence[object]", scale: float | None, window_size: tuple[int, int]
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """Return the gradients of query, key and value in PyTorch's variable-length kernel.
+
+    `tensors` are the gradient of the output, query, key, value, output and log-sum-exp.
+    """
+    import torch
+
+    # The public function differentiates only with its own output and log-sum-exp.
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        *tensors,
+        *bounds,
+        window_size == (-1, 0),  # the kernel's flag for causal attention without a window
+        torch.zeros(2, dtype=torch.uint64, device=tensors[0].device),  # random state of a dropout that is off
+        scale,
+        list(window_size),
+    )
+    return grads
 
 
 def has_bf16_products() -> bool:

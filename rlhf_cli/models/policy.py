@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 from rlhf_cli.models.logprobs import token_logprobs
@@ -26,7 +27,7 @@ from rlhf_cli.models.shape_bucketing import rounded
 from rlhf_cli.models.vision.tower import tower_of
 
 _MASKED_HERE = frozenset({"gpt_oss"})
-"""Model types that take one mask per layer type and support only eager attention."""
+"""Model types that take one mask per layer type, and build it without positions."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -82,7 +83,7 @@ class Decoder:
 
     def _masks(self, pack: PackLike) -> dict[str, object]:
         """Return pack masks for decoders that would build masks without sequence boundaries."""
-        if self._text.model_type not in _MASKED_HERE:
+        if self._text.model_type not in _MASKED_HERE or attention_name(self._decoder.config) != "eager":
             return {}
         return {"attention_mask": _packed_masks(pack.cu_seqlens, self._text, self._decoder.dtype)}
 

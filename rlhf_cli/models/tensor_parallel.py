@@ -102,7 +102,7 @@ def _check_others(settings: DeepSpeedConfig, optim: OptimConfig, name: str) -> N
 def _check_complete(architecture: PretrainedConfig, layers: list[dict[str, Any]]) -> None:
     """Raise UsageError if a module with split layers also contains parameters without a plan.
 
-    Norms over all heads are an example: a rank has only some heads.
+    Norms over all heads and attention sinks are examples: a rank has only some heads.
     """
     # Build the decoder on the meta device to list parameters without allocating weights.
     with torch.device("meta"):
@@ -113,7 +113,7 @@ def _check_complete(architecture: PretrainedConfig, layers: list[dict[str, Any]]
     names = [name for name, part in decoder.named_modules() if next(part.parameters(recurse=False), None) is not None]
     planned = {name for name in names if any(re.match(pattern, f"{name}.weight") for pattern in patterns)}
     split_parts = {name.rpartition(".")[0] for name in planned}
-    left_out = [name for name in names if name not in planned and name.rpartition(".")[0] in split_parts]
+    left_out = [name for name in names if name not in planned and {name, name.rpartition(".")[0]} & split_parts]
     if left_out:
         raise UsageError(f"--tensor_parallel_size: transformers has no plan to split {left_out[0]}")
 

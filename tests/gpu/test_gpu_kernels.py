@@ -23,7 +23,8 @@ def close(found: torch.Tensor, exact: torch.Tensor, *, share: float) -> bool:
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("shares", [False, True])
-def test_varlen_agrees_with_float64_forward_and_backward(size, window, shares):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_varlen_agrees_with_float64_forward_and_backward(size, window, shares, has_sinks):
     """Eight query heads and two key heads; with `shares`, two branches use the keys of one prefix."""
     if shares:
         key_index = torch.tensor([*range(200), *range(50), *range(200, 300)], dtype=torch.int64)
@@ -33,21 +34,23 @@ def test_varlen_agrees_with_float64_forward_and_backward(size, window, shares):
         cu_k = cu_q
     torch.manual_seed(0)
     tensors = [torch.randn(300, heads, size).bfloat16() for heads in (8, 2, 2)]
+    tensors += [torch.randn(8).bfloat16()] if has_sinks else []
     weights = torch.randn(300, 8, size).bfloat16()
     exact = [tensor.double().requires_grad_() for tensor in tensors]
-    keys = exact[1:] if key_index is None else [tensor.index_select(0, key_index) for tensor in exact[1:]]
-    expected = varlen_attention(exact[0], *keys, cu_q, cu_k, size**-0.5, window)
+    keys = exact[1:3] if key_index is None else [tensor.index_select(0, key_index) for tensor in exact[1:3]]
+    expected = varlen_attention(exact[0], *keys, cu_q, cu_k, size**-0.5, window, *exact[3:])
     expected_grads = torch.autograd.grad(expected, exact, weights.double())
 
     device = distributed.device()
     given = [tensor.to(device).requires_grad_() for tensor in tensors]
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in given)
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in given[:3])
     found, _ = varlen_attention_forward(
         torch.nn.Module(),
         query,
         key,
         value,
         None,
+        s_aux=given[3] if has_sinks else None,
         cu_seq_lens_q=cu_q.to(device),
         cu_seq_lens_k=cu_k.to(device),
         max_length_q=int(cu_q.diff().max()),

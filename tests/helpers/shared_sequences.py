@@ -20,7 +20,13 @@ from shared_roles import online_roles
 from split_layers import split_layers
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.distributed import gather_rows
@@ -48,7 +54,7 @@ SHAPES = {
 """Query heads, key heads, and attention window. Each of 2, 3 and 4 ranks divides the key heads of some shape, is a
 multiple of others, and is neither for others; none divides five heads.
 """
-KINDS = {"value": "3 key heads", "checkpointed": "a window"}
+KINDS = {"value": "3 key heads", "checkpointed": "a window", "sinks": "4 key heads"}
 """Models in addition to the policy, which uses all shapes."""
 IN_BF16 = ("3 key heads", "a window")
 
@@ -90,6 +96,26 @@ def config(shape: tuple[int, int, int | None]) -> Qwen2Config:
     )
 
 
+def config_with_sinks(shape: tuple[int, int, int | None]) -> GptOssConfig:
+    """Return a mixture with a window of four tokens in its first layer and attention sinks in both."""
+    heads, key_heads, _ = shape
+    return GptOssConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        initializer_range=0.2,
+        sliding_window=4,
+        pad_token_id=0,
+        attn_implementation="varlen",
+    )
+
+
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Module outputs for a pack, and gradients, in float32."""
 
@@ -120,20 +146,24 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 def make_module(kind: str, shape: tuple[int, int, int | None], dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    model = (Qwen2ForSequenceClassification if kind == "value" else Qwen2ForCausalLM)(config(shape)).train()
+    classes = {"value": Qwen2ForSequenceClassification, "sinks": GptOssForCausalLM}
+    shaped = config_with_sinks(shape) if kind == "sinks" else config(shape)
+    model = classes.get(kind, Qwen2ForCausalLM)(shaped).train()
     model = model.to(torch.bfloat16).to(dtype)  # the same values in both dtypes
     if kind == "checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return (ValueModel if kind == "value" else PolicyModel)(model)
 
 
-def ways(shape: tuple[int, int, int | None], one: Pack, group: dist.ProcessGroup) -> list[SequenceRanks]:
+def ways(
+    shape: tuple[int, int, int | None], one: Pack, group: dist.ProcessGroup, kind: str = "policy"
+) -> list[SequenceRanks]:
     """Return the ways in which the group can share the pack."""
     modes = set(get_args(Mode))
     if shape[0] % dist.get_world_size(group):
         modes.remove("ulysses")
-    if one.keys is not None:
-        modes.remove("ring")  # its kernel requires keys in order
+    if one.keys is not None or kind == "sinks":
+        modes.remove("ring")  # its kernel requires keys in order, and has no sinks
     return [SequenceRanks(group, mode) for mode in sorted(modes)]
 
 
@@ -145,7 +175,7 @@ def distances(group: dist.ProcessGroup) -> dict[str, tuple[float, float]]:
         module = make_module(kind, SHAPES[shape_name])
         for pack_name, one in packs().items():
             expected = results_of(module, one, None)
-            for ranks in ways(SHAPES[shape_name], one, group):
+            for ranks in ways(SHAPES[shape_name], one, group, kind):
                 place = f"{ranks.mode}, {shape_name}, {kind}, {pack_name}, {ranks.size} ranks"
                 found[place] = apart(expected, results_of(module, one, ranks))
     return found

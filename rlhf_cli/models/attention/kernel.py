@@ -38,6 +38,7 @@ class _Pack(ctypes.Structure):
     _fields_ = (
         ("bounds", ctypes.c_void_p),
         ("bounds_k", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_long) for name in ("sequences", "heads", "groups", "size", "value_size")),
         ("scale", ctypes.c_float),
         ("window", ctypes.c_long),
@@ -55,11 +56,14 @@ class Operands:
     cu_seqlens_k: torch.Tensor
     scale: float
     window: int
+    sinks: torch.Tensor | None = None
 
     def check(self) -> None:
         """Raise ValueError for arguments that would make the kernel access memory out of bounds."""
         if self.query.shape[1] % self.key.shape[1] or self.key.shape[:2] != self.value.shape[:2]:
             raise ValueError("the number of query heads is not a multiple of the number of key and value heads")
+        if self.sinks is not None and self.sinks.shape != self.query.shape[1:2]:
+            raise ValueError("the number of sinks is not that of query heads")
         lengths, lengths_k = self.cu_seqlens.diff(), self.cu_seqlens_k.diff()
         if lengths.shape != lengths_k.shape or bool(((lengths < 0) | (lengths_k < lengths)).any()):
             raise ValueError("a sequence has fewer keys than queries")
@@ -80,11 +84,14 @@ class VarlenKernel:
         self._call("forward", of, [of.query, of.key, of.value], [output])
         return output
 
-    def backward(self, grad: torch.Tensor, of: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute the gradients of query, key and value in their shapes and dtypes."""
-        grads = of.query.new_empty(of.query.shape), of.key.new_empty(of.key.shape), of.value.new_empty(of.value.shape)
-        self._call("backward", of, [grad, of.query, of.key, of.value], grads)
-        return grads
+    def backward(self, grad: torch.Tensor, of: Operands) -> list[torch.Tensor]:
+        """Compute the gradients of query, key and value in their shapes and dtypes, and of sinks, float32 [heads]."""
+        inputs = [of.query, of.key, of.value]
+        grads = [tensor.new_empty(tensor.shape) for tensor in inputs]
+        # By sequence, because threads take sequences in any order.
+        of_sinks_SH = torch.empty(of.cu_seqlens.numel() - 1, of.query.shape[1])
+        self._call("backward", of, [grad, *inputs], [*grads, of_sinks_SH])
+        return [*grads, of_sinks_SH.sum(0)]
 
     def _call(self, name: str, of: Operands, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         of.check()
@@ -94,9 +101,11 @@ class VarlenKernel:
         # copies.
         held = [tensor.contiguous() for tensor in inputs]
         bounds, bounds_k = (tensor.int().contiguous() for tensor in (of.cu_seqlens, of.cu_seqlens_k))
+        sinks = None if of.sinks is None else of.sinks.float().contiguous()
         pack = _Pack(
             bounds.data_ptr(),
             bounds_k.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
             bounds.numel() - 1,
             *(of.query.shape[1], of.key.shape[1], of.query.shape[2], of.value.shape[2]),
             of.scale,

@@ -18,8 +18,8 @@ from rlhf_cli.models.attention.varlen import VARLEN, compute_capability
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 _LARGE_OR_ODD = "heads above 256 or no multiple of 8"
 _TWO_SIZES = "values of another size than keys"
-SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
-"""Model types with attention sinks."""
+SINKS = "sinks"
+_WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 _BOUNDS = "within sequences whose masks transformers makes without positions"
 WITHOUT_BOUNDS = frozenset({"afmoe", "opt"})
 """Model types that build masks without sequence boundaries.
@@ -76,15 +76,16 @@ BACKENDS = (
         name=VARLEN,
         devices=("cuda",),
         dtypes=_HALF_TYPES,
-        offers=frozenset({_BOUNDS}),
+        # Smaller values or keys are padded with zeros.
+        offers=frozenset({_BOUNDS, _TWO_SIZES, SINKS}),
         is_available=has_cuda_varlen,
         missing="it needs torch 2.11 or newer and a GPU of compute capability 8.0 or higher",
     ),
     _flash(3, is_flash_attn_3_available, "flash-attn-3"),
     _flash(2, is_flash_attn_2_available, "flash-attn (extra `flash`)"),
-    AttentionBackend(name=VARLEN, devices=("cpu",), offers=_ANY_HEADS | {_BOUNDS}),
+    AttentionBackend(name=VARLEN, devices=("cpu",), offers=_ANY_HEADS | {_BOUNDS, SINKS}),
     AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=_ANY_HEADS | {"dropout"}),
-    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=_ANY_HEADS | {"softcap", "dropout", "sinks"}),
+    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=_ANY_HEADS | {"softcap", "dropout", SINKS}),
 )
 """Fastest first: `auto` selects the first one that is available and supports device, dtype and model.
 
@@ -102,20 +103,23 @@ def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> 
     # Names vary by model: attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
     if with_dropout and any(value for name, value in vars(text).items() if "drop" in name and "att" in name):
         needs.add("dropout")
-    if text.model_type in SINKS:
-        needs.add("sinks")
+    if text.model_type in _WITH_SINKS:
+        needs.add(SINKS)
     if text.model_type in WITHOUT_BOUNDS:
         needs.add(_BOUNDS)
     return frozenset(needs) | _head_needs(text)
 
 
-def attention_note(kernel: str, config: PretrainedConfig, *, on_gpu: bool) -> dict[str, str]:
+def attention_note(kernel: str, config: PretrainedConfig, dtype: torch.dtype, *, on_gpu: bool) -> dict[str, str]:
     """Return a note if a GPU must run eager attention, with quadratic cost in the pack length."""
     if kernel != "eager" or not on_gpu:
         return {}
     needs = attention_needs(config)
-    packages = [row.missing for row in BACKENDS if "cuda" in row.devices and row.missing and needs <= row.offers]
-    fix = packages[-1] if packages else "no other kernel supports it: lower --train_max_tokens_per_gpu"
+    rows = [row for row in BACKENDS if "cuda" in row.devices and row.missing and needs <= row.offers]
+    fix = "no other kernel supports it: lower --train_max_tokens_per_gpu"
+    if rows:
+        reason = _why_not(rows[-1], device="cuda", dtype=dtype, needs=needs)
+        fix = f"{rows[-1].name}: {reason or 'drop --attn_implementation eager'}"
     return {"Attention": f"eager, because the model needs {' and '.join(sorted(needs))}: slow for long packs; {fix}"}
 
 
@@ -126,7 +130,7 @@ def _head_needs(text: PretrainedConfig) -> frozenset[str]:
     if size is None and heads:
         size = text.hidden_size // heads
     values = getattr(text, "v_head_dim", None) or size
-    needs = {_LARGE_OR_ODD} if size and (size > 256 or size % 8) else set()
+    needs = {_LARGE_OR_ODD} if any(one and (one > 256 or one % 8) for one in (size, values)) else set()
     return frozenset(needs | ({_TWO_SIZES} if values != size else set()))
 
 

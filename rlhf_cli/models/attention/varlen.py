@@ -1,7 +1,7 @@
 """The `varlen` attention function for transformers: attention within each packed sequence, causal in decoders.
 
 On CUDA it uses PyTorch's variable-length flash kernel, on a CPU the operator in `varlen_cpu`. It supports training and
-scoring of packs, without KV cache, padding, attention dropout, soft caps or sinks.
+scoring of packs, without KV cache, padding, attention dropout or soft caps.
 """
 
 import functools
@@ -14,16 +14,19 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
+from rlhf_cli.models.attention.sinks import AttendWithSinks
 from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
+from rlhf_cli.models.compat import varlen_backward, varlen_with_lse
 from rlhf_cli.models.sequence_parallel.attention import attend_shared
 
 VARLEN = "varlen"
 """Name registered with transformers."""
 TOWER_VARLEN = "flash_varlen"
 """Name in vision encoders: Qwen-VL passes image bounds only to attention functions with "flash" in their name."""
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
+_UNSUPPORTED = ("softcap", "position_bias", "dropout")
 """Arguments that transformers may pass but this function does not support."""
 
 
@@ -42,6 +45,7 @@ def varlen_attention_forward(
     - `scaling`
     - `sliding_window`: tokens visible to a position, including itself
     - `is_causal`: false in vision encoders
+    - `s_aux` [heads]: attention sinks, the logits of one more key per head with value 0
     - `key_index` [U]: for packs with shared prefixes, the concatenated key positions that the sequences attend to
     - `shards`: for sequence parallelism; the tensors then contain only this rank's tokens
 
@@ -71,7 +75,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwarg
     else:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         bounds = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-        output_THD = varlen_attention(query_THD, key_THD, value_THD, *bounds, scale, window)
+        output_THD = varlen_attention(query_THD, key_THD, value_THD, *bounds, scale, window, kwargs.get("s_aux"))
     return output_THD.unsqueeze(0)
 
 
@@ -101,30 +105,38 @@ def attend_cuda(
     query_THD: torch.Tensor,
     key_THD: torch.Tensor,
     value_THD: torch.Tensor,
-    kernel: Callable[..., torch.Tensor],
+    kernel: Callable[..., Any],
     *,
     window: int,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    """Compute attention [T, heads, size] with `kernel`, which has the `torch.nn.attention.varlen` interface.
+    """Compute attention [T, heads, value size] with `kernel`, which has the `torch.nn.attention.varlen` interface.
 
     Like FlashAttention since 2.1, it aligns the last query with the last key if there are more keys than queries.
     """
+    size = max(query_THD.shape[-1], value_THD.shape[-1])
+    inputs = [_widened(tensor, size) for tensor in (query_THD, key_THD, value_THD)]
+    bounds = [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
+    options: dict[str, Any] = {
+        "scale": kwargs.get("scaling") or query_THD.shape[-1] ** -0.5,
+        # The kernel counts keys to the left of the query; transformers includes the query itself.
+        "window_size": (-1, -1) if window == BOTH_WAYS else (window - 1 if window else -1, 0),
+    }
     # Newer releases require enable_gqa for fewer KV heads; older ones detect it and reject the argument.
     grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if _takes_gqa(kernel) else {}
-    return kernel(
-        query_THD,
-        key_THD,
-        value_THD,
-        kwargs["cu_seq_lens_q"],
-        kwargs["cu_seq_lens_k"],
-        kwargs["max_length_q"],
-        kwargs["max_length_k"],
-        scale=kwargs.get("scaling"),
-        # The kernel counts keys to the left of the query; transformers includes the query itself.
-        window_size=(-1, -1) if window == BOTH_WAYS else (window - 1 if window else -1, 0),
-        **grouped,
-    )
+    if (sinks := kwargs.get("s_aux")) is None:
+        output_THD: torch.Tensor = kernel(*inputs, *bounds, **options, **grouped)
+    else:
+        forward = functools.partial(varlen_with_lse, kernel, bounds=bounds, **options, **grouped)
+        backward = functools.partial(varlen_backward, bounds=bounds, **options)
+        output_THD = AttendWithSinks.apply(*inputs, sinks, forward, backward)
+    return output_THD[..., : value_THD.shape[-1]]
+
+
+def _widened(tensor_THD: torch.Tensor, size: int) -> torch.Tensor:
+    """Append zeros to heads smaller than `size`: the kernel needs values as large as keys."""
+    missing = size - tensor_THD.shape[-1]
+    return pad(tensor_THD, (0, missing)) if missing > 0 else tensor_THD
 
 
 @functools.cache

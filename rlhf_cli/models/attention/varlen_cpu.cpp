@@ -7,6 +7,7 @@
 // two: log2(e) is part of the queries' scale.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -145,20 +146,22 @@ void pack_panels(const T* from, long stride, long rows, long size, float* to) {
 struct Pack {
     const int32_t* bounds;    // of the sequences' queries
     const int32_t* bounds_k;  // of their keys
+    const float* sinks;       // of the query heads: logits of a key with value 0, or no address
     long sequences, heads, groups, size, value_size;
     float scale;
     long window;  // below 0: a query sees all keys of its sequence
 
+    float sink(long head) const { return sinks ? sinks[head] * LOG2_E : -INF; }
     long width() const { return round_up(size, PANEL); }
     long value_width() const { return round_up(value_size, PANEL); }
 };
 
 // One sequence's place in the pack.
 struct Sequence {
-    long start, length, start_k, length_k, window;
+    long index, start, length, start_k, length_k, window;
 
-    Sequence(const Pack& pack, long index)
-        : start(pack.bounds[index]), length(pack.bounds[index + 1] - start), start_k(pack.bounds_k[index]),
+    Sequence(const Pack& pack, long index_)
+        : index(index_), start(pack.bounds[index]), length(pack.bounds[index + 1] - start), start_k(pack.bounds_k[index]),
           length_k(pack.bounds_k[index + 1] - start_k), window(pack.window) {}
 
     // Query `index` sees the keys [first_key, last_key).
@@ -188,8 +191,13 @@ inline void score(const Tile& tile, const float* queries, long width, const floa
         multiply_tile<false>(queries, width, 1, panels + column * size, PANEL, size, scores + column, stride);
 }
 
-// Scores of one row to powers of two that are at most 1, 0 outside [first, last). Returns their sum.
-float exponentiate(float* scores, const Tile& tile, long first, long last) {
+// A row's power of the sink, and the sum of all powers.
+struct Powers {
+    float sink, sum;
+};
+
+// Scores of one row to powers of two that are at most 1, 0 outside [first, last).
+Powers exponentiate(float* scores, const Tile& tile, long first, long last, float sink) {
     std::fill(scores + tile.low, scores + first, -INF);
     std::fill(scores + last, scores + tile.width, -INF);
     Floats largest = load(scores + tile.low);
@@ -197,7 +205,7 @@ float exponentiate(float* scores, const Tile& tile, long first, long last) {
         const Floats numbers = load(scores + n);
         largest = numbers > largest ? numbers : largest;
     }
-    float top = -INF;
+    float top = sink;
     for (long lane = 0; lane < LANES; ++lane) top = std::max(top, largest[lane]);
     Floats sum{};
     for (long n = tile.low; n < tile.width; n += LANES) {
@@ -205,11 +213,13 @@ float exponentiate(float* scores, const Tile& tile, long first, long last) {
         store(power, scores + n);
         sum += power;
     }
-    return add_up(sum);
+    const float of_sink = std::exp2(sink - top);
+    return {of_sink, add_up(sum) + of_sink};
 }
 
-// One row's gradients of probabilities to those of scores (without their scale), and powers to probabilities.
-void differentiate(float* powers, float* grads, const Tile& tile, float sum) {
+// One row's gradients of probabilities to those of scores (without their scale), and powers to probabilities. Returns
+// the mean gradient, weighted by the probabilities.
+float differentiate(float* powers, float* grads, const Tile& tile, float sum) {
     const float inverse = 1 / sum;
     Floats products{};
     for (long n = tile.low; n < tile.width; n += LANES) {
@@ -220,6 +230,7 @@ void differentiate(float* powers, float* grads, const Tile& tile, float sum) {
     const float mean = add_up(products);
     for (long n = tile.low; n < tile.width; n += LANES)
         store(load(powers + n) * (load(grads + n) - mean), grads + n);
+    return mean;
 }
 
 // A thread's memory.
@@ -261,7 +272,7 @@ void forward_sequence(const Pack& pack, const Sequence& sequence, long group, co
             for (long row = 0; row < TILE_ROWS; ++row) {
                 const long index = tile.query(row);
                 sums[row] = exponentiate(scores + row * stride, tile, sequence.first_key(index),
-                                         sequence.last_key(index));
+                                         sequence.last_key(index), pack.sink(head)).sum;
             }
             multiply<false>(scores + tile.low, stride, 1, values + tile.low * width, width, tile.high - tile.low,
                             result, width, width);
@@ -274,7 +285,8 @@ void forward_sequence(const Pack& pack, const Sequence& sequence, long group, co
 
 template <typename T>
 void backward_sequence(const Pack& pack, const Sequence& sequence, long group, const T* grad, const T* query,
-                       const T* key, const T* value, T* grad_query, T* grad_key, T* grad_value, Scratch& scratch) {
+                       const T* key, const T* value, T* grad_query, T* grad_key, T* grad_value, float* grad_sinks,
+                       Scratch& scratch) {
     const long size = pack.size, value_size = pack.value_size, width = pack.width(), value_width = pack.value_width();
     const long heads = pack.heads / pack.groups, keys = sequence.length_k, stride = sequence.stride();
     const long key_rows = round_up(keys, PANEL);
@@ -294,6 +306,7 @@ void backward_sequence(const Pack& pack, const Sequence& sequence, long group, c
     pack_rows(key_from, pack.groups * size, keys, size, 1.0f, key_numbers, width);
     pack_panels(value_from, pack.groups * value_size, keys, value_size, value_panels);
     for (long head = group * heads; head < (group + 1) * heads; ++head) {
+        double grad_sink = 0;
         for (long first = 0; first < sequence.length; first += BLOCK) {
             const long rows = std::min(BLOCK, sequence.length - first), padded = round_up(rows, TILE_ROWS);
             const long place = (sequence.start + first) * pack.heads + head;
@@ -309,9 +322,9 @@ void backward_sequence(const Pack& pack, const Sequence& sequence, long group, c
                 for (long row = 0; row < TILE_ROWS; ++row) {
                     const long index = tile.query(row);
                     float* powers = tile_scores + row * stride;
-                    const float sum =
-                        exponentiate(powers, tile, sequence.first_key(index), sequence.last_key(index));
-                    differentiate(powers, tile_grads + row * stride, tile, sum);
+                    const Powers of = exponentiate(powers, tile, sequence.first_key(index), sequence.last_key(index),
+                                                   pack.sink(head));
+                    grad_sink -= of.sink / of.sum * differentiate(powers, tile_grads + row * stride, tile, of.sum);
                 }
                 multiply<false>(tile_grads + tile.low, stride, 1, key_numbers + tile.low * width, width,
                                 tile.high - tile.low, result, width, width);
@@ -332,6 +345,7 @@ void backward_sequence(const Pack& pack, const Sequence& sequence, long group, c
                                key_sums + column * width, width, width);
             }
         }
+        grad_sinks[head] = grad_sink;
     }
     for (long index = 0; index < keys; ++index) {
         const long place = (sequence.start_k + index) * pack.groups + group;
@@ -360,9 +374,10 @@ void forward(const Pack* pack, const T* query, const T* key, const T* value, T* 
 
 template <typename T>
 void backward(const Pack* pack, const T* grad, const T* query, const T* key, const T* value, T* grad_query,
-              T* grad_key, T* grad_value, long threads) {
+              T* grad_key, T* grad_value, float* grad_sinks, long threads) {
     for_each_sequence(*pack, threads, [=](const Sequence& sequence, long group, Scratch& scratch) {
-        backward_sequence(*pack, sequence, group, grad, query, key, value, grad_query, grad_key, grad_value, scratch);
+        backward_sequence(*pack, sequence, group, grad, query, key, value, grad_query, grad_key, grad_value,
+                          grad_sinks + sequence.index * pack->heads, scratch);
     });
 }
 
@@ -381,13 +396,13 @@ void forward_bfloat16(const Pack* pack, const Bfloat16* query, const Bfloat16* k
 }
 
 void backward_float32(const Pack* pack, const float* grad, const float* query, const float* key, const float* value,
-                      float* grad_query, float* grad_key, float* grad_value, long threads) {
-    backward(pack, grad, query, key, value, grad_query, grad_key, grad_value, threads);
+                      float* grad_query, float* grad_key, float* grad_value, float* grad_sinks, long threads) {
+    backward(pack, grad, query, key, value, grad_query, grad_key, grad_value, grad_sinks, threads);
 }
 
 void backward_bfloat16(const Pack* pack, const Bfloat16* grad, const Bfloat16* query, const Bfloat16* key,
                        const Bfloat16* value, Bfloat16* grad_query, Bfloat16* grad_key, Bfloat16* grad_value,
-                       long threads) {
-    backward(pack, grad, query, key, value, grad_query, grad_key, grad_value, threads);
+                       float* grad_sinks, long threads) {
+    backward(pack, grad, query, key, value, grad_query, grad_key, grad_value, grad_sinks, threads);
 }
 }

@@ -44,6 +44,8 @@ def attend_shared(
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         whole = (TokensForHeads.apply(tensor, ranks).transpose(0, 1)[None] for tensor in (query, key, value))
+        if (sinks := kwargs.get("s_aux")) is not None:
+            kwargs["s_aux"] = sinks.chunk(ranks.size)[ranks.rank]
         return HeadsForTokens.apply(attend(*whole, **kwargs)[0], ranks)[None]
     if ranks.mode == "ring":
         return _attend_by_ring(query, key, value, shards, **kwargs)[None]

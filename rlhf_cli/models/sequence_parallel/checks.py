@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.table import SINKS, attention_needs
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.mixers.layers import Layers, layers_of
 from rlhf_cli.models.sequence_parallel.attention import check_ring_kernel
@@ -77,6 +78,8 @@ def check_sequence_parallel(
     if unsupported := sorted(kinds & _POSITIONS_BY_LENGTH):
         raise UsageError(f"--{name}: rotary positions of type {unsupported[0]} depend on the full sequence")
     if mode == "ring":
+        if SINKS in attention_needs(architecture):
+            raise UsageError(f"--ring_flash_attn has no attention sinks, which {text.model_type} needs: drop it")
         check_ring_kernel()
 
 

@@ -28,7 +28,7 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import load_with_adapter
 from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.cost import quadratic_cost
-from rlhf_cli.models.dtypes import dtype_note
+from rlhf_cli.models.dtypes import DTYPES, dtype_note
 from rlhf_cli.models.loading import parameter_counts
 from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.models.saving import end_at
@@ -301,7 +301,8 @@ class _OfflineRun:
         )
         described = f"{self.config.model.pretrain}, {parameter_counts(self.hf_model)}"
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
-        notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu)
+        dtype = DTYPES[self.config.model.param_dtype]
+        notes = attention_note(model.attention, model.architecture, dtype, on_gpu=on_gpu)
         notes |= mixers_note(model.layers, on_gpu=on_gpu)
         notes |= dtype_note(self.config.model, on_gpu=on_gpu)
         together = sharing(self.config.batch, self.config.deepspeed) + splitting(self.config.deepspeed)

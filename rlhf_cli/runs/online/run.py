@@ -19,7 +19,7 @@ from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.models.attention.table import attention_note
-from rlhf_cli.models.dtypes import dtype_note
+from rlhf_cli.models.dtypes import DTYPES, dtype_note
 from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
@@ -182,7 +182,12 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         "Placement": _placement(run, where),
         **({"Memory": run.memory_reason} if run.memory_reason else {}),
         **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
-        **attention_note(models.policy.attention, models.policy.architecture, on_gpu=where.cluster.has_gpus),
+        **attention_note(
+            models.policy.attention,
+            models.policy.architecture,
+            DTYPES[config.model.param_dtype],
+            on_gpu=where.cluster.has_gpus,
+        ),
         **mixers_note(models.policy.layers, on_gpu=where.cluster.has_gpus),
         **dtype_note(config.model, on_gpu=where.cluster.has_gpus),
         "Logs": str(run.paths.logs),

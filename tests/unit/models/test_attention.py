@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_cli.data.packing.packs import TokenSequence, pack
@@ -83,8 +84,8 @@ def test_packed_equals_one_by_one_on_every_kernel(name, attention):
         torch.testing.assert_close(grads[parameter], expected_grad, atol=1e-5 * scale + 1e-6, rtol=1e-5)
 
 
-def reference(query, key, value, cu_seqlens, scale, window):
-    """Compute attention with loops over sequences, heads and positions."""
+def reference(query, key, value, cu_seqlens, scale, window, sinks=None):
+    """Compute attention with loops over sequences, heads and positions. A sink is one more key with value 0."""
     output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype)
     group = query.shape[1] // key.shape[1]
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
@@ -92,17 +93,20 @@ def reference(query, key, value, cu_seqlens, scale, window):
             for position in range(start, end):
                 first = max(start, position - window + 1) if window else start
                 scores = key[first : position + 1, head // group] @ query[position, head] * scale
-                output[position, head] = torch.softmax(scores, 0) @ value[first : position + 1, head // group]
+                logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1]])
+                probabilities = torch.softmax(logits, 0)[: len(scores)]
+                output[position, head] = probabilities @ value[first : position + 1, head // group]
     return output
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 3.0, -2.0, 1.0], dtype=torch.float64)])
 @pytest.mark.parametrize("window", [0, 1, 3, 150])
-def test_cpu_operator_equals_a_loop_over_positions(window):
+def test_cpu_operator_equals_a_loop_over_positions(window, sinks):
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, 4, 5, 22, 60, 63, 263, 265], dtype=torch.int32)
     query, key, value = (torch.randn(265, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
-    found = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, 0.4, window)
-    torch.testing.assert_close(found, reference(query, key, value, cu_seqlens, 0.4, window))
+    found = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, 0.4, window, sinks)
+    torch.testing.assert_close(found, reference(query, key, value, cu_seqlens, 0.4, window, sinks))
 
 
 def test_cpu_operator_in_both_directions_equals_dense_attention_of_each_sequence():
@@ -124,9 +128,13 @@ def test_gradients_of_the_cpu_operator_pass_gradcheck(window):
     inputs = [
         torch.randn(9, heads, size, dtype=torch.float64, requires_grad=True) for heads, size in [(4, 2), (2, 2), (2, 3)]
     ]
-    assert torch.autograd.gradcheck(
-        lambda *tensors: varlen_attention(*tensors, cu_seqlens, cu_seqlens, 0.7, window), inputs
-    )
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def attend(query, key, value, sinks=None):
+        return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, 0.7, window, sinks)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradcheck(attend, [*inputs, sinks])
 
 
 def test_gradients_of_the_cpu_operator_equal_the_loop_across_blocks():
@@ -143,7 +151,9 @@ def test_gradients_of_the_cpu_operator_equal_the_loop_across_blocks():
 def test_cpu_operator_keeps_the_rules_of_custom_operators():
     cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32)
     inputs = [torch.randn(9, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
-    torch.library.opcheck(torch.ops.rlhf_cli.varlen_attention.default, (*inputs, cu_seqlens, cu_seqlens, 0.5, 0))
+    for more in ((), (torch.randn(4, requires_grad=True),)):
+        arguments = (*inputs, cu_seqlens, cu_seqlens, 0.5, 0, *more)
+        torch.library.opcheck(torch.ops.rlhf_cli.varlen_attention.default, arguments)
 
 
 def test_bfloat16_scores_are_float32():
@@ -184,7 +194,81 @@ def test_cuda_kernel_gets_bounds_window_and_groups():
     assert calls == [(bounds, 0.1, (3, 0), True), (bounds, 0.1, (-1, 0), None), (bounds, 0.1, (-1, -1), False)]
 
 
-@pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def dense_scores(query, key, bounds, window_size, scale):
+    """Return masked scores [heads, T, U] of sequences whose last query sees the last key."""
+    cu_q, cu_k = bounds
+    group = query.shape[1] // key.shape[1]
+    scores = torch.einsum("thd,uhd->htu", query, key.repeat_interleave(group, 1)).float() * scale
+    for start, end, start_k, end_k in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        places = torch.arange(start, end) - end + end_k
+        distance = places[:, None] - torch.arange(key.shape[0])
+        seen = (distance >= 0) & (torch.arange(key.shape[0]) >= start_k)
+        if window_size[0] >= 0:
+            seen &= distance <= window_size[0]
+        scores[:, start:end].masked_fill_(~seen, -torch.inf)
+    return scores
+
+
+def flash_forward(query, key, value, *bounds_and_flags, scale, window_size_left, window_size_right, **_):
+    """Stand in for `aten._flash_attention_forward`."""
+    *bounds, _max_q, _max_k, _dropout, is_causal = bounds_and_flags
+    assert (is_causal, window_size_right) == (window_size_left < 0, 0)
+    scores = dense_scores(query, key, bounds, (window_size_left, 0), scale)
+    values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    output = torch.einsum("htu,uhd->thd", scores.softmax(-1).to(value.dtype), values)
+    return output, scores.logsumexp(-1), torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+
+def flash_backward(*tensors_and_flags, scale, window_size_left, window_size_right):
+    """Stand in for `aten._flash_attention_backward`.
+
+    Probabilities come from the log-sum-exp, their mean gradients from the output.
+    """
+    grad, query, key, value, output, lse, *others = tensors_and_flags
+    *bounds, _max_q, _max_k, _dropout, is_causal, _state, _unused = others
+    assert (is_causal, window_size_right) == (window_size_left < 0, 0)
+    group = query.shape[1] // key.shape[1]
+    keys, values = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    probabilities = (dense_scores(query, key, bounds, (window_size_left, 0), scale) - lse[..., None]).exp()
+    mean = (grad * output).sum(-1).float().T[..., None]
+    grad_scores = probabilities * (torch.einsum("thd,uhd->htu", grad, values).float() - mean) * scale
+    grads = (
+        torch.einsum("htu,uhd->thd", grad_scores, keys.float()),
+        torch.einsum("htu,thd->uhd", grad_scores, query.float()).unflatten(1, (-1, group)).sum(2),
+        torch.einsum("htu,thd->uhd", probabilities, grad.float()).unflatten(1, (-1, group)).sum(2),
+    )
+    return tuple(one.to(query.dtype) for one in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_size", [4, 8, 12])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("shares", [False, True])
+def test_sinks_on_the_cuda_kernel_equal_those_of_the_cpu_operator(window, shares, value_size, dtype, monkeypatch):
+    """PyTorch's functions around its flash kernel are real, so that their arguments and results are checked too."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    torch.manual_seed(0)
+    cu_q, cu_k, length = ([0, 4, 10, 12], [0, 4, 14, 20], 20) if shares else ([0, 1, 9, 12], [0, 1, 9, 12], 12)
+    cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32) for bounds in (cu_q, cu_k))
+    shapes = [(12, 4, 8), (length, 2, 8), (length, 2, value_size), (4,)]
+    exact = [torch.randn(shape).to(dtype).double().requires_grad_() for shape in shapes]
+    weights = torch.randn(12, 4, value_size).to(dtype)
+    expected = varlen_attention(*exact[:3], cu_q, cu_k, 0.3, window, exact[3])
+    expected_grads = torch.autograd.grad(expected, exact, weights.double())
+
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
+    query, key, value, sinks = inputs
+    more = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "max_length_q": 8, "max_length_k": 10, "scaling": 0.3}
+    found = attend_cuda(query, key, value, varlen_attn, window=window, s_aux=sinks, **more)
+    grads = torch.autograd.grad(found, inputs, weights)
+    assert [one.dtype for one in (found, *grads)] == [dtype] * 5
+    tolerance = 1e-6 if dtype == torch.float32 else 0.02
+    for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
+        assert (one.double() - other).norm() < tolerance * other.norm()
+
+
+@pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"dropout": 0.1}])
 def test_varlen_refuses_what_it_would_leave_out(feature):
     tensor = torch.zeros(1, 4, 3, 8)
     packed = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
@@ -268,7 +352,8 @@ def test_an_installed_flash_attention_does_not_take_shared_prompts_away():
         ({"hidden_size": 64, "num_attention_heads": 4}, "varlen"),
         ({"head_dim": 320}, "sdpa"),
         ({"head_dim": 20}, "sdpa"),
-        ({"qk_head_dim": 192, "v_head_dim": 128, "num_attention_heads": 4}, "sdpa"),
+        ({"qk_head_dim": 192, "v_head_dim": 128, "num_attention_heads": 4}, "varlen"),
+        ({"head_dim": 128, "v_head_dim": 260}, "sdpa"),
     ],
 )
 def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expected):
@@ -291,17 +376,22 @@ def test_needs_are_read_from_the_configuration():
 
 
 @pytest.mark.parametrize(
-    ("shape", "cure"),
+    ("dtype", "fix"),
     [
-        ({"attn_logit_softcapping": 50.0}, "needs softcap: slow for long packs; install flash-attn (extra `flash`)"),
-        ({"model_type": "gpt_oss"}, "needs sinks: slow for long packs; no other kernel supports it"),
+        (torch.bfloat16, "flash_attention_2: install flash-attn (extra `flash`)"),
+        (torch.float32, "flash_attention_2: it supports bfloat16 or float16, not float32; set param_dtype"),
     ],
 )
-def test_plain_attention_on_a_gpu_is_noted_with_its_cure(shape, cure):
-    config = SimpleNamespace(**{"model_type": "tiny"} | shape)
+def test_plain_attention_on_a_gpu_is_noted_with_its_fix(dtype, fix, monkeypatch):
+    is_installed = dtype == torch.float32
+    rows = tuple(replace(row, is_available=lambda: is_installed) for row in BACKENDS)
+    monkeypatch.setattr("rlhf_cli.models.attention.table.BACKENDS", rows)
+    config = SimpleNamespace(model_type="tiny", attn_logit_softcapping=50.0)
     config.get_text_config = lambda: config
-    assert cure in attention_note("eager", config, on_gpu=True)["Attention"]
-    assert attention_note("eager", config, on_gpu=False) == attention_note("varlen", config, on_gpu=True) == {}
+    note = attention_note("eager", config, dtype, on_gpu=True)["Attention"]
+    assert f"eager, because the model needs softcap: slow for long packs; {fix}" in note
+    assert attention_note("eager", config, dtype, on_gpu=False) == {}
+    assert attention_note("varlen", config, dtype, on_gpu=True) == {}
 
 
 def test_the_compute_capability_is_asked_of_the_driver_without_a_cuda_context(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Models with convolutions or recurrent layers: packs equal each sequence in plain transformers."""
+"""Models with convolutions, recurrent layers or attention sinks: packs equal each sequence in plain transformers."""
 
 from collections.abc import Callable
 
@@ -40,6 +40,7 @@ MIXERS = {
 }
 """Mixers by model type."""
 KINDS = sorted(MIXERS)
+SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"]
 CONTINUING = [kind for kind in KINDS if kind not in ("jamba", "recurrent_gemma")]
 """Types that pack shared prompts once."""
 LOGPROBS = 1e-5
@@ -52,6 +53,9 @@ def tiny_model(kind: str, attention: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation=attention, dtype=torch.float32)
     switch_off_dropout(model)
     use_configured_limits(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            torch.nn.init.normal_(parameter)
     # Checkpointed layers are recomputed in training mode only.
     return model.train()
 
@@ -128,14 +132,14 @@ def assert_same_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torc
     [(APART, pack), (SHARED, pack), (SHARED, pack_groups)],
     ids=["apart", "repeated", "shared"],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SINKS])
 def test_a_pack_has_the_logprobs_and_gradients_of_each_sequence(
     kind: str,
     sequences: list[TokenSequence],
     pack_sequences: Callable[[list[TokenSequence]], Pack],
     recompute: bool,
 ) -> None:
-    if pack_sequences is pack_groups and kind not in CONTINUING:
+    if pack_sequences is pack_groups and kind not in [*CONTINUING, *SINKS]:
         pytest.skip("its packs repeat prompts")
     torch.manual_seed(1)
     weights = torch.randn(sum(sequence.num_trained for sequence in sequences))

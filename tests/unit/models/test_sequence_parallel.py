@@ -2,6 +2,8 @@
 computation.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_causal_models import tiny_config
@@ -69,6 +71,15 @@ def test_ranks_that_cannot_share_a_sequence_are_refused(config, size, num_ranks,
         check_sequence_parallel(
             config, settings(size), num_ranks=num_ranks, attention=attention, trust_remote_code=False
         )
+
+
+def test_a_ring_has_no_attention_sinks() -> None:
+    check = partial(
+        check_sequence_parallel, tiny_config("gpt_oss"), num_ranks=2, attention="varlen", trust_remote_code=False
+    )
+    check(settings=settings(2))
+    with pytest.raises(UsageError, match="--ring_flash_attn has no attention sinks, which gpt_oss needs: drop it"):
+        check(settings=settings(2, ring_flash_attn=True))
 
 
 def test_ranks_do_not_share_sequences_of_vision_language_models() -> None:

@@ -10,6 +10,7 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
+    GraniteSWAConfig,
     LlamaConfig,
     Olmo2Config,
     Phi3Config,
@@ -81,8 +82,9 @@ def test_optimizers_in_few_bits_go_with_stage_3_where_no_rank_has_a_copy_of_anot
         (Olmo2Config(**SHAPE), "olmo2 has layers with unsupported split styles"),
         (Qwen3MoeConfig(**SHAPE, num_experts=4), "qwen3_moe has layers .*moe_tp_experts.*: only dense layers"),
         (CohereConfig(**SHAPE, use_qk_norm=True), r"has no plan to split layers\.0\.self_attn\.q_norm"),
+        (GraniteSWAConfig(**SHAPE, num_key_value_heads=2), r"has no plan to split layers\.0\.self_attn$"),
     ],
-    ids=["no plan", "pictures", "fused", "norm over all heads", "experts", "norms without a plan"],
+    ids=["no plan", "pictures", "fused", "norm over all heads", "experts", "norms without a plan", "sinks"],
 )
 def test_models_with_other_layers_are_refused(architecture, fault) -> None:
     with pytest.raises(UsageError, match=fault):

@@ -42,20 +42,21 @@ def bounds_of(*lengths):
 
 
 def inputs(shape, dtype=torch.float32, lengths=LENGTHS):
-    """Return query, key, value and output gradient, and the bounds of queries and keys."""
+    """Return query, key, value, sinks and output gradient, and the bounds of queries and keys."""
     torch.manual_seed(0)
     heads, groups, size, value_size = shape
     cu_seqlens, cu_seqlens_k = bounds_of(*lengths)
     total, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
-    sizes = [(total, heads, size), (total_k, groups, size), (total_k, groups, value_size), (total, heads, value_size)]
+    sizes = [(total, heads, size), (total_k, groups, size), (total_k, groups, value_size), (heads,)]
+    sizes.append((total, heads, value_size))
     return [torch.randn(*shape).to(dtype) for shape in sizes], (cu_seqlens, cu_seqlens_k)
 
 
-def attend(tensors, bounds, window=0, dtype=None):
-    """Return the output and the three gradients in float64, computed in `dtype` if given."""
+def attend(tensors, bounds, window=0, dtype=None, has_sinks=True):
+    """Return the output and all gradients in float64, computed in `dtype` if given."""
     *leaves, grad = [tensor.detach().to(dtype or tensor.dtype) for tensor in tensors]
-    leaves = [tensor.requires_grad_() for tensor in leaves]
-    output = varlen_attention(*leaves, *bounds, leaves[0].shape[-1] ** -0.5, window)
+    leaves = [tensor.requires_grad_() for tensor in (leaves if has_sinks else leaves[:3])]
+    output = varlen_attention(*leaves[:3], *bounds, leaves[0].shape[-1] ** -0.5, window, *leaves[3:])
     return [tensor.double() for tensor in (output.detach(), *torch.autograd.grad(output, leaves, grad))]
 
 
@@ -71,12 +72,15 @@ def test_every_build_equals_the_operators_in_float64(capability, fresh, monkeypa
         pytest.skip(f"this processor has no {capability}")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert varlen_kernel.varlen_kernel() is not None
-    for shape, dtype, window in product(SHAPES, (torch.float32, torch.bfloat16), (0, 1, 5, 40, 150, BOTH_WAYS)):
+    windows = [(0, False), (0, True), (1, True), (5, False), (40, True), (150, False), (BOTH_WAYS, False)]
+    for shape, dtype, (window, has_sinks) in product(SHAPES, (torch.float32, torch.bfloat16), windows):
         tensors, bounds = inputs(shape, dtype)
-        expected = attend(tensors, bounds, window, dtype=torch.float64)
-        # Half a unit in the last place of bfloat16 is 2^-9, less on average; accumulation is in float32.
+        expected = attend(tensors, bounds, window, dtype=torch.float64, has_sinks=has_sinks)
+        # Half a unit in the last place of bfloat16 is 2^-9 to 2^-8, less on average; accumulation is in float32.
         tolerance = 1e-6 if dtype == torch.float32 else 2**-9
-        assert_close(attend(tensors, bounds, window), expected, tolerance)
+        found = attend(tensors, bounds, window, has_sinks=has_sinks)
+        assert_close(found[:4], expected[:4], tolerance)
+        assert_close(found[4:], expected[4:], 2 * tolerance)  # the gradient of sinks has few numbers
     assert len(list(fresh.iterdir())) == 1
 
 
@@ -95,6 +99,9 @@ def test_what_is_not_a_number_stays_in_its_sequence():
     clean = attend(tensors, bounds)
     tensors[1][45, 0, 3] = torch.nan
     spoiled = attend(tensors, bounds)
+    # Gradients of sinks are sums over all sequences.
+    assert spoiled.pop().isnan().any()
+    assert clean.pop().isfinite().all()
     for one, other in zip(spoiled, clean, strict=True):
         assert one[:40].equal(other[:40])
         assert one[60:].equal(other[60:])
@@ -125,7 +132,7 @@ def test_the_number_of_threads_changes_no_bit():
 
 def test_strides_do_not_matter():
     tensors, bounds = inputs(SHAPES[0])
-    strided = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in tensors]
+    strided = [tensor.repeat_interleave(2, 0)[::2] for tensor in tensors]
     assert all(one.equal(other) for one, other in zip(attend(strided, bounds), attend(tensors, bounds), strict=True))
 
 
@@ -144,7 +151,7 @@ def test_bounds_that_are_not_those_of_the_tensors_are_refused(bounds, reason):
 
 
 def test_tensors_that_do_not_go_together_are_refused():
-    (query, key, value, _), bounds = inputs(SHAPES[0])
+    (query, key, value, sinks, _), bounds = inputs(SHAPES[0])
     with pytest.raises(ValueError, match="same dtype"):
         varlen_attention(query, key, value.bfloat16(), *bounds, 1.0, 0)
     kernel, (cu_seqlens, cu_seqlens_k) = varlen_kernel.varlen_kernel(), bounds
@@ -153,6 +160,8 @@ def test_tensors_that_do_not_go_together_are_refused():
         kernel.backward(query.double(), Operands(query, key, value, cu_seqlens, cu_seqlens_k, 1.0, 0))
     with pytest.raises(ValueError, match="multiple"):
         varlen_attention(query[:, :3], key, value, *bounds, 1.0, 0)
+    with pytest.raises(ValueError, match="number of sinks"):
+        varlen_attention(query, key, value, *bounds, 1.0, 0, sinks[:3])
 
 
 def test_float16_is_left_to_the_operators():
