@@ -29,7 +29,7 @@ from rlhf_cli.models.classifiers import is_token_classifier, refuse_classifier, 
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.mixers.remainders import keep_float32
 from rlhf_cli.models.mixers.separation import require_separate_sequences
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
@@ -169,7 +169,7 @@ def _load(
         )
     forget_unused_prefixes(model)
     setattr(model, ORIGIN, path)
-    use_configured_limits(model)
+    fix_model(model)
     keep_float32(model, path)
     if not config.keep_dropout:
         switch_off_dropout(model)

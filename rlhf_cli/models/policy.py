@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.table import packed_length
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
@@ -20,6 +21,7 @@ from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.mixers.operations import RUNS, bind_mixers
 from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import PackLike
+from rlhf_cli.models.requirements import check_packed_length
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
@@ -41,6 +43,9 @@ class Decoder:
         self._last_mlp = LastMLP(self._decoder)
         self._has_mixers = bind_mixers(self._decoder)
         self._text = model.config.get_text_config()
+        self._longest = packed_length(model.config)
+        if self._longest is not None:
+            _drop_temperatures(self._decoder)
         self.routers = router_recorder(model.config)
 
     def __call__(self, part: Part, *, real: PackLike) -> torch.Tensor:
@@ -49,6 +54,8 @@ class Decoder:
         `real` is the pack before filler was added.
         """
         pack = part.pack
+        if self._longest is not None and real.position_ids_T.numel():
+            check_packed_length(self._text, int(real.position_ids_T.max()) + 1)
         records_routers = self.routers is not None and self.routers.is_on
         with self._spared(part):
             output = self._decoder(
@@ -97,6 +104,16 @@ class Decoder:
         computes_again = self._decoder.training and getattr(self._decoder, "is_gradient_checkpointing", False)
         records_routers = self.routers is not None and self.routers.is_on
         return nullcontext() if computes_again or records_routers else self._last_mlp.only(part.read_r)
+
+
+def _drop_temperatures(decoder: nn.Module) -> None:
+    """Switch off Llama 4's attention temperature, which is 1 within `packed_length` tokens.
+
+    transformers computes it from places in the pack instead of positions.
+    """
+    for part in decoder.modules():
+        if hasattr(part, "attn_temperature_tuning"):
+            part.attn_temperature_tuning = False
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:

@@ -11,7 +11,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.attention.table import attention_needs, resolve_attention
+from rlhf_cli.models.attention.table import attention_needs, packed_length, resolve_attention
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.fused import is_installed, uses_fused_kernels
 from rlhf_cli.models.mixers.layers import Layers, layers_of
@@ -22,14 +22,13 @@ PACKED_TYPES = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bamba", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl",
     "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
     "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear",
-    "laguna", "lfm2", "lfm2_moe", "llama", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax",
-    "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2",
-    "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2",
-    "vaultgemma", "youtu"
+    "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe",
+    "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
+    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+    "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"
 })
 # fmt: on
 """transformers types with equal log-probs for packed and separate sequences.
@@ -37,12 +36,12 @@ PACKED_TYPES = frozenset({
 tests/unit/models/test_packed_types.py compares them; add new types in both places.
 """
 _SPARSE = "attention to tokens that an indexer selects"
-_CHUNKED = "attention within chunks"
+_PICTURES = "its images are not supported, only text models of type llama4_text"
 _ONLY_STATES = "no attention layers"
 _SHARED = "attention layers with shared weights, and recurrent layers within"
 NOT_PACKED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _SPARSE),
-    **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
+    "llama4": _PICTURES,
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _ONLY_STATES),
     **dict.fromkeys(("zamba", "zamba2"), _SHARED),
 }
@@ -65,7 +64,8 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
         )
     named = getattr(architecture.get_text_config(), "layer_types", None) or ()
     # Chunked or sparse attention goes through the interface too, with masks that the kernels ignore.
-    if masked := sorted({name for name in named if name.endswith("_attention")} - _PACKED_MASKS):
+    packed = _PACKED_MASKS | ({"chunked_attention"} if packed_length(architecture) else set())
+    if masked := sorted({name for name in named if name.endswith("_attention")} - packed):
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(masked)}")
     layers = layers_of(architecture, trust_remote_code=trust_remote_code)
     if layers.unsupported or not (layers.num_attention or layers.mixers):
@@ -96,8 +96,19 @@ def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
         )
 
 
+def check_packed_length(architecture: PretrainedConfig, max_len: int) -> None:
+    """Raise UsageError if sequences of `max_len` tokens are too long for packs to be exact."""
+    longest = packed_length(architecture)
+    if longest is not None and max_len > longest:
+        raise UsageError(
+            f"--max_len {max_len}: {architecture.model_type} trains on sequences of up to {longest} tokens, within "
+            f"which its chunked attention equals full attention: set --max_len {longest}"
+        )
+
+
 def check_row_positions(architecture: PretrainedConfig, longest: int, *, dataset: str) -> None:
     """Raise UsageError if the longest dataset row, in tokens, exceeds the model's positions."""
+    check_packed_length(architecture, longest)
     known = known_positions(architecture)
     if known is not None and longest > known[0]:
         raise UsageError(

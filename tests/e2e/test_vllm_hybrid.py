@@ -17,7 +17,7 @@ from rlhf_cli.backends.weight_sync.adapter_push import adapter_manifest, vllm_co
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model
 
 pytestmark = [
     pytest.mark.e2e,
@@ -73,7 +73,7 @@ def saved_model(kind: str, folder: Path) -> Any:
 
 def loaded(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder)
-    use_configured_limits(model)
+    fix_model(model)
     return model.requires_grad_(False)
 
 

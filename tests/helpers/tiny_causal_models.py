@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.models.loading import load_causal_lm
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.policy import PolicyModel
 
 VOCABULARY = 97
@@ -145,6 +145,15 @@ OWN: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 16,
     },
+    "llama4_text": {
+        "no_rope_layers": [1, 0, 1],
+        "intermediate_size_mlp": 48,
+        "moe_layers": [0, 2],
+        "max_position_embeddings": 256,
+        "attention_chunk_size": 140,
+        "floor_scale": 141,
+        "attn_scale": 5.0,
+    },
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 """Settings of individual types."""
@@ -177,7 +186,7 @@ def distance_in_packs(kind: str, folder: Path, attention: str = "auto") -> float
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager", dtype=torch.float32).eval()
-    use_configured_limits(model)
+    fix_model(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name:

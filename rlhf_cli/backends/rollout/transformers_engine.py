@@ -33,7 +33,7 @@ from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpo
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import language_model_class, placed_on
-from rlhf_cli.models.mixers.layers import OWN_STATES, use_configured_limits
+from rlhf_cli.models.mixers.layers import OWN_STATES, fix_model
 from rlhf_cli.models.mixers.operations import wrap_operations
 from rlhf_cli.models.mixers.remainders import keep_float32, take_remainders, with_remainders
 from rlhf_cli.models.vision.attention import attention_of_parts
@@ -57,7 +57,7 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
     model = language_model_class(architecture).from_pretrained(
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
     )
-    use_configured_limits(model)
+    fix_model(model)
     keep_float32(model, model_path)
     # So that kernels for GPUs, if installed, are not called on a CPU.
     wrap_operations(model.get_decoder())

@@ -21,8 +21,8 @@ _TWO_SIZES = "values of another size than keys"
 SINKS = "sinks"
 _WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 _BOUNDS = "within sequences whose masks transformers makes without positions"
-WITHOUT_BOUNDS = frozenset({"afmoe", "opt"})
-"""Model types that build masks without sequence boundaries.
+WITHOUT_BOUNDS = frozenset({"afmoe", "llama4_text", "opt"})
+"""Model types that build masks without sequence boundaries, or with chunks of the pack.
 
 Only kernels that receive the boundaries keep their sequences separate.
 """
@@ -108,6 +108,21 @@ def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> 
     if text.model_type in WITHOUT_BOUNDS:
         needs.add(_BOUNDS)
     return frozenset(needs) | _head_needs(text)
+
+
+def packed_length(config: PretrainedConfig) -> int | None:
+    """Return the tokens up to which packed sequences are exact, or None without a limit.
+
+    In Llama 4, tokens see their own chunk only, and the attention temperature changes at multiples of `floor_scale`.
+    Neither has an effect on sequences within the first one.
+    """
+    text = config.get_text_config()
+    if "chunked_attention" not in (getattr(text, "layer_types", None) or ()):
+        return None
+    chunk: int | None = getattr(text, "attention_chunk_size", None)
+    if chunk is None or not getattr(text, "attn_temperature_tuning", False):
+        return chunk
+    return min(chunk, text.floor_scale - 1)
 
 
 def attention_note(kernel: str, config: PretrainedConfig, dtype: torch.dtype, *, on_gpu: bool) -> dict[str, str]:

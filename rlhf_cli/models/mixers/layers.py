@@ -122,12 +122,16 @@ def kind_of(cls: type[nn.Module]) -> str | None:
     return next((name for name, ends in MIXERS.items() if is_known and cls.__name__.endswith(ends)), "")
 
 
-def use_configured_limits(model: nn.Module) -> None:
-    """Apply the configured `time_step_limit` to Nemotron-H's time steps.
+def fix_model(model: nn.Module) -> None:
+    """Change what transformers computes or names wrongly.
 
-    transformers clamps them at `time_step_min` in a scan over several tokens, but not in its own decoding of single
-    tokens; vLLM and the published code use `time_step_limit`. Otherwise log-probs differ by 1e-3 between engines.
+    - Nemotron-H: transformers clamps time steps at `time_step_min` in a scan over several tokens, but not in its own
+      decoding of single tokens; vLLM and the published code use `time_step_limit`. Otherwise log-probs differ by 1e-3
+      between engines.
+    - Llama 4: `get_decoder` looks for the decoder under a name that only the vision-language model has.
     """
     for part in model.modules():
         if type(part).__name__ == "NemotronHMamba2Mixer":
             part.time_step_limit = tuple(part.config.time_step_limit)
+    if getattr(model, "base_model_prefix", None) == "language_model" and not hasattr(model, "language_model"):
+        model.base_model_prefix = "model"

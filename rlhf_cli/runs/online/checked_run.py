@@ -24,7 +24,7 @@ from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.requirements import check_positions
+from rlhf_cli.models.requirements import check_packed_length, check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
@@ -142,6 +142,7 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     check_adapters(config, models, backend=backend)
     check_pictures(config, models, backend=backend)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
+    check_packed_length(model.architecture, config.prompts.max_len)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.

@@ -22,7 +22,7 @@ from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.policy import PolicyModel
 
 SAMPLING = SamplingParams(max_new_tokens=12)
@@ -54,7 +54,7 @@ def test_a_hybrid_model_has_the_logprobs_of_a_plain_forward_pass(kind: str, tiny
     engine = TransformersEngine(path, SETTINGS)
     whole, _ = run(engine, REQUESTS, SAMPLING, rows=len(REQUESTS))
     model = AutoModelForCausalLM.from_pretrained(path)
-    use_configured_limits(model)
+    fix_model(model)
     with torch.no_grad():
         assert largest_difference(model, REQUESTS, [whole[number] for number in range(len(REQUESTS))], 1.0) < 2e-5
     # Rows leave, others join: states move with their rows.

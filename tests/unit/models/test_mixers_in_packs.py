@@ -1,4 +1,4 @@
-"""Models with convolutions, recurrent layers or attention sinks: packs equal each sequence in plain transformers."""
+"""Models with convolutions, recurrent layers, sinks or chunks: packs equal each sequence in plain transformers."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import UNCALLED, load_with_adapter, plan_adapter
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.loading import load_causal_lm, switch_off_dropout
-from rlhf_cli.models.mixers.layers import layers_of, use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model, layers_of
 from rlhf_cli.models.mixers.operations import bind_mixers
 from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import with_filler
@@ -40,7 +40,8 @@ MIXERS = {
 }
 """Mixers by model type."""
 KINDS = sorted(MIXERS)
-SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"]
+OTHERS = ["gpt_oss", "granite_swa", "granitemoe_swa", "llama4_text", "mimo_v2_flash"]
+"""Types with attention sinks, and with chunked attention: the packs here are longer than a chunk."""
 CONTINUING = [kind for kind in KINDS if kind not in ("jamba", "recurrent_gemma")]
 """Types that pack shared prompts once."""
 LOGPROBS = 1e-5
@@ -52,7 +53,7 @@ def tiny_model(kind: str, attention: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation=attention, dtype=torch.float32)
     switch_off_dropout(model)
-    use_configured_limits(model)
+    fix_model(model)
     for name, parameter in model.named_parameters():
         if name.endswith(".sinks"):
             torch.nn.init.normal_(parameter)
@@ -132,14 +133,14 @@ def assert_same_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torc
     [(APART, pack), (SHARED, pack), (SHARED, pack_groups)],
     ids=["apart", "repeated", "shared"],
 )
-@pytest.mark.parametrize("kind", [*KINDS, *SINKS])
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_a_pack_has_the_logprobs_and_gradients_of_each_sequence(
     kind: str,
     sequences: list[TokenSequence],
     pack_sequences: Callable[[list[TokenSequence]], Pack],
     recompute: bool,
 ) -> None:
-    if pack_sequences is pack_groups and kind not in [*CONTINUING, *SINKS]:
+    if pack_sequences is pack_groups and kind not in [*CONTINUING, *OTHERS]:
         pytest.skip("its packs repeat prompts")
     torch.manual_seed(1)
     weights = torch.randn(sum(sequence.num_trained for sequence in sequences))

@@ -5,13 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_causal_models import distance_in_packs
+from tiny_causal_models import distance_in_packs, sequences, tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.attention.table import WITHOUT_BOUNDS
-from rlhf_cli.models.requirements import NOT_PACKED, PACKED_TYPES, check_trainable
+from rlhf_cli.models.attention.table import WITHOUT_BOUNDS, packed_length
+from rlhf_cli.models.mixers.layers import fix_model
+from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.requirements import NOT_PACKED, PACKED_TYPES, check_row_positions, check_trainable
 from rlhf_cli.models.supported import models_table
 from rlhf_cli.models.vision.families.table import FAMILIES
 
@@ -34,6 +38,27 @@ def test_kernels_with_masks_keep_sequences_apart_too(kind, kernel, tmp_path):
 def test_a_kernel_whose_masks_have_no_bounds_is_refused(kind, tmp_path):
     with pytest.raises(UsageError, match=r"'sdpa' cannot be used here: .* or use auto"):
         distance_in_packs(kind, tmp_path, "sdpa")
+
+
+def test_sequences_beyond_a_chunk_are_refused():
+    architecture = tiny_config("llama4_text")
+    check_row_positions(architecture, 140, dataset="rows")
+    message = "llama4_text trains on sequences of up to 140 tokens, .*: set --max_len 140"
+    with pytest.raises(UsageError, match=message):
+        check_row_positions(architecture, 141, dataset="rows")
+    model = AutoModelForCausalLM.from_config(architecture, attn_implementation="varlen")
+    fix_model(model)
+    policy = PolicyModel(model.eval())
+    policy(pack(sequences((140, 140))))
+    with pytest.raises(UsageError, match=message):
+        policy(pack(sequences((20, 141))))
+
+
+def test_a_chunk_ends_before_the_temperature_changes():
+    assert packed_length(AutoConfig.for_model("llama4_text")) == 8191
+    assert packed_length(AutoConfig.for_model("llama4_text", attn_temperature_tuning=False)) == 8192
+    assert packed_length(AutoConfig.for_model("llama4_text", no_rope_layers=[0] * 48)) is None
+    assert packed_length(AutoConfig.for_model("llama")) is None
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -19,7 +19,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import at_targets, only_end, pack
 from rlhf_cli.models.classifiers import is_classifier
 from rlhf_cli.models.loading import load_reward_model, load_value_backbone
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.saving import save_hf
 from rlhf_cli.models.score_heads import sequence_classifier_class
@@ -40,7 +40,7 @@ def test_a_hybrid_model_scores_and_is_loaded_again(
     torch.nn.init.normal_(model.score.weight)
     found = scores(ValueModel(model))
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    use_configured_limits(plain)
+    fix_model(plain)
     for score, sequence in zip(found, SHARED, strict=True):
         with torch.no_grad():
             ids = torch.from_numpy(sequence.token_ids).long()[None]
