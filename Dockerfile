@@ -13,7 +13,7 @@ RUN python3 -m venv "$VIRTUAL_ENV"
 WORKDIR /opt/src
 COPY pyproject.toml README.md LICENSE ./
 COPY rlhf_cli rlhf_cli
-RUN pip install ".[vllm,liger]"
+RUN pip install ".[vllm,liger,hybrid]"
 # Packed attention runs PyTorch's own variable-length kernel, which shares prompts. --build-arg FLASH=1 adds
 # FlashAttention 2 for models with a cap on attention scores (Gemma 2): it compiles against the torch just installed,
 # for up to an hour if no wheel fits. FLASH_ARCHS are the compute capabilities of your cards without the dot.
@@ -23,6 +23,12 @@ ARG MAX_JOBS=8
 RUN if [ "$FLASH" = 1 ]; then \
         pip install wheel packaging psutil \
         && FLASH_ATTN_CUDA_ARCHS="$FLASH_ARCHS" MAX_JOBS=$MAX_JOBS pip install --no-build-isolation ".[flash]"; \
+    fi
+# --build-arg MAMBA=1 adds kernels for Mamba layers (Nemotron-H, Granite hybrid, Falcon-H1), compiled in the same way.
+ARG MAMBA=0
+RUN if [ "$MAMBA" = 1 ]; then \
+        pip install wheel packaging ninja \
+        && MAX_JOBS=$MAX_JOBS pip install --no-build-isolation ".[mamba]"; \
     fi
 
 # Files of a mounted folder belong to the user that most machines give the number 1000. ubuntu24.04 has one already.

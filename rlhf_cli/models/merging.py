@@ -14,7 +14,7 @@ from torch import nn
 
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import ACTIVE, HEAD, MAGNITUDE, PREFIX
-from rlhf_cli.models.weight_files import TensorSource, open_weights
+from rlhf_cli.models.weight_files import TensorSource, open_weights, plan_shards, written_type
 
 FACTORS = (".lora_A", ".lora_B")
 _LORA_A, _LORA_B = (f"{kind}.weight" for kind in FACTORS)
@@ -182,30 +182,9 @@ def _is_factor(name: str) -> bool:
     return any(f"{kind}.{ACTIVE}." in name for kind in (*FACTORS, _LENGTHS))
 
 
-def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:
-    """Split tensor names into shards: in source order, as many as fit into `max_bytes`, at least one each."""
-    shards: list[list[str]] = []
-    # Pretend that the previous shard is full, so the first tensor opens a shard.
-    size = max_bytes
-    for name in source.names():
-        num_bytes = torch.Size(source.shape(name)).numel() * _written_type(source, name, dtype).itemsize
-        if not shards or size + num_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += num_bytes
-    return shards
-
-
-def _written_type(source: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the output dtype of a tensor: the requested one for floating-point tensors, otherwise the source dtype."""
-    own = source.dtype(name)
-    return dtype if dtype is not None and own.is_floating_point else own
-
-
 def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None, max_bytes: int) -> int:
     """Write all tensors as safetensors files, with an index for more than one file. Returns the number of files."""
-    shards = plan_shards(source, dtype=dtype, max_bytes=max_bytes)
+    shards = plan_shards(source, source.names(), dtype=dtype, max_bytes=max_bytes)
     weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(shards, 1):
@@ -226,7 +205,7 @@ def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | Non
 def _converted(source: TensorSource, names: list[str], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
         # safetensors refuses to save non-contiguous tensors, such as transposed merge results.
-        yield name, source.read(name).to(_written_type(source, name, dtype)).contiguous()
+        yield name, source.read(name).to(written_type(source, name, dtype)).contiguous()
 
 
 def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None) -> None:
@@ -234,6 +213,6 @@ def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | No
     saved = open_weights(folder)
     wrong = set(saved.names()) ^ set(source.names())
     wrong |= {name for name in set(source.names()) - wrong if saved.shape(name) != source.shape(name)}
-    wrong |= {name for name in set(source.names()) - wrong if saved.dtype(name) != _written_type(source, name, dtype)}
+    wrong |= {name for name in set(source.names()) - wrong if saved.dtype(name) != written_type(source, name, dtype)}
     if wrong:
         raise RunError(f"verification failed: {len(wrong)} written tensors differ from the source, first {min(wrong)}")

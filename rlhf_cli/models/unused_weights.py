@@ -9,14 +9,15 @@ import logging
 import re
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from rlhf_cli.models.weight_files import TensorSource, folder_of, open_weights
+from rlhf_cli.models.weight_files import TensorSource, folder_of, num_bytes, open_weights, plan_shards
 
 ORIGIN = "weights_origin"
 """Attribute of a loaded model with the folder or Hub name of its weights."""
+SHARD_BYTES = 2 << 30
+"""Bytes of a file with unused weights, which are in memory together."""
 _VISION = "model.visual."
 """Prefix of vision encoders, which text models of a vision-language family drop."""
 INDEX = "model.safetensors.index.json"
@@ -50,7 +51,7 @@ def copy_unused_weights(model: PreTrainedModel, folder: Path) -> None:
         return
     names = _unused_names(model, weights)
     if names:
-        _add(folder, {name: weights.read(name).contiguous() for name in names})
+        _add(folder, weights, names)
 
 
 def describe_unused_weights(model: PreTrainedModel, folder: Path) -> None:
@@ -76,19 +77,20 @@ def _origin(model: PreTrainedModel) -> str | None:
     return origin if ignores else None
 
 
-def _add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a further weight file, and the index of all files."""
+def _add(folder: Path, weights: TensorSource, names: list[str]) -> None:
+    """Write further weight files, and the index of all files."""
     whole, index = folder / "model.safetensors", folder / INDEX
     saved = open_weights(folder)
-    total = sum(saved.dtype(name).itemsize * torch.Size(saved.shape(name)).numel() for name in saved.names())
+    total = sum(num_bytes(saved, name) for name in saved.names()) + sum(num_bytes(weights, name) for name in names)
     if whole.is_file():
         # Next to a file of this name, the index would not be read.
         whole.rename(folder / "model-trained.safetensors")
         files = dict.fromkeys(saved.names(), "model-trained.safetensors")
     else:
         files = json.loads(index.read_text())["weight_map"]
-    unused = "model-unused.safetensors"
-    save_file(tensors, folder / unused, metadata={"format": "pt"})
-    total += sum(tensor.nbytes for tensor in tensors.values())
-    written = {"metadata": {"total_size": total}, "weight_map": files | dict.fromkeys(tensors, unused)}
-    index.write_text(json.dumps(written, indent=2) + "\n")
+    # A layer of experts may be larger than the memory that saving leaves free.
+    for number, shard in enumerate(plan_shards(weights, names, max_bytes=SHARD_BYTES), 1):
+        file = f"model-unused-{number:05d}.safetensors"
+        save_file({name: weights.read(name).contiguous() for name in shard}, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(shard, file)
+    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n")

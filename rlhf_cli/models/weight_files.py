@@ -163,6 +163,34 @@ def open_weights(folder: Path) -> SafetensorsFiles | _TorchFiles:
     raise UsageError(f"{folder} has no weights (model.safetensors)")
 
 
+def num_bytes(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of a tensor if it is written as `dtype`, by default unchanged."""
+    return torch.Size(source.shape(name)).numel() * written_type(source, name, dtype).itemsize
+
+
+def plan_shards(
+    source: TensorSource, names: list[str], *, max_bytes: int, dtype: torch.dtype | None = None
+) -> list[list[str]]:
+    """Split tensor names into shards: in this order, as many as fit into `max_bytes`, at least one each."""
+    shards: list[list[str]] = []
+    # Pretend that the previous shard is full, so the first tensor opens a shard.
+    size = max_bytes
+    for name in names:
+        added = num_bytes(source, name, dtype)
+        if not shards or size + added > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += added
+    return shards
+
+
+def written_type(source: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the output dtype of a tensor: the requested one for floating-point tensors, otherwise the source dtype."""
+    own = source.dtype(name)
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
 def folder_of(path: str) -> Path:
     """Return the local folder for a resolved model path; a Hub model is downloaded or found in the cache."""
     if Path(path).is_dir():

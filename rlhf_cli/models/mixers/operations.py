@@ -41,6 +41,7 @@ class Scan:
     - `returns_pair`: whether it returns a pair also without final states.
     - `channels_first`: whether tokens and output are [rows, channels, length].
     - `kernel`: function of a package that takes bounds of sequences, on a GPU.
+    - `bounds`: argument of the kernel for them: ends, or the number of each token's sequence.
     """
 
     function: str
@@ -50,6 +51,7 @@ class Scan:
     returns_pair: bool
     channels_first: bool = False
     kernel: str = ""
+    bounds: str = "cu_seqlens"
 
 
 _OF_DELTA_RULES = frozenset({"query", "key", "value", "g", "beta"}), "initial_state", "output_final_state", True
@@ -73,6 +75,8 @@ SCANS = {
         "initial_states",
         "return_final_states",
         returns_pair=False,
+        kernel="mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined",
+        bounds="seq_idx",
     ),
 }
 """Scans by the name of the mixer."""
@@ -251,8 +255,14 @@ def packed_scan(plain: Operation, scan: Scan) -> Operation:
             return function(*args, **kwargs)
         # Bounds of sequences under other names are dropped: rows need none.
         given = {name: value for name, value in kwargs.items() if name in names} | dict(zip(names, args, strict=False))
-        if (kernel := flat_kernel(scan, args[0])) is not None:
+        kernel = flat_kernel(scan, args[0])
+        if kernel is not None and scan.bounds == "cu_seqlens":
             return _flat_scan(kernel, given, runs)
+        # It has no gradient of states in the middle, where prompts end.
+        if kernel is not None and not runs.shares_prompts:
+            taken = given | {scan.end: False, scan.bounds: runs.numbers_T[None]}
+            by_position = [taken.pop(name) for name in names[: len(args)]]
+            return kernel(*by_position, **taken)
         padded = {name: _with_zero(turned(given[name])[0]) for name in scan.tokens}
         assert scan.begin or not runs.rows[0].is_continued, "shared prompts need an initial state"
         outputs: list[torch.Tensor] = []
@@ -274,18 +284,18 @@ def packed_scan(plain: Operation, scan: Scan) -> Operation:
 
 def flat_kernel(scan: Scan, tensor: torch.Tensor) -> Operation | None:
     """Return the kernel that takes bounds of sequences, for a tensor on a GPU, if its package is installed."""
-    return _imported(scan.kernel) if scan.kernel and tensor.is_cuda else None
+    return _imported(scan.kernel, scan.bounds) if scan.kernel and tensor.is_cuda else None
 
 
 @functools.cache
-def _imported(kernel: str) -> Operation | None:
+def _imported(kernel: str, bounds: str) -> Operation | None:
     module, _, name = kernel.rpartition(".")
     try:
         found: Operation = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return None
     # A kernel that swallowed the bounds would mix sequences.
-    return found if "cu_seqlens" in inspect.signature(found).parameters else None
+    return found if bounds in inspect.signature(found).parameters else None
 
 
 def _flat_scan(kernel: Operation, given: dict[str, Any], runs: MixerRuns) -> tuple[torch.Tensor, None]:

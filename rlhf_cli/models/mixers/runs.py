@@ -96,6 +96,15 @@ class MixerRuns:
         assert parents.keys().isdisjoint(parents.values())
         return parents
 
+    @property
+    def shares_prompts(self) -> bool:
+        return bool(self._parents)
+
+    @functools.cached_property
+    def numbers_T(self) -> torch.Tensor:
+        """Number of the run that each token belongs to, int32."""
+        return self._on_device(np.repeat(np.arange(len(self._own)), [own.size for own in self._own])).int()
+
     @functools.cached_property
     def rows(self) -> list[Rows]:
         """All runs as rows. Prompts that are continued come first, numbered in order."""

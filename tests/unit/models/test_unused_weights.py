@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.models import unused_weights
 from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
 from rlhf_cli.models.saving import save_hf
 from rlhf_cli.models.unused_weights import copy_unused_weights
@@ -35,10 +36,11 @@ def loaded(folder: Path) -> ModelConfig:
     return ModelConfig(pretrain=str(folder), param_dtype="fp32")
 
 
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize(("shard", "unused_bytes", "num_unused"), [("5GB", 2**30, 1), ("20KB", 60, 2)])
 def test_multi_token_prediction_is_kept_through_two_runs(
-    shard: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shard: str, unused_bytes: int, num_unused: int, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unused_weights, "SHARD_BYTES", unused_bytes)
     source, tokenizer = published, AutoTokenizer.from_pretrained(published)
     for name in ("first", "second"):
         model = load_causal_lm(loaded(source))
@@ -48,6 +50,7 @@ def test_multi_token_prediction_is_kept_through_two_runs(
         save_hf(model, tokenizer, tmp_path / name)
         source = tmp_path / name
         weights = open_weights(source)
+        assert len([*source.glob("model-unused-*")]) == num_unused
         assert set(weights.names()) == {*load_file(published / "model.safetensors")} - {"model.visual.norm.weight"}
         for unused, tensor in UNUSED.items():
             assert torch.equal(weights.read(unused), tensor)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.commands.merge import MergeGroup
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.merging import FoldedAdapter, plan_shards, verify_shards, write_shards
-from rlhf_cli.models.weight_files import SafetensorsFiles, open_weights
+from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
+from rlhf_cli.models.weight_files import SafetensorsFiles, open_weights, plan_shards
 from rlhf_cli.runs.merge import run_merge
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -349,11 +349,14 @@ def test_no_more_than_a_shard_is_in_memory(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "sizes"), [(None, [3, 3, 3, 1]), (torch.bfloat16, [6, 4])])
 def test_shards_are_full_in_the_type_that_is_written(dtype, sizes):
-    assert [len(shard) for shard in plan_shards(CountedTensors(), dtype=dtype, max_bytes=12_000)] == sizes
+    source = CountedTensors()
+    shards = plan_shards(source, source.names(), dtype=dtype, max_bytes=12_000)
+    assert [len(shard) for shard in shards] == sizes
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
-    assert [len(shard) for shard in plan_shards(CountedTensors(), dtype=None, max_bytes=10)] == [1] * 10
+    source = CountedTensors()
+    assert [len(shard) for shard in plan_shards(source, source.names(), dtype=None, max_bytes=10)] == [1] * 10
 
 
 def test_what_was_written_otherwise_is_found(tmp_path):
