@@ -146,7 +146,7 @@ def tiny_hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
     @functools.cache
     def create(kind: str) -> str:
         config = tiny_config(kind)
-        config.vocab_size = 300
+        config.vocab_size = config.vocab_size_per_layer_input = 300
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -15,20 +15,36 @@ def quadratic_cost(config: PretrainedConfig) -> float:
     / 2 times 2 multiply-adds per attention layer and query dimension.
     """
     text = config.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    query = text.num_attention_heads * head_size
-    key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
-    # Other mixers count as if they had the projections of attention.
-    # Query and output projections, key and value projections, and the three MLP matrices (gate, up, down).
-    weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * active_width(text))
-    return num_attention_layers(text) * query / (weights + hidden * text.vocab_size)
+    weights, queries = text.hidden_size * text.vocab_size, 0
+    for layer, has_attention in zip(layer_configs(text), attention_layers(text), strict=True):
+        query = layer.num_attention_heads * head_size(layer)
+        # Other mixers count as if they had the projections of attention.
+        # Query and output projections, key and value projections, and the three MLP matrices (gate, up, down).
+        weights += layer.hidden_size * (2 * query + 2 * key_value_width(layer) + 3 * active_width(layer))
+        queries += query * has_attention
+    return queries / weights
 
 
-def num_attention_layers(text: PretrainedConfig) -> int:
-    """Return the number of layers with attention, alone or beside a recurrent layer."""
-    types = getattr(text, "layer_types", None)
-    return int(text.num_hidden_layers) if types is None else sum(kind not in _LINEAR for kind in types)
+def layer_configs(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configuration of each layer. Sizes may differ: in Gemma 4, layers with full attention have larger heads."""
+    # In older releases of transformers, all layers have the same sizes.
+    return list(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
+
+
+def head_size(layer: PretrainedConfig) -> int:
+    """Return the size of a layer's attention heads."""
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
+def key_value_width(layer: PretrainedConfig) -> int:
+    """Return the number of key values, or value values, that a layer with attention computes per token."""
+    return (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * head_size(layer)
+
+
+def attention_layers(text: PretrainedConfig) -> list[bool]:
+    """Return for each layer whether it has attention, alone or beside a recurrent layer."""
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return [kind not in _LINEAR for kind in types]
 
 
 def num_recurrent_layers(text: PretrainedConfig) -> int:

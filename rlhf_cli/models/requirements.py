@@ -19,16 +19,17 @@ from rlhf_cli.models.vision.families.table import takes_pictures
 
 # fmt: off
 PACKED_TYPES = frozenset({
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bamba", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl",
-    "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe",
-    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe",
-    "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
-    "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bamba", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4",
+    "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3",
+    "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+    "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"
 })
 # fmt: on
 """transformers types with equal log-probs for packed and separate sequences.
@@ -40,7 +41,8 @@ _PICTURES = "its images are not supported, only text models of type llama4_text"
 _ONLY_STATES = "no attention layers"
 _SHARED = "attention layers with shared weights, and recurrent layers within"
 NOT_PACKED = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _SPARSE),
+    **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"), _SPARSE),
+    **dict.fromkeys(("minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text"), _SPARSE),
     "llama4": _PICTURES,
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _ONLY_STATES),
     **dict.fromkeys(("zamba", "zamba2"), _SHARED),

@@ -1,4 +1,4 @@
-"""Mamba 2 models in the real vLLM rollout engine on a CPU: log-probs, pushes of weights and adapters, sleep."""
+"""Mamba 2 models and Gemma 4 in the real vLLM rollout engine on a CPU: log-probs, pushes of weights and adapters, sleep."""
 
 import importlib.util
 from dataclasses import replace
@@ -47,6 +47,15 @@ SIZES: dict[str, dict[str, Any]] = {
         **MAMBA,
     },
     "falcon_h1": {"num_hidden_layers": 2, "head_dim": 64, "mamba_d_ssm": 256, **MAMBA},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 32,
+        "vocab_size_per_layer_input": 256,
+        "hidden_size_per_layer_input": 32,
+        "head_dim": 64,
+        "per_layer_config": {layer: {"head_dim": 128} for layer in (1, 3)},
+    },
     "nemotron_h": {
         "head_dim": 64,
         "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
@@ -59,7 +68,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1, max_num_seqs=64)
 CLOSE = 1e-4
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "nemotron_h")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "gemma4_text", "nemotron_h")]
 
 
 def saved_model(kind: str, folder: Path) -> Any:

@@ -96,6 +96,17 @@ OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
     },
+    **{
+        kind: {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "per_layer_config": {layer: {"head_dim": 16, "num_key_value_heads": 1} for layer in (1, 3)},
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "enable_moe_block": not kind.endswith("_text"),
+        }
+        for kind in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+    },
     # Default configurations for so few layers have no convolution.
     **{kind: {"layer_types": ["conv", "full_attention", "conv"]} for kind in ("lfm2", "lfm2_moe")},
     # Float32 scans of delta rules round by more than 1e-5 with large weights, also in transformers itself.

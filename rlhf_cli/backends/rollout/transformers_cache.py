@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from rlhf_cli.models.cost import num_attention_layers
+from rlhf_cli.models.cost import attention_layers, key_value_width, layer_configs
 from rlhf_cli.models.mixers.layers import OWN_STATES
 
 _STATES = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
@@ -195,16 +195,11 @@ def select_rows(cache: Cache, indices: torch.Tensor) -> None:
         layer.batch_select_indices(indices)
 
 
-def head_size(config: PretrainedConfig) -> int:
-    """Return the attention head size."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Compute the KV cache bytes per token."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    layers = zip(layer_configs(config), attention_layers(config), strict=True)
     # Factor 2 for keys and values.
-    return 2 * num_attention_layers(config) * heads * head_size(config) * dtype.itemsize
+    return 2 * dtype.itemsize * sum(key_value_width(layer) for layer, has_attention in layers if has_attention)
 
 
 def state_bytes(model: Any) -> int:

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
-from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, head_size, keeps_states
+from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, keeps_states
 from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import OutOfMemory, RunError, UsageError, first_line, full_memory, memory_sentence
+from rlhf_cli.models.cost import head_size, layer_configs
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.weight_files import open_weights
 
@@ -149,10 +150,11 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
     # vLLM would start and crash at the first request.
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    size, known = head_size(_text_config(model_path, settings)), CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    sizes = {head_size(layer) for layer in layer_configs(_text_config(model_path, settings))}
+    if unknown := sizes.difference(known):
         raise UsageError(
-            f"{model_path} has attention head size {size}; vLLM on a CPU supports {', '.join(map(str, known))}. "
+            f"{model_path} has attention head size {min(unknown)}; vLLM on a CPU supports {', '.join(map(str, known))}. "
             "Use --rollout_backend transformers, which supports any size"
         )
 

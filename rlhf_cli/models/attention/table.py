@@ -14,6 +14,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.varlen import VARLEN, compute_capability
+from rlhf_cli.models.cost import layer_configs
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 _LARGE_OR_ODD = "heads above 256 or no multiple of 8"
@@ -139,14 +140,18 @@ def attention_note(kernel: str, config: PretrainedConfig, dtype: torch.dtype, *,
 
 
 def _head_needs(text: PretrainedConfig) -> frozenset[str]:
-    """Return unusual head size properties."""
-    heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
-    if size is None and heads:
-        size = text.hidden_size // heads
-    values = getattr(text, "v_head_dim", None) or size
+    """Return unusual head size properties of any layer."""
+    return frozenset().union(*map(_head_needs_of, layer_configs(text)))
+
+
+def _head_needs_of(layer: PretrainedConfig) -> set[str]:
+    # Attention sees keys of this size, whatever the size of each part in a configuration.
+    size = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
+    if size is None and getattr(layer, "num_attention_heads", None):
+        size = layer.hidden_size // layer.num_attention_heads
+    values = getattr(layer, "v_head_dim", None) or size
     needs = {_LARGE_OR_ODD} if any(one and (one > 256 or one % 8) for one in (size, values)) else set()
-    return frozenset(needs | ({_TWO_SIZES} if values != size else set()))
+    return needs | ({_TWO_SIZES} if values != size else set())
 
 
 def resolve_attention(

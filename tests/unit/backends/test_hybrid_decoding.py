@@ -36,6 +36,7 @@ KINDS = [
     *(
         "bamba",
         "falcon_h1",
+        "gemma4_text",
         "granitemoehybrid",
         "jamba",
         "kimi_linear",
