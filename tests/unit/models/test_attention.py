@@ -357,7 +357,7 @@ def test_an_installed_flash_attention_does_not_take_shared_prompts_away():
     ],
 )
 def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expected):
-    text = SimpleNamespace(model_type="any", **sizes)
+    text = SimpleNamespace(model_type="any", num_hidden_layers=1, **sizes)
     needs = attention_needs(SimpleNamespace(get_text_config=lambda: text))
     on_gpu = tuple(replace(row, is_available=lambda: True) for row in BACKENDS if "flash" not in row.name)
     assert resolve_attention("auto", device="cuda", dtype=torch.bfloat16, needs=needs, backends=on_gpu) == expected
@@ -365,7 +365,7 @@ def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expecte
 
 def test_needs_are_read_from_the_configuration():
     def needs(*, with_dropout=True, **settings):
-        text = SimpleNamespace(model_type="gemma2", **settings)
+        text = SimpleNamespace(model_type="gemma2", num_hidden_layers=1, **settings)
         return attention_needs(SimpleNamespace(get_text_config=lambda: text), with_dropout=with_dropout)
 
     assert needs() == needs(attn_logit_softcapping=None, attention_dropout=0.0) == frozenset()
