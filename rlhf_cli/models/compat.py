@@ -57,6 +57,32 @@ def varlen_backward(
     return grads
 
 
+def efficient_varlen(
+    query: "Tensor", key: "Tensor", value: "Tensor", *bounds: object, scale: float, window_size: tuple[int, int]
+) -> "Tensor":
+    """Compute attention with the interface of PyTorch's variable-length kernel, for heads of any size.
+
+    `scaled_dot_product_attention` calls this kernel too, but without bounds of sequences.
+    """
+    import torch
+
+    group = query.shape[1] // key.shape[1]
+    keys, values = (tensor.repeat_interleave(group, 1) if group > 1 else tensor for tensor in (key, value))
+    left, right = window_size
+    output: Tensor = torch.ops.aten._efficient_attention_forward(
+        *(tensor[None] for tensor in (query, keys, values)),
+        None,
+        *bounds,
+        0.0,
+        # Mask types of CUTLASS: none, or causal if the last query sees the last key.
+        0 if right < 0 else 2,
+        compute_log_sumexp=True,  # the backward pass needs it
+        scale=scale,
+        window_size=None if left < 0 else left + 1,
+    )[0]
+    return output[0]
+
+
 def has_bf16_products() -> bool:
     """Return whether oneDNN supports bf16 matmul on this processor. Without it, PyTorch uses a slow fallback."""
     import torch

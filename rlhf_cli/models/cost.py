@@ -26,7 +26,7 @@ def quadratic_cost(config: PretrainedConfig) -> float:
 
 
 def layer_configs(text: PretrainedConfig) -> list[PretrainedConfig]:
-    """Return the configuration of each layer. Sizes may differ: in Gemma 4, layers with full attention have larger heads."""
+    """Return the configuration of each layer. Sizes may differ: Gemma 4 has larger heads for full attention."""
     # In older releases of transformers, all layers have the same sizes.
     return list(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
 

@@ -1,4 +1,4 @@
-"""Mamba 2 models and Gemma 4 in the real vLLM rollout engine on a CPU: log-probs, pushes of weights and adapters, sleep."""
+"""Mamba 2 models and Gemma 4 in the real vLLM engine on a CPU: log-probs, pushes of weights and adapters, sleep."""
 
 import importlib.util
 from dataclasses import replace

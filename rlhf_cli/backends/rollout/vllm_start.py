@@ -154,8 +154,8 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
     sizes = {head_size(layer) for layer in layer_configs(_text_config(model_path, settings))}
     if unknown := sizes.difference(known):
         raise UsageError(
-            f"{model_path} has attention head size {min(unknown)}; vLLM on a CPU supports {', '.join(map(str, known))}. "
-            "Use --rollout_backend transformers, which supports any size"
+            f"{model_path} has attention head size {min(unknown)}; vLLM on a CPU supports "
+            f"{', '.join(map(str, known))}. Use --rollout_backend transformers, which supports any size"
         )
 
 

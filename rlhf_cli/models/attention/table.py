@@ -77,8 +77,8 @@ BACKENDS = (
         name=VARLEN,
         devices=("cuda",),
         dtypes=_HALF_TYPES,
-        # Smaller values or keys are padded with zeros.
-        offers=frozenset({_BOUNDS, _TWO_SIZES, SINKS}),
+        # Smaller values or keys are padded with zeros, and larger heads have a kernel of their own.
+        offers=_ANY_HEADS | {_BOUNDS, SINKS},
         is_available=has_cuda_varlen,
         missing="it needs torch 2.11 or newer and a GPU of compute capability 8.0 or higher",
     ),

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from rlhf_cli.models.attention.sinks import AttendWithSinks
 from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
-from rlhf_cli.models.compat import varlen_backward, varlen_with_lse
+from rlhf_cli.models.compat import efficient_varlen, varlen_backward, varlen_with_lse
 from rlhf_cli.models.sequence_parallel.attention import attend_shared
 
 VARLEN = "varlen"
@@ -28,6 +28,8 @@ TOWER_VARLEN = "flash_varlen"
 """Name in vision encoders: Qwen-VL passes image bounds only to attention functions with "flash" in their name."""
 _UNSUPPORTED = ("softcap", "position_bias", "dropout")
 """Arguments that transformers may pass but this function does not support."""
+LARGEST_HEAD = 256
+"""Size of the largest heads in flash kernels."""
 
 
 def varlen_attention_forward(
@@ -71,7 +73,9 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwarg
         key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
     window = BOTH_WAYS if kwargs.get("is_causal") is False else kwargs.get("sliding_window") or 0
     if query.is_cuda:
-        output_THD = attend_cuda(query_THD, key_THD, value_THD, _cuda_kernel(), window=window, **kwargs)
+        # A layer may have larger heads than the others, as in Gemma 4.
+        kernel = efficient_varlen if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD else _cuda_kernel()
+        output_THD = attend_cuda(query_THD, key_THD, value_THD, kernel, window=window, **kwargs)
     else:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         bounds = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
@@ -114,7 +118,7 @@ def attend_cuda(
 
     Like FlashAttention since 2.1, it aligns the last query with the last key if there are more keys than queries.
     """
-    size = max(query_THD.shape[-1], value_THD.shape[-1])
+    size = -(-max(query_THD.shape[-1], value_THD.shape[-1]) // 8) * 8
     inputs = [_widened(tensor, size) for tensor in (query_THD, key_THD, value_THD)]
     bounds = [kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")]
     options: dict[str, Any] = {
@@ -134,7 +138,7 @@ def attend_cuda(
 
 
 def _widened(tensor_THD: torch.Tensor, size: int) -> torch.Tensor:
-    """Append zeros to heads smaller than `size`: the kernel needs values as large as keys."""
+    """Append zeros to heads smaller than `size`: kernels need values as large as keys, and multiples of 8."""
     missing = size - tensor_THD.shape[-1]
     return pad(tensor_THD, (0, missing)) if missing > 0 else tensor_THD
 

@@ -1,5 +1,6 @@
 """Attention over packs: each available kernel agrees with separate sequences."""
 
+import inspect
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from rlhf_cli.models.attention.varlen import (
     wants_flash_attention_3,
 )
 from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
+from rlhf_cli.models.compat import efficient_varlen
 from rlhf_cli.models.policy import PolicyModel
 
 SHAPE = {
@@ -268,6 +270,35 @@ def test_sinks_on_the_cuda_kernel_equal_those_of_the_cpu_operator(window, shares
         assert (one.double() - other).norm() < tolerance * other.norm()
 
 
+def efficient_forward(query, key, value, *bounds_and_flags, compute_log_sumexp, scale, window_size):
+    """Stand in for `aten._efficient_attention_forward`."""
+    bias, *bounds, _max_q, _max_k, dropout, mask_type = bounds_and_flags
+    assert (bias, dropout, mask_type, compute_log_sumexp) == (None, 0.0, 2, True)
+    window = (-1, 0) if window_size is None else (window_size - 1, 0)
+    probabilities = dense_scores(query[0], key[0], bounds, window, scale).softmax(-1)
+    return torch.einsum("htu,uhd->thd", probabilities.to(value.dtype), value[0])[None], None
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_heads_of_any_size_on_a_gpu_equal_those_of_the_cpu_operator(window, monkeypatch):
+    schema = torch.ops.aten._efficient_attention_forward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    bounds = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    assert names[3:10] == ["bias", *bounds, "dropout_p", "custom_mask_type"]
+    assert {*inspect.signature(efficient_forward).parameters} - {"bounds_and_flags"} <= {*names}
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient_forward)
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).requires_grad_() for shape in ((12, 4, 300), (20, 2, 300), (20, 2, 260))]
+    query, key, value = inputs
+    cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 4, 10, 12], [0, 4, 14, 20]))
+    more = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "max_length_q": 6, "max_length_k": 10, "scaling": 0.1}
+    found = attend_cuda(query, key, value, efficient_varlen, window=window, **more)
+    expected = varlen_attention(query, key, value, cu_q, cu_k, 0.1, window)
+    grads, expected_grads = (torch.autograd.grad(output.square().sum(), inputs) for output in (found, expected))
+    for one, other in zip((found, *grads), (expected, *expected_grads), strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
+
+
 @pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"dropout": 0.1}])
 def test_varlen_refuses_what_it_would_leave_out(feature):
     tensor = torch.zeros(1, 4, 3, 8)
@@ -348,18 +379,18 @@ def test_an_installed_flash_attention_does_not_take_shared_prompts_away():
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"head_dim": 128}, "varlen"),
-        ({"hidden_size": 64, "num_attention_heads": 4}, "varlen"),
-        ({"head_dim": 320}, "sdpa"),
-        ({"head_dim": 20}, "sdpa"),
-        ({"qk_head_dim": 192, "v_head_dim": 128, "num_attention_heads": 4}, "varlen"),
-        ({"head_dim": 128, "v_head_dim": 260}, "sdpa"),
+        ({"head_dim": 128}, "flash_attention_4"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "flash_attention_4"),
+        ({"head_dim": 320}, "varlen"),
+        ({"head_dim": 20}, "varlen"),
+        ({"qk_head_dim": 192, "v_head_dim": 128, "num_attention_heads": 4}, "flash_attention_4"),
+        ({"head_dim": 128, "v_head_dim": 260}, "varlen"),
     ],
 )
 def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expected):
     text = SimpleNamespace(model_type="any", num_hidden_layers=1, **sizes)
     needs = attention_needs(SimpleNamespace(get_text_config=lambda: text))
-    on_gpu = tuple(replace(row, is_available=lambda: True) for row in BACKENDS if "flash" not in row.name)
+    on_gpu = tuple(replace(row, is_available=lambda: True) for row in BACKENDS)
     assert resolve_attention("auto", device="cuda", dtype=torch.bfloat16, needs=needs, backends=on_gpu) == expected
 
 
@@ -386,7 +417,7 @@ def test_plain_attention_on_a_gpu_is_noted_with_its_fix(dtype, fix, monkeypatch)
     is_installed = dtype == torch.float32
     rows = tuple(replace(row, is_available=lambda: is_installed) for row in BACKENDS)
     monkeypatch.setattr("rlhf_cli.models.attention.table.BACKENDS", rows)
-    config = SimpleNamespace(model_type="tiny", attn_logit_softcapping=50.0)
+    config = SimpleNamespace(model_type="tiny", num_hidden_layers=1, attn_logit_softcapping=50.0)
     config.get_text_config = lambda: config
     note = attention_note("eager", config, dtype, on_gpu=True)["Attention"]
     assert f"eager, because the model needs softcap: slow for long packs; {fix}" in note

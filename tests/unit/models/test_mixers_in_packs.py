@@ -40,12 +40,10 @@ MIXERS = {
 }
 """Mixers by model type."""
 KINDS = sorted(MIXERS)
-OTHERS = ["gpt_oss", "granite_swa", "granitemoe_swa", "llama4_text", "mimo_v2_flash"]
-"""Types with attention sinks, and with chunked attention: the packs here are longer than a chunk."""
+OTHERS = ["gpt_oss", "granite_swa", "granitemoe_swa", "llama4_text", "mimo_v2_flash", "gemma3n_text", "gemma4_text"]
+"""Types with attention sinks, chunked attention (the packs here are longer than a chunk), keys of earlier layers."""
 CONTINUING = [kind for kind in KINDS if kind not in ("jamba", "recurrent_gemma")]
 """Types that pack shared prompts once."""
-SHARING_KEYS = ["gemma3n_text", "gemma4_text"]
-"""Types with layers that use the keys of an earlier layer."""
 LOGPROBS = 1e-5
 GRADIENTS = 1e-4  # relative to the largest of the parameter, or to a hundredth of the largest of the model
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -135,22 +133,14 @@ def assert_same_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torc
     [(APART, pack), (SHARED, pack), (SHARED, pack_groups)],
     ids=["apart", "repeated", "shared"],
 )
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-=======
-@pytest.mark.parametrize("kind", [*KINDS, *SHARING_KEYS])
->>>>>>> cc8854dd (Gemma 4 trains: its layers differ in head size)
 def test_a_pack_has_the_logprobs_and_gradients_of_each_sequence(
     kind: str,
     sequences: list[TokenSequence],
     pack_sequences: Callable[[list[TokenSequence]], Pack],
     recompute: bool,
 ) -> None:
-<<<<<<< HEAD
     if pack_sequences is pack_groups and kind not in [*CONTINUING, *OTHERS]:
-=======
-    if pack_sequences is pack_groups and kind not in (*CONTINUING, *SHARING_KEYS):
->>>>>>> cc8854dd (Gemma 4 trains: its layers differ in head size)
         pytest.skip("its packs repeat prompts")
     torch.manual_seed(1)
     weights = torch.randn(sum(sequence.num_trained for sequence in sequences))
