@@ -2,15 +2,18 @@
 
     python benchmarks/hybrid.py [lfm2 qwen3_5_text granitemoehybrid ...] [--lengths 1024 2048 4096]
 
-Prints CPU seconds of one sequence by length, and of eight responses to a prompt of 300 tokens, computed once or
-repeated. Models are random, with four layers of width 128. Exits with 1 if twice the length takes more than 2.5 times
-as long. One thread; needs an idle core.
+Prints CPU seconds and the growth of memory for one sequence by length, and for eight responses to a prompt of 300
+tokens, computed once or repeated. Models are random, with four layers of width 128. Exits with 1 if twice the length
+takes more than 2.5 times as long or as much memory. One thread; needs an idle core.
 """
 
+import resource
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 
 import numpy as np
 import torch
@@ -67,24 +70,31 @@ def sequence(length: int, prompt: np.ndarray | None = None) -> TokenSequence:
     return TokenSequence(token_ids, np.arange(token_ids.size) >= start.size)
 
 
-def cpu_seconds(policy: PolicyModel, made: Pack, *, repeats: int = 2) -> float:
-    """Return the CPU time of forward and backward, the best of `repeats`."""
+def measure(kind: str, made: Pack) -> tuple[float, float]:
+    """Return the CPU seconds of forward and backward, the best of two, and by how many MiB they raise peak memory."""
+    policy = make_model(kind)
+    before = peak_mib()
     times = []
-    for _ in range(repeats):
+    for _ in range(2):
         start = time.process_time()
         policy(made)[0].sum().backward()
         times.append(time.process_time() - start)
-    return min(times)
+    return min(times), peak_mib() - before
 
 
-def measure(kind: str, lengths: list[int]) -> tuple[list[float], dict[str, float]]:
-    """Return the seconds by length, and the seconds for a shared and a repeated prompt."""
-    policy = make_model(kind)
-    by_length = [cpu_seconds(policy, pack([sequence(length)])) for length in lengths]
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_new_process(kind: str, made: Pack) -> tuple[float, float]:
+    """Measure in a process of its own: memory that an earlier pack has left would hide the growth."""
+    with ProcessPoolExecutor(1, get_context("fork"), initializer=torch.set_num_threads, initargs=(1,)) as process:
+        return process.submit(measure, kind, made).result()
+
+
+def grouped(way: Callable[[list[TokenSequence]], Pack]) -> Pack:
     prompt = np.random.default_rng(0).integers(3, VOCABULARY, 300)
-    group = [sequence(length, prompt) for length in RESPONSES]
-    ways: dict[str, Callable[[list[TokenSequence]], Pack]] = {"shared": pack_groups, "repeated": pack}
-    return by_length, {name: cpu_seconds(policy, way(group)) for name, way in ways.items()}
+    return way([sequence(length, prompt) for length in RESPONSES])
 
 
 def main() -> int:
@@ -94,14 +104,15 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(machine(), flush=True)
+    packs = [pack([sequence(length)]) for length in args.lengths] + [grouped(pack_groups), grouped(pack)]
     rows, is_linear = [], True
     for kind in args.kinds:
-        by_length, prompts = measure(kind, args.lengths)
-        rows.append([kind, *(f"{seconds:.2f}" for seconds in (*by_length, *prompts.values()))])
-        measured = pairwise(zip(args.lengths, by_length, strict=True))
-        is_linear &= all(after / before <= LIMIT * long / (2 * short) for (short, before), (long, after) in measured)
+        found = [in_new_process(kind, made) for made in packs]
+        rows.append([kind, *(f"{seconds:.2f} s, {mib:,.0f} MiB" for seconds, mib in found)])
+        for (short, before), (long, after) in pairwise(zip(args.lengths, found, strict=False)):
+            is_linear &= all(new / old <= LIMIT * long / (2 * short) for old, new in zip(before, after, strict=True))
     lengths = " | ".join(f"{length:,} tokens" for length in args.lengths)
-    print(table(f"CPU seconds | {lengths} | shared prompt | repeated", rows))
+    print(table(f"CPU time, memory | {lengths} | shared prompt | repeated", rows))
     return 0 if is_linear else 1
 
 
