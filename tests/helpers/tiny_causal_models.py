@@ -87,6 +87,7 @@ SIZES: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 8},
     **{kind: {"num_key_value_heads": 4} for kind in ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu")},
+    **{kind: {"num_key_value_heads": 4, "index_topk": 4} for kind in ("axk2", "deepseek_v32", "glm_moe_dsa")},
     "minicpm3": {"num_key_value_heads": 4},
     "longcat_flash": {"num_key_value_heads": 4, "zero_expert_num": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "head_dim": 8},
@@ -165,6 +166,7 @@ OWN: dict[str, dict[str, Any]] = {
         "floor_scale": 141,
         "attn_scale": 5.0,
     },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 16},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 """Settings of individual types."""

@@ -8,13 +8,14 @@ from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.rollout.transformers_cache import keeps_states
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.mixers.layers import VLLM_CPU_STATES, refuse_own_states
 
 
 def rollout_backend(config: EngineConfig, architecture: PretrainedConfig | None = None) -> str:
     """Return the rollout backend, for a model or, before it is known, for the settings.
 
     "auto" selects vLLM if installed. On a CPU, it selects transformers for models with convolutions or recurrent
-    layers, of which vLLM's CPU build cannot run all. Raises UsageError for an unsupported setting.
+    layers, except those that vLLM's CPU build runs. Raises UsageError for an unsupported setting or model.
     """
     backend = config.rollout_backend
     if backend == "vllm" and not is_vllm_installed():
@@ -22,11 +23,34 @@ def rollout_backend(config: EngineConfig, architecture: PretrainedConfig | None 
     if backend == "auto":
         # Engine arguments are for vLLM only.
         is_better = architecture is None or bool(config.engine_arguments) or may_have_gpus()
-        runs_on_vllm = is_vllm_installed() and (is_better or not keeps_states(architecture))
+        runs_on_vllm = is_vllm_installed() and (is_better or runs_on_vllm_cpu(architecture))
         backend = "vllm" if runs_on_vllm else "transformers"
     if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
         raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
+    if architecture is not None and backend == "transformers":
+        refuse_own_states(architecture)
+    if architecture is not None and backend == "vllm" and not may_have_gpus():
+        _refuse_on_cpu(architecture)
     return backend
+
+
+def runs_on_vllm_cpu(architecture: PretrainedConfig) -> bool:
+    """Return whether "auto" takes vLLM for a model on a CPU."""
+    runs_without_experts = architecture.model_type in VLLM_CPU_STATES and not _has_experts(architecture)
+    return runs_without_experts or not keeps_states(architecture)
+
+
+def _has_experts(architecture: PretrainedConfig) -> bool:
+    if architecture.model_type == "nemotron_h":  # counts experts even if no layer has them
+        return "moe" in architecture.layer_types
+    return bool(getattr(architecture, "num_local_experts", None))
+
+
+def _refuse_on_cpu(architecture: PretrainedConfig) -> None:
+    if architecture.model_type == "nemotron_h" and _has_experts(architecture):
+        raise UsageError(
+            "--rollout_backend vllm: vLLM's CPU build cannot run the experts of nemotron_h; use transformers"
+        )
 
 
 def is_vllm_installed() -> bool:
@@ -39,7 +63,7 @@ def described(config: EngineConfig, backend: str) -> str:
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     if config.rollout_backend == "auto" and backend == "transformers" and is_vllm_installed():
         added = (
-            ", because vLLM does not run all convolutions and recurrent layers on a CPU; "
-            "force it with --rollout_backend vllm"
+            ", because vLLM does not run its convolutions or recurrent layers on a CPU; "
+            "to try it, set --rollout_backend vllm"
         )
     return f"{config.vllm_num_engines or 1} x {backend}{added}"

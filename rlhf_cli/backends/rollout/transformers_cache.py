@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
@@ -172,8 +173,9 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
         if others and isinstance(layer, _StateLayer):
             layer.append_rows(others, capacity=capacity)
         elif others:
-            layer.keys = torch.cat([layer.keys, *(other.keys for other in others)])
-            layer.values = torch.cat([layer.values, *(other.values for other in others)])
+            # Keys of an indexer select the tokens that sparse attention sees.
+            for name in ("keys", "values", *(["indexer_keys"] if isinstance(layer, DynamicIndexedLayer) else [])):
+                setattr(layer, name, torch.cat([getattr(one, name) for one in (layer, *others)]))
         if isinstance(layer, _InPlaceLayer):
             layer.capacity = capacity
         layer.batch_select_indices(rows)

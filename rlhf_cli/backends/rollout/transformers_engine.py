@@ -33,7 +33,7 @@ from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpo
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import language_model_class, placed_on
-from rlhf_cli.models.mixers.layers import OWN_STATES, fix_model
+from rlhf_cli.models.mixers.layers import fix_model, refuse_own_states
 from rlhf_cli.models.mixers.operations import wrap_operations
 from rlhf_cli.models.mixers.remainders import keep_float32, take_remainders, with_remainders
 from rlhf_cli.models.vision.attention import attention_of_parts
@@ -49,11 +49,7 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
     Raises UsageError for types whose states this engine cannot manage.
     """
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-    if architecture.model_type in OWN_STATES:
-        raise UsageError(
-            f"the transformers engine cannot generate with models of type {architecture.model_type}, whose "
-            "states it does not support: use vLLM"
-        )
+    refuse_own_states(architecture)
     model = language_model_class(architecture).from_pretrained(
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
     )
@@ -64,7 +60,9 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
     if takes_pictures(architecture):
         processing = find_processing(model_path, architecture, trust_remote_code=trust_remote_code)
         setattr(model, PROCESSING, processing)
-    if device.type == "cpu" and attention_name(model.config) == "sdpa":
+    # Sparse attention masks tokens for transformers' own functions only.
+    is_sparse = "indexed_attention" in (getattr(architecture.get_text_config(), "layer_types", None) or ())
+    if device.type == "cpu" and attention_name(model.config) == "sdpa" and not is_sparse:
         model.set_attn_implementation(attention_of_parts(GROUPED_DECODE, architecture))
     if device.type == "cuda":
         # cuDNN plans attention anew for each new length of the cache, that is, for every token. On an H200 a step took

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.compat import without_partitions
 
 CACHES = frozenset({"past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache", "state"})
@@ -52,6 +53,8 @@ OWN_STATES = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent
 
 They keep states in their modules or in a cache of their own, or have no attention layers at all.
 """
+VLLM_CPU_STATES = frozenset({"falcon_h1", "granitemoehybrid", "nemotron_h"})
+"""Model types with recurrent layers that vLLM's CPU build runs, without experts (tests/e2e/test_vllm_hybrid.py)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,15 @@ class Layers:
     def can_continue(self) -> bool:
         """Whether a response can continue the state at the end of a prompt that was computed once."""
         return WITHOUT_INITIAL_STATE.isdisjoint(self.mixers)
+
+
+def refuse_own_states(architecture: PretrainedConfig) -> None:
+    """Raise UsageError if the transformers engine cannot manage the states of this model."""
+    if architecture.model_type in OWN_STATES:
+        raise UsageError(
+            f"the transformers engine cannot generate with models of type {architecture.model_type}, whose states it "
+            "does not support: use vLLM"
+        )
 
 
 def mixers_note(layers: Layers, *, on_gpu: bool) -> dict[str, str]:

@@ -21,7 +21,7 @@ from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.requirements import check_positions
+from rlhf_cli.models.requirements import check_packed_length, check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
@@ -101,6 +101,8 @@ def model_under_test(
     # transformers has no maximum length, unlike vLLM, which refuses a longer one at startup.
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
+    if backend == "transformers":
+        check_packed_length(model.architecture, config.prompts.max_len)
     if config.episodes.plays_episodes:
         refuse_length_rewards(config.reward)
     episodes = find_episodes(config.episodes, config.prompts, config.template, model.found, model.tokenizer)

@@ -1,4 +1,4 @@
-"""Models with convolutions or recurrent layers in the transformers engine."""
+"""Models with convolutions, recurrent layers or sparse attention in the transformers engine."""
 
 import asyncio
 import functools
@@ -14,7 +14,7 @@ import torch
 from test_joining_rows import assert_same, run
 from test_rollout_transformers import SETTINGS, largest_difference
 from tiny_causal_models import tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.backends.rollout.backend_choice import described, rollout_backend
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
@@ -49,7 +49,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v32"])
 def test_a_hybrid_model_has_the_logprobs_of_a_plain_forward_pass(kind: str, tiny_hybrid_dir) -> None:
     path = tiny_hybrid_dir(kind)
     engine = TransformersEngine(path, SETTINGS)
@@ -109,7 +109,10 @@ def test_states_count_as_memory_of_a_row(missing: int, rows: int, tiny_hybrid_di
     ("kind", "given", "has_gpus", "backend"),
     [
         ("lfm2", {}, False, "transformers"),
-        ("falcon_h1", {}, False, "transformers"),
+        ("falcon_h1", {}, False, "vllm"),
+        ("granitemoehybrid", {}, False, "transformers"),  # with experts
+        ("nemotron_h", {}, False, "transformers"),  # with experts
+        ("nemotron_h", {}, True, "vllm"),
         ("lfm2", {}, True, "vllm"),
         ("lfm2", {"rollout_backend": "vllm"}, False, "vllm"),
         ("lfm2", {"vllm_args": '{"block_size": 32}'}, False, "vllm"),
@@ -120,12 +123,39 @@ def test_states_count_as_memory_of_a_row(missing: int, rows: int, tiny_hybrid_di
 def test_on_a_cpu_vllm_is_not_the_default_for_models_with_states(
     kind: str, given: dict[str, str], has_gpus: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "rlhf_cli.backends.rollout.backend_choice"
-    monkeypatch.setattr(f"{module}.is_vllm_installed", lambda: True)
-    monkeypatch.setattr(f"{module}.may_have_gpus", lambda: has_gpus)
+    pretend_vllm(monkeypatch, has_gpus=has_gpus)
     config = EngineConfig.model_validate(given)
     assert rollout_backend(config, tiny_config(kind)) == backend
     assert ("vLLM does not run" in described(config, backend)) == (backend == "transformers")
+
+
+def pretend_vllm(monkeypatch: pytest.MonkeyPatch, *, has_gpus: bool) -> None:
+    module = "rlhf_cli.backends.rollout.backend_choice"
+    monkeypatch.setattr(f"{module}.is_vllm_installed", lambda: True)
+    monkeypatch.setattr(f"{module}.may_have_gpus", lambda: has_gpus)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 0}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mamba"]}),
+    ],
+)
+def test_on_a_cpu_vllm_is_the_default_for_mamba_2_without_experts(
+    kind: str, layers: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_vllm(monkeypatch, has_gpus=False)
+    assert rollout_backend(EngineConfig(), AutoConfig.for_model(kind, **layers)) == "vllm"
+
+
+def test_an_engine_that_cannot_run_a_model_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_vllm(monkeypatch, has_gpus=False)
+    with pytest.raises(UsageError, match="cannot run the experts of nemotron_h; use transformers"):
+        rollout_backend(EngineConfig(rollout_backend="vllm"), tiny_config("nemotron_h"))
+    for kind in ("minimax", "mamba2", "recurrent_gemma"):
+        with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: use vLLM"):
+            rollout_backend(EngineConfig(rollout_backend="transformers"), tiny_config(kind))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "rwkv"])
