@@ -99,11 +99,11 @@ def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
 
 
 def check_packed_length(architecture: PretrainedConfig, max_len: int) -> None:
-    """Raise UsageError if sequences of `max_len` tokens are too long for packs to be exact."""
+    """Raise UsageError if sequences of `max_len` tokens are too long to be exact in packs and padded batches."""
     longest = packed_length(architecture)
     if longest is not None and max_len > longest:
         raise UsageError(
-            f"--max_len {max_len}: {architecture.model_type} trains on sequences of up to {longest} tokens, within "
+            f"--max_len {max_len}: {architecture.model_type} supports sequences of up to {longest} tokens, within "
             f"which its chunked attention equals full attention: set --max_len {longest}"
         )
 

@@ -6,13 +6,55 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_cli.models.mixers.layers import ATTENTION, KERNELS, MIXERS, OWN_STATES, WITHOUT_INITIAL_STATE, kind_of
+from rlhf_cli.models.adapters import UNCALLED
+from rlhf_cli.models.attention.table import attention_needs, resolve_attention
+from rlhf_cli.models.attention.varlen import VARLEN
+from rlhf_cli.models.mixers.layers import (
+    ATTENTION,
+    KERNELS,
+    MIXERS,
+    OWN_STATES,
+    VLLM_CPU_STATES,
+    WITHOUT_INITIAL_STATE,
+    kind_of,
+)
 from rlhf_cli.models.requirements import PACKED_TYPES
 from rlhf_cli.models.vision.families.table import FAMILIES
 
-HEADER = ("types", "layers", "images", "experts", "shared prompts", "transformers engine", "on a CPU", "GPU kernels")
+HEADER = (
+    *("types", "layers", "images", "experts", "shared prompts", "LoRA", "engine on a CPU", "engine on a GPU"),
+    *("GPU kernels", "tested"),
+)
+TESTED = {
+    "training": (
+        ("tests/conftest.py", ("llama", "qwen2", "qwen3_moe")),
+        ("tests/e2e/test_hybrid_models.py", ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_text")),
+        ("tests/helpers/tiny_vision.py", ("idefics3", "llava", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl", "smolvlm")),
+    ),
+    "transformers": (
+        ("tests/conftest.py", ("qwen2",)),
+        (
+            "tests/unit/backends/test_hybrid_decoding.py",
+            (
+                *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h"),
+                *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+            ),
+        ),
+        (
+            "tests/helpers/tiny_vision.py",
+            ("idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm"),
+        ),
+    ),
+    "vLLM": (
+        ("tests/conftest.py", ("qwen2", "qwen3_moe")),
+        ("tests/e2e/test_vllm_hybrid.py", ("falcon_h1", "granitemoehybrid", "nemotron_h")),
+        ("tests/e2e/test_vllm_pictures.py", ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl")),
+    ),
+}
+"""Tests besides packs, of training steps or commands and of the engines' log-probs: the files that make the models."""
 
 
 @dataclass(frozen=True)
@@ -23,27 +65,48 @@ class SupportedType:
     - `layers`: attention, and names in `MIXERS`, that its models may have.
     - `has_experts`: whether its MLP is, or may be, a mixture of experts.
     - `reads_images`: whether it is a vision-language model.
+    - `kernel`: attention kernel for packs on a CPU.
     """
 
     kind: str
     layers: tuple[str, ...]
     has_experts: bool
     reads_images: bool
+    kernel: str
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table after the type."""
         mixers = {*self.layers} - {ATTENTION}
         extras = sorted({KERNELS[mixer][1] for mixer in mixers & KERNELS.keys()})
-        decodes = self.kind not in OWN_STATES
+        tests = [name for name, files in TESTED.items() if any(self.kind in kinds for _, kinds in files)]
         return (
             ", ".join(self.layers),
             _yes(self.reads_images),
             _yes(self.has_experts),
-            _yes(not mixers & WITHOUT_INITIAL_STATE),
-            _yes(decodes),
-            "transformers" if mixers and decodes else "vLLM",
+            _yes(self.kernel == VARLEN and not mixers & WITHOUT_INITIAL_STATE),
+            self.adapted(),
+            self._engine_on_cpu(bool(mixers)),
+            "vLLM" if self.kind in OWN_STATES else "vLLM, transformers",
             ", ".join(f"`rlhf-cli[{extra}]`" for extra in extras),
+            ", ".join(["packs", *tests]),
         )
+
+    def adapted(self) -> str:
+        """Return what adapters on all linear layers leave out: stacks of matrices, and linear layers not called."""
+        left_out = [
+            name for name, holds in (("experts", self.has_experts), ("gates", "RG-LRU" in self.layers)) if holds
+        ]
+        left_out += [f"`{UNCALLED[self.kind]}`"] if self.kind in UNCALLED else []
+        return f"not {', '.join(left_out)}" if left_out else "yes"
+
+    def _engine_on_cpu(self, has_mixers: bool) -> str:
+        if self.kind in OWN_STATES:
+            return "vLLM"
+        if not has_mixers:
+            return "vLLM, transformers"
+        if self.kind not in VLLM_CPU_STATES:
+            return "transformers"
+        return "vLLM without experts, transformers" if self.has_experts else "vLLM, transformers"
 
 
 def models_table() -> str:
@@ -65,7 +128,8 @@ def supported_types() -> Iterator[SupportedType]:
         architecture = AutoConfig.for_model(kind)
         text = architecture.get_text_config()
         has_experts = any("experts" in name for name in text.to_dict())
-        yield SupportedType(kind, _layers_of(text), has_experts, reads_images=kind in FAMILIES)
+        kernel = resolve_attention("auto", device="cpu", dtype=torch.float32, needs=attention_needs(architecture))
+        yield SupportedType(kind, _layers_of(text), has_experts, kind in FAMILIES, kernel)
 
 
 def _layers_of(text: PretrainedConfig) -> tuple[str, ...]:

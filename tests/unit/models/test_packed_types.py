@@ -1,10 +1,12 @@
 """Each causal model type of transformers is packed exactly or rejected before its weights are read."""
 
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_causal_models import distance_in_packs, sequences, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -16,7 +18,7 @@ from rlhf_cli.models.attention.table import WITHOUT_BOUNDS, packed_length
 from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.requirements import NOT_PACKED, PACKED_TYPES, check_row_positions, check_trainable
-from rlhf_cli.models.supported import models_table
+from rlhf_cli.models.supported import TESTED, models_table, supported_types
 from rlhf_cli.models.vision.families.table import FAMILIES
 
 ROUNDING = 1e-5  # for log-probs in float32
@@ -43,7 +45,7 @@ def test_a_kernel_whose_masks_have_no_bounds_is_refused(kind, tmp_path):
 def test_sequences_beyond_a_chunk_are_refused():
     architecture = tiny_config("llama4_text")
     check_row_positions(architecture, 140, dataset="rows")
-    message = "llama4_text trains on sequences of up to 140 tokens, .*: set --max_len 140"
+    message = "llama4_text supports sequences of up to 140 tokens, .*: set --max_len 140"
     with pytest.raises(UsageError, match=message):
         check_row_positions(architecture, 141, dataset="rows")
     model = AutoModelForCausalLM.from_config(architecture, attn_implementation="varlen")
@@ -73,6 +75,25 @@ def test_every_other_type_is_refused_in_one_sentence(kind):
 def test_reasons_are_given_for_types_of_transformers():
     assert NOT_PACKED.keys() <= {*OTHERS} | CONFIG_MAPPING_NAMES.keys()
     assert PACKED_TYPES.isdisjoint(NOT_PACKED)
+
+
+def test_adapters_leave_stacks_of_matrices_out_as_the_table_says():
+    for one in (one for one in supported_types() if not one.reads_images):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(one.kind))
+        convolutions = {part.weight for part in model.modules() if isinstance(part, torch.nn.Conv1d)}
+        stacks = [name for name, weight in model.named_parameters() if weight.ndim == 3 and weight not in convolutions]
+        language = [name for name in stacks if "vision" not in name]
+        assert bool(language) == any(word in one.adapted() for word in ("experts", "gates")), (one.kind, language)
+
+
+def test_the_tests_that_the_table_names_make_these_models():
+    root = Path(__file__).parents[3]
+    for file, kinds in itertools.chain(*TESTED.values()):
+        text = (root / file).read_text()
+        for kind in kinds:
+            classes = CONFIG_MAPPING_NAMES[kind].removesuffix("Config")
+            assert f'"{kind}"' in text or f"{classes}Config" in text, f"{file} does not make models of type {kind}"
 
 
 def test_the_page_has_the_table_of_types_that_train():
