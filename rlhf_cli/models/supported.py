@@ -39,8 +39,8 @@ TESTED = {
         (
             "tests/unit/backends/test_hybrid_decoding.py",
             (
-                *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h"),
-                *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+                *("bamba", "falcon_h1", "gemma4_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe"),
+                *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
             ),
         ),
         (
@@ -50,7 +50,7 @@ TESTED = {
     ),
     "vLLM": (
         ("tests/conftest.py", ("qwen2", "qwen3_moe")),
-        ("tests/e2e/test_vllm_hybrid.py", ("falcon_h1", "granitemoehybrid", "nemotron_h")),
+        ("tests/e2e/test_vllm_hybrid.py", ("falcon_h1", "gemma4_text", "granitemoehybrid", "nemotron_h")),
         ("tests/e2e/test_vllm_pictures.py", ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl")),
     ),
 }
