@@ -97,6 +97,10 @@ class PolicyConfig(SettingsGroup):
     """Accepted trainer-to-engine ratios: per token with token_mask, per sequence (geometric mean) with seq_mask."""
     rollout_correction_cap: Annotated[float, Needs("rollout_correction", ("token_clip",))] = Field(2.0, gt=0)
     """Maximum ratio with token_clip."""
+    rollout_routing_replay: bool = False
+    """Send each token to the experts that the rollout engine chose in the actor's log-probs too (R3), for
+    mixture-of-experts models whose rollout_k3 is high.
+    """
 
     @property
     def eps_clip_low(self) -> float:

@@ -36,6 +36,7 @@ DECIDED: dict[str, str] = {
     "gpu_memory_utilization": "use --vllm_gpu_memory_utilization",
     "tensor_parallel_size": "use --vllm_tensor_parallel_size",
     "logprobs_mode": "training requires the log-probs of the sampling distribution",
+    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), "use --rollout_routing_replay"),
     **dict.fromkeys(("generation_config", "override_generation_config"), _SAMPLING),
     **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _WORKER),
     **dict.fromkeys(("scheduler_cls", "async_scheduling", "scheduling_policy"), _SCHEDULER),

@@ -2,8 +2,10 @@
 
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from rlhf_cli.config.rollout import SamplingConfig
 from rlhf_cli.models.vision.pictures import PlacedPicture
@@ -89,13 +91,14 @@ class Branch:
     """An earlier conversation of an episode with history rewritten by its program.
 
     `turns` are the token spans trained in this branch; turns shared with the response are trained there. `messages` are
-    all messages in OpenAI format.
+    all messages in OpenAI format. `routed_experts` are those of its tokens (`Generation`).
     """
 
     prompt_ids: list[int]
     token_ids: list[int]
     turns: tuple[tuple[int, int], ...]
     messages: tuple[dict[str, Any], ...] = ()
+    routed_experts: np.ndarray | None = field(default=None, compare=False)  # arrays have no truth value
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,8 @@ class Generation:
       the oldest version; `version_runs` then has all versions in the order of `logprobs`.
     - `episode`: data of a multi-turn response. Then `token_ids` include observations, and `logprobs` cover only sampled
       tokens, first from earlier branches and then from the response.
+    - `routed_experts`: experts that each prompt and response token except the last was sent to, uint8 or uint16
+      [tokens - 1, layers, top_k]; None without `--rollout_routing_replay`.
 
     Example: `Generation([20, 2], [-0.1, -0.02], "stop", 12)` has 2 tokens, sampled with the weights after iteration 12.
     An episode of two turns of 3 tokens, with an observation of 3 tokens in between, has 9 `token_ids`, 6 `logprobs` and
@@ -195,6 +200,7 @@ class Generation:
     weight_version: int
     episode: Episode | None = None
     version_runs: tuple[_VersionRun, ...] = ()
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def runs(self) -> tuple[_VersionRun, ...]:

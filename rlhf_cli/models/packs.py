@@ -49,6 +49,8 @@ class PackLike(Protocol):
     def keys(self) -> _KeysLike | None: ...
     @property
     def pictures(self) -> PackPictures | None: ...
+    @property
+    def routed_experts(self) -> torch.Tensor | None: ...
 
 
 def with_filler(pack: PackLike, count: int) -> PackLike:
@@ -64,6 +66,10 @@ def with_filler(pack: PackLike, count: int) -> PackLike:
         cu_seqlens=torch.cat([pack.keys.cu_seqlens, pack.keys.cu_seqlens[-1:] + count]),
         max_seqlen=max(pack.keys.max_seqlen, count),
     )
+    experts_TLk = pack.routed_experts
+    if experts_TLk is not None:
+        own_choice = experts_TLk.new_full((count, *experts_TLk.shape[1:]), -1)
+        experts_TLk = torch.cat([experts_TLk, own_choice])
     return replace(
         pack,
         input_ids_T=torch.cat([pack.input_ids_T, filler_F]),
@@ -73,4 +79,5 @@ def with_filler(pack: PackLike, count: int) -> PackLike:
         max_seqlen=max(pack.max_seqlen, count),
         keys=keys,
         pictures=pack.pictures and pack.pictures.with_filler(count),
+        routed_experts=experts_TLk,
     )

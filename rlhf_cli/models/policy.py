@@ -23,6 +23,7 @@ from rlhf_cli.models.mixers.runs import MixerRuns
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.requirements import check_packed_length
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
+from rlhf_cli.models.routing_replay import ROUTED_EXPERTS, ExpertChoice, ReplayedExperts
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
@@ -35,9 +36,12 @@ _ResultT = TypeVar("_ResultT")
 
 
 class Decoder:
-    """Runs a model's decoder on packs. Not a module, so state dict names do not change."""
+    """Runs a model's decoder on packs. Not a module, so state dict names do not change.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    With `replays_routing`, routers choose the experts that packs name.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, replays_routing: bool = False) -> None:
         self._decoder = model.get_decoder()
         self._tower = tower_of(model)
         self._last_mlp = LastMLP(self._decoder)
@@ -47,6 +51,9 @@ class Decoder:
         if self._longest is not None:
             _drop_temperatures(self._decoder)
         self.routers = router_recorder(model.config)
+        self._replays_routing = replays_routing
+        if replays_routing:
+            ExpertChoice(self._decoder)
 
     def __call__(self, part: Part, *, real: PackLike) -> torch.Tensor:
         """Return hidden states [k, D] of the part's targets, after the final norm and before any head.
@@ -67,6 +74,7 @@ class Decoder:
                 # transformers passes unknown arguments through all layers to the attention function.
                 **({"shards": part.shards} if part.shards else {}),
                 **({RUNS: MixerRuns(part.runs)} if self._has_mixers else {}),
+                **self._experts(part),
                 **({"output_router_logits": True} if records_routers else {}),
             )
         if self.routers is not None and records_routers:
@@ -87,6 +95,14 @@ class Decoder:
             "input_ids": pack.input_ids_T[part.tokens][None],
             "position_ids": pack.position_ids_T[part.tokens][None],
         }
+
+    def _experts(self, part: Part) -> dict[str, object]:
+        """Return the experts to replay in the layers."""
+        experts_TLk = part.pack.routed_experts
+        if experts_TLk is None:
+            return {}
+        assert self._replays_routing, "the pack names experts, but the model does not replay them"
+        return {ROUTED_EXPERTS: ReplayedExperts(experts_TLk[part.tokens], part.read_r)}
 
     def _masks(self, pack: PackLike) -> dict[str, object]:
         """Return pack masks for decoders that would build masks without sequence boundaries."""
@@ -160,14 +176,17 @@ class TokenHead(nn.Module):
 class LanguageModel(nn.Module):
     """A causal language model in training. Its forward pass uses decoder and head separately.
 
-    `sequence_ranks` is the sequence-parallel group, None without sequence parallelism.
+    `sequence_ranks` is the sequence-parallel group, None without sequence parallelism. With `replays_routing`, routers
+    choose the experts that packs name.
     """
 
-    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None, *, replays_routing: bool = False
+    ) -> None:
         super().__init__()
         self.sequence_ranks = sequence_ranks
         self.model = model
-        self._decoder = Decoder(model)
+        self._decoder = Decoder(model, replays_routing=replays_routing)
         self.head = TokenHead(model)
 
     @property

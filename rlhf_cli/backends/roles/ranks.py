@@ -7,7 +7,7 @@ only token IDs and numbers are sent between processes.
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ class ActorRank(SampledRank):
     """One rank of the trained policy."""
 
     def __init__(self, settings: RoleSettings) -> None:
-        super().__init__(settings, PolicyModel)
+        super().__init__(settings, partial(PolicyModel, replays_routing=settings.policy.rollout_routing_replay))
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""

@@ -16,9 +16,10 @@ from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 _Reduced = tuple[Callable[..., object], tuple[object, ...]]
 _Pictures = dict[int, tuple[PlacedPicture, ...]]
 _JoinedColumns = dict[str, tuple[np.ndarray, np.ndarray]]
-_JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, _Pictures, _JoinedColumns]
-"""Concatenated token ids and loss masks, sequence bounds, images by sequence number, and concatenated columns with
-bounds."""
+_JoinedExperts = tuple[np.ndarray, np.ndarray] | None
+_JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, _Pictures, _JoinedColumns, _JoinedExperts]
+"""Concatenated token ids and loss masks, sequence bounds, images by sequence number, and concatenated columns and
+experts with bounds."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,15 @@ def _joined_sequences(sequences: Sequence[TokenSequence]) -> _JoinedSequences:
     token_ids, bounds = _joined([sequence.token_ids for sequence in sequences])
     loss_mask, _ = _joined([sequence.loss_mask for sequence in sequences])
     columns = {name: _joined([sequence.columns[name] for sequence in sequences]) for name in names}
-    return token_ids, loss_mask, bounds, _pictures(sequences), columns
+    return token_ids, loss_mask, bounds, _pictures(sequences), columns, _experts(sequences)
+
+
+def _experts(sequences: Sequence[TokenSequence]) -> _JoinedExperts:
+    """Return joined experts; empty for a sequence without any, such as an episode without a turn."""
+    known = [sequence.routed_experts for sequence in sequences if sequence.routed_experts is not None]
+    if not known:
+        return None
+    return _joined([known[0][:0] if one.routed_experts is None else one.routed_experts for one in sequences])
 
 
 def _pictures(sequences: Sequence[TokenSequence]) -> _Pictures:
@@ -73,19 +82,25 @@ def _pictures(sequences: Sequence[TokenSequence]) -> _Pictures:
 
 
 def _split_sequences(
-    token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray, pictures: _Pictures, columns: _JoinedColumns
+    token_ids: np.ndarray,
+    loss_mask: np.ndarray,
+    bounds: np.ndarray,
+    pictures: _Pictures,
+    columns: _JoinedColumns,
+    experts: _JoinedExperts,
 ) -> list[TokenSequence]:
     split = {name: _split(*column) for name, column in columns.items()}
-    pieces = enumerate(zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True))
+    chosen = [None] * (len(bounds) - 1) if experts is None else _split(*experts)
+    pieces = enumerate(zip(_split(token_ids, bounds), _split(loss_mask, bounds), chosen, strict=True))
     return [
-        TokenSequence(ids, mask, pictures.get(number, ()), {name: values[number] for name, values in split.items()})
-        for number, (ids, mask) in pieces
+        TokenSequence(ids, mask, pictures.get(number, ()), {name: values[number] for name, values in split.items()}, own)
+        for number, (ids, mask, own) in pieces
     ]
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return (concatenated arrays, bounds)."""
-    bounds = np.cumsum([0, *(array.size for array in arrays)])
+    bounds = np.cumsum([0, *map(len, arrays)])
     return (np.concatenate(arrays) if arrays else np.zeros(0)), bounds
 
 

@@ -11,11 +11,14 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.mixers.layers import VLLM_CPU_STATES, refuse_own_states
 
 
-def rollout_backend(config: EngineConfig, architecture: PretrainedConfig | None = None) -> str:
+def rollout_backend(
+    config: EngineConfig, architecture: PretrainedConfig | None = None, *, returns_experts: bool = False
+) -> str:
     """Return the rollout backend, for a model or, before it is known, for the settings.
 
     "auto" selects vLLM if installed. On a CPU, it selects transformers for models with convolutions or recurrent
-    layers, except those that vLLM's CPU build runs. Raises UsageError for an unsupported setting or model.
+    layers, except those that vLLM's CPU build runs, and for routed experts, which it cannot return. Raises UsageError
+    for an unsupported setting or model.
     """
     backend = config.rollout_backend
     if backend == "vllm" and not is_vllm_installed():
@@ -23,7 +26,8 @@ def rollout_backend(config: EngineConfig, architecture: PretrainedConfig | None 
     if backend == "auto":
         # Engine arguments are for vLLM only.
         is_better = architecture is None or bool(config.engine_arguments) or may_have_gpus()
-        runs_on_vllm = is_vllm_installed() and (is_better or runs_on_vllm_cpu(architecture))
+        runs_on_vllm = is_better or (runs_on_vllm_cpu(architecture) and not returns_experts)
+        runs_on_vllm = runs_on_vllm and is_vllm_installed()
         backend = "vllm" if runs_on_vllm else "transformers"
     if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
         raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
@@ -63,7 +67,7 @@ def described(config: EngineConfig, backend: str) -> str:
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     if config.rollout_backend == "auto" and backend == "transformers" and is_vllm_installed():
         added = (
-            ", because vLLM does not run its convolutions or recurrent layers on a CPU; "
-            "to try it, set --rollout_backend vllm"
+            ", because on a CPU vLLM does not run its convolutions or recurrent layers, or does not return routed "
+            "experts; to try it, set --rollout_backend vllm"
         )
     return f"{config.vllm_num_engines or 1} x {backend}{added}"

@@ -14,6 +14,7 @@ any longer are dropped.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from rlhf_cli.backends.rollout.transformers_sampling import request_uniforms, sa
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.placing_pictures import rope_shift
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.models.routing_replay import ExpertChoice
 from rlhf_cli.models.vision.tower import VisionTower
 
 # Prompt tokens per prefill pass, to limit activation memory.
@@ -47,7 +49,8 @@ _FINISHED_SHARE = 0.2
 class _Row:
     """A response in progress. A finished one may stay for some steps, in which it samples tokens that nobody reads.
 
-    `first_position` is the position of its first token, which images may shift.
+    - `first_position`: position of its first token, which images may shift.
+    - `experts`: experts [tokens, layers, top_k] of the prompt, then of each sampled token that was decoded.
     """
 
     number: int
@@ -57,6 +60,7 @@ class _Row:
     uniforms: np.ndarray
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
     is_finished: bool = False
 
     @property
@@ -68,6 +72,12 @@ class _Row:
     def num_left(self) -> int:
         """Tokens that the response may still get."""
         return self.limit - len(self.token_ids)
+
+    def generation(self, reason: Literal["stop", "length"], version: int) -> Generation:
+        """Return the response."""
+        experts = np.concatenate(self.experts) if self.experts else None
+        # Copies, because the row may continue to sample.
+        return Generation([*self.token_ids], [*self.logprobs], reason, version, routed_experts=experts)
 
 
 class TransformersBatch:
@@ -81,15 +91,18 @@ class TransformersBatch:
         eos: list[int],
         stop: StopStrings | None,
         tower: VisionTower | None = None,
+        choice: ExpertChoice | None = None,
         max_rows: int = 1,
         cache_bytes: int = 0,
     ) -> None:
-        """Create a batch without rows. `tower` is the model's vision encoder, for prompts with images.
+        """Create a batch without rows. `tower` is the model's vision encoder, for prompts with images. With `choice`,
+        responses name the experts of their tokens.
 
         At most `max_rows` rows run at once, with a cache of at most `cache_bytes`. One row is always allowed.
         """
         self._model = model
         self._tower = tower
+        self._choice = choice
         self._sampling = sampling
         self._end_ids = {*eos, *sampling.end_ids}
         self._stop = stop
@@ -136,8 +149,7 @@ class TransformersBatch:
                 reason = None if row.is_finished else self._finish_reason(row)
                 if reason is not None:
                     row.is_finished = True
-                    # Copies, because the row may continue to sample.
-                    add(row.number, Generation([*row.token_ids], [*row.logprobs], reason, version))
+                    add(row.number, row.generation(reason, version))
             longest = max_tokens()
             if longest == 0:
                 return
@@ -251,10 +263,24 @@ class TransformersBatch:
             self._forward_prompts(ids.to(self._device), part.to(self._device), some)
             for ids, part, some in zip(input_ids.split(size), mask.split(size), parts, strict=True)
         ]
-        cache = join_caches([cache for _, cache in passes], indices, capacity=capacity)
-        return torch.cat([logits for logits, _ in passes])[indices], cache
+        experts = [own for _, _, found in passes for own in found]
+        for row in rows if experts else ():
+            row.experts.append(experts[index_of[row.request.prompt]])
+        cache = join_caches([cache for _, cache, _ in passes], indices, capacity=capacity)
+        return torch.cat([logits for logits, _, _ in passes])[indices], cache
 
     def _forward_prompts(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, prompts: list[GenerationRequest]
+    ) -> tuple[torch.Tensor, Cache, list[np.ndarray]]:
+        """Return logits, cache, and the experts of each prompt, none without `choice`."""
+        if self._choice is None:
+            return *self._logits_of_prompts(input_ids, mask, prompts), []
+        with self._choice.recorded() as experts:
+            logits, cache = self._logits_of_prompts(input_ids, mask, prompts)
+        by_row = experts().reshape(*mask.shape, *experts().shape[1:])
+        return logits, cache, [own[is_token] for own, is_token in zip(by_row, mask.cpu().numpy(), strict=True)]
+
+    def _logits_of_prompts(
         self, input_ids: torch.Tensor, mask: torch.Tensor, prompts: list[GenerationRequest]
     ) -> tuple[torch.Tensor, Cache]:
         cache = decoding_cache(self._config, capacity=mask.shape[1])
@@ -286,14 +312,17 @@ class TransformersBatch:
             # transformers uses a 4D mask unchanged, which avoids building one per step. Sliding-window layers need
             # their own. Recurrent layers need none: the state of a row contains no padding.
             mask = mask[:, None, None, :] if self._has_full_attention else mask.long()
-        output = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=mask,
-            position_ids=positions[:, None].to(self._device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with nullcontext() if self._choice is None else self._choice.recorded() as experts:
+            output = self._model(
+                input_ids=tokens[:, None],
+                attention_mask=mask,
+                position_ids=positions[:, None].to(self._device),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        for row, own in zip(self._rows, experts(), strict=True) if experts else ():
+            row.experts.append(own[None])
         return output.logits[:, -1]
 
 

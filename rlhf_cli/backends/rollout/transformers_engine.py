@@ -36,6 +36,7 @@ from rlhf_cli.models.loading import language_model_class, placed_on
 from rlhf_cli.models.mixers.layers import fix_model, refuse_own_states
 from rlhf_cli.models.mixers.operations import wrap_operations
 from rlhf_cli.models.mixers.remainders import keep_float32, take_remainders, with_remainders
+from rlhf_cli.models.routing_replay import ExpertChoice
 from rlhf_cli.models.vision.attention import attention_of_parts
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
 from rlhf_cli.models.vision.tower import PROCESSING, tower_of
@@ -95,6 +96,7 @@ class TransformersEngine:
             trust_remote_code=settings.trust_remote_code,
         )
         self._tower = tower_of(self._model)
+        self._choice = ExpertChoice(self._model.get_decoder()) if settings.return_routed_experts else None
         self._version = 0
         self._pushed_checksum: int | None = None
         self._asleep = False
@@ -238,6 +240,7 @@ class TransformersEngine:
                 eos=self._eos,
                 stop=self._stop_strings(batch.sampling),
                 tower=self._tower,
+                choice=self._choice,
                 max_rows=settings.max_num_seqs,
                 cache_bytes=settings.kv_cache_gib * 2**30,
             )

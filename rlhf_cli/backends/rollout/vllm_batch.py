@@ -187,7 +187,14 @@ def _generation(output: "RequestOutput") -> Generation:
     logprobs = sampled_logprobs(response.logprobs, token_ids)
     assert response.weight_versions is not None, "vLLM reports no weight versions"
     runs = [(_version(span.version), span.end - span.start) for span in response.weight_versions]
-    return Generation(token_ids, logprobs, response.finish_reason, oldest(runs), version_runs=joined_runs(runs))
+    return Generation(
+        token_ids,
+        logprobs,
+        response.finish_reason,
+        oldest(runs),
+        version_runs=joined_runs(runs),
+        routed_experts=response.routed_experts,
+    )
 
 
 def _version(label: str) -> int:

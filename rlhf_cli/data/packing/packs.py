@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures
+from rlhf_cli.data.packing.routed_experts import joined_experts
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PackPictures, PlacedPicture
 
@@ -35,6 +36,8 @@ class TokenSequence:
     - `columns`: float32 `[K]` by name, one value per target: `rollout_logprobs`, `advantages`, `old_logprobs` and
       `ROLE_logprobs` of KL terms for the policy, `old_values` and `returns` for the critic, `labels` for a process
       reward model. Empty for a forward pass.
+    - `routed_experts`: experts that the rollout engine chose for the first n tokens, uint8 or uint16 `[n, layers,
+      top_k]`; None without routing replay.
 
     Example: a prompt of two tokens and a response of three, trained with advantage 0.5:
 
@@ -49,6 +52,7 @@ class TokenSequence:
     loss_mask: np.ndarray
     pictures: tuple[PlacedPicture, ...] = ()
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape, "token_ids and loss_mask differ in length"
@@ -91,6 +95,7 @@ class Pack:
     - `read_R`: the same positions, sorted and unique.
     - `cu_seqlens` [S + 1]: bounds of runs that attend together: sequences, or with `keys` prefixes and continuations
       (`pack_trees`).
+    - `routed_experts`: experts to replay, int16 [T, layers, top_k], -1 where the router chooses; None without replay.
 
     An idle pack (`num_sequences` 0) has one dummy token for attention kernels that require one, and no target:
     `cu_trained` is [0].
@@ -109,6 +114,7 @@ class Pack:
     cu_trained: torch.Tensor
     keys: KeyBounds | None = None
     pictures: PackPictures | None = None
+    routed_experts: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -153,6 +159,7 @@ def pack(sequences: list[TokenSequence]) -> Pack:
         targets_K=torch.from_numpy(token_ids[trained_K]),
         cu_trained=torch.from_numpy(cu_trained.astype(np.int64)),
         pictures=_pictures_of(sequences),
+        routed_experts=joined_experts([(len(sequence), sequence.routed_experts) for sequence in sequences]),
     )
 
 

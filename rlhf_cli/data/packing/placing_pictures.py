@@ -16,6 +16,7 @@ class TokenRun:
     - `first_position`: position of the first token in its sequence.
     - `behind`: number of the run that these tokens continue, if any.
     - `shift`: offset of later positions because of images in that run (`rope_shift`).
+    - `routed_experts`: experts to replay for the first tokens (`TokenSequence`).
     """
 
     token_ids: np.ndarray
@@ -23,6 +24,7 @@ class TokenRun:
     behind: int | None = None
     pictures: tuple[PlacedPicture, ...] = ()
     shift: int = 0
+    routed_experts: np.ndarray | None = None
 
 
 def rope_shift(pictures: Iterable[PlacedPicture]) -> int:

@@ -13,18 +13,20 @@ import torch
 
 from rlhf_cli.data.packing.packs import KeyBounds, Pack, pack
 from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures, rope_shift
+from rlhf_cli.data.packing.routed_experts import joined_experts
 from rlhf_cli.models.vision.pictures import PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """A response to a prompt: `token_ids` int32 [R], and `loss_mask` bool [R], True for training targets. Positions of
-    `pictures` are relative to its first token.
+    `pictures` are relative to its first token, and `routed_experts` (`TokenSequence`) start with it.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     pictures: tuple[PlacedPicture, ...] = ()
+    routed_experts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.token_ids.size
@@ -32,15 +34,19 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A prompt, int32 [P] with at least one token, with continuations of at least one token each."""
+    """A prompt, int32 [P] with at least one token, with continuations of at least one token each.
+
+    Experts of the prompt are replayed only if it is shared.
+    """
 
     prompt_ids: np.ndarray
     continuations: tuple[Continuation, ...]
     pictures: tuple[PlacedPicture, ...] = ()
+    routed_experts: np.ndarray | None = None
 
     def run(self) -> TokenRun:
         """Return the prompt as a run."""
-        return TokenRun(self.prompt_ids, pictures=self.pictures)
+        return TokenRun(self.prompt_ids, pictures=self.pictures, routed_experts=self.routed_experts)
 
     def run_with(self, continuation: Continuation) -> TokenRun:
         """Return the prompt with one continuation as a run."""
@@ -51,7 +57,14 @@ class Tree:
         """Return a continuation as a run, in a pack with the prompt as run number `prompt_run`."""
         # The prompt's images shift the positions of all continuations.
         shift = rope_shift(self.pictures)
-        return TokenRun(continuation.token_ids, self.prompt_ids.size, prompt_run, continuation.pictures, shift)
+        return TokenRun(
+            continuation.token_ids,
+            self.prompt_ids.size,
+            prompt_run,
+            continuation.pictures,
+            shift,
+            continuation.routed_experts,
+        )
 
 
 def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = False) -> Pack:
@@ -104,6 +117,7 @@ def _pack(runs: list[TokenRun], rows: list[np.ndarray], targets: list[np.ndarray
         cu_trained=torch.from_numpy(np.cumsum([0] + [part.size for part in rows])),
         keys=_key_bounds(runs, bounds) if shared else None,
         pictures=place_pictures(runs),
+        routed_experts=joined_experts([(run.token_ids.size, run.routed_experts) for run in runs]),
     )
 
 

@@ -81,13 +81,18 @@ def _key(sequence: TokenSequence, size: int) -> _PromptKey:
 
 def _tree_of(group: list[TokenSequence]) -> Tree:
     size = _prompt_size(group[0])
-    pictures = tuple(placed for placed in group[0].pictures if placed.start < size)
-    return Tree(group[0].token_ids[:size], tuple(_continuation_of(sequence, size) for sequence in group), pictures)
+    first = group[0]
+    pictures = tuple(placed for placed in first.pictures if placed.start < size)
+    # The engine may have computed the prompt several times: replay the experts of one response for all.
+    experts = None if first.routed_experts is None else first.routed_experts[:size]
+    continuations = tuple(_continuation_of(sequence, size) for sequence in group)
+    return Tree(first.token_ids[:size], continuations, pictures, experts)
 
 
 def _continuation_of(sequence: TokenSequence, size: int) -> Continuation:
     later = tuple(placed.moved(-size) for placed in sequence.pictures if placed.start >= size)
-    return Continuation(sequence.token_ids[size:], sequence.loss_mask[size:], later)
+    experts = None if sequence.routed_experts is None else sequence.routed_experts[size:]
+    return Continuation(sequence.token_ids[size:], sequence.loss_mask[size:], later, experts)
 
 
 @dataclass(frozen=True)

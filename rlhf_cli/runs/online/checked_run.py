@@ -38,6 +38,7 @@ from rlhf_cli.runs.online.models import (
     check_adapters,
     check_pictures,
     check_ranks_together,
+    check_replayed,
     check_stages,
     find_models,
     idle_settings,
@@ -137,12 +138,15 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     models = find_models(config, estimator)
     model = models.policy
     # On a CPU, vLLM is not the default engine of every model.
-    backend = rollout_backend(config.engine, model.architecture)
+    replays = config.policy.rollout_routing_replay
+    backend = rollout_backend(config.engine, model.architecture, returns_experts=replays)
     check_partial_rollout(config, backend=backend)
     check_adapters(config, models, backend=backend)
     check_pictures(config, models, backend=backend)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     check_packed_length(model.architecture, config.prompts.max_len)
+    if replays:
+        check_replayed(config, model.architecture, backend=backend)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.

@@ -3,12 +3,15 @@
 One file holds surplus groups from `--dynamic_filtering`, the other holds completed `--async_train` batches.
 """
 
+import base64
 import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.data.prompts import Prompt
@@ -21,6 +24,8 @@ from rlhf_cli.trainers.online.state import LoopState
 
 SURPLUS = "surplus.jsonl.gz"
 AHEAD = "ahead.jsonl.gz"
+_DTYPE = "array of"
+"""Key by which a stored array differs from a row's objects."""
 
 
 def save_groups(folder: Path, state: LoopState) -> None:
@@ -73,12 +78,24 @@ def _write(path: Path, rows: Iterable[object]) -> None:
     # Level 1: the files are written in every checkpoint, and higher levels cost more time than they save space.
     # JSON writes floats with all digits, so log-probs are restored exactly.
     with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps(row, default=_array_object) + "\n" for row in rows)
 
 
 def _read(path: Path) -> list[Any]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [json.loads(line, object_hook=_array_of) for line in file]
+
+
+def _array_object(array: np.ndarray) -> dict[str, object]:
+    """Return routed experts, the only arrays in groups, as a JSON object."""
+    return {_DTYPE: str(array.dtype), "shape": array.shape, "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+def _array_of(plain: dict[str, Any]) -> Any:
+    """Return the array of an object by `_array_object`, or another object unchanged."""
+    if _DTYPE not in plain:
+        return plain
+    return np.frombuffer(base64.b64decode(plain["base64"]), plain[_DTYPE]).reshape(plain["shape"])
 
 
 def _plain_batch(batch: SampledGroups) -> dict[str, object]:

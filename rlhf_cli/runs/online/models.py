@@ -4,7 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from transformers import PretrainedConfig
+
 from rlhf_cli.algorithms.estimators.estimator import Estimator
+from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
@@ -22,6 +25,7 @@ from rlhf_cli.models.reward_model import (
     find_reward_model,
     require_same_tokens,
 )
+from rlhf_cli.models.routing_replay import check_routing_replay
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.models.vision.freezing import check_trained_parts
@@ -257,6 +261,26 @@ def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) 
     check_4_bits(config, models)
     if config.adapter.lora_push == "adapter":
         check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.engine.vllm_sync_backend)
+
+
+def check_replayed(config: OnlineConfig, architecture: PretrainedConfig, *, backend: str) -> None:
+    """Raise UsageError if the experts of rollout engines cannot be returned or replayed as set."""
+    check_routing_replay(architecture)
+    problems = (
+        (config.model.compile_model, "compile_model would compile the routers: drop it"),
+        (backend not in ("vllm", "transformers"), f"--rollout_backend {backend} does not return routed experts"),
+        (
+            backend == "vllm" and not may_have_gpus(),
+            "vLLM returns routed experts only on a GPU: set --rollout_backend transformers",
+        ),
+        (
+            backend == "vllm" and not config.engine.enable_prefix_caching,
+            "vLLM returns routed experts only with prefix caching: drop --no_enable_prefix_caching",
+        ),
+    )
+    for applies, problem in problems:
+        if applies:
+            raise UsageError(f"--rollout_routing_replay: {problem}")
 
 
 def check_pictures(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:

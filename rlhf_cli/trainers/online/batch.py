@@ -96,7 +96,7 @@ def learning_samples(
 def _samples_of(rollout: Rollout, number: int, columns: dict[str, np.ndarray]) -> list[TokenSequence]:
     """Return a response's samples, one per sequence, from its token columns."""
     first, end = rollout.sequence_bounds[number : number + 2].tolist()
-    sequences = rollout.sequences[first:end]
+    sequences = rollout.replayed_sequences[first:end]
     cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
     pieces = {name: np.split(values, cuts) for name, values in columns.items()}
     return [

@@ -17,7 +17,7 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, rollout: Roll
             rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(rollout.sequences))
     if needs_old:
         with awake(roles.actor):
-            rollout.old_logprobs = rollout.by_response(roles.actor.logprobs(rollout.sequences))
+            rollout.old_logprobs = rollout.by_response(roles.actor.logprobs(rollout.replayed_sequences))
     if roles.critic is not None:
         with awake(roles.critic):
             asked = with_bootstrap_targets(rollout) if settings.critic.bootstrap_truncated else rollout.sequences

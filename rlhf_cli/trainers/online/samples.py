@@ -71,6 +71,12 @@ class Sample:
         earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in self.branches)
         return [*earlier, self.sequence]
 
+    @property
+    def replayed_sequences(self) -> list[TokenSequence]:
+        """`sequences` with the experts of the rollout engine, if it returned any."""
+        experts = [branch.routed_experts for branch in self.branches] + [self.response.routed_experts]
+        return [replace(sequence, routed_experts=own) for sequence, own in zip(self.sequences, experts, strict=True)]
+
 
 def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
     token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
@@ -163,6 +169,11 @@ class Rollout:
     def sequences(self) -> list[TokenSequence]:
         """Token sequences of all samples (prompt and response), preceded by earlier branches of episodes."""
         return [sequence for sample in self.samples for sequence in sample.sequences]
+
+    @cached_property
+    def replayed_sequences(self) -> list[TokenSequence]:
+        """`sequences` for the actor, which replays the experts of the rollout engine. Other models choose their own."""
+        return [sequence for sample in self.samples for sequence in sample.replayed_sequences]
 
     @cached_property
     def sequence_bounds(self) -> np.ndarray:

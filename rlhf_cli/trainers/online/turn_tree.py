@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from rlhf_cli.data.formats.conversations import Message, Tool
 from rlhf_cli.data.rollouts import Branch, Episode, Generation, joined_runs, oldest
 from rlhf_cli.data.templates.message_forms import MessageForm
@@ -125,7 +127,15 @@ class TurnTree:
             earlier=tuple(branch for branch, _ in earlier),
         )
         logprobs = [value for one in sampled for value in one.logprobs]
-        return Generation(response.token_ids, logprobs, finish_reason, oldest(runs), episode, joined_runs(runs))
+        return Generation(
+            response.token_ids,
+            logprobs,
+            finish_reason,
+            oldest(runs),
+            episode,
+            joined_runs(runs),
+            response.routed_experts,
+        )
 
     def _branch(self, leaf: int, trained: set[int]) -> tuple[Branch, list[_Turn]]:
         """Return a leaf's branch with the turns trained in it, and mark these as trained."""
@@ -134,7 +144,21 @@ class TurnTree:
         turns = [self.turns[number] for number in own]
         end, ids = self.turns[leaf], self.token_ids(leaf)
         spans = tuple(turn.span for turn in turns)
-        return Branch(ids[: end.start], ids[end.start :], spans, entries(end.messages)), turns
+        messages, experts = entries(end.messages), self._routed_experts(leaf)
+        return Branch(ids[: end.start], ids[end.start :], spans, messages, experts), turns
+
+    def _routed_experts(self, number: int) -> np.ndarray | None:
+        """Return the experts of the conversation that ends with a turn; None if engines returned none."""
+        pieces: list[np.ndarray] = []
+        num_known = 0
+        for place in self.path(number):
+            experts = self.turns[place].sampled.routed_experts
+            if experts is None:
+                return None
+            # A later turn repeats the tokens of earlier ones, which had these experts when they were sampled.
+            pieces.append(experts[num_known:])
+            num_known = len(experts)
+        return np.concatenate(pieces)
 
 
 def entries(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
