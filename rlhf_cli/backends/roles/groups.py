@@ -5,7 +5,6 @@ Sequences are sent to the ranks as micro-batches (planner.py).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -274,8 +273,6 @@ class CriticRole(TrainedRole["CriticRank"]):
 
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Run optimizer steps, each an array of sample indices. Returns metrics per step."""
-        # The experts are those of the actor's layers.
-        samples = [replace(sample, routed_experts=None) for sample in samples]
         metrics = self.group.all_each(lambda rank, share: rank.update(share), self.planner.steps(samples, steps))
         return [finish_value_metrics(of_step) for of_step in metrics[0]]
 

@@ -327,8 +327,10 @@ class _PolicyGradient:
         with timer("train"):
             plan = plan_over_samples(plan, rollout, settings.policy)
             if roles.critic is not None:
+                # The experts are those of the actor's layers.
+                of_critic = [replace(sample, routed_experts=None) for sample in samples]
                 with awake(roles.critic):
-                    metrics |= mean_of_steps(roles.critic.update(samples, plan.critic), prefix="critic/")
+                    metrics |= mean_of_steps(roles.critic.update(of_critic, plan.critic), prefix="critic/")
             roles.actor.wake()
             if not plan.actor:
                 return metrics, []

@@ -12,7 +12,7 @@ from samples import sample_of
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.rollouts import Branch, Episode, Generation
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -100,6 +100,19 @@ def test_surplus_comes_out_of_a_checkpoint_as_it_went_in(tmp_path):
     groups = [odd, group(5, 1, 1)]
     save_surplus(tmp_path, groups)
     assert load_surplus(tmp_path, {one[0].group: one[0].prompt for one in groups}.__getitem__) == groups
+
+
+def test_surplus_keeps_the_experts_of_responses_and_branches(tmp_path):
+    (sample,) = group(3, 2)
+    experts = np.array([[[1, 300]]], dtype=np.uint16)
+    branch = Branch([1], [2], ((0, 1),), routed_experts=experts[:, :, :1])
+    response = dataclasses.replace(
+        sample.response, routed_experts=experts, episode=Episode(((0, 1),), (1.0,), earlier=(branch,))
+    )
+    save_surplus(tmp_path, [[dataclasses.replace(sample, response=response)]])
+    ((found,),) = load_surplus(tmp_path, lambda place: sample.prompt)
+    np.testing.assert_array_equal(found.response.routed_experts, experts, strict=True)
+    np.testing.assert_array_equal(found.branches[0].routed_experts, experts[:, :, :1], strict=True)
 
 
 def test_surplus_gets_the_pictures_of_its_prompt_again_and_no_checkpoint_has_pixels(tmp_path):

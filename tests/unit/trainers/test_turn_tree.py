@@ -1,5 +1,6 @@
 """Turns of an episode as a tree: tokens, spans and branches, without copies of the tokens before a turn."""
 
+import numpy as np
 import pytest
 from agent_fakes import asked
 
@@ -60,6 +61,23 @@ def test_shared_turns_are_trained_in_the_response(tree):
     assert (found.token_ids, found.episode.turns) == ([4, 5, 8, 0, 0], ((0, 2), (2, 3), (4, 5)))
     assert [branch.turns for branch in found.episode.earlier] == [((3, 4),), ((0, 2),)]
     assert found.logprobs == [-0.7, -0.9, -0.9, -0.4, -0.5, -0.8, -1.0]
+
+
+def test_a_conversation_has_the_experts_with_which_each_token_was_first_sampled():
+    def sampled(count: int, experts: range) -> Generation:
+        return Generation([0] * count, [-1.0] * count, "stop", 2, routed_experts=np.array(experts)[:, None, None])
+
+    tree = TurnTree()
+    tree.add(None, [1, 2, 3], sampled(2, range(4)), TURN, MESSAGES, first_call=0)
+    tree.add(0, [6], sampled(2, range(10, 17)), TURN, MESSAGES, first_call=0)
+    tree.add(0, [], sampled(1, range(20, 25)), TURN, MESSAGES, first_call=0)
+    found = tree.generation(FACTS, "stop")
+    assert found.episode is not None
+    ((earlier,), last) = found.episode.earlier, found.routed_experts
+    assert (earlier.routed_experts.ravel().tolist(), last.ravel().tolist()) == (  # type: ignore[union-attr]
+        [0, 1, 2, 3, 14, 15, 16],
+        [0, 1, 2, 3, 24],
+    )
 
 
 def test_an_episode_without_a_turn_has_no_tokens():
