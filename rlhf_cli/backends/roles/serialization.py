@@ -93,7 +93,9 @@ def _split_sequences(
     chosen = [None] * (len(bounds) - 1) if experts is None else _split(*experts)
     pieces = enumerate(zip(_split(token_ids, bounds), _split(loss_mask, bounds), chosen, strict=True))
     return [
-        TokenSequence(ids, mask, pictures.get(number, ()), {name: values[number] for name, values in split.items()}, own)
+        TokenSequence(
+            ids, mask, pictures.get(number, ()), {name: values[number] for name, values in split.items()}, own
+        )
         for number, (ids, mask, own) in pieces
     ]
 

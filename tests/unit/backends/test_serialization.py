@@ -60,7 +60,9 @@ def test_micro_batches_of_sequences_arrive_empty_ones_too():
 
 def test_experts_arrive_and_a_sequence_without_any_has_none_of_its_tokens():
     experts = [RNG.integers(0, 8, (count, 3, 2), dtype=np.uint8) for count in (4, 2)]
-    with_experts = [replace(sequence(count + 1), routed_experts=own) for count, own in zip((4, 2), experts, strict=True)]
+    with_experts = [
+        replace(sequence(count + 1), routed_experts=own) for count, own in zip((4, 2), experts, strict=True)
+    ]
     ((found,),) = arrived(RankWork([[[with_experts[0], sequence(3), with_experts[1]]]])).steps
     for one, own in zip(found, (experts[0], experts[0][:0], experts[1]), strict=True):
         np.testing.assert_array_equal(one.routed_experts, own, strict=True)

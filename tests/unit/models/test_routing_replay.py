@@ -1,7 +1,6 @@
 """Replay of the rollout engine's experts: in routers of each type, in packs and gradients, and with another router."""
 
 import asyncio
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,7 +190,9 @@ def test_a_shared_prompt_has_the_experts_of_its_first_response(model_dir):
 def test_tokens_without_experts_choose_their_own(model_dir):
     policy = load_policy(model_dir)
     own = with_own_experts(AutoModelForCausalLM.from_pretrained(model_dir), sequences())
-    partly = [replace(one, routed_experts=one.routed_experts[:count]) for one, count in zip(own, (30, 4, 0), strict=True)]  # type: ignore
+    partly = [
+        replace(one, routed_experts=one.routed_experts[:count]) for one, count in zip(own, (30, 4, 0), strict=True)
+    ]  # type: ignore
     plain = policy(pack(sequences()))[0]
     assert policy(pack(partly))[0].equal(plain)
     assert policy(pack([*partly[:2], sequences()[2]]))[0].equal(plain)

@@ -18,6 +18,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_4_bits,
+    check_replayed,
     check_shared_sequences,
     check_split_layers,
     check_stages,
@@ -48,6 +49,24 @@ def test_4_bits_are_refused_by_the_stage_of_the_role_and_where_no_gpu_can_be(tin
             check_4_bits(config, find_models(config, ESTIMATORS["ppo"]))
     without = resolve("ppo", pretrain=tiny_model_dir, lora_rank="4")
     check_4_bits(without, find_models(without, ESTIMATORS["ppo"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "vLLM returns routed experts only on a GPU: set --rollout_backend transformers"),
+        ({"rollout_backend": "engine.py:Engine"}, "engine.py:Engine does not return routed experts"),
+        ({"compile_model": "true"}, "compile_model would compile the routers"),
+        ({"enable_prefix_caching": "false"}, "only with prefix caching: drop --no_enable_prefix_caching"),
+    ],
+)
+def test_replay_is_refused_where_engines_return_no_experts(given, message, tiny_moe_dir, monkeypatch):
+    config = resolve("grpo", pretrain=tiny_moe_dir, rollout_routing_replay="true", **given)
+    architecture = find_models(config, ESTIMATORS["grpo"]).policy.architecture
+    backend = config.engine.rollout_backend.replace("auto", "vllm")
+    monkeypatch.setattr("rlhf_cli.runs.online.models.may_have_gpus", lambda: bool(given))
+    with pytest.raises(UsageError, match=f"--rollout_routing_replay: .*{message}"):
+        check_replayed(config, architecture, backend=backend)
 
 
 def test_a_critic_starts_from_the_policy_where_nothing_else_is_said(tiny_model_dir):
