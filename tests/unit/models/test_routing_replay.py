@@ -192,7 +192,7 @@ def test_tokens_without_experts_choose_their_own(model_dir):
     own = with_own_experts(AutoModelForCausalLM.from_pretrained(model_dir), sequences())
     partly = [
         replace(one, routed_experts=one.routed_experts[:count]) for one, count in zip(own, (30, 4, 0), strict=True)
-    ]  # type: ignore
+    ]
     plain = policy(pack(sequences()))[0]
     assert policy(pack(partly))[0].equal(plain)
     assert policy(pack([*partly[:2], sequences()[2]]))[0].equal(plain)
@@ -213,9 +213,9 @@ def test_filler_chooses_its_own_experts(monkeypatch):
 # Engine
 
 
-def responses(path: str, **settings: int) -> list[Generation]:
+def responses(path: str, *, max_num_seqs: int = 256) -> list[Generation]:
     engine = TransformersEngine(
-        path, EngineSettings(max_model_len=64, dtype="fp32", return_routed_experts=True, **settings)
+        path, EngineSettings(max_model_len=64, dtype="fp32", return_routed_experts=True, max_num_seqs=max_num_seqs)
     )
 
     async def generate() -> list[Generation]:
