@@ -42,7 +42,7 @@ class EngineConfig(SettingsGroup):
         ),
     ] = "auto"
     """Rollout engine. auto uses vLLM if installed; on a CPU, transformers for models with convolutions or recurrent
-    layers that vLLM does not run there.
+    layers that vLLM does not run there, and with --rollout_routing_replay.
     """
     vllm_tensor_parallel_size: int = Field(1, gt=0)
     """Tensor parallel size of each engine."""

@@ -18,7 +18,8 @@ class SamplingParams:
     Applied in vLLM's order: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 disables it), `top_p`. Greedy
     sampling selects the most likely token after the penalty only. `stop` strings end a response as soon as it contains
     one; `end_ids` are additional end tokens. With `continues`, the batch contains the next turns of the previous
-    batch's episodes, so that engines reuse their prefix cache.
+    batch's episodes, so that engines reuse their prefix cache. With `returns_experts`, engines that record routed
+    experts (`EngineSettings`) return them.
     """
 
     max_new_tokens: int
@@ -31,6 +32,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
     continues: bool = False
+    returns_experts: bool = False
 
 
 def sampling_params(sampling: SamplingConfig, *, end_ids: tuple[int, ...] = ()) -> SamplingParams:

@@ -44,12 +44,20 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 def check_routing_replay(architecture: PretrainedConfig) -> None:
     """Raise UsageError if the routers of a model cannot be replayed, before loading weights."""
-    kind = architecture.get_text_config().model_type
+    text = architecture.get_text_config()
+    kind = text.model_type
     if kind not in REPLAYED_TYPES:
         raise UsageError(
             f"--rollout_routing_replay: models of type {kind} have no routers that can be replayed; supported: "
             f"{', '.join(sorted(REPLAYED_TYPES))}"
         )
+    # Some types are mixtures only in some sizes.
+    if _num_experts(text) < 2:
+        raise UsageError(f"--rollout_routing_replay: this {kind} model is not a mixture of experts: drop it")
+
+
+def _num_experts(text: PretrainedConfig) -> int:
+    return next((getattr(text, name) for name in _NUM_EXPERTS if getattr(text, name, None)), 0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class ExpertChoice:
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         text = decoder.config.get_text_config()
-        self._num_experts: int = next(getattr(text, name) for name in _NUM_EXPERTS if hasattr(text, name))
+        self._num_experts = _num_experts(text)
         self._top_k: int = text.num_experts_per_tok
         self._num_layers = len(decoder.layers)
         # By layer, while a forward pass is recorded.
@@ -101,6 +109,8 @@ class ExpertChoice:
             self._recorded = None
 
     def _stacked(self, found: dict[int, torch.Tensor]) -> np.ndarray:
+        if not found:
+            raise UsageError("--rollout_routing_replay: no layer of the model has a router")
         no_router = torch.zeros_like(next(iter(found.values())))
         experts_TLk = torch.stack([found.get(number, no_router) for number in range(self._num_layers)], dim=1)
         return experts_TLk.cpu().numpy().astype(np.uint8 if self._num_experts <= 256 else np.uint16)

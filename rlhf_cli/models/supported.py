@@ -22,6 +22,7 @@ from rlhf_cli.models.mixers.layers import (
     kind_of,
 )
 from rlhf_cli.models.requirements import PACKED_TYPES
+from rlhf_cli.models.routing_replay import REPLAYED_TYPES
 from rlhf_cli.models.vision.families.table import FAMILIES
 
 HEADER = (
@@ -64,6 +65,7 @@ class SupportedType:
     - `kind`: `model_type` in the configuration.
     - `layers`: attention, and names in `MIXERS`, that its models may have.
     - `has_experts`: whether its MLP is, or may be, a mixture of experts.
+    - `replays_routing`: whether `--rollout_routing_replay` supports it.
     - `reads_images`: whether it is a vision-language model.
     - `kernel`: attention kernel for packs on a CPU.
     """
@@ -71,6 +73,7 @@ class SupportedType:
     kind: str
     layers: tuple[str, ...]
     has_experts: bool
+    replays_routing: bool
     reads_images: bool
     kernel: str
 
@@ -82,7 +85,7 @@ class SupportedType:
         return (
             ", ".join(self.layers),
             _yes(self.reads_images),
-            _yes(self.has_experts),
+            "replayed" if self.replays_routing else _yes(self.has_experts),
             _yes(self.kernel == VARLEN and not mixers & WITHOUT_INITIAL_STATE),
             self.adapted(),
             self._engine_on_cpu(bool(mixers)),
@@ -128,8 +131,9 @@ def supported_types() -> Iterator[SupportedType]:
         architecture = AutoConfig.for_model(kind)
         text = architecture.get_text_config()
         has_experts = any("experts" in name for name in text.to_dict())
+        replays_routing = text.model_type in REPLAYED_TYPES
         kernel = resolve_attention("auto", device="cpu", dtype=torch.float32, needs=attention_needs(architecture))
-        yield SupportedType(kind, _layers_of(text), has_experts, kind in FAMILIES, kernel)
+        yield SupportedType(kind, _layers_of(text), has_experts, replays_routing, kind in FAMILIES, kernel)
 
 
 def _layers_of(text: PretrainedConfig) -> tuple[str, ...]:

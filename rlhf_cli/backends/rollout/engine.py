@@ -32,7 +32,7 @@ class EngineSettings:
     - `vllm_args`: additional vLLM engine arguments, which override all others.
     - `max_lora_rank`: if set, pushes contain only the adapter. Use one of vLLM's allowed values.
     - `max_images_per_prompt`: image limit; None for models without a vision encoder.
-    - `return_routed_experts`: return the experts that each token was sent to.
+    - `record_routed_experts`: record the experts of each token, for batches that ask for them.
     - `min_pixels`, `max_pixels`: the trainer's image size limits; None uses the limits from the model's processor.
     """
 
@@ -55,7 +55,7 @@ class EngineSettings:
     max_images_per_prompt: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
-    return_routed_experts: bool = False
+    record_routed_experts: bool = False
 
 
 def engine_settings(

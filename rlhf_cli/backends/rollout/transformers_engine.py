@@ -96,7 +96,7 @@ class TransformersEngine:
             trust_remote_code=settings.trust_remote_code,
         )
         self._tower = tower_of(self._model)
-        self._choice = ExpertChoice(self._model.get_decoder()) if settings.return_routed_experts else None
+        self._choice = ExpertChoice(self._model.get_decoder()) if settings.record_routed_experts else None
         self._version = 0
         self._pushed_checksum: int | None = None
         self._asleep = False
@@ -240,7 +240,7 @@ class TransformersEngine:
                 eos=self._eos,
                 stop=self._stop_strings(batch.sampling),
                 tower=self._tower,
-                choice=self._choice,
+                choice=self._choice if batch.sampling.returns_experts else None,
                 max_rows=settings.max_num_seqs,
                 cache_bytes=settings.kv_cache_gib * 2**30,
             )

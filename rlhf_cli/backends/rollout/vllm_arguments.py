@@ -49,7 +49,7 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
         "worker_extension_cls": f"{_WORKER_MODULE}.WorkerExtension",
         "scheduler_cls": f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
         "weight_transfer_config": {"backend": f"rlhf_{settings.sync_backend}"},
-        **({"enable_return_routed_experts": True} if settings.return_routed_experts else {}),
+        **({"enable_return_routed_experts": True} if settings.record_routed_experts else {}),
         **_adapter_arguments(settings),
         **_picture_arguments(settings, on_cpu=on_cpu),
         **_device_arguments(settings, on_cpu=on_cpu),

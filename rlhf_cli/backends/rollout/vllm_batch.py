@@ -123,7 +123,7 @@ class VllmBatch:
         """Wait for a response and add it, unless it was canceled."""
         output: Any = await queue.get()
         if output.outputs[0].finish_reason != "abort":
-            self.arrivals.add(number, _generation(output))
+            self.arrivals.add(number, _generation(output, self.sampling))
 
     def cut(self, max_tokens: int) -> None:
         """Cancel responses that exceed `max_tokens`, now or later."""
@@ -178,7 +178,7 @@ def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Seq
     )
 
 
-def _generation(output: "RequestOutput") -> Generation:
+def _generation(output: "RequestOutput", sampling: SamplingParams) -> Generation:
     response = output.outputs[0]
     if response.finish_reason not in ("stop", "length"):
         raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
@@ -193,7 +193,8 @@ def _generation(output: "RequestOutput") -> Generation:
         response.finish_reason,
         oldest(runs),
         version_runs=joined_runs(runs),
-        routed_experts=response.routed_experts,
+        # vLLM returns them for all requests: for evaluations, they would fill the memory of the driver.
+        routed_experts=response.routed_experts if sampling.returns_experts else None,
     )
 
 

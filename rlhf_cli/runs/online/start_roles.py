@@ -239,6 +239,6 @@ def _engine_plan(config: OnlineConfig, policy: ModelPlan, backend: str, processe
             shares_gpus=processes.shares_gpus,
         ),
         max_lora_rank=None if adapter is None else vllm_rank(adapter),
-        return_routed_experts=config.policy.rollout_routing_replay,
+        record_routed_experts=config.policy.rollout_routing_replay,
     )
     return EnginePlan(backend, policy.found.path, settings, engine.vllm_gpu_memory_utilization)

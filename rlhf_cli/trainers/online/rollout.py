@@ -74,7 +74,9 @@ class Round:
             await self._collect(first, requests[first : first + size], sampler.sampling, enough)
         if sampler.greedy:
             likeliest = [self._request(group, prompt, 0) for group, prompt in self._prompts]
-            await self._collect(len(requests), likeliest, replace(sampler.sampling, greedy=True), None)
+            await self._collect(
+                len(requests), likeliest, replace(sampler.sampling, greedy=True, returns_experts=False), None
+            )
 
     async def finish(self, *, is_all: bool) -> None:
         """Wait for remaining scores. Raises RunError if they complete an iteration and too many failed."""

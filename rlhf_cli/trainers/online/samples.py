@@ -72,10 +72,9 @@ class Sample:
         return [*earlier, self.sequence]
 
     @property
-    def replayed_sequences(self) -> list[TokenSequence]:
-        """`sequences` with the experts of the rollout engine, if it returned any."""
-        experts = [branch.routed_experts for branch in self.branches] + [self.response.routed_experts]
-        return [replace(sequence, routed_experts=own) for sequence, own in zip(self.sequences, experts, strict=True)]
+    def routed_experts(self) -> list[np.ndarray | None]:
+        """Experts that the rollout engine returned for each of `sequences`."""
+        return [*(branch.routed_experts for branch in self.branches), self.response.routed_experts]
 
 
 def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
@@ -173,7 +172,8 @@ class Rollout:
     @cached_property
     def replayed_sequences(self) -> list[TokenSequence]:
         """`sequences` for the actor, which replays the experts of the rollout engine. Other models choose their own."""
-        return [sequence for sample in self.samples for sequence in sample.replayed_sequences]
+        experts = [own for sample in self.samples for own in sample.routed_experts]
+        return [replace(sequence, routed_experts=own) for sequence, own in zip(self.sequences, experts, strict=True)]
 
     @cached_property
     def sequence_bounds(self) -> np.ndarray:

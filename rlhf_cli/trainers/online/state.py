@@ -52,6 +52,7 @@ class OnlineSettings:
             min_p=rollout.min_p,
             stop=tuple(rollout.stop),
             end_ids=self.end_ids,
+            returns_experts=self.policy.rollout_routing_replay,
         )
 
     @property

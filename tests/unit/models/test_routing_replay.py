@@ -28,7 +28,7 @@ from rlhf_cli.models.routing_replay import REPLAYED_TYPES, ExpertChoice, check_r
 from rlhf_cli.models.shape_bucketing import rounded
 
 NUM_EXPERTS, TOP_K = 4, 2  # of all tiny models
-SAMPLING = SamplingParams(max_new_tokens=12)
+SAMPLING = SamplingParams(max_new_tokens=12, returns_experts=True)
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15]]
 REQUESTS = [GenerationRequest(PROMPTS[index % 3], seed=100 + index) for index in range(12)]
 
@@ -84,6 +84,8 @@ def test_types_are_mixtures_that_are_packed_and_others_are_refused_by_name():
     for kind in ("qwen2", "jetmoe", "deepseek_v2"):
         with pytest.raises(UsageError, match=f"models of type {kind} have no routers that can be replayed; supported"):
             check_routing_replay(AutoConfig.for_model(kind))
+    with pytest.raises(UsageError, match="this granitemoehybrid model is not a mixture of experts"):
+        check_routing_replay(AutoConfig.for_model("granitemoehybrid", num_local_experts=0))
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +215,14 @@ def test_filler_chooses_its_own_experts(monkeypatch):
 # Engine
 
 
-def responses(path: str, *, max_num_seqs: int = 256) -> list[Generation]:
+def responses(path: str, sampling: SamplingParams = SAMPLING, *, max_num_seqs: int = 256) -> list[Generation]:
     engine = TransformersEngine(
-        path, EngineSettings(max_model_len=64, dtype="fp32", return_routed_experts=True, max_num_seqs=max_num_seqs)
+        path, EngineSettings(max_model_len=64, dtype="fp32", record_routed_experts=True, max_num_seqs=max_num_seqs)
     )
 
     async def generate() -> list[Generation]:
         try:
-            return await engine.generate(REQUESTS, SAMPLING)
+            return await engine.generate(REQUESTS, sampling)
         finally:
             await engine.shutdown()
 
@@ -241,6 +243,12 @@ def test_an_engine_names_the_experts_of_all_tokens_except_the_last(model_dir, ma
         assert one.routed_experts is not None
         assert other.routed_experts is not None
         np.testing.assert_array_equal(one.routed_experts, other.routed_experts[:-1], strict=True)
+
+
+def test_other_batches_of_the_engine_name_no_experts(model_dir):
+    found = responses(model_dir, replace(SAMPLING, returns_experts=False))
+    assert found == responses(model_dir)
+    assert [one.routed_experts for one in found] == [None] * len(REQUESTS)
 
 
 def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> float:
