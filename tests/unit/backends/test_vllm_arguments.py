@@ -23,7 +23,9 @@ OPEN = {"max_num_seqs", "max_num_batched_tokens", "disable_log_stats"}
 
 def test_whatever_the_program_sets_is_refused_from_a_user_but_for_the_limits_of_a_step():
     for on_cpu in (True, False):
-        settings = EngineSettings(max_model_len=9, max_images_per_prompt=2, min_pixels=1, max_pixels=2)
+        settings = EngineSettings(
+            max_model_len=9, max_images_per_prompt=2, min_pixels=1, max_pixels=2, record_routed_experts=True
+        )
         ours = engine_arguments("m", settings, on_cpu=on_cpu).keys()
         assert ours - OPEN <= DECIDED.keys()
     assert not DECIDED.keys() & OPEN
