@@ -70,6 +70,10 @@ class TurnTree:
         calls = tuple(replace(call, id=call_id(first_call + place)) for place, call in enumerate(turn.calls))
         message = Message("assistant", turn.content, calls)
         start, length = (len(given_ids), 0) if parent is None else (self.turns[parent].start, self.turns[parent].length)
+        if sampled.routed_experts is not None:
+            # Tokens of earlier turns keep the experts with which they were sampled. A copy, because a view would hold
+            # those of the whole conversation for each turn.
+            sampled = replace(sampled, routed_experts=sampled.routed_experts[max(length - 1, 0) :].copy())
         length += len(given_ids) + len(sampled.token_ids)
         self.turns.append(_Turn(parent, given_ids, sampled, (*messages, message), tools, start, length))
         self.longest = max(self.longest, length - start)
@@ -149,16 +153,9 @@ class TurnTree:
 
     def _routed_experts(self, number: int) -> np.ndarray | None:
         """Return the experts of the conversation that ends with a turn; None if engines returned none."""
-        pieces: list[np.ndarray] = []
-        num_known = 0
-        for place in self.path(number):
-            experts = self.turns[place].sampled.routed_experts
-            if experts is None:
-                return None
-            # A later turn repeats the tokens of earlier ones, which had these experts when they were sampled.
-            pieces.append(experts[num_known:])
-            num_known = len(experts)
-        return np.concatenate(pieces)
+        experts = [self.turns[place].sampled.routed_experts for place in self.path(number)]
+        known = [own for own in experts if own is not None]
+        return np.concatenate(known) if known else None
 
 
 def entries(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:

@@ -71,6 +71,7 @@ def test_a_conversation_has_the_experts_with_which_each_token_was_first_sampled(
     tree.add(None, [1, 2, 3], sampled(2, range(4)), TURN, MESSAGES, first_call=0)
     tree.add(0, [6], sampled(2, range(10, 17)), TURN, MESSAGES, first_call=0)
     tree.add(0, [], sampled(1, range(20, 25)), TURN, MESSAGES, first_call=0)
+    assert [len(turn.sampled.routed_experts) for turn in tree.turns] == [4, 3, 1]  # type: ignore[arg-type]
     found = tree.generation(FACTS, "stop")
     assert found.episode is not None
     ((earlier,), last) = found.episode.earlier, found.routed_experts
