@@ -3,6 +3,8 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
+from rlhf_cli.backends.rollout.vllm_batch import _generation
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.shared_prompts import pack_groups
@@ -249,6 +252,20 @@ def test_other_batches_of_the_engine_name_no_experts(model_dir):
     found = responses(model_dir, replace(SAMPLING, returns_experts=False))
     assert found == responses(model_dir)
     assert [one.routed_experts for one in found] == [None] * len(REQUESTS)
+
+
+def test_experts_of_vllm_are_returned_to_batches_for_training_only():
+    experts = some_experts(3, num_layers=3, seed=0)
+    response = SimpleNamespace(
+        token_ids=[7],
+        logprobs=SimpleNamespace(start_indices=[0], token_ids=[7], logprobs=[-0.5]),
+        finish_reason="stop",
+        weight_versions=[],
+        routed_experts=experts,
+    )
+    output: Any = SimpleNamespace(outputs=[response])
+    assert _generation(output, SAMPLING).routed_experts is experts
+    assert _generation(output, replace(SAMPLING, returns_experts=False)).routed_experts is None
 
 
 def k3(logprobs: torch.Tensor, sampled: torch.Tensor) -> float:
