@@ -16,8 +16,8 @@ from rlhf_cli.models.mixers.layers import (
     ATTENTION,
     KERNELS,
     MIXERS,
-    OWN_STATES,
     VLLM_CPU_STATES,
+    WITHOUT_ENGINE,
     WITHOUT_INITIAL_STATE,
     kind_of,
 )
@@ -89,7 +89,7 @@ class SupportedType:
             _yes(self.kernel == VARLEN and not mixers & WITHOUT_INITIAL_STATE),
             self.adapted(),
             self._engine_on_cpu(bool(mixers)),
-            "vLLM" if self.kind in OWN_STATES else "vLLM, transformers",
+            "none" if self.kind in WITHOUT_ENGINE else "vLLM, transformers",
             ", ".join(f"`rlhf-cli[{extra}]`" for extra in extras),
             ", ".join(["packs", *tests]),
         )
@@ -103,8 +103,8 @@ class SupportedType:
         return f"not {', '.join(left_out)}" if left_out else "yes"
 
     def _engine_on_cpu(self, has_mixers: bool) -> str:
-        if self.kind in OWN_STATES:
-            return "vLLM"
+        if self.kind in WITHOUT_ENGINE:
+            return "none"
         if not has_mixers:
             return "vLLM, transformers"
         if self.kind not in VLLM_CPU_STATES:

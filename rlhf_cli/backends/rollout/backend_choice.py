@@ -8,7 +8,7 @@ from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.rollout.transformers_cache import keeps_states
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.mixers.layers import VLLM_CPU_STATES, refuse_own_states
+from rlhf_cli.models.mixers.layers import OWN_STATES, VLLM_CPU_STATES, WITHOUT_ENGINE, refuse_own_states
 
 
 def rollout_backend(
@@ -33,8 +33,8 @@ def rollout_backend(
         raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
     if architecture is not None and backend == "transformers":
         refuse_own_states(architecture)
-    if architecture is not None and backend == "vllm" and not may_have_gpus():
-        _refuse_on_cpu(architecture)
+    if architecture is not None and backend == "vllm":
+        _refuse_on_vllm(architecture)
     return backend
 
 
@@ -50,8 +50,15 @@ def _has_experts(architecture: PretrainedConfig) -> bool:
     return bool(getattr(architecture, "num_local_experts", None))
 
 
-def _refuse_on_cpu(architecture: PretrainedConfig) -> None:
-    if architecture.model_type == "nemotron_h" and _has_experts(architecture):
+def _refuse_on_vllm(architecture: PretrainedConfig) -> None:
+    kind = architecture.model_type
+    if kind in WITHOUT_ENGINE:
+        raise UsageError(f"no rollout engine runs models of type {kind}: vLLM does not have them")
+    if may_have_gpus():
+        return
+    if kind in OWN_STATES:
+        raise UsageError(f"no rollout engine runs models of type {kind} on a CPU: vLLM needs a GPU for them")
+    if kind == "nemotron_h" and _has_experts(architecture):
         raise UsageError(
             "--rollout_backend vllm: vLLM's CPU build cannot run the experts of nemotron_h; use transformers"
         )

@@ -48,7 +48,9 @@ KERNELS = {
 WITHOUT_INITIAL_STATE = frozenset({"Mamba 1", "RG-LRU"})
 """Layers that always begin with a zero state if they compute several tokens."""
 
-OWN_STATES = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
+WITHOUT_ENGINE = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
+"""Model types that vLLM does not have, and whose rows the transformers engine cannot select or measure."""
+OWN_STATES = WITHOUT_ENGINE | {"falcon_mamba", "mamba", "mamba2"}
 """Model types whose rows the transformers engine cannot select or measure.
 
 They keep states in their modules or in a cache of their own, or have no attention layers at all.
@@ -78,10 +80,11 @@ class Layers:
 
 def refuse_own_states(architecture: PretrainedConfig) -> None:
     """Raise UsageError if the transformers engine cannot manage the states of this model."""
-    if architecture.model_type in OWN_STATES:
+    kind = architecture.model_type
+    if kind in OWN_STATES:
         raise UsageError(
-            f"the transformers engine cannot generate with models of type {architecture.model_type}, whose states it "
-            "does not support: use vLLM"
+            f"the transformers engine cannot generate with models of type {kind}, whose states it does not support: "
+            + ("vLLM does not have them either" if kind in WITHOUT_ENGINE else "use vLLM on a GPU")
         )
 
 

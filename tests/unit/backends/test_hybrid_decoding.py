@@ -116,7 +116,7 @@ def test_states_count_as_memory_of_a_row(missing: int, rows: int, tiny_hybrid_di
         ("lfm2", {}, True, "vllm"),
         ("lfm2", {"rollout_backend": "vllm"}, False, "vllm"),
         ("lfm2", {"vllm_args": '{"block_size": 32}'}, False, "vllm"),
-        ("minimax", {}, False, "vllm"),
+        ("mamba", {}, True, "vllm"),
         ("qwen2", {}, False, "vllm"),
     ],
 )
@@ -153,14 +153,16 @@ def test_an_engine_that_cannot_run_a_model_is_refused_before_it_starts(monkeypat
     pretend_vllm(monkeypatch, has_gpus=False)
     with pytest.raises(UsageError, match="cannot run the experts of nemotron_h; use transformers"):
         rollout_backend(EngineConfig(rollout_backend="vllm"), tiny_config("nemotron_h"))
-    for kind in ("minimax", "mamba2", "recurrent_gemma"):
-        with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: use vLLM"):
+    for kind, way_out in (("mamba2", "use vLLM on a GPU"), ("minimax", "vLLM does not have them either")):
+        with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: {way_out}"):
             rollout_backend(EngineConfig(rollout_backend="transformers"), tiny_config(kind))
+        with pytest.raises(UsageError, match=f"no rollout engine runs models of type {kind}.*: vLLM"):
+            rollout_backend(EngineConfig(), tiny_config(kind))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "rwkv"])
 def test_types_whose_states_it_cannot_select_are_refused(kind: str, tmp_path: Path) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
-    with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: use vLLM"):
+    with pytest.raises(UsageError, match=f"cannot generate with models of type {kind}.*: (use vLLM|vLLM does not)"):
         TransformersEngine(str(tmp_path), SETTINGS)
