@@ -28,7 +28,7 @@ from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import fill, language_model_class
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
 from rlhf_cli.models.vision.adapting import EVERYWHERE, language_targets
-from rlhf_cli.models.vision.families.table import takes_pictures
+from rlhf_cli.models.vision.families.table import is_multimodal
 from rlhf_cli.models.vision.freezing import freeze_parts
 from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
 
@@ -243,7 +243,7 @@ def _put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
     # Copy: injection changes the configuration, and a plan may be applied to more than one model.
     config = copy.deepcopy(plan.config)
     config.task_type = _SCORES if _has_head(model) else "CAUSAL_LM"
-    if takes_pictures(model.config) and plan.weights is None and not plan.with_tower:
+    if is_multimodal(model.config) and plan.weights is None and not plan.with_tower:
         config.target_modules = language_targets(model, config.target_modules)
     # A stored adapter may list layer names of other models as well.
     if plan.weights is None:

@@ -38,7 +38,7 @@ from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.unused_weights import ORIGIN
 from rlhf_cli.models.vision.attention import attention_of_parts, use_tower_kernel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
-from rlhf_cli.models.vision.families.table import find_processing, names_of_parts, takes_pictures
+from rlhf_cli.models.vision.families.table import find_processing, is_multimodal, names_of_parts, takes_pictures
 from rlhf_cli.models.vision.tower import PROCESSING
 
 
@@ -63,7 +63,7 @@ def load_causal_lm(
 
 def language_model_class(architecture: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """Return the transformers class that loads a language model, including any vision encoder."""
-    return AutoModelForImageTextToText if takes_pictures(architecture) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_multimodal(architecture) else AutoModelForCausalLM
 
 
 def load_value_backbone(
@@ -214,7 +214,7 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def _picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:
-    """Return the model's image processing, or None for a text model."""
+    """Return the model's image processing, or None for a model that reads only text."""
     if not takes_pictures(found.architecture):
         return None
     return find_processing(found.path, found.architecture, trust_remote_code=config.trust_remote_code)

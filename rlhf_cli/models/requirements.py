@@ -15,7 +15,7 @@ from rlhf_cli.models.attention.table import attention_needs, packed_length, reso
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.fused import is_installed, uses_fused_kernels
 from rlhf_cli.models.mixers.layers import Layers, layers_of
-from rlhf_cli.models.vision.families.table import takes_pictures
+from rlhf_cli.models.vision.families.table import is_multimodal
 
 # fmt: off
 PACKED_TYPES = frozenset({
@@ -58,7 +58,7 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
     """Return the model's layers. Raises UsageError, before loading weights, if it cannot be trained on packs."""
     kind = architecture.model_type
     # PACKED_TYPES covers only text models in transformers: neither custom model code nor vision-language types.
-    is_of_transformers = kind in CONFIG_MAPPING_NAMES and not takes_pictures(architecture)
+    is_of_transformers = kind in CONFIG_MAPPING_NAMES and not is_multimodal(architecture)
     if is_of_transformers and kind not in PACKED_TYPES:
         reason = NOT_PACKED.get(kind, "not tested to keep sequences separate")
         raise UsageError(

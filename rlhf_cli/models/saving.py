@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.mixers.remainders import remainders, save_remainders, with_remainders
-from rlhf_cli.models.unused_weights import copy_unused_weights, describe_unused_weights
-from rlhf_cli.models.vision.tower import PROCESSING
+from rlhf_cli.models.unused_weights import ORIGIN, copy_unused_weights, describe_unused_weights
+from rlhf_cli.models.vision.families.table import is_multimodal
 from rlhf_cli.models.weight_files import folder_of
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,8 @@ def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
 
 def _save_processor(model: PreTrainedModel, folder: Path) -> None:
     """Copy the image processor files from the model that training started from."""
-    processing = getattr(model, PROCESSING, None)
-    if processing is not None:
-        copy_processor_files(folder_of(processing.source), folder)
+    if is_multimodal(model.config):
+        copy_processor_files(folder_of(getattr(model, ORIGIN)), folder)
 
 
 def copy_processor_files(source: Path, folder: Path) -> None:

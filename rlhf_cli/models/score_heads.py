@@ -17,7 +17,7 @@ from transformers.conversion_mapping import (
 )
 
 from rlhf_cli.models.classifiers import CLASSIFIER
-from rlhf_cli.models.vision.families.table import takes_pictures
+from rlhf_cli.models.vision.families.table import is_text_only, takes_pictures
 
 
 def sequence_classifier_class(architecture: PretrainedConfig) -> Any:
@@ -27,10 +27,11 @@ def sequence_classifier_class(architecture: PretrainedConfig) -> Any:
     Weights have language model checkpoint names, plus `score.weight`.
     """
     kind = type(architecture)
-    if takes_pictures(architecture):
+    has_classifier = kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if takes_pictures(architecture) or (is_text_only(architecture) and not has_classifier):
         return _with_score_head(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind])
     # Custom model code brings its own classifier, or none.
-    if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if has_classifier or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForSequenceClassification
     return _with_score_head(MODEL_FOR_CAUSAL_LM_MAPPING[kind])
 

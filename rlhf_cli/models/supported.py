@@ -23,7 +23,7 @@ from rlhf_cli.models.mixers.layers import (
 )
 from rlhf_cli.models.requirements import PACKED_TYPES
 from rlhf_cli.models.routing_replay import REPLAYED_TYPES
-from rlhf_cli.models.vision.families.table import FAMILIES
+from rlhf_cli.models.vision.families.table import FAMILIES, TEXT_ONLY
 
 HEADER = (
     *("types", "layers", "images", "experts", "shared prompts", "LoRA", "engine on a CPU", "engine on a GPU"),
@@ -66,7 +66,7 @@ class SupportedType:
     - `layers`: attention, and names in `MIXERS`, that its models may have.
     - `has_experts`: whether its MLP is, or may be, a mixture of experts.
     - `replays_routing`: whether `--rollout_routing_replay` supports it.
-    - `reads_images`: whether it is a vision-language model.
+    - `images`: whether it reads images: "yes", "no", or "text only" for a vision-language model that does not.
     - `kernel`: attention kernel for packs on a CPU.
     """
 
@@ -74,7 +74,7 @@ class SupportedType:
     layers: tuple[str, ...]
     has_experts: bool
     replays_routing: bool
-    reads_images: bool
+    images: str
     kernel: str
 
     def cells(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class SupportedType:
         tests = [name for name, files in TESTED.items() if any(self.kind in kinds for _, kinds in files)]
         return (
             ", ".join(self.layers),
-            _yes(self.reads_images),
+            self.images,
             "replayed" if self.replays_routing else _yes(self.has_experts),
             _yes(self.kernel == VARLEN and not mixers & WITHOUT_INITIAL_STATE),
             self.adapted(),
@@ -127,13 +127,14 @@ def _yes(holds: bool) -> str:
 
 def supported_types() -> Iterator[SupportedType]:
     """Yield all supported types in alphabetical order."""
-    for kind in sorted(PACKED_TYPES | FAMILIES.keys()):
+    for kind in sorted(PACKED_TYPES | FAMILIES.keys() | TEXT_ONLY.keys()):
         architecture = AutoConfig.for_model(kind)
         text = architecture.get_text_config()
         has_experts = any("experts" in name for name in text.to_dict())
         replays_routing = text.model_type in REPLAYED_TYPES
+        images = "text only" if kind in TEXT_ONLY else _yes(kind in FAMILIES)
         kernel = resolve_attention("auto", device="cpu", dtype=torch.float32, needs=attention_needs(architecture))
-        yield SupportedType(kind, _layers_of(text), has_experts, replays_routing, kind in FAMILIES, kernel)
+        yield SupportedType(kind, _layers_of(text), has_experts, replays_routing, images, kernel)
 
 
 def _layers_of(text: PretrainedConfig) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from rlhf_cli.models.mixers.remainders import SummedTensors
 from rlhf_cli.models.saving import PROCESSOR_FILES, copy_processor_files
 from rlhf_cli.models.tokenizers import TOKENIZER_FILES
 from rlhf_cli.models.unused_weights import restore_unused_weights
-from rlhf_cli.models.vision.families.table import takes_pictures
+from rlhf_cli.models.vision.families.table import is_multimodal
 from rlhf_cli.models.vision.freezing import origin_of
 from rlhf_cli.models.weight_files import (
     ConvertedTensors,
@@ -139,7 +139,7 @@ def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> Tens
     """Return the full model's tensors. Raises UsageError if the adapter does not match the base model."""
     if parts.base is not None:
         weights, settings = adapter_weights(parts, config), read_config(parts.description)
-        if not takes_pictures(config):
+        if not is_multimodal(config):
             return FoldedAdapter(open_weights(parts.base), weights, settings)
         model = _without_weights(config, trust_remote_code=trust_remote_code)
         base = in_memory_names(open_weights(parts.base), model)

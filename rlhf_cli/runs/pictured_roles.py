@@ -9,7 +9,7 @@ from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
-from rlhf_cli.models.vision.families.table import FAMILIES, find_processing, takes_pictures
+from rlhf_cli.models.vision.families.table import FAMILIES, find_processing, is_multimodal, takes_pictures
 
 _EXTREMES = ((1, 1), (1000, 1500), (10_000, 10_000))
 """Image sizes (height, width) below, inside and above the limits of typical models."""
@@ -17,7 +17,7 @@ _EXTREMES = ((1, 1), (1000, 1500), (10_000, 10_000))
 
 def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushes_adapter: bool = False) -> None:
     """Raise UsageError if the rollout backend does not support this vision-language model."""
-    if not takes_pictures(architecture):
+    if not is_multimodal(architecture):
         return
     kind = architecture.model_type
     if pushes_adapter:
@@ -27,7 +27,8 @@ def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushe
             f"vLLM requires torchvision for models of type {kind}, but it is not installed (docs/howto/debugging.md): "
             "run `make setup`, or use --rollout_backend transformers"
         )
-    if backend == "vllm" and "num2words" in FAMILIES[kind].vllm_needs and find_spec("num2words") is None:
+    needs = FAMILIES[kind].vllm_needs if kind in FAMILIES else ()
+    if backend == "vllm" and "num2words" in needs and find_spec("num2words") is None:
         raise UsageError(
             f"vLLM requires num2words for models of type {kind}, but it is not installed: run `pip install num2words`, "
             "or use --rollout_backend transformers"

@@ -1,4 +1,6 @@
-"""End-to-end tests of models with convolutions or recurrent layers in `rlhf sft`, `rlhf dpo` and `rlhf grpo`."""
+"""End-to-end tests of models with convolutions, recurrent layers or an encoder that text does not use, in `rlhf sft`,
+`rlhf dpo` and `rlhf grpo`.
+"""
 
 import json
 import math
@@ -10,8 +12,9 @@ import torch
 from forked import run_rlhf
 from picture_rows import write_rows
 from safetensors.torch import load_file, save_file
+from tiny_text_only import save_tiny_gemma3
 from tiny_vision import save_tiny_vision
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlhf_cli.models.weight_files import open_weights
 from rlhf_cli.tracking.sinks import read_metrics
@@ -111,3 +114,37 @@ def test_a_hybrid_model_with_images_trains_on_pairs_and_on_its_own_responses(rew
     )
     metrics = read_metrics(tmp_path / "grpo")
     assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
+
+
+def test_a_vision_language_model_trains_on_text_and_keeps_the_weights_for_images(problems, reward_file, tmp_path):
+    source = save_tiny_gemma3(tmp_path / "source")
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text("".join(json.dumps({"prompt": r["prompt"], "response": r["answer"]}) + "\n" for r in rows))
+    run_rlhf(
+        *f"sft --pretrain {source} --dataset {examples} {SHARED} --gradient_checkpointing --save_steps 1".split(),
+        *f"--num_processes 2 --zero_stage 3 --output {tmp_path / 'sft'}".split(),
+    )
+    run_rlhf(
+        *f"grpo --pretrain {tmp_path / 'sft'} --prompt_data {problems} --label_key answer --max_len 64".split(),
+        *f"--param_dtype fp32 --reward_func {reward_file(VARIED)} --max_new_tokens 6 --rollout_batch_size 4".split(),
+        *f"--n_samples_per_prompt 3 --train_batch_size 12 --max_iterations 2 --output {tmp_path / 'grpo'}".split(),
+        *"--rollout_backend transformers --zero_stage 2 --actor_learning_rate 1e-2".split(),
+    )
+    metrics = read_metrics(tmp_path / "grpo")
+    assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
+    folders = [source, tmp_path / "sft" / "model", tmp_path / "grpo" / "model"]
+    start, tuned, trained = map(weights_in, folders)
+    assert start.keys() == tuned.keys() == trained.keys()
+    kept = {name for name in start if "language_model" not in name}
+    assert len(kept) > 30
+    for before, after in ((start, tuned), (tuned, trained)):
+        assert {name for name in start if before[name].equal(after[name])} == kept
+    checkpoint = max((tmp_path / "sft" / "checkpoints").glob("step_*"))
+    run_rlhf("merge", "--model", checkpoint, "--output", tmp_path / "merged")
+    assert all(tensor.equal(tuned[name]) for name, tensor in weights_in(tmp_path / "merged").items())
+    for folder in (*folders, tmp_path / "merged"):
+        assert (folder / "preprocessor_config.json").read_bytes() == (source / "preprocessor_config.json").read_bytes()
+    model, report = AutoModelForImageTextToText.from_pretrained(folders[-1], output_loading_info=True)
+    assert not any(report.values())
+    assert model(torch.arange(9)[None]).logits.isfinite().all()

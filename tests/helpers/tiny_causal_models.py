@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
-from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.loading import language_model_class, load_causal_lm
 from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.policy import PolicyModel
 
@@ -167,20 +167,58 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_scale": 5.0,
     },
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 16},
+    # The layers ignore this setting, which only the cache reads.
+    "qwen3_vl_moe_text": {"sliding_window": None},
+    # Half of each head rotates in the mixture of experts.
+    **{
+        kind: {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+            "num_attention_heads": num_heads,
+        }
+        for kind, num_heads in (("glm4v_text", 4), ("glm4v_moe_text", 2))
+    },
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }
 """Settings of individual types."""
+ENCODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "num_position_embeddings": 64,
+}
+"""Sizes of a vision encoder by configuration name."""
 
 
 def tiny_config(kind: str) -> PretrainedConfig:
     """Return a small configuration of the type. If it lists layer kinds, it has the default mix for so few layers."""
     usual = AutoConfig.for_model(kind)
     text = usual.get_text_config()
-    known = {name: value for name, value in (SIZES | OWN.get(kind, {})).items() if name in text.to_dict()}
     if text is usual:
-        return AutoConfig.for_model(kind, **known)
+        return AutoConfig.for_model(kind, **_sizes(text))
     part = next(name for name in ("text_config", "llm_config", "decoder") if getattr(usual, name, None) is text)
-    return AutoConfig.for_model(kind, **{part: known})
+    return AutoConfig.for_model(kind, **{part: _sizes(text)})
+
+
+def tiny_text_only_config(kind: str, text_kind: str) -> PretrainedConfig:
+    """Return a small configuration of a vision-language type with a language model of the other type."""
+    usual = AutoConfig.for_model(kind)
+    text = _sizes(AutoConfig.for_model(text_kind)) | {"model_type": text_kind}
+    vision = {name: size for name, size in ENCODER.items() if name in usual.vision_config.to_dict()}
+    vision["model_type"] = usual.vision_config.model_type
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def _sizes(text: PretrainedConfig) -> dict[str, Any]:
+    known = text.to_dict()
+    return {name: value for name, value in (SIZES | OWN.get(text.model_type, {})).items() if name in known}
 
 
 def sequences(lengths: tuple[int, ...] = (30, 9, 40)) -> list[TokenSequence]:
@@ -193,12 +231,12 @@ def sequences(lengths: tuple[int, ...] = (30, 9, 40)) -> list[TokenSequence]:
     return made
 
 
-def distance_in_packs(kind: str, folder: Path, attention: str = "auto") -> float:
-    """Save a tiny model, load it for training, and return the maximum log-prob difference between packs in training
+def distance_in_packs(config: PretrainedConfig, folder: Path, attention: str = "auto") -> float:
+    """Save a random model, load it for training, and return the maximum log-prob difference between packs in training
     mode and transformers on single sequences.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager", dtype=torch.float32).eval()
+    model = language_model_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     fix_model(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

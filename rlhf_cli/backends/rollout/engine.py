@@ -31,7 +31,7 @@ class EngineSettings:
     - `max_num_seqs`: sequences per step on a CPU and with transformers. On a GPU, vLLM selects it for the card.
     - `vllm_args`: additional vLLM engine arguments, which override all others.
     - `max_lora_rank`: if set, pushes contain only the adapter. Use one of vLLM's allowed values.
-    - `max_images_per_prompt`: image limit; None for models without a vision encoder.
+    - `max_images_per_prompt`: image limit; 0 for vision-language models that read only text, None for text models.
     - `record_routed_experts`: record the experts of each token, for batches that ask for them.
     - `min_pixels`, `max_pixels`: the trainer's image size limits; None uses the limits from the model's processor.
     """
@@ -244,7 +244,7 @@ def check_pictures(requests: list[GenerationRequest], *, max_images: int | None)
         if not request.pictures:
             continue
         count = len(request.pictures)
-        if max_images is None:
+        if not max_images:
             raise UsageError(f"prompt {index} has {count} images; the rollout engine's model supports only text")
         if count > max_images:
             raise UsageError(

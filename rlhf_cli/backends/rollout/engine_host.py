@@ -40,15 +40,18 @@ def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Roll
 
 
 def fitted(settings: EngineSettings, model_path: str) -> EngineSettings:
-    """Adapt the image settings to the model: None for text models, at least one image for vision-language models."""
-    # With an image limit of 0, vLLM creates neither the processor nor the vision encoder, so pushes would not match.
+    """Adapt the image settings to the model.
+
+    The limit is None for text models, 0 for models that read only text, and at least one image for others.
+    """
+    # With a limit of 0, vLLM creates neither the processor nor the vision encoder, whose pushed weights it then skips.
     from transformers import AutoConfig
 
-    from rlhf_cli.models.vision.families.table import takes_pictures
+    from rlhf_cli.models.vision.families.table import is_text_only, takes_pictures
 
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
     if not takes_pictures(architecture):
-        return replace(settings, max_images_per_prompt=None)
+        return replace(settings, max_images_per_prompt=0 if is_text_only(architecture) else None)
     least, most = _pixel_bounds(settings, model_path, architecture)
     count = max(settings.max_images_per_prompt or 1, 1)
     return replace(settings, max_images_per_prompt=count, min_pixels=least, max_pixels=most)

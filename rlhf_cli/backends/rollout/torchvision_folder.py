@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlhf_cli.models.vision.families.table import FAMILIES, TORCHVISION
+from rlhf_cli.models.vision.families.table import FAMILIES, TEXT_ONLY, TORCHVISION
 
 _FOLDER = Path(sys.prefix) / "torchvision"
 """Folder into which `make setup` installs the package."""
@@ -36,7 +36,10 @@ def use_torchvision(model_path: str, *, folder: Path = _FOLDER) -> None:
 
 def _needs_it(model_type: str) -> bool:
     """Return whether vLLM requires torchvision for this model type, and the environment does not have it."""
-    is_needed = model_type in FAMILIES and TORCHVISION in FAMILIES[model_type].vllm_needs
+    # vLLM imports the image processor of a type even if no prompt has images.
+    is_needed = model_type in TEXT_ONLY or (
+        model_type in FAMILIES and TORCHVISION in FAMILIES[model_type].vllm_needs
+    )
     return is_needed and find_spec(TORCHVISION) is None
 
 

@@ -62,8 +62,9 @@ def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.devi
         processing = find_processing(model_path, architecture, trust_remote_code=trust_remote_code)
         setattr(model, PROCESSING, processing)
     # Sparse attention masks tokens for transformers' own functions only.
-    is_sparse = "indexed_attention" in (getattr(architecture.get_text_config(), "layer_types", None) or ())
-    if device.type == "cpu" and attention_name(model.config) == "sdpa" and not is_sparse:
+    text = model.config.get_text_config()
+    is_sparse = "indexed_attention" in (getattr(text, "layer_types", None) or ())
+    if device.type == "cpu" and attention_name(text) == "sdpa" and not is_sparse:
         model.set_attn_implementation(attention_of_parts(GROUPED_DECODE, architecture))
     if device.type == "cuda":
         # cuDNN plans attention anew for each new length of the cache, that is, for every token. On an H200 a step took

@@ -30,7 +30,7 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
     return {
         "model": model_path,
         # Requests are token IDs. Only images need the model's processor, which includes the tokenizer.
-        "skip_tokenizer_init": settings.max_images_per_prompt is None,
+        "skip_tokenizer_init": not settings.max_images_per_prompt,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": _DTYPES[settings.dtype],
         "seed": settings.seed,

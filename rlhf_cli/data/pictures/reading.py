@@ -12,7 +12,7 @@ from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.pictures.decoding import PictureFault, size_of
 from rlhf_cli.data.pictures.marks import cells_of, placed
 from rlhf_cli.data.pictures.sources import SourcePicture, digest_of, encoded_cell
-from rlhf_cli.data.reading.columns import refuse_images, refuse_videos
+from rlhf_cli.data.reading.columns import ONLY_TEXT, refuse_images, refuse_videos
 from rlhf_cli.data.reading.sources import Row, Rows
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.family import VisionFamily
@@ -124,7 +124,7 @@ def refuse_pictures(row: Row, examples: Sequence[Conversation | Document]) -> No
     """Raise RowFault if a row contains images, which text models do not support."""
     refuse_images(row)
     if any(example.pictures for example in examples if isinstance(example, Conversation)):
-        raise row.error("its messages have pictures, but only text is read for this model or command")
+        raise row.error(f"its messages have pictures, but {ONLY_TEXT}")
 
 
 def check_image_key(rows: Rows, reader: PictureReader | None) -> None:

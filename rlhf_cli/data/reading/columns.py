@@ -322,12 +322,19 @@ def truth(value: object) -> bool | None:
     return _TRUTHS.get(known) if isinstance(known, str | int | float) else None
 
 
+ONLY_TEXT = (
+    "only text is read for this model or command: docs/howto/vision-models.md lists the models and commands that read "
+    "images"
+)
+"""End of a message about a row with images."""
+
+
 def refuse_images(row: Row) -> None:
     """Raise UsageError if the row has images: its text may refer to images that the model never receives."""
     # Check the names even if they are not selected: the text may refer to them.
     for column in (*IMAGE_COLUMNS, *_VIDEO_COLUMNS):
         if row.get(column):
-            raise row.error(f"column {column!r} is not empty, but only text is read for this model or command")
+            raise row.error(f"column {column!r} is not empty, but {ONLY_TEXT}")
 
 
 def refuse_videos(row: Row) -> None:

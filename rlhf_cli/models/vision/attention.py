@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_cli.models.attention.table import has_cuda_varlen
 from rlhf_cli.models.attention.varlen import TOWER_VARLEN, VARLEN
 from rlhf_cli.models.compat import use_attention
-from rlhf_cli.models.vision.families.table import FAMILIES, takes_pictures
+from rlhf_cli.models.vision.families.table import FAMILIES, is_text_only, takes_pictures
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 """Kernels to which transformers passes image boundaries."""
@@ -33,6 +33,11 @@ def attention_of_parts(kernel: str, architecture: PretrainedConfig) -> str | dic
 
     It does not accept custom names for an encoder: `use_tower_kernel` sets those after loading.
     """
+    if is_text_only(architecture):
+        # Other parts keep the default of transformers: they may not support the kernel, and never run here.
+        text = architecture.get_text_config()
+        names = (name for name in architecture.sub_configs if getattr(architecture, name, None) is text)
+        return dict.fromkeys(("", *names), kernel)
     if not takes_pictures(architecture):
         return kernel
     tower = tower_kernel(kernel, architecture.model_type)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import resolve_model_path
-from rlhf_cli.models.vision.families.table import FAMILIES, takes_pictures
+from rlhf_cli.models.vision.families.table import FAMILIES, is_text_only, takes_pictures
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 _SETTINGS = ("freeze_vision_tower", "freeze_projector")
@@ -35,14 +35,28 @@ def check_trained_parts(
 
 
 def freeze_parts(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Freeze the configured parts. Text models, such as other roles, have none."""
-    if not any(getattr(config, name) for name in _SETTINGS) or not takes_pictures(model.config):
+    """Freeze the configured parts, or all but the language model for types that train on text only.
+
+    Text models, such as other roles, have none.
+    """
+    frozen = _parts_to_freeze(model, config)
+    if not frozen:
         return
-    tower, projectors = tower_parameters(model)
-    for parameter in [*(tower if config.freeze_vision_tower else []), *(projectors if config.freeze_projector else [])]:
+    for parameter in frozen:
         parameter.requires_grad_(False)
     # Hash now, not at the first checkpoint: the folder may be overwritten during training.
     setattr(model, _ORIGIN, _origin(config))
+
+
+def _parts_to_freeze(model: PreTrainedModel, config: ModelConfig) -> list[nn.Parameter]:
+    if is_text_only(model.config):
+        heads = (model.get_output_embeddings(), getattr(model, "score", None))
+        trained = {p for part in (model.get_decoder(), *heads) if part is not None for p in part.parameters()}
+        return [parameter for parameter in model.parameters() if parameter not in trained]
+    if not any(getattr(config, name) for name in _SETTINGS) or not takes_pictures(model.config):
+        return []
+    tower, projectors = tower_parameters(model)
+    return [*(tower if config.freeze_vision_tower else []), *(projectors if config.freeze_projector else [])]
 
 
 def _origin(config: ModelConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_causal_models import distance_in_packs, sequences, tiny_config
+from tiny_causal_models import distance_in_packs, sequences, tiny_config, tiny_text_only_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,7 +19,7 @@ from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.requirements import NOT_PACKED, PACKED_TYPES, check_row_positions, check_trainable
 from rlhf_cli.models.supported import TESTED, models_table, supported_types
-from rlhf_cli.models.vision.families.table import FAMILIES
+from rlhf_cli.models.vision.families.table import FAMILIES, TEXT_ONLY
 
 ROUNDING = 1e-5  # for log-probs in float32
 OTHERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PACKED_TYPES - FAMILIES.keys())
@@ -27,19 +27,24 @@ OTHERS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PACKED_TYPES - FAMILI
 
 @pytest.mark.parametrize("kind", sorted(PACKED_TYPES))
 def test_a_pack_in_training_has_the_logprobs_of_each_sequence_in_transformers(kind, tmp_path):
-    assert distance_in_packs(kind, tmp_path) < ROUNDING
+    assert distance_in_packs(tiny_config(kind), tmp_path) < ROUNDING
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in TEXT_ONLY.items() for text in texts])
+def test_packs_of_text_for_a_vision_language_model_have_its_logprobs_in_transformers(kind, text, tmp_path):
+    assert distance_in_packs(tiny_text_only_config(kind, text), tmp_path) < ROUNDING
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3_text", "mixtral"])
 def test_kernels_with_masks_keep_sequences_apart_too(kind, kernel, tmp_path):
-    assert distance_in_packs(kind, tmp_path, kernel) < ROUNDING
+    assert distance_in_packs(tiny_config(kind), tmp_path, kernel) < ROUNDING
 
 
 @pytest.mark.parametrize("kind", sorted(WITHOUT_BOUNDS))
 def test_a_kernel_whose_masks_have_no_bounds_is_refused(kind, tmp_path):
     with pytest.raises(UsageError, match=r"'sdpa' cannot be used here: .* or use auto"):
-        distance_in_packs(kind, tmp_path, "sdpa")
+        distance_in_packs(tiny_config(kind), tmp_path, "sdpa")
 
 
 def test_sequences_beyond_a_chunk_are_refused():
@@ -101,4 +106,4 @@ def test_the_page_has_the_table_of_types_that_train():
     table = models_table()
     assert f"\n\n{table}\n\n" in page, "run `rlhf doctor --models` and copy its output to docs/status.md"
     kinds = [row.split("|")[1] for row in table.splitlines()[2:]]
-    assert set(re.findall(r"`([\w-]+)`", "".join(kinds))) == PACKED_TYPES | FAMILIES.keys()
+    assert set(re.findall(r"`([\w-]+)`", "".join(kinds))) == PACKED_TYPES | FAMILIES.keys() | TEXT_ONLY.keys()

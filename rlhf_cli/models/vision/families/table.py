@@ -14,10 +14,6 @@ from rlhf_cli.models.vision.family import PictureRun, VisionFamily
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_BOTH_WAYS = ("gemma3", "paligemma")
-"""Model types with bidirectional attention between image tokens, which packs do not support."""
-
-
 @dataclass(frozen=True)
 class _FamilyRow:
     """A family.
@@ -54,15 +50,50 @@ FAMILIES = {
     ),
 }
 """Families by the `model_type` in their configuration."""
+_REASONS = {"paligemma": "prompts attend both ways, which packed attention does not support"}
+"""Reasons why types are neither in `FAMILIES` nor in `TEXT_ONLY`, besides that they are not tested."""
+TEXT_ONLY = {
+    "exaone4_5": ("exaone4",),
+    "gemma3": ("gemma3_text",),
+    "glm46v": ("glm4v_text",),
+    "glm4v": ("glm4v_text",),
+    "glm4v_moe": ("glm4v_moe_text",),
+    "internvl": ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe"),
+    "lfm2_vl": ("lfm2", "lfm2_moe"),
+    "llava_next": ("llama", "mistral", "qwen2"),
+    "llava_onevision": ("qwen2", "qwen3"),
+    "minicpmv4_6": ("qwen3_5_text",),
+    "mistral3": ("ministral3", "mistral"),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+}
+"""Vision-language model types that read only text here, with the types of language models that they may contain.
+
+Their language models train and generate; all other parts are frozen. tests/unit/models/test_packed_types.py compares
+packs with transformers.
+"""
 
 
 def takes_pictures(architecture: "PretrainedConfig") -> bool:
-    """Return whether models with this configuration are loaded with a vision encoder."""
+    """Return whether models with this configuration can train on images."""
     return architecture.model_type in FAMILIES
 
 
+def is_text_only(architecture: "PretrainedConfig") -> bool:
+    """Return whether models with this configuration are loaded with a vision encoder, but read only text."""
+    kinds = TEXT_ONLY.get(architecture.model_type, ())
+    return bool(kinds) and architecture.get_text_config().model_type in kinds
+
+
+def is_multimodal(architecture: "PretrainedConfig") -> bool:
+    """Return whether models with this configuration are loaded with a vision encoder."""
+    return takes_pictures(architecture) or is_text_only(architecture)
+
+
 def names_of_parts(architecture: "PretrainedConfig") -> tuple[str, ...]:
-    """Return the encoder and projector module names (projectors may be within the encoder); empty for text models."""
+    """Return the encoder and projector module names (projectors may be within the encoder).
+
+    Empty for text models and types in `TEXT_ONLY`.
+    """
     if not takes_pictures(architecture):
         return ()
     parts = FAMILIES[architecture.model_type]
@@ -70,16 +101,15 @@ def names_of_parts(architecture: "PretrainedConfig") -> tuple[str, ...]:
 
 
 def _require_known_family(architecture: "PretrainedConfig") -> None:
-    """Raise UsageError for a vision-language model of an unsupported family."""
-    kind = architecture.model_type
-    if takes_pictures(architecture) or getattr(architecture, "vision_config", None) is None:
+    """Raise UsageError for a vision-language model of an unsupported type."""
+    if is_multimodal(architecture) or getattr(architecture, "vision_config", None) is None:
         return
-    if kind in _BOTH_WAYS:
-        raise UsageError(
-            f"models of type {kind} are not supported with images: their image tokens attend both ways, which packed "
-            "attention does not support"
-        )
-    raise UsageError(f"models of type {kind} are not supported with images: use {', '.join(FAMILIES)}")
+    kind, text = architecture.model_type, architecture.get_text_config().model_type
+    raise UsageError(
+        f"models of type {kind} with a language model of type {text} are not supported "
+        f"({_REASONS.get(kind, 'not tested')}): use {', '.join(FAMILIES)}, which read images, or "
+        f"{', '.join(TEXT_ONLY)}, which read text"
+    )
 
 
 def find_processing(
@@ -107,10 +137,10 @@ def find_family(
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
 ) -> VisionFamily | None:
-    """Return the family of a model in a folder or on the Hub, or None for a text model.
+    """Return the family of a model in a folder or on the Hub, or None for a model that reads only text.
 
     Raises:
-        UsageError: the family is not supported, the folder has no image processor, or no size satisfies the pixel
+        UsageError: the type is not supported, the folder has no image processor, or no size satisfies the pixel
             bounds.
     """
     _require_known_family(architecture)
