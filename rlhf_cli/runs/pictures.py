@@ -16,8 +16,8 @@ def picture_reader(
     """Create the image reader for a model, or return None for a model that reads only text.
 
     Raises:
-        UsageError: `find_family` fails, `image_dir` does not exist, or image settings are set for a model that reads only
-            text.
+        UsageError: `find_family` fails, `image_dir` does not exist, or image settings are set for a model that reads
+            only text.
     """
     family = find_family(
         found.path,
@@ -36,8 +36,8 @@ def picture_reader(
         kind = found.architecture.model_type
         what = f"of type {kind}, which reads only text here" if is_text_only(found.architecture) else "a text model"
         raise UsageError(
-            f"{given} requires a vision-language model, but pretrain {source.pretrain!r} is {what}: use a model of type "
-            f"{', '.join(FAMILIES)}"
+            f"{given} requires a vision-language model, but pretrain {source.pretrain!r} is {what}: use a model of "
+            f"type {', '.join(FAMILIES)}"
         )
     return None
 

@@ -122,14 +122,14 @@ def test_a_vision_language_model_trains_on_text_and_keeps_the_weights_for_images
     examples = tmp_path / "examples.jsonl"
     examples.write_text("".join(json.dumps({"prompt": r["prompt"], "response": r["answer"]}) + "\n" for r in rows))
     run_rlhf(
-        *f"sft --pretrain {source} --dataset {examples} {SHARED} --gradient_checkpointing --save_steps 1".split(),
+        *f"sft --pretrain {source} --dataset {examples} {SHARED} --gradient_checkpointing".split(),
         *f"--num_processes 2 --zero_stage 3 --output {tmp_path / 'sft'}".split(),
     )
     run_rlhf(
         *f"grpo --pretrain {tmp_path / 'sft'} --prompt_data {problems} --label_key answer --max_len 64".split(),
         *f"--param_dtype fp32 --reward_func {reward_file(VARIED)} --max_new_tokens 6 --rollout_batch_size 4".split(),
         *f"--n_samples_per_prompt 3 --train_batch_size 12 --max_iterations 2 --output {tmp_path / 'grpo'}".split(),
-        *"--rollout_backend transformers --zero_stage 2 --actor_learning_rate 1e-2".split(),
+        *["--rollout_backend", "transformers", "--zero_stage", "2", "--actor_learning_rate", "1e-2"],
     )
     metrics = read_metrics(tmp_path / "grpo")
     assert [found["rollout_diff_max"] < 1e-4 for found in metrics.values()] == [True, True]
@@ -140,10 +140,7 @@ def test_a_vision_language_model_trains_on_text_and_keeps_the_weights_for_images
     assert len(kept) > 30
     for before, after in ((start, tuned), (tuned, trained)):
         assert {name for name in start if before[name].equal(after[name])} == kept
-    checkpoint = max((tmp_path / "sft" / "checkpoints").glob("step_*"))
-    run_rlhf("merge", "--model", checkpoint, "--output", tmp_path / "merged")
-    assert all(tensor.equal(tuned[name]) for name, tensor in weights_in(tmp_path / "merged").items())
-    for folder in (*folders, tmp_path / "merged"):
+    for folder in folders:
         assert (folder / "preprocessor_config.json").read_bytes() == (source / "preprocessor_config.json").read_bytes()
     model, report = AutoModelForImageTextToText.from_pretrained(folders[-1], output_loading_info=True)
     assert not any(report.values())

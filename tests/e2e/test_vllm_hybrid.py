@@ -1,4 +1,7 @@
-"""Mamba 2 models and Gemma 4 in the real vLLM engine on a CPU: log-probs, pushes of weights and adapters, sleep."""
+"""Mamba 2 models, Gemma 4, and a vision-language model that reads only text, in the real vLLM engine on a CPU.
+
+Log-probs, pushes of weights and adapters, sleep.
+"""
 
 import importlib.util
 from dataclasses import replace
@@ -10,6 +13,7 @@ import torch
 from conftest import make_tiny_tokenizer
 from engine_under_test import REQUESTS, SAMPLING, Engine, change_weights, largest_difference
 from peft import LoraConfig, get_peft_model
+from tiny_text_only import save_tiny_gemma3
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -72,6 +76,8 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "ge
 
 
 def saved_model(kind: str, folder: Path) -> Any:
+    if kind == "gemma3":
+        return loaded(save_tiny_gemma3(folder))
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **ATTENTION, **SIZES[kind])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -86,7 +92,7 @@ def loaded(folder: Path) -> Any:
     return model.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", *SLOW])
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "gemma3", *SLOW])
 def test_logprobs_are_the_trainers_before_and_after_a_push_and_sleep(kind: str, tmp_path: Path) -> None:
     model = saved_model(kind, tmp_path)
     engine = Engine(str(tmp_path), SETTINGS)

@@ -16,7 +16,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.models.checkpoint_names import as_in_checkpoint
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.vision.pictures import picture_of_pixels
@@ -79,7 +79,8 @@ def prefer_placeholders(trainer: PolicyModel, folder: Path) -> None:
 
 def sent_weights(trainer: PolicyModel, sender: WeightSender, version: int) -> dict[str, object]:
     """Return the manifest of a push with the trainer's weights."""
-    manifest = sender.send(as_in_checkpoint(trainer.model, trainer.model.named_parameters()), version).manifest
+    named = [*trainer.model.named_parameters(), *persistent_buffers(trainer.model)]
+    manifest = sender.send(as_in_checkpoint(trainer.model, named), version).manifest
     assert manifest is not None
     return manifest
 

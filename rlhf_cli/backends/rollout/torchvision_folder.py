@@ -37,9 +37,7 @@ def use_torchvision(model_path: str, *, folder: Path = _FOLDER) -> None:
 def _needs_it(model_type: str) -> bool:
     """Return whether vLLM requires torchvision for this model type, and the environment does not have it."""
     # vLLM imports the image processor of a type even if no prompt has images.
-    is_needed = model_type in TEXT_ONLY or (
-        model_type in FAMILIES and TORCHVISION in FAMILIES[model_type].vllm_needs
-    )
+    is_needed = model_type in TEXT_ONLY or (model_type in FAMILIES and TORCHVISION in FAMILIES[model_type].vllm_needs)
     return is_needed and find_spec(TORCHVISION) is None
 
 

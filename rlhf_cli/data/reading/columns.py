@@ -322,10 +322,7 @@ def truth(value: object) -> bool | None:
     return _TRUTHS.get(known) if isinstance(known, str | int | float) else None
 
 
-ONLY_TEXT = (
-    "only text is read for this model or command: docs/howto/vision-models.md lists the models and commands that read "
-    "images"
-)
+ONLY_TEXT = "only text is read for this model or command; docs/howto/vision-models.md lists types that read images"
 """End of a message about a row with images."""
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from engine_under_test import REQUESTS, change_weights
 from pictured_engines import (
     SAMPLING,
     change_tower,
@@ -15,12 +17,16 @@ from pictured_engines import (
     shm_sender,
     trainer_of,
 )
+from tiny_causal_models import tiny_text_only_config
 from tiny_vision import TINY_FAMILIES, save_tiny_vision
 from vision_sequences import tiny_family
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_host import fitted
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.loading import language_model_class
+from rlhf_cli.models.vision.families.table import TEXT_ONLY
 
 SETTINGS = EngineSettings(max_model_len=256, dtype="fp32", max_images_per_prompt=2)
 
@@ -65,6 +71,27 @@ def test_logprobs_are_the_trainers_before_and_after_pushes_of_the_tower_alone(fo
     assert largest_difference(trainer, requests, later) < 1e-5
     assert largest_difference(trainer, requests, placeholders) > 1e-3
     assert [one.token_ids for one in later[2:4]] == [one.token_ids for one in placeholders[2:4]]  # without images
+    sender.close()
+    engine.shutdown()
+
+
+@pytest.mark.parametrize(("kind", "text"), [*((kind, its[0]) for kind, its in TEXT_ONLY.items())])
+def test_models_that_read_only_text_have_the_trainers_logprobs_before_and_after_a_push(kind, text, folders, tmp_path):
+    config = tiny_text_only_config(kind, text)
+    torch.manual_seed(0)
+    model = language_model_class(config).from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(tmp_path)
+    engine = Engine(tmp_path, fitted(replace(SETTINGS, max_model_len=64), str(tmp_path)))
+    trainer, requests, sender = trainer_of(tmp_path), REQUESTS[:5], shm_sender()
+    first = engine.generate(requests, SAMPLING)
+    assert largest_difference(trainer, requests, first) < 1e-5
+    change_weights(trainer.model)
+    engine.push(sent_weights(trainer, sender, 1), 1)
+    assert largest_difference(trainer, requests, engine.generate(requests, SAMPLING)) < 1e-5
+    assert largest_difference(trainer, requests, first) > 1e-3
+    with pytest.raises(UsageError, match="supports only text"):
+        engine.generate([replace(requests[0], pictures=pictured_requests(folders["llava"])[0].pictures)], SAMPLING)
     sender.close()
     engine.shutdown()
 

@@ -5,10 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import CLOSE, Items, Layout, farthest, load_policy, make_engine, train, train_plainly, weights_of
+from tiny_text_only import save_tiny_gemma3
+from tiny_training import (
+    CLOSE,
+    Items,
+    Layout,
+    farthest,
+    load_policy,
+    make_engine,
+    make_sequences,
+    train,
+    train_plainly,
+    weights_of,
+)
 from tiny_vision import TINY_FAMILIES, save_tiny_vision
 from trained_folders import Trained
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForSequenceClassification, AutoProcessor
 from transformers.quantizers.quantizers_utils import should_convert_module
 from vision_sequences import plain_logprobs, tiny_family, vision_sequences
 
@@ -105,6 +117,49 @@ def test_a_checkpoint_with_frozen_parts_is_merged_into_the_model_that_the_run_sa
     saved, merged = weights_in(run.folder), weights_in(tmp_path / "out")
     assert saved.keys() == merged.keys()
     assert not [name for name in saved if not torch.equal(saved[name], merged[name])]
+
+
+@pytest.mark.parametrize(("stage", "value", "copies"), [(2, False, 4), (3, False, 3), (0, True, 3)])
+def test_a_model_that_reads_only_text_is_trained_except_for_its_other_parts(
+    tmp_path: Path, stage: int, value: bool, copies: int
+) -> None:
+    folder = save_tiny_gemma3(tmp_path / "source")
+    run = Trained(tmp_path, folder, stage=stage, value=value)
+    others = {name for name, parameter in run.hf_model.named_parameters() if not parameter.requires_grad}
+    assert others == {
+        name
+        for name, _ in run.hf_model.named_parameters()
+        if name.startswith(("model.vision_tower.", "model.multi_modal_projector."))
+    }
+    run_merge(MergeGroup(model=str(run.checkpoint), output=str(tmp_path / "out")))
+    before, saved, merged = weights_in(folder), weights_in(run.folder), weights_in(tmp_path / "out")
+    assert saved.keys() == merged.keys() == before.keys() | ({"score.weight"} if value else set())
+    assert all(torch.equal(saved[name], merged[name]) for name in saved)
+    changed = {name for name in before if not torch.equal(before[name], saved[name])}
+    assert changed == {name for name in before if "language_model" in name}
+    trained = sum(saved[name].numel() for name in saved if name in changed or name == "score.weight")
+    size = sum(file.stat().st_size for file in run.checkpoint.rglob("*.pt"))
+    assert 0.95 < size / (copies * 4 * trained) < 1.1  # two moments and one or two copies of the weights in float32
+    for written in (run.folder, tmp_path / "out"):
+        assert AutoImageProcessor.from_pretrained(written).size == AutoImageProcessor.from_pretrained(folder).size
+    if value:
+        loaded = AutoModelForSequenceClassification.from_pretrained(run.folder, num_labels=1)
+        assert torch.equal(loaded.score.weight, saved["score.weight"])
+
+
+def test_an_adapter_of_a_model_that_reads_only_text_is_on_its_language_model(tmp_path: Path) -> None:
+    folder = save_tiny_gemma3(tmp_path / "source")
+    run = Trained(tmp_path, folder, lora_rank=4)
+    run_merge(MergeGroup(model=str(run.folder), output=str(tmp_path / "out")))
+    before, after = weights_in(folder), weights_in(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "language_model" in name and "proj" in name}
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    with torch.no_grad():
+        found = PolicyModel(run.hf_model.eval())(pack(make_sequences(3)))[0]
+        plain = PolicyModel(load_causal_lm(ModelConfig(pretrain=str(tmp_path / "out"), param_dtype="fp32"))).eval()
+        torch.testing.assert_close(found, plain(pack(make_sequences(3)))[0], atol=1e-5, rtol=0)
 
 
 def test_frozen_parts_of_a_model_that_has_moved_or_changed(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -4,7 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 from tiny_vision import PATCH, QWEN_BOUNDS, save_larger_vision, save_tiny_vision
-from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config, Qwen2VLImageProcessorPil, SmolVLMConfig
+from transformers import (
+    Gemma3Config,
+    Idefics3Config,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2VLImageProcessorPil,
+    SmolVLMConfig,
+)
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_host import fitted
@@ -13,8 +20,9 @@ from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
+from rlhf_cli.runs.pictures import picture_reader
 
-TEXT, QWEN, IDEFICS = Qwen2Config(), Qwen2_5_VLConfig(), Idefics3Config()
+TEXT, QWEN, IDEFICS, GEMMA = Qwen2Config(), Qwen2_5_VLConfig(), Idefics3Config(), Gemma3Config()
 
 
 def checked(policy: FoundModel, role: FoundModel, **pictures: int) -> None:
@@ -46,8 +54,20 @@ def test_a_judge_of_another_size_is_taken_if_it_cuts_the_policys_pictures_as_the
 def test_engines_get_vision_models_whole():
     check_engine_pictures(IDEFICS, backend="vllm")
     check_engine_pictures(TEXT, backend="vllm", pushes_adapter=True)
-    with pytest.raises(UsageError, match="use --lora_push merged"):
-        check_engine_pictures(IDEFICS, backend="vllm", pushes_adapter=True)
+    for whole in (IDEFICS, GEMMA):
+        with pytest.raises(UsageError, match="use --lora_push merged"):
+            check_engine_pictures(whole, backend="vllm", pushes_adapter=True)
+
+
+def test_settings_of_images_for_a_model_that_reads_only_text_are_refused():
+    source, found = ModelSource(pretrain="m"), FoundModel("m", GEMMA)
+    assert picture_reader(PicturesConfig(), source, found, None) is None
+    with pytest.raises(
+        UsageError, match=r"min_pixels requires .* 'm' is of type gemma3, which reads only text here: use"
+    ):
+        picture_reader(PicturesConfig(min_pixels=9), source, found, None)
+    with pytest.raises(UsageError, match=r"min_pixels requires .* 'm' is a text model: use a model of type qwen2_vl"):
+        picture_reader(PicturesConfig(min_pixels=9), source, FoundModel("m", TEXT), None)
 
 
 @pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
@@ -61,7 +81,7 @@ def test_vllms_smolvlm_is_refused_without_the_packages_that_its_processor_needs(
 
 @pytest.mark.parametrize(
     ("architecture", "given", "most"),
-    [(TEXT, 3, None), (TEXT, None, None), (IDEFICS, 3, 3), (IDEFICS, None, 1), (IDEFICS, 0, 1)],
+    [(TEXT, 3, None), (TEXT, None, None), (IDEFICS, 3, 3), (IDEFICS, None, 1), (IDEFICS, 0, 1), (GEMMA, 3, 0)],
 )
 def test_an_engine_takes_pictures_if_its_model_does(tmp_path, architecture, given, most):
     architecture.save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from rlhf_cli.models.vision.family import PictureRun, VisionFamily
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+
 @dataclass(frozen=True)
 class _FamilyRow:
     """A family.
