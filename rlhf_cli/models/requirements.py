@@ -21,15 +21,15 @@ from rlhf_cli.models.vision.families.table import is_multimodal
 PACKED_TYPES = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bamba", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
     "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4",
-    "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3",
-    "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
-    "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text",
-    "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3",
-    "mistral", "mixtral", "nanochat", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi",
-    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-    "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"
+    "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe",
+    "kimi_linear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h",
+    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "vaultgemma", "youtu"
 })
 # fmt: on
 """transformers types with equal log-probs for packed and separate sequences.

@@ -104,9 +104,9 @@ OWN: dict[str, dict[str, Any]] = {
             "per_layer_config": {layer: {"head_dim": 16, "num_key_value_heads": 1} for layer in (1, 3)},
             "num_kv_shared_layers": 2,
             "attention_k_eq_v": True,
-            "enable_moe_block": not kind.endswith("_text"),
+            "enable_moe_block": kind == "gemma4_unified_text",
         }
-        for kind in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+        for kind in ("gemma4_text", "gemma4_unified_text")
     },
     # Default configurations for so few layers have no convolution.
     **{kind: {"layer_types": ["conv", "full_attention", "conv"]} for kind in ("lfm2", "lfm2_moe")},

@@ -83,7 +83,7 @@ def test_reasons_are_given_for_types_of_transformers():
 
 
 def test_adapters_leave_stacks_of_matrices_out_as_the_table_says():
-    for one in (one for one in supported_types() if not one.reads_images):
+    for one in (one for one in supported_types() if one.images == "no"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(tiny_config(one.kind))
         convolutions = {part.weight for part in model.modules() if isinstance(part, torch.nn.Conv1d)}

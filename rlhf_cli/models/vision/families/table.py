@@ -56,6 +56,8 @@ _REASONS = {"paligemma": "prompts attend both ways, which packed attention does 
 TEXT_ONLY = {
     "exaone4_5": ("exaone4",),
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_text",),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
