@@ -104,7 +104,7 @@ OWN: dict[str, dict[str, Any]] = {
             "per_layer_config": {layer: {"head_dim": 16, "num_key_value_heads": 1} for layer in (1, 3)},
             "num_kv_shared_layers": 2,
             "attention_k_eq_v": True,
-            "enable_moe_block": kind == "gemma4_unified_text",
+            "enable_moe_block": True,
         }
         for kind in ("gemma4_text", "gemma4_unified_text")
     },
@@ -211,8 +211,10 @@ def tiny_text_only_config(kind: str, text_kind: str) -> PretrainedConfig:
     """Return a small configuration of a vision-language type with a language model of the other type."""
     usual = AutoConfig.for_model(kind)
     text = _sizes(AutoConfig.for_model(text_kind)) | {"model_type": text_kind}
-    vision = {name: size for name, size in ENCODER.items() if name in usual.vision_config.to_dict()}
-    vision["model_type"] = usual.vision_config.model_type
+    # Gemma 4 has no encoder by default.
+    encoder = usual.vision_config or type(usual).sub_configs["vision_config"]()
+    vision = {name: size for name, size in ENCODER.items() if name in encoder.to_dict()}
+    vision["model_type"] = encoder.model_type
     return AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 

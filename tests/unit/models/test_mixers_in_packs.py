@@ -40,7 +40,10 @@ MIXERS = {
 }
 """Mixers by model type."""
 KINDS = sorted(MIXERS)
-OTHERS = ["gpt_oss", "granite_swa", "granitemoe_swa", "llama4_text", "mimo_v2_flash", "gemma3n_text", "gemma4_text"]
+OTHERS = [
+    *("gpt_oss", "granite_swa", "granitemoe_swa", "llama4_text", "mimo_v2_flash"),
+    *("gemma3n_text", "gemma4_unified_text"),
+]
 """Types with attention sinks, chunked attention (the packs here are longer than a chunk), keys of earlier layers."""
 CONTINUING = [kind for kind in KINDS if kind not in ("jamba", "recurrent_gemma")]
 """Types that pack shared prompts once."""
