@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from rlhf_cli.command_table import COMMANDS, Command
 from rlhf_cli.environment import prepare_environment, rest_collector
-from rlhf_cli.errors import RunError, UsageError, full_memory, memory_sentence, missing_package
+from rlhf_cli.errors import RunError, UsageError, full_memory, listed, memory_sentence, missing_package
 from rlhf_cli.foreign.table import COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
@@ -53,12 +53,36 @@ class CommandGroup(HelpPageGroup):
         if args and ":" in args[0]:
             return args[0], _outside_command(args[0], args[1:]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
+        if name == "plan" and (planned := next((word for word in rest if word in COMMANDS), None)):
+            rest.remove(planned)
+            return f"plan {planned}", _planned_command(planned, rest), rest
         return name, _load_command(name, self.table[name], rest) if name else None, rest
 
 
 def _load_command(name: str, entry: Command, arguments: Sequence[str]) -> Any:
     """Import a command's config class and return the Typer command, called with `arguments`."""
     return command_of(name, entry.config_class, entry.run, arguments)
+
+
+def _planned_command(name: str, arguments: Sequence[str]) -> Any:
+    """Return the Typer command that plans the command `name` with the command's own settings.
+
+    Raises:
+        UsageError: the command cannot be planned.
+    """
+    from rlhf_cli.commands.plan import PLANNED, planned_class
+    from rlhf_cli.options import typer_command
+
+    if name not in PLANNED:
+        raise UsageError(f"rlhf {name} has no plan; the commands with one are {listed(PLANNED)}")
+
+    def run(config: "CommandConfig") -> None:
+        # Imported here: it imports torch, which `rlhf plan COMMAND --help` does not need.
+        from rlhf_cli.runs.plan import plan_command
+
+        plan_command(config)
+
+    return typer_command(name, planned_class(name), _with_trace(run, checks=False), arguments)
 
 
 def _outside_command(text: str, arguments: Sequence[str]) -> Any:
@@ -163,8 +187,11 @@ def _tell(command: str | None, message: str) -> None:
     sys.stderr.write(f"rlhf{f' {command}' if command else ''}: {sentence}\n")
 
 
-def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: unexpected exceptions write a traceback to the run directory and become one sentence."""
+def _with_trace(run: Callable[..., None], *, checks: bool = True) -> Callable[..., None]:
+    """Wrap a command: unexpected exceptions write a traceback to the run directory and become one sentence.
+
+    With `checks`, files and paths of the settings are checked first.
+    """
 
     @functools.wraps(run)
     def guarded(config: "CommandConfig") -> None:
@@ -172,7 +199,8 @@ def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
 
         prepare_environment()
         try:
-            check_early(config)
+            if checks:
+                check_early(config)
             run(config)
         except UsageError:
             raise

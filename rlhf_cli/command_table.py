@@ -138,6 +138,12 @@ COMMANDS = {
         "Create a small untrained model and tokenizer for offline tests.",
         "scratch:scratch",
     ),
+    "plan": Command(
+        "plan:PlanCommandConfig",
+        _HELP,
+        "Plan memory, time and price of a command on any hardware, and changes that help.",
+        "plan:run_plan",
+    ),
     "data": Command(
         "data:DataCommandConfig",
         _HELP,

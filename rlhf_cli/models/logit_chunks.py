@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-_CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
+CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
 """Head product size per chunk, in the operand dtype.
 
 Each chunk adds a full weight gradient. With fewer than a few hundred rows, these additions cost more than the products.
 """
-_BLOCK_BYTES = {"cpu": 2**20, "cuda": 256 * 2**20}
+BLOCK_BYTES = {"cpu": 2**20, "cuda": 256 * 2**20}
 """Size of one block's float32 logits. On a CPU a block should fit a core's cache."""
 
 
@@ -77,8 +77,8 @@ def chunk_sizes(device: torch.device, *, row_bytes: int, block_row_bytes: int, c
     """
     place = "cpu" if device.type == "cpu" else "cuda"
     return ChunkSizes(
-        chunk=chunk_size or max(1, _CHUNK_BYTES[place] // row_bytes),
-        block=max(1, _BLOCK_BYTES[place] // block_row_bytes),
+        chunk=chunk_size or max(1, CHUNK_BYTES[place] // row_bytes),
+        block=max(1, BLOCK_BYTES[place] // block_row_bytes),
     )
 
 

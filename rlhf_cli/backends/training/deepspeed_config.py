@@ -100,6 +100,8 @@ def _accumulates_in_bf16(settings: DeepSpeedConfig, param_dtype: str, optimizer:
     return param_dtype == "bf16" and settings.zero_stage <= last_stage
 
 
+DEFAULT_BUCKET = 500_000_000
+"""Gradients per reduction, as DeepSpeed's default."""
 # Overlapping uses two buckets, which together need less memory than one with DeepSpeed's default of 500 million.
 _OVERLAP_BUCKET = 200_000_000
 """Gradients per reduction if reduction overlaps with the backward pass."""
@@ -157,13 +159,22 @@ def deepspeed_config(
     }
 
 
-def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, object]:
+def reduce_buckets(settings: DeepSpeedConfig, *, num_gpus: int) -> tuple[int, int]:
+    """Return (number of buckets, gradients in each) that DeepSpeed allocates for reductions; no GPUs on a CPU."""
     overlap = _overlaps(settings, num_gpus=num_gpus)
-    zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": overlap}
     if num_gpus == 0:
-        zero["reduce_bucket_size"] = _CPU_BUCKET
-    elif overlap and num_gpus > 1:
-        zero["reduce_bucket_size"] = _OVERLAP_BUCKET
+        size = _CPU_BUCKET
+    else:
+        size = _OVERLAP_BUCKET if overlap and num_gpus > 1 else DEFAULT_BUCKET
+    return 2 if overlap else 1, size
+
+
+def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, object]:
+    zero: dict[str, object] = {
+        "stage": settings.zero_stage,
+        "overlap_comm": _overlaps(settings, num_gpus=num_gpus),
+        "reduce_bucket_size": reduce_buckets(settings, num_gpus=num_gpus)[1],
+    }
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}
         if settings.param_offload:

@@ -1,0 +1,151 @@
+"""Hardware that a plan is made for: a table of GPUs, this machine, or values given by flags."""
+
+import os
+import time
+from dataclasses import dataclass, replace
+
+import psutil
+
+from rlhf_cli.backends.doctor.gpus import Gpu, gpus
+from rlhf_cli.config.plan import GpuName, PlanConfig
+from rlhf_cli.errors import UsageError
+
+GIB = 2**30
+_TERA, _GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Processors of one kind on equal nodes.
+
+    - `memory`: bytes per GPU that a program can allocate; on a CPU, of the machine.
+    - `flops`: dense bf16 operations per second with float32 accumulation, from data sheets.
+    - `bandwidth`: memory bandwidth in bytes per second.
+    - `link`, `network`, `host_link`: bytes per second and direction of a GPU to others on the node, to other nodes, and
+      to host memory.
+    - `host_memory`: bytes per node, None if unknown.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    host_link: float
+    num_gpus: int = 1
+    num_nodes: int = 1
+    host_memory: float | None = None
+    is_cpu: bool = False
+
+    @property
+    def node_gpus(self) -> list[int]:
+        """Number of GPUs per node."""
+        return [self.num_gpus] * self.num_nodes
+
+    @property
+    def total_gpus(self) -> int:
+        """Number of GPUs on all nodes."""
+        return self.num_gpus * self.num_nodes
+
+    @property
+    def title(self) -> str:
+        """Describe nodes and GPUs."""
+        if self.is_cpu:
+            return f"this CPU ({self.num_gpus} cores, {self.memory / GIB:.0f} GiB)"
+        nodes = f"{self.num_nodes} nodes with " if self.num_nodes > 1 else ""
+        return f"{nodes}{self.num_gpus} x {self.name} ({self.memory / GIB:.0f} GiB)"
+
+
+def _gpu(name: str, gib: float, tflops: float, tb: float, link: float, network: float, host: float) -> Hardware:
+    speeds = (tflops * _TERA, tb * _TERA, link * _GIGA, network * _GIGA, host * _GIGA)
+    return Hardware(name, gib * GIB, *speeds)
+
+
+GPUS: dict[GpuName, Hardware] = {
+    "a100-40": _gpu("A100 40GB", 39.4, 312, 1.555, 300, 25, 25),
+    "a100-80": _gpu("A100 80GB", 79.2, 312, 2.039, 300, 25, 25),
+    "h100": _gpu("H100", 79.1, 989, 3.35, 450, 50, 55),
+    "h200": _gpu("H200", 139.8, 989, 4.8, 450, 50, 55),
+    "b200": _gpu("B200", 178.3, 2250, 8.0, 900, 50, 55),
+    "l40s": _gpu("L40S", 44.4, 362, 0.864, 25, 12.5, 25),
+    "rtx4090": _gpu("RTX 4090", 23.5, 165, 1.008, 20, 1.25, 25),
+}
+"""GPUs by the value of --gpu: memory that CUDA reports in GiB, TFLOP/s and TB/s from NVIDIA's data sheets (SXM forms),
+and GB/s per direction of NVLink or PCIe, of a network with one port per GPU, and of the link to host memory."""
+
+_NAMES: dict[str, GpuName] = {"H200": "h200", "H100": "h100", "B200": "b200", "L40S": "l40s", "4090": "rtx4090"}
+
+
+def hardware_of(plan: PlanConfig) -> Hardware:
+    """Return the hardware that the settings name; by default this machine's.
+
+    Raises:
+        UsageError: GPUs are requested but of no known kind.
+    """
+    if plan.gpu == "cpu":
+        return replace(this_cpu(), host_memory=_given(plan.host_memory_gib, GIB))
+    here = gpus() if plan.gpu is None else []
+    if plan.gpu is None and not here and not plan.describes_gpu:
+        if plan.changed("num_gpus", "num_nodes", "price_per_gpu_hour"):
+            raise UsageError(f"this machine has no GPU: set --gpu {', '.join(GPUS)}, or --gpu_memory_gib and others")
+        return replace(this_cpu(), host_memory=_given(plan.host_memory_gib, GIB))
+    base = GPUS[plan.gpu] if plan.gpu is not None and plan.gpu != "cpu" else _of_driver(here)
+    host = _given(plan.host_memory_gib, GIB)
+    values = {
+        "memory": _given(plan.gpu_memory_gib, GIB),
+        "flops": _given(plan.gpu_tflops, _TERA),
+        "bandwidth": _given(plan.gpu_bandwidth, _TERA),
+        "link": _given(plan.gpu_link, _GIGA),
+        "network": _given(plan.network, _GIGA),
+        "host_memory": host if host is not None or not here else psutil.virtual_memory().total,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    return replace(base, **given, num_gpus=plan.num_gpus or max(1, len(here)), num_nodes=plan.num_nodes)  # type: ignore[arg-type]
+
+
+def _given(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+def _of_driver(here: list[Gpu]) -> Hardware:
+    """Return the row of this machine's smallest GPU; without GPUs, or for an unknown one, speeds of an A100."""
+    if not here:
+        return replace(GPUS["a100-80"], name="own GPU")
+    smallest = min(here, key=lambda gpu: gpu.memory)
+    known = next((key for part, key in _NAMES.items() if part in smallest.name), None)
+    return replace(GPUS[known or "a100-80"], name=smallest.name, memory=smallest.memory * 2.0**20)
+
+
+def this_cpu() -> Hardware:
+    """Measure this machine's CPU, for about 0.2 seconds."""
+    cores = len(os.sched_getaffinity(0))
+    memory = float(psutil.virtual_memory().total)
+    flops, bandwidth = _measured_speed()
+    link = bandwidth / 4  # a copy between processes reads and writes twice
+    return Hardware("CPU", memory, flops, bandwidth, link, link, link, cores, 1, memory, is_cpu=True)
+
+
+def _measured_speed() -> tuple[float, float]:
+    """Return operations per second of a matrix product in the dtype of `auto`, and bytes per second of a copy."""
+    import torch
+
+    from rlhf_cli.environment import fast_dtype
+
+    size = 768
+    dtype = torch.bfloat16 if fast_dtype()[0] == "bf16" else torch.float32
+    left = torch.ones(size, size, dtype=dtype)
+    flops = 2 * size**3 / _seconds(lambda: left @ left)
+    values = torch.ones(2**23)
+    return flops, 2 * values.nbytes / _seconds(values.clone)
+
+
+def _seconds(work) -> float:  # type: ignore[no-untyped-def]
+    """Return the shortest time of a few calls."""
+    work()
+    times, end = [], time.perf_counter() + 0.1
+    while not times or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)

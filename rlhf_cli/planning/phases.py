@@ -1,0 +1,194 @@
+"""Peak memory on each kind of GPU in each phase of a step, and memory of hosts and disks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.planning.memory import USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
+from rlhf_cli.planning.workload import Workload
+
+_HOST_PROCESS = 2.0 * 2**30
+"""Host memory of a process with torch and CUDA; an assumption, not measured."""
+_ENDS = 16
+"""Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Gradient checkpointing and tokens per micro-batch of a rank, with the reason if they were chosen."""
+
+    recomputes: bool
+    max_tokens: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Equal GPUs: their roles, their number, and the peak of each phase by part."""
+
+    roles: tuple[str, ...]
+    count: int
+    phases: dict[str, Parts]
+
+    @property
+    def peak(self) -> float:
+        """Bytes in the fullest phase."""
+        return max((total(parts) for parts in self.phases.values()), default=0.0)
+
+
+def batching_of(work: Workload) -> Batching:
+    """Return the micro-batches of a run: as set, otherwise fitted to the memory of the fullest GPU."""
+    config: Any = work.config
+    if not work.trained:
+        return Batching(False, 0)
+    batch, recomputes = config.batch, config.model.gradient_checkpointing
+    if work.hardware.is_cpu:
+        return Batching(bool(recomputes), batch.max_tokens)
+    fits = [_fit_of(work, name) for name in work.trained]
+    # All roles have the same settings, so the fullest GPU decides.
+    fit = min(fits, key=lambda one: (not one.recomputes, one.max_tokens))
+    chosen = recomputes is None or batch.train_max_tokens_per_gpu is None
+    return Batching(fit.recomputes, fit.max_tokens, fit.reason if chosen else "")
+
+
+def _fit_of(work: Workload, name: str) -> Fit:
+    config: Any = work.config
+    others = sum(total(_idle(work, other)) for other in _neighbors(work, name) if other != name)
+    return fit_to_memory(
+        work.roles[name],
+        room=work.hardware.memory - others,
+        needed_tokens=work.longest + (_ENDS if work.engine else 0),
+        recomputes=config.model.gradient_checkpointing,
+        max_tokens=config.batch.train_max_tokens_per_gpu,
+    )
+
+
+def _neighbors(work: Workload, name: str) -> list[str]:
+    """Return all roles on the GPU of a role's first rank."""
+    seat = work.layout.of(name)[0]
+    return _roles_on(work, work.layout.users(seat.island, seat.gpus[0]))
+
+
+def _roles_on(work: Workload, users: Sequence[str]) -> list[str]:
+    """Return the users of a GPU with the models that they host."""
+    hosted = [name for name in work.roles if work.host(name) != name and work.host(name) in users]
+    return [*users, *(name for name in hosted if name not in users)]
+
+
+def gpu_memory(work: Workload, batching: Batching) -> list[GpuMemory]:
+    """Return the memory of all GPUs, equal ones together."""
+    found: dict[tuple[str, ...], int] = {}
+    for number, island in enumerate(work.layout.islands):
+        for gpu in range(island.num_gpus):
+            roles = tuple(_roles_on(work, work.layout.users(number, gpu)))
+            found[roles] = found.get(roles, 0) + 1
+    return [GpuMemory(roles, count, _phases(work, batching, roles)) for roles, count in found.items() if roles]
+
+
+def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[str, Parts]:
+    """Return the peak of each phase on a GPU with these roles."""
+    models, engine = [name for name in users if name != ENGINE], ENGINE in users
+    tokens = batching.max_tokens or work.longest
+    phases: dict[str, list[Parts]] = {}
+    if engine and work.engine is not None:
+        phases["generate"] = [added(work.engine.generating(), *(_idle(work, name) for name in models))]
+    for name in models:
+        others = [_idle(work, other) for other in users if other != name and not _is_active(work, other, name)]
+        with_it = [_active_guest(work, other) for other in models if other != name and _is_active(work, other, name)]
+        role = work.roles[name]
+        if name in work.tokens.forward:
+            phases.setdefault("forward", []).append(added(role.forward(tokens), *others, *with_it))
+        if role.num_trained:
+            active = role.training(tokens, recomputes=batching.recomputes)
+            phases.setdefault("train", []).append(added(active, *others, *with_it))
+        if name == "actor" and engine and work.engine is not None:
+            woken = added(_pushing(work, role), work.engine.receiving())
+            rest = [_idle(work, other) for other in models if other != name]
+            phases["transfer"] = [added(woken, *rest)]
+    return {phase: max(several, key=total) for phase, several in phases.items()}
+
+
+def _is_active(work: Workload, other: str, name: str) -> bool:
+    """Return whether `other` is needed while `name` computes: a model that the same ranks host."""
+    return other != ENGINE and work.host(other) == work.host(name)
+
+
+def _active_guest(work: Workload, name: str) -> Parts:
+    """Return the memory of a model while another model of its ranks computes."""
+    role = work.roles[name]
+    offloaded = role.settings.param_offload
+    return {"weights": 0 if offloaded else role.weights, "buffers": role.buffers if role.num_trained else 0}
+
+
+def _idle(work: Workload, name: str) -> Parts:
+    """Return the memory of a role or engine that is not active."""
+    if name == ENGINE:
+        assert work.engine is not None
+        return work.engine.asleep() if work.engines_sleep else work.engine.generating()
+    role = work.roles[name]
+    parts = role.asleep() if work.models_sleep else role.resident()
+    # A hosted model has no process.
+    return parts if work.host(name) == name else {**parts, "processes": 0}
+
+
+def _pushing(work: Workload, role: RoleMemory) -> Parts:
+    """Return the actor's memory while it pushes weights, which are gathered one after the other."""
+    buffers = role.buffers + 2 * role.shape.largest * role.value_bytes
+    if not work.models_sleep:
+        return {**role.resident(), "buffers": buffers}
+    return {"weights": role.weights, "buffers": buffers, "processes": role.process}
+
+
+def host_memory(work: Workload) -> dict[str, float]:
+    """Return the bytes of host memory on the fullest node, by purpose."""
+    by_node: list[dict[str, float]] = []
+    for node in sorted({island.node for island in work.layout.islands}):
+        by_node.append(_on_node(work, node))
+    return max(by_node, key=lambda parts: sum(parts.values()))
+
+
+def _on_node(work: Workload, node: int) -> dict[str, float]:
+    found = {"processes": 0.0, "sleeping roles (pinned)": 0.0, "offloaded states": 0.0, "weight average": 0.0}
+    for name, role in work.roles.items():
+        seats = work.layout.of(work.host(name))
+        here = sum(work.layout.islands[seat.island].node == node for seat in seats) / max(1, len(seats))
+        if work.models_sleep:
+            found["sleeping roles (pinned)"] += here * role.sleeping_bytes
+        found["offloaded states"] += here * role.offloaded_bytes
+        if name == "actor" and getattr(work.config, "optim").enable_ema:
+            found["weight average"] += here * 4 * role.num_trained
+        found["processes"] += here * len(seats) * _HOST_PROCESS if work.host(name) == name else 0
+    engines = [seat for seat in work.layout.of(ENGINE) if work.layout.islands[seat.island].node == node]
+    found["processes"] += sum(len(seat.gpus) for seat in engines) * _HOST_PROCESS
+    return {name: size for name, size in found.items() if size}
+
+
+def disk_bytes(work: Workload) -> dict[str, float]:
+    """Return the bytes of the trained model, and of checkpoints, one of which is written before another is removed."""
+    if not work.trained:
+        return {}
+    checkpoint: Any = getattr(work.config, "checkpoint")
+    role = work.roles[work.trained[0]]
+    size = sum(work.roles[name].checkpoint_bytes for name in work.trained)
+    kept = checkpoint.max_ckpt_num + 1 if checkpoint.save_steps > 0 else 1
+    saved = role.num_trained if role.num_trained < role.shape.parameters else role.shape.parameters
+    return {"model": float(saved * role.value_bytes), f"{kept} checkpoints" if kept > 1 else "a checkpoint": kept * size}
+
+
+def fits(work: Workload, gpus: Sequence[GpuMemory], host: dict[str, float]) -> bool:
+    """Return whether all phases fit in the GPUs, the engine can hold a sequence, and the hosts have enough memory."""
+    limit = USABLE * work.hardware.memory
+    on_gpu = all(gpu.peak <= limit for gpu in gpus)
+    # Host memory of other machines is unknown.
+    has_host = work.hardware.host_memory is None or sum(host.values()) <= work.hardware.host_memory
+    return on_gpu and has_host and (work.engine is None or work.engine.fits)
+
+
+def with_batching(work: Workload, batching: Batching) -> Workload:
+    """Return the workload whose settings name the chosen micro-batches."""
+    config: Any = work.config
+    if not work.trained:
+        return work
+    values = {"gradient_checkpointing": batching.recomputes, "train_max_tokens_per_gpu": batching.max_tokens}
+    return replace(work, config=config.updated(values))

@@ -1,0 +1,164 @@
+"""A plan: placement, memory, time and price of a command on hardware, before anything is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rlhf_cli.backends.cluster.placement import describe
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.planning.architectures import find_architecture
+from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.memory import GIB, USABLE, total
+from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, fits, gpu_memory, host_memory
+from rlhf_cli.planning.shapes import ModelShape, shape_of
+from rlhf_cli.planning.times import PhaseTime, phase_times
+from rlhf_cli.planning.workload import Shapes, Workload, workload_of
+
+_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command needs, by GPU and phase. All times are forecasts of one step (online: one iteration).
+
+    - `gpus`: equal GPUs together. `host`, `disk`: bytes by purpose, on the fullest node and in the run directory.
+    - `price_per_gpu_hour`: None if unknown.
+    """
+
+    work: Workload
+    batching: Batching
+    gpus: list[GpuMemory]
+    host: dict[str, float]
+    disk: dict[str, float]
+    times: dict[str, PhaseTime]
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the command fits the hardware."""
+        return fits(self.work, self.gpus, self.host)
+
+    @property
+    def excess(self) -> float:
+        """How much memory is missing, as a fraction of what exists; 0 if the command fits."""
+        limit = USABLE * self.work.hardware.memory
+        found = sum(max(0.0, gpu.peak / limit - 1) for gpu in self.gpus)
+        if self.work.hardware.host_memory is not None:
+            found += max(0.0, sum(self.host.values()) / self.work.hardware.host_memory - 1)
+        engine = self.work.engine
+        if engine is not None and not engine.fits:
+            found += 1 - engine.cache / (engine.max_len * engine.token_bytes)
+        return found
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest GPU."""
+        return max(gpu.peak for gpu in self.gpus)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(time.seconds for time in self.times.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The longest phase."""
+        return max(self.times, key=lambda name: self.times[name].seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts and responses per second, over all GPUs."""
+        tokens = self.work.tokens
+        return (tokens.trained or tokens.requests * (tokens.prompt + tokens.response)) / self.seconds
+
+    @property
+    def price(self) -> float | None:
+        """Price of a step on all GPUs of the plan."""
+        if self.price_per_gpu_hour is None:
+            return None
+        return self.price_per_gpu_hour * self.work.hardware.total_gpus * self.seconds / _HOUR
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the plan as JSON values: memory in GiB, times in seconds."""
+        engine = self.work.engine
+        return {
+            "fits": self.fits,
+            "hardware": self.work.hardware.title,
+            "parameters": {name: role.shape.parameters for name, role in self.work.roles.items()},
+            "placement": placement(self.work),
+            "gradient_checkpointing": self.batching.recomputes,
+            "train_max_tokens_per_gpu": self.batching.max_tokens,
+            "gpus": [
+                {
+                    "roles": list(gpu.roles),
+                    "count": gpu.count,
+                    "memory_gib": {
+                        phase: {"total": round(total(parts) / GIB, 2), **_in_gib(parts)}
+                        for phase, parts in gpu.phases.items()
+                    },
+                }
+                for gpu in self.gpus
+            ],
+            "gpu_memory_gib": round(self.work.hardware.memory / GIB, 2),
+            "engine": None
+            if engine is None
+            else {
+                "cache_tokens": engine.cache_tokens,
+                "sequences_at_once": engine.running(self.work.tokens.prompt + self.work.tokens.response),
+            },
+            "host_memory_gib": _in_gib(self.host),
+            "disk_gib": _in_gib(self.disk),
+            "seconds": {name: round(time.seconds, 3) for name, time in self.times.items()},
+            "limits": {name: time.limit for name, time in self.times.items()},
+            "bottleneck": self.bottleneck,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "steps": self.work.steps,
+            "price_per_step": self.price,
+        }
+
+
+def _in_gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(size / GIB, 2) for name, size in parts.items() if size}
+
+
+def placement(work: Workload) -> list[str]:
+    """Describe the placement of roles and engines, one line per kind of node."""
+    lines = describe(work.layout, unit="process" if work.hardware.is_cpu else "GPU")
+    unused = 0 if work.hardware.is_cpu else work.hardware.total_gpus - work.layout.num_gpus
+    idle = [f"{unused} GPU{'s' if unused > 1 else ''} unused"] if unused > 0 else []
+    return [*lines, *filter(None, [work.reason]), *idle]
+
+
+def make_plan(
+    config: CommandConfig, plan: PlanConfig, hardware: Hardware, *, has_critic: bool, shapes: Shapes | None = None
+) -> Plan:
+    """Plan a command on hardware. `shapes` finds models, by default from their configurations.
+
+    Raises:
+        UsageError: a model is not found, or the settings need more GPUs than the hardware has.
+    """
+    work = workload_of(config, plan, hardware, shapes or shapes_of(config), has_critic=has_critic)
+    batching = batching_of(work)
+    return Plan(
+        work=work,
+        batching=batching,
+        gpus=gpu_memory(work, batching),
+        host=host_memory(work),
+        disk=disk_bytes(work),
+        times=phase_times(work, batching),
+        price_per_gpu_hour=plan.price_per_gpu_hour,
+    )
+
+
+def shapes_of(config: CommandConfig) -> Shapes:
+    """Return a function that finds the shapes of a command's models, each once."""
+    model: Any = getattr(config, "model")
+
+    @cache
+    def find(pretrain: str) -> ModelShape:
+        trusts = model.trust_remote_code
+        return shape_of(find_architecture(pretrain, trust_remote_code=trusts), trust_remote_code=trusts)
+
+    return find

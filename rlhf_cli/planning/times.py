@@ -1,0 +1,208 @@
+"""Seconds of each phase of a step, from operations and bytes, and the part of the hardware that limits it.
+
+Efficiencies are calibrated on one measurement (docs/benchmarks.md): Qwen2.5-1.5B in packs of 16,384 tokens on one
+H200 trains at 36,679 tokens/s with ZeRO-2, 30,906 with gradient checkpointing and 27,097 with ZeRO-3. All other times
+are forecasts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.memory import RoleMemory
+from rlhf_cli.planning.phases import Batching
+from rlhf_cli.planning.workload import Workload
+
+_PRODUCTS = 0.75
+"""Fraction of peak speed that large matrix products reach."""
+_MEMORY = 0.8
+"""Fraction of peak memory bandwidth that elementwise kernels reach."""
+_LINKS = 0.7
+"""Fraction of peak bandwidth that collectives and copies to host memory reach."""
+_TRAFFIC = 2.1
+"""Bytes that a forward pass reads and writes per byte of kept activations. A backward pass moves twice as many."""
+_LOGIT_TRAFFIC = 64
+"""Bytes per logit in training: the product, float32 softmax, and the same again with gradients in the backward pass."""
+_LAYER_SECONDS = 0.0036
+"""Time per layer and micro-batch in which the GPU waits for kernel launches, in training with eager PyTorch."""
+_ZERO3_LAYER_SECONDS = 0.0056
+"""Additional time per layer and micro-batch of ZeRO-3's hooks."""
+_GRADIENT_TRAFFIC = 20
+"""Bytes per parameter and micro-batch for adding gradients to their sums."""
+_OPTIMIZER_TRAFFIC = 30
+"""Bytes per parameter of an AdamW step: float32 weights, moments and gradients, and weights in 16 bits."""
+_CPU_LAYER_SECONDS = 0.0004
+_DECODE_SECONDS, _EAGER_SECONDS = 0.003, 0.02
+"""Time per decoding step outside kernels, with CUDA graphs and without."""
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of a phase, and its largest part: compute, memory bandwidth, launches, communication or host link."""
+
+    seconds: float
+    limit: str
+
+
+Costs = dict[str, float]
+"""Seconds by limiting part."""
+
+
+def _phase(costs: Costs) -> PhaseTime:
+    return PhaseTime(sum(costs.values()), max(costs, key=lambda name: costs[name]))
+
+
+def phase_times(work: Workload, batching: Batching) -> dict[str, PhaseTime]:
+    """Return the times of all phases of a step."""
+    found: dict[str, PhaseTime] = {}
+    if work.engine is not None:
+        found["generate"] = _phase(_generation(work))
+    forward = list(_forwards(work, batching))
+    if forward:
+        found["forward"] = _together(work, forward)
+    if work.trained:
+        found["train"] = _together(work, [_training(work, batching, name) for name in work.trained])
+    transfer = _transfer(work)
+    if any(transfer.values()):
+        found["transfer"] = _phase(transfer)
+    return found
+
+
+def _together(work: Workload, several: list[Costs]) -> PhaseTime:
+    """Return the time of several roles: in turn on shared GPUs, at the same time on separate ones."""
+    if any(seat.shared for seat in work.layout.seats) or work.hosts.keys() - {work.host(name) for name in work.hosts}:
+        names = dict.fromkeys(name for costs in several for name in costs)
+        return _phase({name: sum(costs.get(name, 0) for costs in several) for name in names})
+    return _phase(max(several, key=lambda costs: sum(costs.values())))
+
+
+def _forwards(work: Workload, batching: Batching) -> Iterator[Costs]:
+    for name, tokens in work.tokens.forward.items():
+        yield _pass(work, batching, work.roles[name], tokens, num_passes=1, trains=False)
+
+
+def _training(work: Workload, batching: Batching, name: str) -> Costs:
+    """Return the costs of all forward and backward passes and optimizer steps of a role."""
+    role, hardware, updates = work.roles[name], work.hardware, work.tokens.updates
+    # A backward pass costs two forward passes, of which frozen weights need only one.
+    is_full = role.num_trained >= role.shape.parameters
+    num_passes = (3.0 if is_full else 2.0) + (1.0 if batching.recomputes else 0.0)
+    costs = _pass(work, batching, role, work.tokens.trained, num_passes=num_passes, trains=True)
+    packs = _packs(work, batching, role)
+    shards = role.num_ranks if role.settings.zero_stage else 1
+    step = role.num_trained * _OPTIMIZER_TRAFFIC / shards / _elementwise(hardware)
+    costs["memory bandwidth"] += packs * role.num_trained * _GRADIENT_TRAFFIC / _elementwise(hardware)
+    if role.settings.adam_offload:
+        # Gradients and weights travel; the CPU reads and writes states at the speed of its memory.
+        moved = 6 * role.num_trained / shards / (_LINKS * hardware.host_link)
+        costs["host link"] = updates * (moved + role.num_trained * _OPTIMIZER_TRAFFIC / shards / _HOST_BANDWIDTH)
+    else:
+        costs["memory bandwidth"] += updates * step
+    costs["communication"] = _reductions(work, role, packs, compute=sum(costs.values()))
+    return costs
+
+
+_HOST_BANDWIDTH = 20e9
+"""Bytes per second at which one rank's CPU Adam moves states."""
+
+
+def _elementwise(hardware: Hardware) -> float:
+    return _MEMORY * hardware.bandwidth
+
+
+def _packs(work: Workload, batching: Batching, role: RoleMemory) -> float:
+    """Return the micro-batches of a rank in all updates of a step."""
+    groups = role.num_ranks / role.settings.ranks_per_pack
+    size = (batching.max_tokens or work.longest) * role.settings.sequence_parallel_size
+    return max(work.tokens.updates, work.tokens.trained / groups / size)
+
+
+def _pass(
+    work: Workload, batching: Batching, role: RoleMemory, tokens: float, *, num_passes: float, trains: bool
+) -> Costs:
+    """Return the costs of passes over tokens; `num_passes` counts forward passes of equal cost."""
+    hardware, shape = work.hardware, role.shape
+    own = tokens / role.num_ranks
+    size = (batching.max_tokens or work.longest) * 1.0
+    packs = max(1.0, own / size)
+    layer_seconds = _CPU_LAYER_SECONDS if hardware.is_cpu else _LAYER_SECONDS
+    traffic = own * shape.kept_values * role.value_bytes * _TRAFFIC * num_passes
+    logits = own * shape.vocabulary * _LOGIT_TRAFFIC * (1.0 if trains else 1 / 3)
+    launches = packs * shape.layers * layer_seconds * (1.0 if trains else 1 / 3)
+    if role.settings.zero_stage == 3 and not hardware.is_cpu:
+        launches += packs * shape.layers * _ZERO3_LAYER_SECONDS * (1.0 if trains else 1 / 3)
+    costs = {
+        "compute": num_passes * shape.forward_flops(own, work.tokens.length) / (_PRODUCTS * hardware.flops),
+        "memory bandwidth": (traffic + (logits if shape.vocabulary > 1 else 0)) / _elementwise(hardware),
+        "launches": launches,
+    }
+    if role.settings.zero_stage == 3 and role.num_ranks > 1:
+        gathered = packs * num_passes / 1.5 * shape.parameters * role.weight_bytes
+        costs["communication"] = max(0.0, gathered / _collective(work, role) - costs["compute"])
+    return costs
+
+
+def _collective(work: Workload, role: RoleMemory) -> float:
+    """Return the bytes per second of a ring over a role's ranks: its slowest link, the network on several nodes."""
+    nodes = {work.layout.islands[seat.island].node for seat in work.layout.seats if seat.role in work.roles}
+    link = work.hardware.network if len(nodes) > 1 else work.hardware.link
+    return _LINKS * link * role.num_ranks / max(1, role.num_ranks - 1)
+
+
+def _reductions(work: Workload, role: RoleMemory, packs: float, *, compute: float) -> float:
+    """Return the exposed time of gradient reductions: each micro-batch at ZeRO 2 and 3, each update otherwise."""
+    if role.num_ranks == 1:
+        return 0.0
+    count = packs if role.settings.zero_stage >= 2 else work.tokens.updates
+    seconds = count * role.num_trained * 4 / _collective(work, role)
+    if role.settings.zero_stage < 2:
+        seconds *= 2  # all-reduce
+    overlaps = role.settings.overlap_comm is not False and not role.settings.adam_offload
+    # Reductions overlap with the backward pass, two thirds of the computation.
+    return max(0.1 * seconds, seconds - 2 / 3 * compute) if overlaps else seconds
+
+
+def _generation(work: Workload) -> Costs:
+    """Return the costs of sampling all responses of a step on all engines."""
+    engine, tokens, hardware = work.engine, work.tokens, work.hardware
+    assert engine is not None
+    count = max(1, len(work.layout.of(ENGINE)))
+    requests = max(1.0, tokens.requests / count)
+    length = tokens.prompt + tokens.response / 2
+    running = max(1.0, min(requests, engine.running(tokens.prompt + tokens.response)))
+    # Responses end at different times, so that on average fewer run than the limit.
+    steps = max(requests * tokens.response / running, tokens.response) + tokens.response
+    bandwidth, flops = _elementwise(hardware), _PRODUCTS * hardware.flops * engine.size
+    read = engine.shape.active * engine.value_bytes / engine.size + requests * tokens.response / steps * length * (
+        engine.token_bytes
+    )
+    per_step = _EAGER_SECONDS if engine.is_eager or not engine.is_vllm else _DECODE_SECONDS
+    if engine.size > 1:
+        # Two all-reduces per layer, bound by latency.
+        per_step += 2 * engine.shape.layers * 15e-6
+    prefill = engine.shape.forward_flops(tokens.prefilled / count, tokens.prompt)
+    decode = engine.shape.forward_flops(requests * tokens.response, length)
+    return {
+        "compute": (prefill + decode) / flops,
+        "memory bandwidth": steps * read / bandwidth,
+        "launches": steps * per_step,
+    }
+
+
+def _transfer(work: Workload) -> Costs:
+    """Return the costs of pushing weights, and of moving states between GPUs and hosts."""
+    costs = {"communication": 0.0, "host link": 0.0}
+    if work.engine is None or "actor" not in work.roles:
+        return costs
+    actor = work.roles["actor"]
+    size = actor.shape.parameters * actor.value_bytes
+    is_shared = any(seat.shared for seat in work.layout.of(ENGINE))
+    link = _elementwise(work.hardware) / 2 if is_shared else _collective(work, actor)
+    costs["communication"] = size / link
+    if work.models_sleep:
+        moved = sum(role.sleeping_bytes / role.num_ranks for role in work.roles.values())
+        costs["host link"] = 2 * moved / (_LINKS * work.hardware.host_link)
+    if work.engines_sleep:
+        costs["host link"] += 0.5  # CUDA graphs and allocations of the engine
+    return costs
