@@ -195,11 +195,11 @@ def _with_trace(run: Callable[..., None], *, checks: bool = True) -> Callable[..
 
     @functools.wraps(run)
     def guarded(config: "CommandConfig") -> None:
-        from rlhf_cli.runs.early_checks import check_early
-
         prepare_environment()
         try:
             if checks:
+                from rlhf_cli.runs.early_checks import check_early
+
                 check_early(config)
             run(config)
         except UsageError:

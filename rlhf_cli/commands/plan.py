@@ -27,11 +27,12 @@ class PlanCommandConfig(CommandConfig):
     plan: PlanConfig = PlanConfig()
 
 
-def planned_class(command: str) -> type[CommandConfig]:
+def planned_class(name: str) -> type[CommandConfig]:
     """Return the config class of a command with the settings of a plan in addition."""
-    base: Any = COMMANDS[command].config_class
+    base: Any = COMMANDS[name].config_class
 
     class Planned(base):  # type: ignore[misc]
+        command = name
         plan: PlanConfig = PlanConfig()
 
         @classmethod

@@ -1,6 +1,9 @@
 """Compute cost by sequence length."""
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _LINEAR = frozenset({"conv", "linear_attention", "mlp", "moe"})
 """Names in `layer_types` of layers without attention, whose cost is linear."""
@@ -8,7 +11,7 @@ RECURRENT = frozenset({"linear_attention", "hybrid"})
 """Names in `layer_types` of layers with a recurrent state, alone or beside attention."""
 
 
-def quadratic_cost(config: PretrainedConfig) -> float:
+def quadratic_cost(config: "PretrainedConfig") -> float:
     """Return q such that the forward pass for L tokens costs in proportion to L + q L^2 multiply-adds.
 
     Per token: one multiply-add per weight in projections, MLP and head, with only active experts. Causal attention: L^2
@@ -25,34 +28,39 @@ def quadratic_cost(config: PretrainedConfig) -> float:
     return queries / weights
 
 
-def layer_configs(text: PretrainedConfig) -> list[PretrainedConfig]:
+def layer_configs(text: "PretrainedConfig") -> "list[PretrainedConfig]":
     """Return the configuration of each layer. Sizes may differ: Gemma 4 has larger heads for full attention."""
     # In older releases of transformers, all layers have the same sizes.
     return list(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
 
 
-def head_size(layer: PretrainedConfig) -> int:
+def head_size(layer: "PretrainedConfig") -> int:
     """Return the size of a layer's attention heads."""
     return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
 
 
-def key_value_width(layer: PretrainedConfig) -> int:
+def key_value_width(layer: "PretrainedConfig") -> int:
     """Return the number of key values, or value values, that a layer with attention computes per token."""
     return (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * head_size(layer)
 
 
-def attention_layers(text: PretrainedConfig) -> list[bool]:
+def attention_layers(text: "PretrainedConfig") -> list[bool]:
     """Return for each layer whether it has attention, alone or beside a recurrent layer."""
     types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     return [kind not in _LINEAR for kind in types]
 
 
-def num_recurrent_layers(text: PretrainedConfig) -> int:
+def num_attention_layers(text: "PretrainedConfig") -> int:
+    """Return the number of layers with attention, alone or beside a recurrent layer."""
+    return sum(attention_layers(text))
+
+
+def num_recurrent_layers(text: "PretrainedConfig") -> int:
     """Return the number of layers with a recurrent state."""
     return sum(kind in RECURRENT for kind in getattr(text, "layer_types", None) or ())
 
 
-def active_width(text: PretrainedConfig) -> int:
+def active_width(text: "PretrainedConfig") -> int:
     """Return the MLP width per token and layer; for mixtures, the combined width of active experts."""
     dense: int = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None)

@@ -1,4 +1,4 @@
-"""Configurations of models for a plan: local folders without weights, the Hub's cache, or a table of published models."""
+"""Shapes of models for a plan: from a table of published models, or from a configuration without weights."""
 
 import json
 from functools import cache
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, find_model, naming_the_model
+from rlhf_cli.planning.shapes import ModelShape, shape_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,20 +18,34 @@ _PUBLISHED = Path(__file__).with_name("published.json")
 
 @cache
 def published() -> dict[str, dict[str, Any]]:
-    """Return the configurations of well-known models by Hub name. They contain only shapes."""
+    """Return rows of well-known models by Hub name.
+
+    A row has the sizes in the model's `config`, and the `shape` that `shape_of` computes from them.
+    """
     rows = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
-    return {name: row["config"] for row in rows for name in row["names"]}
+    return {name: row for row in rows for name in row["names"]}
 
 
-def find_architecture(pretrain: str, *, trust_remote_code: bool = False) -> "PretrainedConfig":
-    """Return a model's configuration. A folder needs only its config.json; an adapter has its base's configuration.
+def find_shape(pretrain: str, *, trust_remote_code: bool = False) -> ModelShape:
+    """Return a model's shape. A folder needs only its config.json; an adapter has the shape of its base.
 
     Raises:
         UsageError: there is no such model here, and it is not in the table of published models.
     """
+    row = published().get(pretrain)
+    if row is not None and not Path(pretrain).exists():
+        # Without importing transformers, which takes seconds.
+        values = row["shape"] | {"linears": tuple(map(tuple, row["shape"]["linears"]))}
+        return ModelShape(**values)
+    architecture = _find_architecture(pretrain, trust_remote_code=trust_remote_code)
+    return shape_of(architecture, trust_remote_code=trust_remote_code)
+
+
+def _find_architecture(pretrain: str, *, trust_remote_code: bool) -> "PretrainedConfig":
     folder = adapter_folder(pretrain)
     if folder is not None:
-        return find_architecture(_base_of(folder), trust_remote_code=trust_remote_code)
+        base = str(read_adapter(folder, "base_model_name_or_path"))
+        return _find_architecture(base, trust_remote_code=trust_remote_code)
     from transformers import AutoConfig
 
     path = Path(pretrain).expanduser()
@@ -38,9 +53,8 @@ def find_architecture(pretrain: str, *, trust_remote_code: bool = False) -> "Pre
     if place is not None:
         with naming_the_model(str(place), "the configuration"):
             return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    if (known := published().get(pretrain)) is not None:
-        values = dict(known)
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+    if (row := published().get(pretrain)) is not None:
+        return config_of(row)
     try:
         return find_model(ModelSource(pretrain=pretrain, trust_remote_code=trust_remote_code)).architecture
     except UsageError as error:
@@ -50,9 +64,17 @@ def find_architecture(pretrain: str, *, trust_remote_code: bool = False) -> "Pre
         ) from error
 
 
-def _base_of(folder: Path) -> str:
-    """Return the base model that an adapter names."""
+def config_of(row: dict[str, Any]) -> "PretrainedConfig":
+    """Return the configuration of a published model."""
+    from transformers import AutoConfig
+
+    values = dict(row["config"])
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def read_adapter(folder: Path, key: str) -> Any:
+    """Return a value of an adapter's configuration. Raises UsageError if the file is damaged."""
     try:
-        return str(json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"])
+        return json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))[key]
     except (ValueError, KeyError) as error:
-        raise UsageError(f"{folder / ADAPTER_FILE} names no base model: copy or download the adapter again") from error
+        raise UsageError(f"{folder / ADAPTER_FILE} has no {key}: copy or download the adapter again") from error

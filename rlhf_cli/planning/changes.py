@@ -1,35 +1,40 @@
 """Changes of flags that make a command fit or faster: candidates are planned like the command, the best are kept."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import shown
+from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.planner import Plan
 
 Values = dict[str, object]
-Planned = Callable[[CommandConfig], Plan]
-"""Plans a command with other settings on the same hardware."""
+Planner = Callable[[CommandConfig, Hardware], Plan]
+"""Plans a command with other settings or hardware. Raises UsageError if the hardware has too few GPUs."""
 _MOST_SHOWN, _MOST_COMBINED = 3, 4
 _LEAST_SAVED = 0.03
 """Fraction of a step's time that a change must save."""
+_CLUSTERS = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16))
+"""GPUs per node and nodes that are tried if no flags make a command fit."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings to change, and the plan with them."""
+    """Settings to change, and the plan with them. `gpus` are flags of the plan for other hardware."""
 
     values: Values
     plan: Plan
+    gpus: str = ""
 
     @property
     def flags(self) -> str:
         """The change as flags to paste."""
-        return " ".join(_flag(name, value) for name, value in self.values.items())
+        return " ".join([*filter(None, [self.gpus]), *(_flag(*one) for one in self.values.items())])
 
 
 def _flag(name: str, value: object) -> str:
@@ -40,66 +45,77 @@ def _flag(name: str, value: object) -> str:
 
 def with_values(config: CommandConfig, values: Values) -> CommandConfig | None:
     """Return the settings with other values, or None if the command rejects them."""
+    changed = config.updated(values)
+    groups = {
+        group: settings.model_dump(by_alias=True, include=set(changed.supported(group)))
+        for group, settings in changed
+        if changed.supported(group)
+    }
     try:
-        changed = config.updated(values)
-        groups = {
-            group: settings.model_dump(by_alias=True, include=set(changed.supported(group)), exclude_unset=False)
-            for group, settings in changed
-            if changed.supported(group)
-        }
         return type(config)(**groups)
     except (ValidationError, UsageError):
         return None
 
 
-def best_changes(config: CommandConfig, plan: Plan, planned: Planned) -> list[Change]:
+def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Change]:
     """Return the best changes: those that make a command fit, otherwise those that make it faster."""
-    singles = list(_tried(config, candidates(config, plan), planned))
-    if plan.fits:
-        faster = [one for one in singles if one.plan.fits and _saved(plan, one) > _LEAST_SAVED]
-        return sorted(faster, key=lambda one: one.plan.seconds)[:_MOST_SHOWN]
+    singles = list(_tried(config, plan, planner))
     fitting = [one for one in singles if one.plan.fits]
+    if plan.fits:
+        faster = [one for one in fitting if one.plan.seconds < (1 - _LEAST_SAVED) * plan.seconds]
+        return sorted(faster, key=lambda one: one.plan.seconds)[:_MOST_SHOWN]
     if fitting:
-        return sorted(fitting, key=lambda one: (_changes_model(one.values), one.plan.seconds))[:_MOST_SHOWN]
-    combined = _combined(config, plan, planned)
-    return [] if combined is None else [combined]
+        return sorted(fitting, key=lambda one: (_trains_adapter(one), one.plan.seconds))[:_MOST_SHOWN]
+    found = _combined(config, plan, planner) or _on_more_gpus(config, plan, planner)
+    return [] if found is None else [found]
 
 
-def _saved(plan: Plan, change: Change) -> float:
-    return 1 - change.plan.seconds / plan.seconds
+def _trains_adapter(change: Change) -> bool:
+    """Return whether a change trains an adapter instead of all weights, which is another result."""
+    return "lora_rank" in change.values
 
 
-def _changes_model(values: Values) -> bool:
-    """Return whether another model is trained: an adapter instead of all weights."""
-    return "lora_rank" in values
-
-
-def _combined(config: CommandConfig, plan: Plan, planned: Planned) -> Change | None:
+def _combined(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
     """Return changes that together make the command fit, added one by one, or None."""
     values: Values = {}
     for _ in range(_MOST_COMBINED):
-        here = with_values(config, values) or config
-        tried = list(_tried(here, candidates(here, plan), planned))
-        if not tried:
+        tried = list(_tried(with_values(config, values) or config, plan, planner))
+        # An adapter only if nothing else helps.
+        helping = [one for one in tried if one.plan.excess < plan.excess]
+        best = min(helping, key=lambda one: (_trains_adapter(one), one.plan.excess, one.plan.seconds), default=None)
+        if best is None:
             return None
-        best = min(tried, key=lambda one: (_changes_model(one.values), one.plan.excess, one.plan.seconds))
-        if best.plan.excess >= plan.excess:
-            best = min(tried, key=lambda one: (one.plan.excess, one.plan.seconds))
-            if best.plan.excess >= plan.excess:
-                return None
         values, plan = values | best.values, best.plan
         if plan.fits:
             return Change(values, plan)
     return None
 
 
-def _tried(config: CommandConfig, several: Iterator[Values], planned: Planned) -> Iterator[Change]:
-    for values in several:
+def _on_more_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
+    """Return the smallest number of GPUs on which the command fits, with flags, or None."""
+    hardware = plan.work.hardware
+    for num_gpus, num_nodes in _CLUSTERS:
+        if hardware.is_cpu or num_gpus * num_nodes <= hardware.total_gpus:
+            continue
+        values: Values = {"num_processes": num_gpus} if isinstance(config, OfflineConfig) and num_nodes == 1 else {}
+        try:
+            larger = planner(config.updated(values), replace(hardware, num_gpus=num_gpus, num_nodes=num_nodes))
+        except UsageError:
+            continue
+        found = Change({}, larger) if larger.fits else _combined(config.updated(values), larger, planner)
+        if found is not None:
+            nodes = f" --num_nodes {num_nodes}" if num_nodes > 1 else ""
+            return replace(found, values=values | found.values, gpus=f"--num_gpus {num_gpus}{nodes}")
+    return None
+
+
+def _tried(config: CommandConfig, plan: Plan, planner: Planner) -> Iterator[Change]:
+    for values in candidates(config, plan):
         changed = with_values(config, values)
         if changed is None:
             continue
         try:
-            yield Change(values, planned(changed))
+            yield Change(values, planner(changed, plan.work.hardware))
         except UsageError:
             continue  # the hardware has too few GPUs for it
 
@@ -107,41 +123,23 @@ def _tried(config: CommandConfig, several: Iterator[Values], planned: Planned) -
 def candidates(config: Any, plan: Plan) -> Iterator[Values]:
     """Yield the changes that may help this command."""
     if plan.work.trained:
-        yield from _of_training(config, plan)
+        yield from _of_batches(plan)
+        yield from _of_states(config)
+        yield from _of_frozen_models(config)
+        yield from _of_ranks(config, plan)
+        if not plan.fits:
+            yield from _of_adapters(config)
     if plan.work.engine is not None:
         yield from _of_engines(config, plan)
 
 
-def _of_training(config: Any, plan: Plan) -> Iterator[Values]:
-    batching, deepspeed = plan.batching, config.deepspeed
-    tokens = batching.max_tokens
-    yield {"gradient_checkpointing": not batching.recomputes}
-    for size in _sizes(tokens, plan.work.longest):
+def _of_batches(plan: Plan) -> Iterator[Values]:
+    yield {"gradient_checkpointing": not plan.batching.recomputes}
+    for size in _sizes(plan.batching.max_tokens, plan.work.longest):
         yield {"train_max_tokens_per_gpu": size}
         yield {"gradient_checkpointing": False, "train_max_tokens_per_gpu": size}
-    for stage in (2, 3):
-        if stage != deepspeed.zero_stage:
-            yield {"zero_stage": stage}
-    if config.optim.optim == "adamw":
-        yield {"adam_offload": not deepspeed.adam_offload}
-        if config.model.param_dtype == "bf16":
-            yield {"optim": "adamw_bf16"}
-    if not deepspeed.param_offload:
-        yield {"zero_stage": 3, "param_offload": True}
-    if not config.model.activation_offload:
+    if not plan.fits:
         yield {"gradient_checkpointing": True, "activation_offload": True}
-    if not config.adapter.lora_rank:
-        yield {"lora_rank": 16}
-        yield {"lora_rank": 16, "load_in_4bit": True}
-    largest = max(role.num_ranks for role in plan.work.roles.values())
-    size = deepspeed.sequence_parallel_size * 2
-    if largest % size == 0:
-        yield {"sequence_parallel_size": size}
-    reference = getattr(config, "reference", None)
-    if reference is not None and not reference.ref_offload:
-        yield {"ref_offload": True}
-    if getattr(config, "command", "") in ("dpo", "kto"):
-        yield {"precompute_ref_log_probs": True}
 
 
 def _sizes(tokens: int, longest: int) -> Sequence[int]:
@@ -149,24 +147,49 @@ def _sizes(tokens: int, longest: int) -> Sequence[int]:
     return [size for size in (2 * tokens, tokens // 2, tokens // 4) if longest <= size <= 65_536]
 
 
+def _of_states(config: Any) -> Iterator[Values]:
+    deepspeed, optim = config.deepspeed, config.optim.optim
+    for stage in {2, 3} - {deepspeed.zero_stage}:
+        yield {"zero_stage": stage}
+    if optim == "adamw":
+        yield {"adam_offload": not deepspeed.adam_offload}
+    if optim == "adamw" and config.model.param_dtype == "bf16":
+        yield {"optim": "adamw_bf16"}
+    if not deepspeed.param_offload:
+        yield {"zero_stage": 3, "param_offload": True}
+
+
+def _of_adapters(config: Any) -> Iterator[Values]:
+    if not config.adapter.lora_rank:
+        yield {"lora_rank": 16}
+        yield {"lora_rank": 16, "load_in_4bit": True}
+
+
+def _of_ranks(config: Any, plan: Plan) -> Iterator[Values]:
+    size = 2 * config.deepspeed.sequence_parallel_size
+    if all(role.num_ranks % size == 0 for role in plan.work.roles.values()):
+        yield {"sequence_parallel_size": size}
+
+
+def _of_frozen_models(config: Any) -> Iterator[Values]:
+    if getattr(config, "reference", None) is not None:
+        yield {"ref_offload": True}
+    if config.command in ("dpo", "kto"):
+        yield {"precompute_ref_log_probs": True}
+    if config.command in ("distill", "gkd"):
+        yield {"teacher_offload": True}
+
+
 def _of_engines(config: Any, plan: Plan) -> Iterator[Values]:
-    engine = plan.work.engine
+    engine, given = plan.work.engine, config.engine.vllm_num_engines
     assert engine is not None
     for share in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
-        if share != engine.share:
-            yield {"vllm_gpu_memory_utilization": share}
+        yield {"vllm_gpu_memory_utilization": share}
     for size in (1, 2, 4, 8):
-        if size != engine.size:
-            yield {"vllm_tensor_parallel_size": size, **_fewer_engines(config, plan, size)}
-    if engine.is_eager:
+        # As many GPUs as before, if their number is set.
+        number: Values = {} if given is None else {"vllm_num_engines": max(1, given * engine.size // size)}
+        yield {"vllm_tensor_parallel_size": size, **number}
+    if config.engine.enforce_eager:
         yield {"enforce_eager": False}
     if plan.work.trained and not (plan.work.models_sleep and plan.work.engines_sleep):
         yield {"colocate_all_models": True, "vllm_enable_sleep": True, "deepspeed_enable_sleep": True}
-
-
-def _fewer_engines(config: Any, plan: Plan, size: int) -> Values:
-    """Return the number of engines of this size on the same GPUs, if their number is set."""
-    given, engine = config.engine.vllm_num_engines, plan.work.engine
-    if given is None or engine is None:
-        return {}
-    return {"vllm_num_engines": max(1, given * engine.size // size)}

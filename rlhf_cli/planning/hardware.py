@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -140,12 +141,12 @@ def _measured_speed() -> tuple[float, float]:
     return flops, 2 * values.nbytes / _seconds(values.clone)
 
 
-def _seconds(work) -> float:  # type: ignore[no-untyped-def]
+def _seconds(work: Callable[[], object]) -> float:
     """Return the shortest time of a few calls."""
     work()
-    times, end = [], time.perf_counter() + 0.1
-    while not times or time.perf_counter() < end:
+    shortest, end = float("inf"), time.perf_counter() + 0.1
+    while time.perf_counter() < end:
         start = time.perf_counter()
         work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest

@@ -4,11 +4,11 @@ The same functions choose gradient checkpointing and micro-batches of a run, and
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, reduce_buckets
 from rlhf_cli.config.train import DEFAULT_TOKENS, DeepSpeedConfig, OptimizerName
-from rlhf_cli.models.logit_chunks import BLOCK_BYTES, CHUNK_BYTES
+from rlhf_cli.models.logit_sizes import BLOCK_BYTES, CHUNK_BYTES
 from rlhf_cli.planning.shapes import ModelShape
 
 GIB = 2**30
@@ -51,7 +51,7 @@ class RoleMemory:
     shape: ModelShape
     num_trained: int = 0
     num_ranks: int = 1
-    settings: DeepSpeedConfig = DeepSpeedConfig()
+    settings: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optimizer: OptimizerName = "adamw"
     weight_bytes: float = 2
     value_bytes: int = 2
@@ -176,7 +176,8 @@ class RoleMemory:
         """Pinned host bytes of all ranks while the role sleeps. Weights are partitioned only at ZeRO-3."""
         num_moved = self.shape.parameters - (0 if self.moves_trained else self.num_trained)
         copies = 1 if self.settings.zero_stage == 3 else self._shards
-        moved = OPTIMIZER_BYTES[self.optimizer] * self.num_trained if self.moves_trained else 0
+        on_gpu = self.moves_trained and not self.settings.adam_offload
+        moved = OPTIMIZER_BYTES[self.optimizer] * self.num_trained if on_gpu else 0
         return num_moved * self.weight_bytes * copies + moved
 
     @property

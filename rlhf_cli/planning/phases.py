@@ -1,7 +1,7 @@
 """Peak memory on each kind of GPU in each phase of a step, and memory of hosts and disks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.backends.cluster.placement import ENGINE
@@ -10,8 +10,6 @@ from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
 """Host memory of a process with torch and CUDA; an assumption, not measured."""
-_ENDS = 16
-"""Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ def batching_of(work: Workload) -> Batching:
 
 def _fit_of(work: Workload, name: str) -> Fit:
     config: Any = work.config
-    others = sum(total(_idle(work, other)) for other in _neighbors(work, name) if other != name)
+    others = sum(total(_beside(work, name, other)) for other in _neighbors(work, name) if other != name)
     return fit_to_memory(
         work.roles[name],
         room=work.hardware.memory - others,
-        needed_tokens=work.longest + (_ENDS if work.engine else 0),
+        needed_tokens=work.longest,
         recomputes=config.model.gradient_checkpointing,
         max_tokens=config.batch.train_max_tokens_per_gpu,
     )
@@ -94,14 +92,13 @@ def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[
     if engine and work.engine is not None:
         phases["generate"] = [added(work.engine.generating(), *(_idle(work, name) for name in models))]
     for name in models:
-        others = [_idle(work, other) for other in users if other != name and not _is_active(work, other, name)]
-        with_it = [_active_guest(work, other) for other in models if other != name and _is_active(work, other, name)]
+        others = [_beside(work, name, other) for other in users if other != name]
         role = work.roles[name]
         if name in work.tokens.forward:
-            phases.setdefault("forward", []).append(added(role.forward(tokens), *others, *with_it))
+            phases.setdefault("forward", []).append(added(role.forward(tokens), *others))
         if role.num_trained:
             active = role.training(tokens, recomputes=batching.recomputes)
-            phases.setdefault("train", []).append(added(active, *others, *with_it))
+            phases.setdefault("train", []).append(added(active, *others))
         if name == "actor" and engine and work.engine is not None:
             woken = added(_pushing(work, role), work.engine.receiving())
             rest = [_idle(work, other) for other in models if other != name]
@@ -109,16 +106,12 @@ def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[
     return {phase: max(several, key=total) for phase, several in phases.items()}
 
 
-def _is_active(work: Workload, other: str, name: str) -> bool:
-    """Return whether `other` is needed while `name` computes: a model that the same ranks host."""
-    return other != ENGINE and work.host(other) == work.host(name)
-
-
-def _active_guest(work: Workload, name: str) -> Parts:
-    """Return the memory of a model while another model of its ranks computes."""
-    role = work.roles[name]
-    offloaded = role.settings.param_offload
-    return {"weights": 0 if offloaded else role.weights, "buffers": role.buffers if role.num_trained else 0}
+def _beside(work: Workload, name: str, other: str) -> Parts:
+    """Return the memory of a role or engine while the role `name` computes."""
+    if other == ENGINE or work.host(other) != work.host(name):
+        return _idle(work, other)
+    # Models of the same ranks stay on the GPU together.
+    return {**work.roles[other].resident(), "processes": 0}
 
 
 def _idle(work: Workload, name: str) -> Parts:
@@ -149,31 +142,52 @@ def host_memory(work: Workload) -> dict[str, float]:
 
 
 def _on_node(work: Workload, node: int) -> dict[str, float]:
-    found = {"processes": 0.0, "sleeping roles (pinned)": 0.0, "offloaded states": 0.0, "weight average": 0.0}
+    config: Any = work.config
+    sleeping, offloaded, average, processes = 0.0, 0.0, 0.0, 0
     for name, role in work.roles.items():
-        seats = work.layout.of(work.host(name))
-        here = sum(work.layout.islands[seat.island].node == node for seat in seats) / max(1, len(seats))
-        if work.models_sleep:
-            found["sleeping roles (pinned)"] += here * role.sleeping_bytes
-        found["offloaded states"] += here * role.offloaded_bytes
-        if name == "actor" and getattr(work.config, "optim").enable_ema:
-            found["weight average"] += here * 4 * role.num_trained
-        found["processes"] += here * len(seats) * _HOST_PROCESS if work.host(name) == name else 0
+        fraction, ranks = _ranks_on(work, name, node)
+        sleeping += fraction * role.sleeping_bytes if work.models_sleep else 0.0
+        offloaded += fraction * role.offloaded_bytes
+        # An average is in host memory in float32, in parts of the ranks.
+        average += fraction * 4 * role.num_trained if name == "actor" and config.optim.enable_ema else 0.0
+        processes += ranks if work.host(name) == name else 0
     engines = [seat for seat in work.layout.of(ENGINE) if work.layout.islands[seat.island].node == node]
-    found["processes"] += sum(len(seat.gpus) for seat in engines) * _HOST_PROCESS
+    processes += sum(len(seat.gpus) for seat in engines)
+    found = {
+        "processes": processes * _HOST_PROCESS,
+        "sleeping roles (pinned)": sleeping,
+        "offloaded states": offloaded,
+        "weight average": average,
+    }
     return {name: size for name, size in found.items() if size}
+
+
+def _ranks_on(work: Workload, name: str, node: int) -> tuple[float, int]:
+    """Return the fraction and the number of a role's ranks on a node."""
+    seats = work.layout.of(work.host(name))
+    here = sum(work.layout.islands[seat.island].node == node for seat in seats)
+    return here / max(1, len(seats)), here
+
+
+def sleeping_by_node(work: Workload) -> dict[int, float]:
+    """Return the pinned host bytes of sleeping roles by node."""
+    nodes = sorted({island.node for island in work.layout.islands})
+    return {
+        node: sum(_ranks_on(work, name, node)[0] * role.sleeping_bytes for name, role in work.roles.items())
+        for node in nodes
+    }
 
 
 def disk_bytes(work: Workload) -> dict[str, float]:
     """Return the bytes of the trained model, and of checkpoints, one of which is written before another is removed."""
     if not work.trained:
         return {}
-    checkpoint: Any = getattr(work.config, "checkpoint")
-    role = work.roles[work.trained[0]]
+    config: Any = work.config
+    role, checkpoint = work.roles[work.trained[0]], config.checkpoint
     size = sum(work.roles[name].checkpoint_bytes for name in work.trained)
     kept = checkpoint.max_ckpt_num + 1 if checkpoint.save_steps > 0 else 1
-    saved = role.num_trained if role.num_trained < role.shape.parameters else role.shape.parameters
-    return {"model": float(saved * role.value_bytes), f"{kept} checkpoints" if kept > 1 else "a checkpoint": kept * size}
+    title = f"{kept} checkpoints" if kept > 1 else "a checkpoint"
+    return {"model": float(role.num_trained * role.value_bytes), title: kept * size}
 
 
 def fits(work: Workload, gpus: Sequence[GpuMemory], host: dict[str, float]) -> bool:
@@ -183,12 +197,3 @@ def fits(work: Workload, gpus: Sequence[GpuMemory], host: dict[str, float]) -> b
     # Host memory of other machines is unknown.
     has_host = work.hardware.host_memory is None or sum(host.values()) <= work.hardware.host_memory
     return on_gpu and has_host and (work.engine is None or work.engine.fits)
-
-
-def with_batching(work: Workload, batching: Batching) -> Workload:
-    """Return the workload whose settings name the chosen micro-batches."""
-    config: Any = work.config
-    if not work.trained:
-        return work
-    values = {"gradient_checkpointing": batching.recomputes, "train_max_tokens_per_gpu": batching.max_tokens}
-    return replace(work, config=config.updated(values))

@@ -8,11 +8,11 @@ from typing import Any
 from rlhf_cli.backends.cluster.placement import describe
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
-from rlhf_cli.planning.architectures import find_architecture
+from rlhf_cli.planning.architectures import find_shape
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, fits, gpu_memory, host_memory
-from rlhf_cli.planning.shapes import ModelShape, shape_of
+from rlhf_cli.planning.shapes import ModelShape
 from rlhf_cli.planning.times import PhaseTime, phase_times
 from rlhf_cli.planning.workload import Shapes, Workload, workload_of
 
@@ -152,13 +152,11 @@ def make_plan(
     )
 
 
-def shapes_of(config: CommandConfig) -> Shapes:
+def shapes_of(config: Any) -> Shapes:
     """Return a function that finds the shapes of a command's models, each once."""
-    model: Any = getattr(config, "model")
 
     @cache
     def find(pretrain: str) -> ModelShape:
-        trusts = model.trust_remote_code
-        return shape_of(find_architecture(pretrain, trust_remote_code=trusts), trust_remote_code=trusts)
+        return find_shape(pretrain, trust_remote_code=config.model.trust_remote_code)
 
     return find

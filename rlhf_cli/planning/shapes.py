@@ -4,13 +4,15 @@ Activation constants come from counting live bytes on fake CUDA tensors (Qwen2 0
 10%. Fused kernels keep less, so real runs may have more room.
 """
 
-import fnmatch
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.models.cost import active_width, num_attention_layers, num_recurrent_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 KEPT_OF_HIDDEN, _KEPT_OF_WIDTH = 12, 4
 """Activations kept per layer and token for the backward pass, in multiples of the hidden size and of the MLP width."""
@@ -27,7 +29,7 @@ class ModelShape:
     - `cache_values`: KV cache values per token in all layers; `key_heads` limits its split over GPUs.
     - `kept_values`, `recomputed_values`: activations per token, without and with gradient checkpointing.
     - `layer_values`: activations per token of the largest layer.
-    - `linears`: name, inputs and outputs of each linear layer of the decoder except the head.
+    - `linears`: linear layers of the decoder except the head: name in its layer, inputs, outputs, and their number.
 
     Example: Qwen2.5-7B has 7,615,616,512 parameters and 28 * 2 * 4 * 128 = 28,672 cache values per token.
     """
@@ -47,7 +49,7 @@ class ModelShape:
     kept_values: int
     recomputed_values: int
     layer_values: int
-    linears: tuple[tuple[str, int, int], ...] = ()
+    linears: tuple[tuple[str, int, int, int], ...] = ()
 
     def with_score_head(self) -> "ModelShape":
         """Return the shape of a critic or reward model of this size: one output instead of the vocabulary."""
@@ -62,12 +64,11 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int, targets: Sequence[str], excluded: Sequence[str] = ()) -> int:
         """Return the parameters of a LoRA adapter: `rank` * (inputs + outputs) for each adapted layer."""
-        adapted = (
-            (inputs, outputs)
-            for name, inputs, outputs in self.linears
-            if ("all-linear" in targets or _names(name, targets)) and not _names(name, excluded)
+        return sum(
+            count * rank * (inputs + outputs)
+            for name, inputs, outputs, count in self.linears
+            if ("all-linear" in targets or name in _last_names(targets)) and name not in excluded
         )
-        return sum(rank * (inputs + outputs) for inputs, outputs in adapted)
 
     def forward_flops(self, num_tokens: float, length: float) -> float:
         """Return the floating-point operations of a forward pass on tokens of sequences with this mean length."""
@@ -76,11 +77,11 @@ class ModelShape:
         return num_tokens * (2 * self.active + attention)
 
 
-def _names(name: str, patterns: Iterable[str]) -> bool:
-    return any(name == pattern or fnmatch.fnmatch(name, f"*.{pattern}") for pattern in patterns)
+def _last_names(targets: Sequence[str]) -> set[str]:
+    return {target.rpartition(".")[2] for target in targets}
 
 
-def shape_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelShape:
+def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> ModelShape:
     """Compute a language model's sizes, including any vision encoder, without allocating weights."""
     # Loading imports torch and transformers' models, which take seconds.
     from rlhf_cli.models.vision.families.table import names_of_parts
@@ -112,11 +113,11 @@ def shape_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Mo
         kept_values=kept_values(config),
         recomputed_values=recomputed_values(config),
         layer_values=_largest_layer(text),
-        linears=tuple(_linears(model, vision)),
+        linears=_linears(model, vision),
     )
 
 
-def _on_meta(config: PretrainedConfig, *, trust_remote_code: bool):  # type: ignore[no-untyped-def]
+def _on_meta(config: "PretrainedConfig", *, trust_remote_code: bool) -> Any:
     import torch
 
     from rlhf_cli.models.compat import without_partitions
@@ -130,7 +131,7 @@ def _is_part(name: str, parts: Sequence[str]) -> bool:
     return any(f".{part}." in f".{name}" for part in parts)
 
 
-def _inactive_experts(sizes: dict[str, int], text: PretrainedConfig) -> float:
+def _inactive_experts(sizes: dict[str, int], text: "PretrainedConfig") -> float:
     """Return the parameters of experts that do not process a token."""
     count = next((getattr(text, name) for name in _NUM_EXPERTS if getattr(text, name, None)), None)
     active = getattr(text, "num_experts_per_tok", None)
@@ -142,43 +143,46 @@ def _inactive_experts(sizes: dict[str, int], text: PretrainedConfig) -> float:
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def _cache_values(text: PretrainedConfig, key_width: int) -> int:
+def _cache_values(text: "PretrainedConfig", key_width: int) -> int:
     """Return the cached values per token and attention layer: keys and values, or a latent vector (MLA)."""
     latent = getattr(text, "kv_lora_rank", None)
     return latent + text.qk_rope_head_dim if latent else 2 * key_width
 
 
-def _linears(model, vision: Sequence[str]):  # type: ignore[no-untyped-def]
+def _linears(model: Any, vision: Sequence[str]) -> tuple[tuple[str, int, int, int], ...]:
     import torch
 
     head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not head and not _is_part(name, vision):
-            yield name, module.in_features, module.out_features
+    found = Counter(
+        (name.rpartition(".")[2], module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and not _is_part(name, vision)
+    )
+    return tuple((*layer, count) for layer, count in found.items())
 
 
-def kept_values(config: PretrainedConfig) -> int:
+def kept_values(config: "PretrainedConfig") -> int:
     """Return the activation values per token without gradient checkpointing."""
     text = config.get_text_config()
     return text.num_hidden_layers * _layer_values(text) + num_recurrent_layers(text) * recurrent_values(text)
 
 
-def recomputed_values(config: PretrainedConfig) -> int:
+def recomputed_values(config: "PretrainedConfig") -> int:
     """Return the activation values per token with gradient checkpointing: all layer inputs, plus the largest layer."""
     text = config.get_text_config()
     return int(text.num_hidden_layers * text.hidden_size + _largest_layer(text))
 
 
-def _largest_layer(text: PretrainedConfig) -> int:
+def _largest_layer(text: "PretrainedConfig") -> int:
     return _layer_values(text) + (recurrent_values(text) if num_recurrent_layers(text) else 0)
 
 
-def _layer_values(text: PretrainedConfig) -> int:
+def _layer_values(text: "PretrainedConfig") -> int:
     """Return the values that a layer with attention or a short convolution keeps per token."""
     return int(KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text))
 
 
-def recurrent_values(text: PretrainedConfig) -> int:
+def recurrent_values(text: "PretrainedConfig") -> int:
     """Return the values that a recurrent layer keeps per token in addition to `_layer_values`.
 
     Measured on bf16 tensors that PyTorch code saves, most of them float32. Kernels save fewer. The delta rules compute

@@ -6,7 +6,7 @@ from math import lcm
 from typing import Any
 
 from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, memory_share
-from rlhf_cli.backends.cluster.placement import ENGINE, Island, Layout, Seat, plan_layout
+from rlhf_cli.backends.cluster.placement import Island, Layout, Seat, plan_layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.offline import OfflineConfig
@@ -16,8 +16,10 @@ from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.preference import PAIR_LOSSES, PairLossConfig
 from rlhf_cli.config.roles import FROZEN_POLICY
-from rlhf_cli.config.train import DEFAULT_TOKENS, DeepSpeedConfig
+from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import adapter_folder
+from rlhf_cli.planning.architectures import read_adapter
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import FOUR_BIT_BYTES, WEIGHT_BYTES, RoleMemory
@@ -26,6 +28,10 @@ from rlhf_cli.planning.shapes import ModelShape
 Shapes = Callable[[str], ModelShape]
 """Returns the shape of a model by its name or folder."""
 MODEL, REFERENCE, TEACHER = "model", "reference", "teacher"
+_CPU_PLACES = 1024
+"""Number of processes that fit on a machine without GPUs."""
+_ENDS = 16
+"""Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +90,19 @@ class Workload:
 
 
 def workload_of(
-    config: CommandConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes, *, has_critic: bool
+    config: CommandConfig,
+    plan: PlanConfig,
+    hardware: Hardware,
+    shapes: Shapes,
+    *,
+    has_critic: bool,
+    layout: Layout | None = None,
 ) -> Workload:
     """Return the workload of a command.
+
+    Args:
+        config: the command's settings. With `layout`, sizes and sleep of an online run are filled in.
+        layout: placement of an online run, by default planned for the hardware.
 
     Raises:
         UsageError: the settings need more GPUs than the hardware has, or the command cannot be planned.
@@ -94,7 +110,7 @@ def workload_of(
     if isinstance(config, OfflineConfig):
         return _offline(config, plan, hardware, shapes)
     if isinstance(config, OnlineConfig):
-        return _online(config, plan, hardware, shapes, has_critic=has_critic)
+        return _online(config, plan, hardware, shapes, has_critic=has_critic, placed=layout)
     assert isinstance(config, InferenceConfig)
     return _inference(config, plan, hardware, shapes)
 
@@ -103,7 +119,7 @@ def _offline(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, shapes
     num_ranks = config.launch.num_processes if hardware.num_nodes == 1 else hardware.total_gpus
     if num_ranks > hardware.total_gpus:
         raise UsageError(f"--num_processes {num_ranks} needs as many GPUs, but the plan has {hardware.total_gpus}")
-    roles = {MODEL: trained_role(config, shapes(config.model.pretrain), config.deepspeed, num_ranks, hardware)}
+    roles = {MODEL: _trained_role(config, shapes(config.model.pretrain), config.deepspeed, num_ranks, hardware)}
     if config.command in ("rm", "prm"):
         roles[MODEL] = replace(roles[MODEL], shape=roles[MODEL].shape.with_score_head())
         roles[MODEL] = _with_trained(roles[MODEL], config)
@@ -112,7 +128,11 @@ def _offline(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, shapes
         roles[name] = _frozen(roles[MODEL], shapes(pretrain), settings, num_ranks)
     per_node = -(-num_ranks // hardware.num_nodes)
     islands = tuple(Island(node, per_node) for node in range(hardware.num_nodes))
-    seats = [Seat(name, rank, *divmod_seat(rank, per_node), False) for name in roles for rank in range(num_ranks)]
+    seats = [
+        Seat(name, rank, rank // per_node, (rank % per_node,), len(roles) > 1)
+        for name in roles
+        for rank in range(num_ranks)
+    ]
     rows = config.batch.train_batch_size
     sequences = 2 if config.command in ("dpo", "rm") else 1
     length = plan.row_tokens or config.data.max_len / 2
@@ -132,13 +152,7 @@ def _offline(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, shapes
     )
 
 
-def divmod_seat(rank: int, per_node: int) -> tuple[int, tuple[int]]:
-    """Return the island of a rank and its GPU there."""
-    node, gpu = divmod(rank, per_node)
-    return node, (gpu,)
-
-
-def trained_role(
+def _trained_role(
     config: Any, shape: ModelShape, settings: DeepSpeedConfig, num_ranks: int, hardware: Hardware
 ) -> RoleMemory:
     """Return the memory settings of a trained model."""
@@ -158,11 +172,17 @@ def trained_role(
 
 
 def _with_trained(role: RoleMemory, config: Any) -> RoleMemory:
-    adapter = config.adapter
-    trained = role.shape.parameters
-    if adapter.lora_rank:
-        trained = role.shape.adapter_parameters(adapter.lora_rank, adapter.target_modules, adapter.exclude_modules)
+    adapter, rank = config.adapter, adapter_rank(config)
+    if not rank:
+        return replace(role, num_trained=role.shape.parameters)
+    trained = role.shape.adapter_parameters(rank, adapter.target_modules, adapter.exclude_modules)
     return replace(role, num_trained=trained)
+
+
+def adapter_rank(config: Any) -> int:
+    """Return the rank of the trained adapter, new or loaded; 0 without one."""
+    folder = adapter_folder(config.model.pretrain)
+    return int(config.adapter.lora_rank or (0 if folder is None else read_adapter(folder, "r")))
 
 
 def _frozen(role: RoleMemory, shape: ModelShape, settings: DeepSpeedConfig, num_ranks: int) -> RoleMemory:
@@ -183,7 +203,7 @@ def _offline_frozen(config: Any) -> dict[str, tuple[str, DeepSpeedConfig]]:
     if config.command not in ("dpo", "kto") or not _needs_reference(config):
         return {}
     reference = config.reference
-    if reference.precompute_ref_log_probs or (config.adapter.lora_rank and reference.ref_pretrain is None):
+    if reference.precompute_ref_log_probs or (adapter_rank(config) and reference.ref_pretrain is None):
         return {}
     offload = common.param_offload or reference.ref_offload
     pretrain = reference.ref_pretrain or config.model.pretrain
@@ -203,7 +223,7 @@ def _forwards(config: Any, tokens: float) -> dict[str, float]:
     if config.command in ("dpo", "kto") and _needs_reference(config):
         if config.reference.precompute_ref_log_probs:
             return {}
-        own = config.adapter.lora_rank and config.reference.ref_pretrain is None
+        own = adapter_rank(config) and config.reference.ref_pretrain is None
         return {MODEL if own else REFERENCE: tokens}
     return {}
 
@@ -220,32 +240,31 @@ def _can_sleep(config: OnlineConfig) -> bool:
     try:
         for role in config.trained_roles:
             settings = config.deepspeed_of(role)
-            check_deepspeed(
-                settings, param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=True
-            )
+            check_deepspeed(settings, param_dtype=config.model.param_dtype, optimizer=config.optim.optim, sleeps=True)
     except UsageError:
         return False
     return True
 
 
 def _online(
-    config: OnlineConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes, *, has_critic: bool
+    config: OnlineConfig,
+    plan: PlanConfig,
+    hardware: Hardware,
+    shapes: Shapes,
+    *,
+    has_critic: bool,
+    placed: Layout | None,
 ) -> Workload:
     names = _online_models(config, has_critic=has_critic)
-    with_ranks = [name for name in names if not config.roles[name].host]
-    node_gpus = [] if hardware.is_cpu else hardware.node_gpus
-    layout, reason = fill_layout(
-        config.layout_settings(with_ranks), node_gpus=node_gpus, needs=layout_needs(config, list(names))
-    )
-    config = config.with_layout(layout)
-    settings = config.layout_settings(with_ranks)
-    placed = plan_layout(settings, node_gpus=node_gpus or [1024])
+    reason = ""
+    if placed is None:
+        config, placed, reason = _placed(config, list(names), hardware)
     roles: dict[str, RoleMemory] = {}
     for name, pretrain in names.items():
         shape = shapes(pretrain)
         shape = shape.with_score_head() if name in ("critic", "reward") else shape
         num_ranks = len(placed.of(config.host_of(name)))
-        role = trained_role(config, shape, config.deepspeed_of(name), num_ranks, hardware)
+        role = _trained_role(config, shape, config.deepspeed_of(name), num_ranks, hardware)
         trains = name in ("actor", "critic")
         roles[name] = role if trains else _frozen(role, shape, config.deepspeed_of(name), num_ranks)
     tokens = _online_tokens(config, plan, list(names))
@@ -255,14 +274,26 @@ def _online(
         roles=roles,
         layout=placed,
         tokens=tokens,
-        longest=-(-config.prompts.max_len // min(config.sequence_sizes)),
+        longest=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
         hosts={name: config.host_of(name) for name in names},
-        engine=engine_of(config, shapes(config.model.pretrain), hardware, shared=bool(settings.together)),
+        engine=engine_of(
+            config, shapes(config.model.pretrain), hardware, shared=bool(config.placement.colocate_all_models)
+        ),
         models_sleep=bool(config.placement.deepspeed_enable_sleep),
         engines_sleep=bool(config.engine.vllm_enable_sleep),
         reason=reason,
         steps=_iterations(config, plan),
     )
+
+
+def _placed(config: OnlineConfig, names: Sequence[str], hardware: Hardware) -> tuple[OnlineConfig, Layout, str]:
+    """Place the roles of an online run like the run itself. Returns settings, layout and reason."""
+    with_ranks = [name for name in names if not config.roles[name].host]
+    node_gpus = [] if hardware.is_cpu else hardware.node_gpus
+    settings = config.layout_settings(with_ranks)
+    filled, reason = fill_layout(settings, node_gpus=node_gpus, needs=layout_needs(config, names))
+    config = config.with_layout(filled)
+    return config, plan_layout(config.layout_settings(with_ranks), node_gpus=node_gpus or [_CPU_PLACES]), reason
 
 
 def _iterations(config: OnlineConfig, plan: PlanConfig) -> int | None:
@@ -282,7 +313,7 @@ def _online_models(config: OnlineConfig, *, has_critic: bool) -> dict[str, str]:
         "actor": policy,
         "critic": (config.critic.critic_pretrain or policy) if has_critic else None,
         # An adapter can be disabled instead of loading a second copy.
-        "ref": policy if config.policy.init_kl_coef > 0 and not config.adapter.lora_rank else None,
+        "ref": policy if config.policy.init_kl_coef > 0 and not adapter_rank(config) else None,
         "reward": reward.prm_pretrain or reward.reward_pretrain,
     }
     for name, role in config.roles.items():
@@ -370,7 +401,7 @@ def _inference(config: InferenceConfig, plan: PlanConfig, hardware: Hardware, sh
         config=config,
         hardware=hardware,
         roles=roles,
-        layout=plan_layout(layout, node_gpus=[1024] if hardware.is_cpu else hardware.node_gpus),
+        layout=plan_layout(layout, node_gpus=[_CPU_PLACES] if hardware.is_cpu else hardware.node_gpus),
         tokens=Tokens(
             forward=dict.fromkeys(roles, requests * (prompt + response)),
             length=prompt + response,
@@ -383,12 +414,3 @@ def _inference(config: InferenceConfig, plan: PlanConfig, hardware: Hardware, sh
         engine=engine_of(config, shape, hardware, shared=together),
         steps=None if plan.num_rows is None else -(-plan.num_rows // sampling.rollout_batch_size),
     )
-
-
-def max_tokens_of(config: Any) -> int:
-    """Return the tokens per micro-batch that the settings name, or the default."""
-    batch = getattr(config, "batch", None)
-    return DEFAULT_TOKENS if batch is None else int(batch.max_tokens)
-
-
-__all__ = ["ENGINE", "Shapes", "Tokens", "Workload", "layout_needs", "workload_of"]

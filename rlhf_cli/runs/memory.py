@@ -1,20 +1,24 @@
-"""Defaults that depend on GPU memory: gradient checkpointing and tokens per micro-batch."""
+"""Defaults that depend on GPU memory, and host memory of sleeping roles, from the plan of the run."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
-from transformers import PretrainedConfig
+import psutil
 
+from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.doctor.gpus import gpus
-from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
-from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
-from rlhf_cli.models.memory_fit import Fit, States, fit_to_memory, num_parameters
+from rlhf_cli.commands.offline import OfflineConfig
+from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.config.base import CommandConfig
+from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.planning.hardware import GPUS, Hardware
+from rlhf_cli.planning.memory import GIB
+from rlhf_cli.planning.phases import Batching, batching_of, sleeping_by_node
+from rlhf_cli.planning.planner import shapes_of
+from rlhf_cli.planning.workload import Workload, workload_of
 
-_VALUE_BYTES = {"bf16": 2, "fp32": 4}
-_SUM_BYTES = 4
-"""Bytes per parameter for accumulated gradients; 2 with adamw_bf16."""
-
-_Batch = TypeVar("_Batch", bound=BatchConfig)
+_ConfigT = TypeVar("_ConfigT", bound=CommandConfig)
 
 
 def gpu_bytes() -> int | None:
@@ -23,59 +27,46 @@ def gpu_bytes() -> int | None:
     return min((gpu.memory << 20 for gpu in gpus()), default=None)
 
 
-def states_of(
-    model: ModelConfig, deepspeed: DeepSpeedConfig, optim: OptimConfig, *, adapted: bool, in_4bit: bool, num_ranks: int
-) -> States:
-    """Compute the bytes per parameter that these settings keep on GPUs."""
-    # bitsandbytes stores two 4-bit weights per byte; 1 leaves room for scales and layers that stay in 16 bits.
-    weight = 1 if in_4bit else _VALUE_BYTES[model.param_dtype]
-    sums = 2 if optim.optim == "adamw_bf16" else _SUM_BYTES
-    # With an adapter, gradients and states are negligible.
-    rest = 0 if adapted else sums if deepspeed.adam_offload else OPTIMIZER_BYTES[optim.optim] + sums
-    partitioned = deepspeed.zero_stage == 3 or deepspeed.tensor_parallel_size > 1
-    # Offloaded weights are on the GPU only for one layer at a time.
-    if deepspeed.param_offload:
-        weight = 0
-    return States(weight, rest, num_ranks if deepspeed.zero_stage else 1, partitioned)
+def _hardware(memory: float, node_gpus: Sequence[int]) -> Hardware:
+    """Return the GPUs of a run. Their speed does not matter for memory."""
+    return replace(GPUS["a100-80"], memory=float(memory), num_gpus=max(node_gpus), num_nodes=len(node_gpus))
 
 
-def weights_of(architecture: PretrainedConfig | None, model: ModelConfig) -> int:
-    """Compute the size of a frozen model's weights in the dtype of `model`; 0 without a model."""
-    if architecture is None:
-        return 0
-    return num_parameters(architecture, trust_remote_code=model.trust_remote_code) * _VALUE_BYTES[model.param_dtype]
+def online_workload(config: OnlineConfig, layout: Layout, *, memory: float = 0.0, has_critic: bool) -> Workload:
+    """Return the workload of a run that is placed on GPUs with this memory."""
+    num_gpus = [island.num_gpus for island in layout.islands]
+    hardware = _hardware(memory, num_gpus)
+    return workload_of(config, PlanConfig(), hardware, shapes_of(config), has_critic=has_critic, layout=layout)
 
 
-def fitted(
-    model: ModelConfig,
-    batch: _Batch,
-    architecture: PretrainedConfig,
-    *,
-    states: States,
-    room: float,
-    needed_tokens: int,
-) -> tuple[ModelConfig, _Batch, Fit]:
-    """Choose gradient checkpointing and micro-batch tokens where unset. Returns the settings and the reason.
+def offline_batching(config: OfflineConfig, *, memory: float, num_ranks: int, longest: int) -> Batching:
+    """Choose gradient checkpointing and tokens per micro-batch for a GPU's memory.
 
     Args:
-        model, batch: settings, possibly incomplete.
-        architecture: the model's configuration.
-        states: bytes per parameter on a GPU.
-        room: bytes on a GPU available for training.
-        needed_tokens: tokens in a rank's part of the longest sequence.
+        longest: tokens of the longest item of the data.
     """
-    fit = fit_to_memory(
-        architecture,
-        gpu_bytes=room,
-        states=states,
-        needed_tokens=needed_tokens,
-        recomputes=model.gradient_checkpointing,
-        max_tokens=batch.train_max_tokens_per_gpu,
-        value_bytes=_VALUE_BYTES[model.param_dtype],
-        trust_remote_code=model.trust_remote_code,
-    )
-    return (
-        model.model_copy(update={"gradient_checkpointing": fit.recomputes}),
-        batch.model_copy(update={"train_max_tokens_per_gpu": fit.max_tokens}),
-        fit,
-    )
+    config = config.updated({"num_processes": num_ranks})
+    work = workload_of(config, PlanConfig(), _hardware(memory, [num_ranks]), shapes_of(config), has_critic=False)
+    return batching_of(replace(work, longest=-(-longest // config.deepspeed.sequence_parallel_size)))
+
+
+def with_batching(config: _ConfigT, batching: Batching) -> _ConfigT:
+    """Return the settings with the chosen micro-batches."""
+    values = {"gradient_checkpointing": batching.recomputes, "train_max_tokens_per_gpu": batching.max_tokens}
+    return config.updated(values)
+
+
+def sleep_memory_fact(work: Workload, *, has_gpus: bool) -> dict[str, str]:
+    """Return a summary line about the host memory of sleeping roles, if any."""
+    if not (has_gpus and work.models_sleep):
+        return {}
+    return described(sleeping_by_node(work), psutil.virtual_memory().total)
+
+
+def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
+    """Compare the need of the fullest node with this node's memory."""
+    needed = max(by_node.values())
+    line = f"{needed / GIB:.0f} GiB per node while roles sleep, up to twice that if pinned buffers are rounded up"
+    has = f"{available / GIB:.0f} GiB"
+    # Warn instead of failing, because the estimate is rough.
+    return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS NOT ENOUGH" if needed > available else "")}

@@ -11,8 +11,10 @@ from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.planning.changes import Change, best_changes
-from rlhf_cli.planning.hardware import hardware_of
-from rlhf_cli.planning.memory import GIB, total
+from rlhf_cli.planning.engines import EngineMemory
+from rlhf_cli.planning.hardware import Hardware, hardware_of
+from rlhf_cli.planning.memory import GIB, USABLE, total
+from rlhf_cli.planning.phases import GpuMemory
 from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
 
 DOES_NOT_FIT = 3
@@ -26,13 +28,12 @@ def run_plan(config: PlanCommandConfig) -> None:
     raise UsageError(f"set the command to plan, with its flags: rlhf plan {listed(PLANNED, 'or')}")
 
 
-def plan_command(config: CommandConfig) -> None:
+def plan_command(config: Any) -> None:
     """Print the plan of a command, and changes that help. Exits with 3 if the command does not fit."""
-    settings: PlanConfig = getattr(config, "plan")
-    plan, changes = plan_with_changes(config, settings)
-    if settings.as_json:
-        found = [{"flags": one.flags, "fits": one.plan.fits, **_effect(plan, one)} for one in changes]
-        print(json.dumps({"command": _name(config), **plan.as_dict(), "changes": found}, indent=1))
+    plan, changes = plan_with_changes(config, config.plan)
+    if config.plan.as_json:
+        found = [{"flags": one.flags, "fits": one.plan.fits, **_result(one)} for one in changes]
+        print(json.dumps({"command": config.command, **plan.as_dict(), "changes": found}, indent=1))
     else:
         print("\n".join(lines_of(config, plan, changes)))
     if not plan.fits:
@@ -41,39 +42,33 @@ def plan_command(config: CommandConfig) -> None:
 
 def plan_with_changes(config: CommandConfig, settings: PlanConfig) -> tuple[Plan, list[Change]]:
     """Return the plan of a command, and the best changes of its flags."""
-    hardware, shapes = hardware_of(settings), shapes_of(config)
+    shapes = shapes_of(config)
     has_critic = isinstance(config, OnlineConfig) and ESTIMATORS[config.estimator].critic
 
-    def planned(changed: CommandConfig) -> Plan:
+    def planner(changed: CommandConfig, hardware: Hardware) -> Plan:
         return make_plan(changed, settings, hardware, has_critic=has_critic, shapes=shapes)
 
-    plan = planned(config)
-    return plan, best_changes(config, plan, planned)
+    plan = planner(config, hardware_of(settings))
+    return plan, best_changes(config, plan, planner)
 
 
-def _effect(plan: Plan, change: Change) -> dict[str, float]:
-    return {
-        "saved_gib": round((plan.peak - change.plan.peak) / GIB, 2),
-        "saved_seconds": round(plan.seconds - change.plan.seconds, 3),
-    }
+def _result(change: Change) -> dict[str, float]:
+    return {"gpu_peak_gib": round(change.plan.peak / GIB, 2), "seconds": round(change.plan.seconds, 3)}
 
 
-def _name(config: CommandConfig) -> str:
-    return config.command or type(config).__mro__[1].__name__.removesuffix("Config").lower()
-
-
-def lines_of(config: CommandConfig, plan: Plan, changes: list[Change]) -> list[str]:
+def lines_of(config: Any, plan: Plan, changes: list[Change]) -> list[str]:
     """Return the plan as text."""
-    work, model = plan.work, getattr(config, "model").pretrain
-    shape = next(iter(work.roles.values())).shape if work.roles else work.engine.shape  # type: ignore[union-attr]
+    work = plan.work
+    shape = work.engine.shape if work.engine is not None else next(iter(work.roles.values())).shape
     return [
-        f"rlhf {_name(config)} with {model} ({shape.parameters / 1e9:.2f}B parameters) on {work.hardware.title}",
+        f"rlhf {config.command} with {config.model.pretrain} ({shape.parameters / 1e9:.2f}B parameters) "
+        f"on {work.hardware.title}",
         "",
         "Placement",
         *(f"  {line}" for line in placement(work)),
         "",
         *_memory_lines(plan),
-        *_time_lines(plan),
+        *(_time_lines(plan) if plan.fits else []),
         *_change_lines(plan, changes),
     ]
 
@@ -81,24 +76,31 @@ def lines_of(config: CommandConfig, plan: Plan, changes: list[Change]) -> list[s
 def _memory_lines(plan: Plan) -> list[str]:
     work = plan.work
     unit = "the machine" if work.hardware.is_cpu else "a GPU"
-    lines = [f"Peak memory of {unit} in GiB, of {work.hardware.memory / GIB:.1f} (forecast)"]
+    lines = [f"Peak memory of {unit} in GiB, {USABLE * work.hardware.memory / GIB:.1f} usable (forecast)"]
     for gpu in plan.gpus:
-        parts = [part for part in _PARTS if any(phase.get(part) for phase in gpu.phases.values())]
-        lines.append(f"  {gpu.count} x {' + '.join(gpu.roles)}")
-        lines.append("    " + "phase".ljust(10) + "total".rjust(8) + "".join(part.rjust(12) for part in parts))
-        for phase, sizes in gpu.phases.items():
-            cells = [f"{sizes.get(part, 0) / GIB:.1f}".rjust(12) for part in parts]
-            lines.append("    " + phase.ljust(10) + f"{total(sizes) / GIB:.1f}".rjust(8) + "".join(cells))
+        lines += [f"  {gpu.count} x {' + '.join(gpu.roles)}", *_phase_table(gpu)]
     if work.engine is not None:
-        running = work.engine.running(work.tokens.prompt + work.tokens.response)
-        lines.append(
-            f"  engine: KV cache for {work.engine.cache_tokens:,} tokens, {running:,} sequences of "
-            f"{work.tokens.prompt + work.tokens.response:,.0f} tokens at once"
-        )
-    if plan.batching.reason:
-        lines.append(f"  {plan.batching.reason}")
-    lines += _sizes("Host memory per node", plan.host) + _sizes("Disk", plan.disk)
-    return [*lines, ""]
+        lines.append(f"  engine: {_cache(work.engine, work.tokens.prompt + work.tokens.response)}")
+    lines += [f"  {plan.batching.reason}"] if plan.batching.reason else []
+    return [*lines, *_sizes("Host memory per node", plan.host), *_sizes("Disk", plan.disk), ""]
+
+
+def _phase_table(gpu: GpuMemory) -> list[str]:
+    parts = [part for part in _PARTS if any(phase.get(part) for phase in gpu.phases.values())]
+    head = "    " + "phase".ljust(10) + "total".rjust(8) + "".join(part.rjust(12) for part in parts)
+    rows = []
+    for phase, sizes in gpu.phases.items():
+        cells = "".join(f"{sizes.get(part, 0) / GIB:.1f}".rjust(12) for part in parts)
+        rows.append("    " + phase.ljust(10) + f"{total(sizes) / GIB:.1f}".rjust(8) + cells)
+    return [head, *rows]
+
+
+def _cache(engine: EngineMemory, length: float) -> str:
+    if engine.fits:
+        running = engine.running(length)
+        return f"KV cache for {engine.cache_tokens:,} tokens, {running:,} sequences of {length:,.0f} tokens at once"
+    weights, room = engine.weights / GIB, engine.share * engine.gpu_bytes / GIB
+    return f"no room for a sequence of {engine.max_len:,} tokens: weights {weights:.1f} of {room:.1f} GiB"
 
 
 def _sizes(title: str, sizes: dict[str, float]) -> list[str]:
@@ -126,15 +128,16 @@ def _time_lines(plan: Plan) -> list[str]:
 
 
 def _change_lines(plan: Plan, changes: list[Change]) -> list[str]:
-    if not plan.fits:
-        head = "DOES NOT FIT" + (". Changes that make it fit:" if changes else ", and no change of flags was found")
+    if plan.fits:
+        head = "Fits. Changes that make it faster:" if changes else "Fits; no faster flags were found"
     else:
-        head = "Fits" + (". Changes that make it faster:" if changes else "; no faster flags were found")
+        head = "DOES NOT FIT. It fits with:" if changes else "DOES NOT FIT, and no change of flags was found"
     return [head, *(f"  {one.flags}: {_described(plan, one)}" for one in changes)]
 
 
 def _described(plan: Plan, change: Change) -> str:
-    effect: dict[str, Any] = _effect(plan, change)
-    memory = f"{abs(effect['saved_gib']):.1f} GiB {'less' if effect['saved_gib'] >= 0 else 'more'}"
-    seconds = effect["saved_seconds"]
-    return f"{memory} on the fullest GPU, {abs(seconds):.1f} s {'faster' if seconds >= 0 else 'slower'}"
+    peak = f"{change.plan.peak / GIB:.1f} GiB on the fullest GPU"
+    if not plan.fits:
+        return f"{peak}, {change.plan.seconds:.1f} s"
+    saved = plan.seconds - change.plan.seconds
+    return f"{saved:.1f} s less ({100 * saved / plan.seconds:.0f} %), {peak}"

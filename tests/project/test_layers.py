@@ -28,7 +28,7 @@ ROWS = [
     {"models"},
     {"agents", "data", "rewards", "tracking"},
     {"backends"},
-    {"trainers"},
+    {"planning", "trainers"},
     {"runs"},
     {"cli", "__main__"},
 ]

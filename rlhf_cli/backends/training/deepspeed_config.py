@@ -1,14 +1,12 @@
 """Conversion of settings to a DeepSpeed config, and checks for unsupported combinations.
 
-This module does not import DeepSpeed, which takes more than a second: the driver only checks the settings.
+This module imports neither DeepSpeed nor torch, which take seconds: drivers and plans only check the settings.
 """
 
 import re
 import subprocess
+from importlib.util import find_spec
 from typing import Any
-
-import torch
-from transformers.utils import is_bitsandbytes_available
 
 from rlhf_cli.config.train import DeepSpeedConfig, OptimizerName
 from rlhf_cli.errors import UsageError
@@ -44,7 +42,7 @@ def check_secondary_parts(settings: DeepSpeedConfig, *, num_ranks: int, role: st
 
 def _check_optimizer(settings: DeepSpeedConfig, optimizer: OptimizerName, *, param_dtype: str, sleeps: bool) -> None:
     """Raise UsageError if an optimizer other than AdamW does not support these settings."""
-    if optimizer == "adamw_8bit" and not is_bitsandbytes_available():
+    if optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise UsageError("--optim adamw_8bit: bitsandbytes is not installed: pip install 'rlhf-cli[quant]'")
     if settings.adam_offload:
         raise UsageError(f"--optim {optimizer}: --adam_offload works only with --optim adamw")
@@ -100,7 +98,7 @@ def _accumulates_in_bf16(settings: DeepSpeedConfig, param_dtype: str, optimizer:
     return param_dtype == "bf16" and settings.zero_stage <= last_stage
 
 
-DEFAULT_BUCKET = 500_000_000
+_DEFAULT_BUCKET = 500_000_000
 """Gradients per reduction, as DeepSpeed's default."""
 # Overlapping uses two buckets, which together need less memory than one with DeepSpeed's default of 500 million.
 _OVERLAP_BUCKET = 200_000_000
@@ -162,11 +160,8 @@ def deepspeed_config(
 def reduce_buckets(settings: DeepSpeedConfig, *, num_gpus: int) -> tuple[int, int]:
     """Return (number of buckets, gradients in each) that DeepSpeed allocates for reductions; no GPUs on a CPU."""
     overlap = _overlaps(settings, num_gpus=num_gpus)
-    if num_gpus == 0:
-        size = _CPU_BUCKET
-    else:
-        size = _OVERLAP_BUCKET if overlap and num_gpus > 1 else DEFAULT_BUCKET
-    return 2 if overlap else 1, size
+    on_gpu = _OVERLAP_BUCKET if overlap and num_gpus > 1 else _DEFAULT_BUCKET
+    return 2 if overlap else 1, on_gpu if num_gpus else _CPU_BUCKET
 
 
 def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, object]:
@@ -178,7 +173,7 @@ def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, objec
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}
         if settings.param_offload:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+            zero["offload_param"] = {"device": "cpu", "pin_memory": num_gpus > 0}
     if settings.adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": num_gpus > 0}
     return zero

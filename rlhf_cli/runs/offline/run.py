@@ -36,7 +36,7 @@ from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.busy_machine import load_notice
 from rlhf_cli.runs.conclusion import conclude
-from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
+from rlhf_cli.runs.memory import gpu_bytes, offline_batching, with_batching
 from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.run_directory import (
@@ -155,30 +155,13 @@ def _fitted(
     room = distributed.by_first_rank(gpu_bytes) if on_gpu else None
     if room is None:
         return config, task, {}
-    plan = task.model.plan
-    states = states_of(
-        config.model,
-        config.deepspeed,
-        config.optim,
-        adapted=plan is not None,
-        in_4bit=plan is not None and plan.in_4bit,
-        num_ranks=num_ranks,
-    )
     parts = [part for part in (task.items.data, task.items.eval_data) if part is not None]
     # The longest item of both datasets must fit, since evaluation uses the same limit.
     longest = max(int(part.lengths.max()) for part in parts)
-    base, batch, fit = fitted(
-        task.model.base,
-        config.batch,
-        task.model.architecture,
-        states=states,
-        # A resident reference or teacher takes its memory from training.
-        room=room - weights_of(task.resident, config.model),
-        needed_tokens=-(-longest // config.deepspeed.sequence_parallel_size),
-    )
-    model = config.model.model_copy(update={"gradient_checkpointing": base.gradient_checkpointing})
-    config = config.model_copy(update={"model": model, "batch": batch})
-    return config, replace(task, model=replace(task.model, base=base)), {"Memory": fit.reason}
+    batching = offline_batching(config, memory=room, num_ranks=num_ranks, longest=longest)
+    base = task.model.base.model_copy(update={"gradient_checkpointing": batching.recomputes})
+    task = replace(task, model=replace(task.model, base=base))
+    return with_batching(config, batching), task, {"Memory": batching.reason} if batching.reason else {}
 
 
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import lcm
 from typing import TypeVar
 
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, memory_share
-from rlhf_cli.backends.cluster.placement import check_layout
+from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout
+from rlhf_cli.backends.cluster.placement import check_layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.rollout.backend_choice import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
@@ -27,8 +26,10 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_packed_length, check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.routers import check_router_loss
+from rlhf_cli.planning.phases import batching_of
+from rlhf_cli.planning.workload import layout_needs
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
-from rlhf_cli.runs.memory import fitted, gpu_bytes, states_of, weights_of
+from rlhf_cli.runs.memory import gpu_bytes, online_workload, with_batching
 from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, most_episodes, staleness_notice
 from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
 from rlhf_cli.runs.online.group_files import check_state
@@ -59,8 +60,6 @@ from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
 _PlanT = TypeVar("_PlanT", ModelPlan, ModelPlan | RewardModelPlan)
 _UNKNOWN_MEMORY = "layers are recomputed, because the GPUs are on other nodes and their memory is unknown"
-_ENDS = 16
-"""Extra tokens that a role may read after the longest sequence: a separator, or one more state."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +200,10 @@ def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
     if run.resume is not None:
         layout_notices(run.resume, config, models)
     run = replace(run, config=config, layout_reason=reason)
-    return _fitted(run, gpu_bytes()) if node_gpus else run
+    return _fitted(run, gpu_bytes(), node_gpus) if node_gpus else run
 
 
-def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
+def _fitted(run: OnlineRun, memory: int | None, node_gpus: Sequence[int]) -> OnlineRun:
     """Choose activation recomputation and micro-batch size to fit the GPU memory.
 
     Args:
@@ -217,38 +216,10 @@ def _fitted(run: OnlineRun, memory: int | None) -> OnlineRun:
         return _with_recomputing(
             run, recomputes, _UNKNOWN_MEMORY if config.model.gradient_checkpointing is None else ""
         )
-    placement, plan, policy = config.placement, models.policy.plan, models.policy
-    states = states_of(
-        config.model,
-        config.deepspeed_of("actor"),
-        config.optim,
-        adapted=plan is not None,
-        in_4bit=plan is not None and plan.in_4bit,
-        num_ranks=config.num_ranks("actor"),
-    )
-    # On shared GPUs without sleep, the states of actor and critic take memory together.
-    num_trained, room = (2 if models.critic else 1), float(memory)
-    # Engines that sleep leave the GPU to training; others keep their share of the memory.
-    if placement.colocate_all_models:
-        room *= (
-            1
-            if config.engine.vllm_enable_sleep
-            else 1 - memory_share(config.engine.vllm_gpu_memory_utilization, shared=True)
-        )
-        room /= 1 if placement.deepspeed_enable_sleep else num_trained
-    if "teacher" in config.hosted_roles and models.teacher is not None:
-        room -= weights_of(models.teacher.found.architecture, config.model)
-    model, batch, fit = fitted(
-        config.model,
-        config.batch,
-        policy.architecture,
-        states=states,
-        room=room,
-        # The smallest group holds the largest part of a sequence.
-        needed_tokens=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
-    )
-    run = replace(run, config=config.model_copy(update={"batch": batch}))
-    return _with_recomputing(run, bool(model.gradient_checkpointing), fit.reason)
+    layout = plan_layout(config.layout_settings(models.by_role), node_gpus=list(node_gpus))
+    batching = batching_of(online_workload(config, layout, memory=memory, has_critic=models.critic is not None))
+    run = replace(run, config=with_batching(config, batching))
+    return _with_recomputing(run, batching.recomputes, batching.reason)
 
 
 def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRun:
@@ -268,19 +239,16 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
 
 
 def _needs(config: OnlineConfig, models: OnlineModels) -> LayoutNeeds:
-    """Return the layout requirements of the settings."""
-    settings = [config.deepspeed_of(role) for role in models.loaded]
-    groups = [of.ranks_per_pack for of in settings] + [of.zpg for of in settings if of.zero_stage == 3]
-    return LayoutNeeds(lcm(*groups), samples_ahead=config.asynchronous.staleness > 0, can_sleep=_can_sleep(config))
+    """Return the layout requirements of the settings on this machine."""
+    needs = layout_needs(config, list(models.loaded))
+    return replace(needs, can_sleep=needs.can_sleep and _can_compile(config))
 
 
-def _can_sleep(config: OnlineConfig) -> bool:
-    """Return whether DeepSpeed can offload states with these settings. ZeRO-3 must compile its CPU Adam for that."""
+def _can_compile(config: OnlineConfig) -> bool:
+    """Return whether this machine can compile the CPU Adam that ZeRO-3 needs to offload states."""
     try:
-        for role in config.trained_roles:
-            _check_deepspeed(config, role, sleeps=True)
-            if config.deepspeed_of(role).zero_stage == 3:
-                check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
+        if any(config.deepspeed_of(role).zero_stage == 3 for role in config.trained_roles):
+            check_compiler(CUDA_HOME, torch_cuda=torch.version.cuda)
     except UsageError:
         return False
     return True

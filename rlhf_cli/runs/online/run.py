@@ -25,13 +25,13 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.memory import online_workload, sleep_memory_fact
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
 from rlhf_cli.runs.online.group_files import load_state, save_groups
 from rlhf_cli.runs.online.models import reward_model_fact, together
 from rlhf_cli.runs.online.restarts import Restarts
-from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineRoles
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
@@ -181,7 +181,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         "Engine": described(config.engine, run.backend),
         "Placement": _placement(run, where),
         **({"Memory": run.memory_reason} if run.memory_reason else {}),
-        **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
+        **_sleep_fact(run, where),
         **attention_note(
             models.policy.attention,
             models.policy.architecture,
@@ -192,6 +192,11 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         **dtype_note(config.model, on_gpu=where.cluster.has_gpus),
         "Logs": str(run.paths.logs),
     }
+
+
+def _sleep_fact(run: OnlineRun, where: Processes) -> dict[str, str]:
+    work = online_workload(run.config, where.layout, has_critic=run.models.critic is not None)
+    return sleep_memory_fact(work, has_gpus=where.cluster.has_gpus)
 
 
 def _prepared(
