@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from rlhf_cli.runs.online.sleep_memory import SleepingRole
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
@@ -24,7 +25,6 @@ from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.online.checks import check_batches
-from rlhf_cli.runs.online.sleep_memory import SleepingRole
 from rlhf_cli.settings_file import read_settings
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,9 +11,11 @@ from tiny_training import OPTIM, load_policy, make_engine
 
 from rlhf_cli.backends.training.deepspeed_config import check_compiler
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
+from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.runs.online.sleep_memory import WEIGHT_BYTES, SleepingRole
+from rlhf_cli.planning.architectures import find_shape
+from rlhf_cli.planning.memory import WEIGHT_BYTES, RoleMemory
 
 CPU = torch.device("cpu")
 
@@ -64,7 +66,14 @@ def test_host_memory_is_counted_for_the_states_that_deepspeed_moves(tiny_model_d
     _, module = load_policy(tiny_model_dir, stage, dtype=dtype)
     engine = make_engine(module, stage, dtype=dtype, optim=OPTIM.model_copy(update={"optim": optimizer}))
     assert TrainedStates(engine._engine, module, device=CPU).are_movable == movable
-    assert SleepingRole(1, 1, WEIGHT_BYTES[dtype], stage, 1, optimizer).moves_trained == movable
+    role = RoleMemory(
+        shape=find_shape("Qwen/Qwen2.5-0.5B"),
+        num_trained=1,
+        weight_bytes=WEIGHT_BYTES[dtype],
+        settings=DeepSpeedConfig(zero_stage=stage),
+        optimizer=optimizer,
+    )
+    assert role.moves_trained == movable
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -1,0 +1,27 @@
+"""Plans of commands, made as `rlhf plan` makes them."""
+
+from typing import Any
+
+from rlhf_cli.commands.plan import planned_class
+from rlhf_cli.options import build_config
+from rlhf_cli.planning.changes import Change
+from rlhf_cli.planning.planner import Plan
+from rlhf_cli.runs.plan import plan_with_changes
+
+SMALL, LARGE = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"
+
+
+def plan_config(command: str, **values: Any) -> Any:
+    """Return the settings of `rlhf plan COMMAND`, by default for one H100."""
+    given = {"pretrain": LARGE, "gpu": "h100"} | values
+    return build_config(planned_class(command), {name: value for name, value in given.items() if value is not None})
+
+
+def plan_of(command: str, **values: Any) -> Plan:
+    return plans_of(command, **values)[0]
+
+
+def plans_of(command: str, **values: Any) -> tuple[Plan, list[Change]]:
+    """Return the plan and the changes that `rlhf plan` prints."""
+    config = plan_config(command, **values)
+    return plan_with_changes(config, config.plan)

@@ -1,0 +1,216 @@
+"""`rlhf plan` as users run it: output, exit status, JSON, changes that help, and messages for mistakes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from plans import LARGE, SMALL, plan_config, plan_of, plans_of
+
+from rlhf_cli import cli
+from rlhf_cli.commands.plan import PLANNED
+from rlhf_cli.planning.changes import with_values
+from rlhf_cli.runs.plan import DOES_NOT_FIT
+
+MEASURED = {36_679: {}, 30_906: {"gradient_checkpointing": "true"}, 27_097: {"zero_stage": 3}}
+"""Trained tokens per second of benchmarks/gpu.py with a 1.5B model on one H200 (docs/benchmarks.md)."""
+
+
+def run(capsys, *words):
+    """Run `rlhf plan`. Returns exit status, output and errors."""
+    try:
+        status = cli.main(["plan", *words])
+    except SystemExit as end:
+        status = end.code
+    found = capsys.readouterr()
+    return status, found.out, found.err
+
+
+def test_a_plan_shows_placement_memory_times_and_price(capsys):
+    words = ["grpo", "--pretrain", LARGE, "--gpu", "h100", "--num_gpus", "8", "--price_per_gpu_hour", "2.5"]
+    status, out, err = run(capsys, *words, "--num_rows", "1280")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"rlhf grpo with {LARGE} (7.62B parameters) on 8 x H100 (79 GiB)"
+    assert "  node 0: 8 GPUs for actor + ref + engine" in lines
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == [
+        *("phase", "generate", "forward", "train", "transfer")
+    ]
+    (run_line,) = (line for line in lines if line.startswith("Run: "))
+    assert run_line.startswith("Run: 10 iterations, ")
+    (price,) = (line for line in lines if line.startswith("Price: "))
+    plan = plan_of("grpo", num_gpus=8)
+    assert f"{2.5 * 8 * plan.seconds / 3600:,.4g} per iteration" in price
+
+
+def test_the_exit_status_tells_whether_a_command_fits(capsys):
+    assert run(capsys, "sft", "--pretrain", SMALL, "--gpu", "h100")[0] == 0
+    status, out, _ = run(capsys, "sft", "--pretrain", LARGE, "--gpu", "h100")
+    assert status == DOES_NOT_FIT == 3
+    assert "DOES NOT FIT. It fits with:" in out
+
+
+def test_flags_of_the_plan_may_precede_the_command(capsys):
+    words = ["--pretrain", SMALL, "--json"]
+    first = run(capsys, "--gpu", "h100", "sft", *words)
+    assert first == run(capsys, "sft", *words, "--gpu", "h100")
+    assert first[0] == 0
+
+
+def test_a_recipe_is_planned_from_its_file(capsys, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"pretrain: {SMALL}\nzero_stage: 3\ngpu: h200\nnum_gpus: 4\n")
+    status, out, _ = run(capsys, "sft", "--config", str(file))
+    assert status == 0
+    assert "on 4 x H200 (140 GiB)" in out
+    assert "  node 0: 4 GPUs for model" in out
+
+
+def test_json_has_every_number_of_the_plan(capsys):
+    status, out, _ = run(capsys, "ppo", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "2", "--json")
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["fits"] is True
+    assert plan.keys() == {
+        *("command", "fits", "hardware", "parameters", "placement", "gradient_checkpointing", "gpus", "engine"),
+        *("train_max_tokens_per_gpu", "gpu_memory_gib", "host_memory_gib", "disk_gib", "seconds", "limits"),
+        *("bottleneck", "tokens_per_second", "steps", "price_per_step", "changes"),
+    }
+    for gpu in plan["gpus"]:
+        for parts in gpu["memory_gib"].values():
+            assert sum(parts.values()) - parts["total"] == pytest.approx(parts["total"], abs=0.1)
+    assert plan["seconds"].keys() == plan["limits"].keys() == {"generate", "forward", "train", "transfer"}
+    for change in plan["changes"]:
+        assert change.keys() == {"flags", "fits", "gpu_peak_gib", "seconds"}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_command_has_a_plan(name):
+    teacher = {"teacher_pretrain": SMALL} if name in ("distill", "gkd") else {}
+    plan = plan_of(name, pretrain=SMALL, num_gpus=4, **teacher)
+    assert plan.fits
+    assert plan.seconds > 0
+    assert all(gpu.peak > 0 for gpu in plan.gpus)
+
+
+CASES = [
+    ("sft", {}),
+    ("sft", {"gpu": "rtx4090", "pretrain": SMALL}),
+    ("dpo", {"num_gpus": 2}),
+    ("grpo", {}),
+    ("grpo", {"num_gpus": 8}),
+    ("ppo", {"pretrain": "Qwen/Qwen2.5-32B", "num_gpus": 8, "num_nodes": 2}),
+    ("gkd", {"pretrain": SMALL, "teacher_pretrain": LARGE, "gpu": "l40s"}),
+    ("generate", {"pretrain": "Qwen/Qwen2.5-72B", "num_gpus": 2}),
+    ("sft", {"pretrain": "Qwen/Qwen2.5-72B", "gpu": "a100-40"}),
+]
+
+
+@pytest.mark.parametrize(("command", "given"), CASES)
+def test_flags_of_a_change_make_the_command_fit_or_faster(command, given, capsys):
+    plan, changes = plans_of(command, **given)
+    assert plan.fits or changes
+    for change in changes:
+        words = [
+            command,
+            *(f"--{name}={value}" for name, value in ({"pretrain": LARGE, "gpu": "h100"} | given).items()),
+        ]
+        # Later flags of the same name would be refused, so a change replaces the given ones.
+        changed = change.flags.split()
+        names = {word.removeprefix("--") for word in changed if word.startswith("--")}
+        words = [word for word in words if word.partition("=")[0].removeprefix("--") not in names]
+        status, out, err = run(capsys, *words, *changed, "--json")
+        assert (status, err) == (0, ""), change.flags
+        found = json.loads(out)
+        assert found["fits"]
+        assert sum(found["seconds"].values()) == pytest.approx(change.plan.seconds, abs=0.01)
+        assert not plan.fits or change.plan.seconds < 0.97 * plan.seconds
+
+
+def test_changes_keep_the_rules_of_the_command():
+    config = plan_config("sft", zero_stage=3)
+    assert with_values(config, {"zero_stage": 2, "param_offload": True}) is None
+    changed = with_values(config, {"param_offload": True})
+    assert changed.deepspeed.param_offload
+    assert changed.model == config.model
+
+
+def test_forecasts_are_near_the_measured_speeds_of_an_h200():
+    for measured, given in MEASURED.items():
+        values = {"gradient_checkpointing": "false", "row_tokens": 382, "train_max_tokens_per_gpu": 16_384} | given
+        plan = plan_of("sft", pretrain=SMALL, gpu="h200", **values)
+        print(f"{given or 'ZeRO 2'}: {plan.tokens_per_second:,.0f} tokens/s, measured {measured:,}")
+        assert plan.tokens_per_second == pytest.approx(measured, rel=0.03)
+
+
+def test_more_gpus_and_faster_ones_take_less_time():
+    times = {
+        name: plan_of("sft", pretrain=SMALL, **given).seconds
+        for name, given in {
+            "a100": {"gpu": "a100-80"},
+            "h100": {},
+            "b200": {"gpu": "b200"},
+            "8 h100": {"num_gpus": 8},
+            "own": {"gpu": None, "gpu_memory_gib": 80, "gpu_tflops": 2000, "gpu_bandwidth": 10},
+        }.items()
+    }
+    assert times["8 h100"] < times["b200"] < times["h100"] < times["a100"]
+    assert times["8 h100"] > times["h100"] / 8
+    assert times["own"] < times["h100"]
+
+
+def test_the_bottleneck_follows_from_the_workload():
+    long = plan_of("grpo", num_gpus=8, max_new_tokens=30_000, max_len=32_000)
+    assert (long.bottleneck, long.times["generate"].limit) == ("generate", "memory bandwidth")
+    offloaded = plan_of("sft", adam_offload="true", train_batch_size=8)
+    assert offloaded.times["train"].limit == "host link"
+
+
+def test_host_memory_of_a_node_is_checked_if_it_is_known():
+    assert plan_of("grpo", num_gpus=8).fits
+    small = plan_of("grpo", num_gpus=8, host_memory_gib=200)
+    assert not small.fits
+    assert small.excess > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "set the command to plan, with its flags: rlhf plan sft"),
+        (["doctor"], "rlhf doctor has no plan; the commands with one are sft"),
+        (["sft"], "missing --pretrain"),
+        (["sft", "--pretrain", "no/such-model", "--gpu", "h100"], "a plan needs only a folder with the model's config"),
+        (["sft", "--pretrain", SMALL, "--gpu", "h900"], "--gpu h900: must be a100-40"),
+        (["sft", "--pretrain", SMALL, "--num_gpus", "8"], "this machine has no GPU: set --gpu a100-40"),
+        (["sft", "--pretrain", SMALL, "--zero_stag", "3"], "unknown flag --zero_stag (did you mean --zero_stage?)"),
+        (
+            ["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "2", "--num_processes", "4"],
+            "--num_processes 4 needs as many GPUs, but the plan has 2",
+        ),
+        (["sft", "--pretrain", SMALL, "--zpg", "2"], "zpg needs --zero_stage 3"),
+        (
+            ["grpo", "--pretrain", SMALL, "--gpu", "h100", "--async_train", "--reward_funcs", "math"],
+            "--async_train samples while the models train",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_way_out(words, message, capsys):
+    status, out, err = run(capsys, *words)
+    assert (status, out) == (2, "")
+    assert err.startswith("rlhf plan: ")
+    assert message in err
+
+
+def test_a_published_model_is_planned_without_torch():
+    """Importing torch and transformers takes longer than the plan may take."""
+    words = ["plan", "grpo", "--pretrain", LARGE, "--gpu", "h100", "--num_gpus", "8"]
+    code = f"import sys\nfrom rlhf_cli import cli\nassert cli.main({words}) == 0\n"
+    code += "print(sorted({'torch', 'transformers', 'ray', 'deepspeed', 'vllm'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_adapter_folder_is_planned_with_its_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": SMALL, "r": 8}))
+    role = plan_of("sft", pretrain=str(tmp_path)).work.roles["model"]
+    assert role.num_trained == plan_of("sft", pretrain=SMALL, lora_rank=8).work.roles["model"].num_trained

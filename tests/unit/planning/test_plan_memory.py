@@ -1,0 +1,156 @@
+"""Bytes of a plan, compared with manual calculations for published models."""
+
+from dataclasses import asdict
+
+import pytest
+from plans import LARGE, SMALL, plan_of
+
+from rlhf_cli.planning.architectures import config_of, find_shape, published
+from rlhf_cli.planning.memory import GIB, added, total
+from rlhf_cli.planning.shapes import shape_of
+
+PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+}
+"""Published numbers of parameters (the sizes of the safetensors files on the Hub)."""
+N = PARAMETERS[LARGE]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_models_have_the_parameters_of_their_weights(name):
+    assert find_shape(name).parameters == PARAMETERS[name]
+
+
+def test_stored_shapes_are_those_of_the_configurations():
+    for row in {id(row): row for row in published().values()}.values():
+        computed = asdict(shape_of(config_of(row)))
+        assert row["shape"] | {"linears": tuple(map(tuple, row["shape"]["linears"]))} == computed, row["names"]
+
+
+def test_kv_cache_of_a_token_is_keys_and_values_of_all_layers():
+    assert find_shape(LARGE).cache_values == 28 * 2 * 4 * 128
+    engine = plan_of("generate").work.engine
+    assert engine.token_bytes == 57_344
+    assert engine.cache_tokens == pytest.approx((0.9 * 79.1 * GIB - 2 * N - engine._rest) / 57_344, abs=1)
+
+
+def test_experts_are_counted_in_memory_but_not_in_operations():
+    shape = find_shape("Qwen/Qwen3-30B-A3B")
+    # Per layer 8 of 128 experts with three matrices of 2,048 x 768, attention, router and norms; and the head.
+    layer = 8 * 3 * 2048 * 768 + 2048 * 128 * (32 + 32 + 4 + 4) + 2048 * 128 + 2 * 2048 + 2 * 128
+    assert shape.active == 48 * layer + 2048 * 151_936 + 2048
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        (0, 2, 2, 12),  # at stage 0 gradients are summed in bf16
+        (1, 2, 4, 12 / 8),
+        (2, 2, 4 / 8, 12 / 8),
+        (3, 2 / 8, 4 / 8, 12 / 8),
+    ],
+)
+def test_states_are_partitioned_by_stage(stage, weights, gradients, optimizer):
+    role = plan_of("sft", num_gpus=8, zero_stage=stage).work.roles["model"]
+    found = (role.weights, role.gradients, role.optimizer_states)
+    assert found == pytest.approx((weights * N, gradients * N, optimizer * N))
+
+
+def test_offloaded_states_are_in_host_memory():
+    plan = plan_of("sft", adam_offload="true")
+    assert (plan.work.roles["model"].gradients, plan.work.roles["model"].optimizer_states) == (0, 0)
+    assert plan.host["offloaded states"] == 16 * N
+    both = plan_of("sft", zero_stage=3, adam_offload="true", param_offload="true")
+    assert both.work.roles["model"].weights == 0
+    assert both.host["offloaded states"] == 18 * N
+
+
+def test_an_adapter_has_the_states_of_its_matrices():
+    role = plan_of("sft", lora_rank=16).work.roles["model"]
+    hidden, keys, width = 3584, 512, 18_944
+    linears = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + width)
+    assert role.num_trained == 28 * 16 * linears
+    assert role.weights == 2 * N
+    assert role.optimizer_states == 12 * role.num_trained
+    assert plan_of("sft", lora_rank=16, target_modules="q_proj,v_proj").work.roles["model"].num_trained == 28 * 16 * (
+        2 * hidden + hidden + keys
+    )
+    assert plan_of("sft", lora_rank=16, load_in_4bit="true").work.roles["model"].weights == 0.6 * N
+
+
+def test_sleeping_roles_leave_their_gpu_to_the_active_one():
+    plan = plan_of("ppo", num_gpus=8, pretrain=SMALL)
+    (gpu,) = plan.gpus
+    assert set(gpu.roles) == {"actor", "critic", "ref", "engine"}
+    actor = plan.work.roles["actor"]
+    train = actor.training(plan.batching.max_tokens, recomputes=plan.batching.recomputes)
+    others = [plan.work.roles[name].asleep() for name in ("critic", "ref")]
+    assert gpu.phases["train"] == pytest.approx(added(train, *others, plan.work.engine.asleep()))
+    assert all(parts["processes"] == total(parts) for parts in others)
+    # Weights on each GPU and one copy of the states: 14 bytes of the actor and as many of the critic, 2 of the reference.
+    shapes = [plan.work.roles[name].shape.parameters for name in ("actor", "critic", "ref")]
+    expected = sum(2 * 8 * size for size in shapes) + 12 * sum(shapes[:2])
+    assert plan.host["sleeping roles (pinned)"] == expected
+
+
+def test_without_sleep_all_states_stay_on_the_gpu():
+    asleep, awake = (
+        plan_of(
+            "grpo",
+            num_gpus=8,
+            pretrain=SMALL,
+            colocate_all_models="true",
+            vllm_num_engines=8,
+            actor_num_gpus_per_node=8,
+            ref_num_gpus_per_node=8,
+            vllm_enable_sleep=sleeps,
+            deepspeed_enable_sleep=sleeps,
+        )
+        for sleeps in ("true", "false")
+    )
+    ref, engine = awake.work.roles["ref"], awake.work.engine
+    kept = total(ref.resident()) - total(ref.asleep()) + total(engine.generating()) - total(engine.asleep())
+    trained = [total(plan.gpus[0].phases["train"]) for plan in (awake, asleep)]
+    tokens = [
+        plan.batching.max_tokens * plan.work.roles["actor"].token_bytes(recomputes=plan.batching.recomputes)
+        for plan in (awake, asleep)
+    ]
+    assert trained[0] - tokens[0] == pytest.approx(trained[1] - tokens[1] + kept)
+    assert "sleeping roles (pinned)" not in awake.host
+
+
+def test_a_hosted_teacher_is_on_the_gpu_while_its_student_trains():
+    plan = plan_of("gkd", pretrain=SMALL, teacher_pretrain=LARGE)
+    train = plan.gpus[0].phases["train"]
+    assert train["weights"] == 2 * (N + plan.work.roles["actor"].shape.parameters)
+
+
+def test_a_reference_of_dpo_takes_memory_unless_it_is_precomputed_or_the_base():
+    weights = {
+        name: plan_of("dpo", num_gpus=8, **given).gpus[0].phases["train"]["weights"]
+        for name, given in {
+            "resident": {},
+            "precomputed": {"precompute_ref_log_probs": "true"},
+            "adapter": {"lora_rank": 8},
+            "offloaded": {"ref_offload": "true"},
+        }.items()
+    }
+    assert weights == {"resident": 4 * N, "precomputed": 2 * N, "adapter": 2 * N, "offloaded": 2 * N}
+
+
+def test_checkpoints_on_disk_are_those_that_are_kept_and_one_more():
+    plan = plan_of("sft", save_steps=10, max_ckpt_num=2)
+    assert plan.disk == {"model": 2 * N, "3 checkpoints": 3 * 14 * N}
+
+
+def test_a_folder_needs_only_its_configuration(tmp_path):
+    config_of(published()[SMALL]).save_pretrained(tmp_path)
+    assert find_shape(str(tmp_path)) == find_shape(SMALL)
