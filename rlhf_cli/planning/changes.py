@@ -63,11 +63,18 @@ def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Ch
     fitting = [one for one in singles if one.plan.fits]
     if plan.fits:
         faster = [one for one in fitting if one.plan.seconds < (1 - _LEAST_SAVED) * plan.seconds]
-        return sorted(faster, key=lambda one: one.plan.seconds)[:_MOST_SHOWN]
+        return _best(sorted(faster, key=lambda one: one.plan.seconds))
     if fitting:
-        return sorted(fitting, key=lambda one: (_trains_adapter(one), one.plan.seconds))[:_MOST_SHOWN]
+        return _best(sorted(fitting, key=lambda one: (_trains_adapter(one), one.plan.seconds)))
     found = _combined(config, plan, planner) or _on_more_gpus(config, plan, planner)
     return [] if found is None else [found]
+
+
+def _best(several: Sequence[Change]) -> list[Change]:
+    """Return the first changes of different settings, of changes from best to worst."""
+    # The last of equal keys stays in a dictionary, so the best must come last.
+    by_settings = {tuple(one.values): one for one in reversed(several)}
+    return [one for one in several if by_settings[tuple(one.values)] is one][:_MOST_SHOWN]
 
 
 def _trains_adapter(change: Change) -> bool:

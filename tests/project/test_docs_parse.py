@@ -16,6 +16,7 @@ import pytest
 from extending_page import page_file
 
 from rlhf_cli import cli
+from rlhf_cli.commands.plan import PLANNED, planned_class
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.errors import UsageError
@@ -137,7 +138,9 @@ def check(words: list[str]) -> None:
         raise UsageError(f"unknown command {name}")
     if "--help" in flags or not flags:
         return
-    if name in cli.COMMANDS:
+    if name == "plan" and flags[0] in PLANNED:
+        parse(planned_class(flags[0]), flags[1:])
+    elif name in cli.COMMANDS:
         parse(cli.COMMANDS[name].config_class, flags)
     else:
         with TemporaryDirectory() as folder:

@@ -155,7 +155,6 @@ def test_more_gpus_and_faster_ones_take_less_time():
         }.items()
     }
     assert times["8 h100"] < times["b200"] < times["h100"] < times["a100"]
-    assert times["8 h100"] > times["h100"] / 8
     assert times["own"] < times["h100"]
 
 

@@ -95,7 +95,7 @@ def test_sleeping_roles_leave_their_gpu_to_the_active_one():
     others = [plan.work.roles[name].asleep() for name in ("critic", "ref")]
     assert gpu.phases["train"] == pytest.approx(added(train, *others, plan.work.engine.asleep()))
     assert all(parts["processes"] == total(parts) for parts in others)
-    # Weights on each GPU and one copy of the states: 14 bytes of the actor and as many of the critic, 2 of the reference.
+    # Weights of all three on each GPU, and one copy of the optimizer states of actor and critic.
     shapes = [plan.work.roles[name].shape.parameters for name in ("actor", "critic", "ref")]
     expected = sum(2 * 8 * size for size in shapes) + 12 * sum(shapes[:2])
     assert plan.host["sleeping roles (pinned)"] == expected
