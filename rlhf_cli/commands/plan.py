@@ -27,6 +27,13 @@ class PlanCommandConfig(CommandConfig):
     plan: PlanConfig = PlanConfig()
 
 
+def plan_settings(config: CommandConfig) -> PlanConfig:
+    """Return the settings of the plan in those of a planned command."""
+    settings = dict(config)["plan"]
+    assert isinstance(settings, PlanConfig)
+    return settings
+
+
 def planned_class(name: str) -> type[CommandConfig]:
     """Return the config class of a command with the settings of a plan in addition."""
     base: Any = COMMANDS[name].config_class

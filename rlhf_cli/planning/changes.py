@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -44,8 +43,10 @@ def _flag(name: str, value: object) -> str:
 
 
 def with_values(config: CommandConfig, values: Values) -> CommandConfig | None:
-    """Return the settings with other values, or None if the command rejects them."""
+    """Return the settings with other values, or None if the command rejects them or has none of them."""
     changed = config.updated(values)
+    if changed == config:
+        return None
     groups = {
         group: settings.model_dump(by_alias=True, include=set(changed.supported(group)))
         for group, settings in changed
@@ -127,12 +128,12 @@ def _tried(config: CommandConfig, plan: Plan, planner: Planner) -> Iterator[Chan
             continue  # the hardware has too few GPUs for it
 
 
-def candidates(config: Any, plan: Plan) -> Iterator[Values]:
+def candidates(config: CommandConfig, plan: Plan) -> Iterator[Values]:
     """Yield the changes that may help this command."""
     if plan.work.trained:
         yield from _of_batches(plan)
         yield from _of_states(config)
-        yield from _of_frozen_models(config)
+        yield from _of_frozen_models(plan)
         yield from _of_ranks(config, plan)
         if not plan.fits:
             yield from _of_adapters(config)
@@ -154,41 +155,38 @@ def _sizes(tokens: int, longest: int) -> Sequence[int]:
     return [size for size in (2 * tokens, tokens // 2, tokens // 4) if longest <= size <= 65_536]
 
 
-def _of_states(config: Any) -> Iterator[Values]:
-    deepspeed, optim = config.deepspeed, config.optim.optim
-    for stage in {2, 3} - {deepspeed.zero_stage}:
+def _of_states(config: CommandConfig) -> Iterator[Values]:
+    for stage in {2, 3} - {config.setting("zero_stage")}:
         yield {"zero_stage": stage}
-    if optim == "adamw":
-        yield {"adam_offload": not deepspeed.adam_offload}
-    if optim == "adamw" and config.model.param_dtype == "bf16":
+    yield {"adam_offload": not config.setting("adam_offload")}
+    if config.setting("optim") == "adamw":
         yield {"optim": "adamw_bf16"}
-    if not deepspeed.param_offload:
-        yield {"zero_stage": 3, "param_offload": True}
+    yield {"zero_stage": 3, "param_offload": True}
 
 
-def _of_adapters(config: Any) -> Iterator[Values]:
-    if not config.adapter.lora_rank:
+def _of_adapters(config: CommandConfig) -> Iterator[Values]:
+    if not config.setting("lora_rank"):
         yield {"lora_rank": 16}
         yield {"lora_rank": 16, "load_in_4bit": True}
 
 
-def _of_ranks(config: Any, plan: Plan) -> Iterator[Values]:
-    size = 2 * config.deepspeed.sequence_parallel_size
+def _of_ranks(config: CommandConfig, plan: Plan) -> Iterator[Values]:
+    size = 2 * config.setting("sequence_parallel_size")
     if all(role.num_ranks % size == 0 for role in plan.work.roles.values()):
         yield {"sequence_parallel_size": size}
 
 
-def _of_frozen_models(config: Any) -> Iterator[Values]:
-    if getattr(config, "reference", None) is not None:
-        yield {"ref_offload": True}
-    if config.command in ("dpo", "kto"):
+def _of_frozen_models(plan: Plan) -> Iterator[Values]:
+    # Commands without one of these settings ignore it.
+    yield {"ref_offload": True}
+    yield {"teacher_offload": True}
+    if not plan.fits:
+        # Not to save time: the same forward passes run before training.
         yield {"precompute_ref_log_probs": True}
-    if config.command in ("distill", "gkd"):
-        yield {"teacher_offload": True}
 
 
-def _of_engines(config: Any, plan: Plan) -> Iterator[Values]:
-    engine, given = plan.work.engine, config.engine.vllm_num_engines
+def _of_engines(config: CommandConfig, plan: Plan) -> Iterator[Values]:
+    engine, given = plan.work.engine, config.setting("vllm_num_engines")
     assert engine is not None
     for share in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         yield {"vllm_gpu_memory_utilization": share}
@@ -196,7 +194,7 @@ def _of_engines(config: Any, plan: Plan) -> Iterator[Values]:
         # As many GPUs as before, if their number is set.
         number: Values = {} if given is None else {"vllm_num_engines": max(1, given * engine.size // size)}
         yield {"vllm_tensor_parallel_size": size, **number}
-    if config.engine.enforce_eager:
+    if config.setting("enforce_eager"):
         yield {"enforce_eager": False}
     if plan.work.trained and not (plan.work.models_sleep and plan.work.engines_sleep):
         yield {"colocate_all_models": True, "vllm_enable_sleep": True, "deepspeed_enable_sleep": True}

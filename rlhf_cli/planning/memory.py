@@ -153,7 +153,9 @@ class RoleMemory:
 
     def forward(self, num_tokens: float) -> Parts:
         """Return the peak during a forward pass without gradients."""
-        activations = num_tokens * (2 * self.shape.hidden * self.value_bytes + self.shape.layer_values)
+        # Within a layer, about half of the values that training would keep exist at a time.
+        values = 2 * self.shape.hidden + self.shape.layer_values / 2
+        activations = num_tokens * values * self.value_bytes
         return {**self.resident(), "activations": activations, "logits": self.logits(num_tokens, trains=False)}
 
     def asleep(self) -> Parts:

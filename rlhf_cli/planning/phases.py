@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_cli.backends.cluster.placement import ENGINE
+from rlhf_cli.config.train import DEFAULT_TOKENS
 from rlhf_cli.planning.memory import USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
 from rlhf_cli.planning.workload import Workload
 
@@ -37,28 +37,27 @@ class GpuMemory:
 
 def batching_of(work: Workload) -> Batching:
     """Return the micro-batches of a run: as set, otherwise fitted to the memory of the fullest GPU."""
-    config: Any = work.config
+    config = work.config
     if not work.trained:
         return Batching(False, 0)
-    batch, recomputes = config.batch, config.model.gradient_checkpointing
+    given, recomputes = config.setting("train_max_tokens_per_gpu"), config.setting("gradient_checkpointing")
     if work.hardware.is_cpu:
-        return Batching(bool(recomputes), batch.max_tokens)
+        return Batching(bool(recomputes), given or DEFAULT_TOKENS)
     fits = [_fit_of(work, name) for name in work.trained]
     # All roles have the same settings, so the fullest GPU decides.
     fit = min(fits, key=lambda one: (not one.recomputes, one.max_tokens))
-    chosen = recomputes is None or batch.train_max_tokens_per_gpu is None
+    chosen = recomputes is None or given is None
     return Batching(fit.recomputes, fit.max_tokens, fit.reason if chosen else "")
 
 
 def _fit_of(work: Workload, name: str) -> Fit:
-    config: Any = work.config
     others = sum(total(_beside(work, name, other)) for other in _neighbors(work, name) if other != name)
     return fit_to_memory(
         work.roles[name],
         room=work.hardware.memory - others,
         needed_tokens=work.longest,
-        recomputes=config.model.gradient_checkpointing,
-        max_tokens=config.batch.train_max_tokens_per_gpu,
+        recomputes=work.config.setting("gradient_checkpointing"),
+        max_tokens=work.config.setting("train_max_tokens_per_gpu"),
     )
 
 
@@ -142,14 +141,13 @@ def host_memory(work: Workload) -> dict[str, float]:
 
 
 def _on_node(work: Workload, node: int) -> dict[str, float]:
-    config: Any = work.config
     sleeping, offloaded, average, processes = 0.0, 0.0, 0.0, 0
     for name, role in work.roles.items():
         fraction, ranks = _ranks_on(work, name, node)
         sleeping += fraction * role.sleeping_bytes if work.models_sleep else 0.0
         offloaded += fraction * role.offloaded_bytes
         # An average is in host memory in float32, in parts of the ranks.
-        average += fraction * 4 * role.num_trained if name == "actor" and config.optim.enable_ema else 0.0
+        average += fraction * 4 * role.num_trained if name == "actor" and work.config.setting("enable_ema") else 0.0
         processes += ranks if work.host(name) == name else 0
     engines = [seat for seat in work.layout.of(ENGINE) if work.layout.islands[seat.island].node == node]
     processes += sum(len(seat.gpus) for seat in engines)
@@ -182,10 +180,9 @@ def disk_bytes(work: Workload) -> dict[str, float]:
     """Return the bytes of the trained model, and of checkpoints, one of which is written before another is removed."""
     if not work.trained:
         return {}
-    config: Any = work.config
-    role, checkpoint = work.roles[work.trained[0]], config.checkpoint
+    role, config = work.roles[work.trained[0]], work.config
     size = sum(work.roles[name].checkpoint_bytes for name in work.trained)
-    kept = checkpoint.max_ckpt_num + 1 if checkpoint.save_steps > 0 else 1
+    kept = config.setting("max_ckpt_num") + 1 if config.setting("save_steps") > 0 else 1
     title = f"{kept} checkpoints" if kept > 1 else "a checkpoint"
     return {"model": float(role.num_trained * role.value_bytes), title: kept * size}
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from rlhf_cli.backends.cluster.placement import describe
 from rlhf_cli.config.base import CommandConfig
@@ -152,11 +151,11 @@ def make_plan(
     )
 
 
-def shapes_of(config: Any) -> Shapes:
+def shapes_of(config: CommandConfig) -> Shapes:
     """Return a function that finds the shapes of a command's models, each once."""
 
     @cache
     def find(pretrain: str) -> ModelShape:
-        return find_shape(pretrain, trust_remote_code=config.model.trust_remote_code)
+        return find_shape(pretrain, trust_remote_code=bool(config.setting("trust_remote_code")))
 
     return find

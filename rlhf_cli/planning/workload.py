@@ -3,19 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any
 
 from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout, memory_share
 from rlhf_cli.backends.cluster.placement import Island, Layout, Seat, plan_layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.commands.distill import DistillConfig
+from rlhf_cli.commands.dpo import DPOConfig
 from rlhf_cli.commands.inference import InferenceConfig
+from rlhf_cli.commands.kto import KTOConfig
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.plan import PlanConfig
-from rlhf_cli.config.preference import PAIR_LOSSES, PairLossConfig
-from rlhf_cli.config.roles import FROZEN_POLICY
+from rlhf_cli.config.preference import PAIR_LOSSES
+from rlhf_cli.config.roles import FROZEN_POLICY, Role
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import adapter_folder
@@ -25,6 +27,7 @@ from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import FOUR_BIT_BYTES, WEIGHT_BYTES, RoleMemory
 from rlhf_cli.planning.shapes import ModelShape
 
+TrainingConfig = OfflineConfig | OnlineConfig
 Shapes = Callable[[str], ModelShape]
 """Returns the shape of a model by its name or folder."""
 MODEL, REFERENCE, TEACHER = "model", "reference", "teacher"
@@ -119,6 +122,7 @@ def _offline(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, shapes
     num_ranks = config.launch.num_processes if hardware.num_nodes == 1 else hardware.total_gpus
     if num_ranks > hardware.total_gpus:
         raise UsageError(f"--num_processes {num_ranks} needs as many GPUs, but the plan has {hardware.total_gpus}")
+    _check_states(config, config.deepspeed)
     roles = {MODEL: _trained_role(config, shapes(config.model.pretrain), config.deepspeed, num_ranks, hardware)}
     if config.command in ("rm", "prm"):
         roles[MODEL] = replace(roles[MODEL], shape=roles[MODEL].shape.with_score_head())
@@ -153,7 +157,7 @@ def _offline(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, shapes
 
 
 def _trained_role(
-    config: Any, shape: ModelShape, settings: DeepSpeedConfig, num_ranks: int, hardware: Hardware
+    config: TrainingConfig, shape: ModelShape, settings: DeepSpeedConfig, num_ranks: int, hardware: Hardware
 ) -> RoleMemory:
     """Return the memory settings of a trained model."""
     in_4bit = config.adapter.load_in_4bit
@@ -171,7 +175,15 @@ def _trained_role(
     return _with_trained(role, config)
 
 
-def _with_trained(role: RoleMemory, config: Any) -> RoleMemory:
+def _check_states(config: TrainingConfig, settings: DeepSpeedConfig) -> None:
+    """Raise UsageError if DeepSpeed does not support the settings of a trained model."""
+    sleeps = isinstance(config, OnlineConfig) and bool(config.placement.deepspeed_enable_sleep)
+    # Packages of this machine do not matter for a plan.
+    optimizer = "adamw" if config.optim.optim == "adamw_8bit" else config.optim.optim
+    check_deepspeed(settings, param_dtype=config.model.param_dtype, optimizer=optimizer, sleeps=sleeps)
+
+
+def _with_trained(role: RoleMemory, config: TrainingConfig) -> RoleMemory:
     adapter, rank = config.adapter, adapter_rank(config)
     if not rank:
         return replace(role, num_trained=role.shape.parameters)
@@ -179,7 +191,7 @@ def _with_trained(role: RoleMemory, config: Any) -> RoleMemory:
     return replace(role, num_trained=trained)
 
 
-def adapter_rank(config: Any) -> int:
+def adapter_rank(config: TrainingConfig) -> int:
     """Return the rank of the trained adapter, new or loaded; 0 without one."""
     folder = adapter_folder(config.model.pretrain)
     return int(config.adapter.lora_rank or (0 if folder is None else read_adapter(folder, "r")))
@@ -191,41 +203,44 @@ def _frozen(role: RoleMemory, shape: ModelShape, settings: DeepSpeedConfig, num_
     return replace(role, shape=shape, num_trained=0, settings=settings, num_ranks=num_ranks, weight_bytes=weights)
 
 
-def _offline_frozen(config: Any) -> dict[str, tuple[str, DeepSpeedConfig]]:
+def _offline_frozen(config: OfflineConfig) -> dict[str, tuple[str, DeepSpeedConfig]]:
     """Return the frozen models of an offline command: name, model and DeepSpeed settings."""
     common = config.deepspeed.model_copy(update={"tensor_parallel_size": 1})
-    if config.command == "distill":
+    if isinstance(config, DistillConfig):
         own, settings = config.distillation.teacher_zero_stage, config.distillation
         stage = common.zero_stage if own is None else own
         offload = settings.teacher_offload or (common.param_offload and stage == 3)
         update = {"zero_stage": stage, "param_offload": offload}
         return {TEACHER: (settings.teacher_pretrain, common.model_copy(update=update))}
-    if config.command not in ("dpo", "kto") or not _needs_reference(config):
+    if not isinstance(config, DPOConfig | KTOConfig) or not _needs_reference(config):
         return {}
     reference = config.reference
-    if reference.precompute_ref_log_probs or (adapter_rank(config) and reference.ref_pretrain is None):
+    if reference.precompute_ref_log_probs or _is_own_reference(config):
         return {}
-    offload = common.param_offload or reference.ref_offload
-    pretrain = reference.ref_pretrain or config.model.pretrain
-    return {REFERENCE: (pretrain, common.model_copy(update={"param_offload": offload}))}
+    update = {"param_offload": common.param_offload or reference.ref_offload}
+    return {REFERENCE: (reference.ref_pretrain or config.model.pretrain, common.model_copy(update=update))}
 
 
-def _needs_reference(config: Any) -> bool:
-    if not isinstance(config.preference, PairLossConfig):
+def _needs_reference(config: DPOConfig | KTOConfig) -> bool:
+    if isinstance(config, KTOConfig):
         return True
     return any(PAIR_LOSSES[loss].needs_reference for loss in config.preference.loss if loss in PAIR_LOSSES)
 
 
-def _forwards(config: Any, tokens: float) -> dict[str, float]:
-    """Return the tokens of forward passes in an offline step, by role. An adapter is its own reference."""
-    if config.command == "distill":
+def _is_own_reference(config: DPOConfig | KTOConfig) -> bool:
+    """Return whether the reference is the trained model without its adapter."""
+    return adapter_rank(config) > 0 and config.reference.ref_pretrain is None
+
+
+def _forwards(config: OfflineConfig, tokens: float) -> dict[str, float]:
+    """Return the tokens of forward passes in an offline step, by role."""
+    if isinstance(config, DistillConfig):
         return {TEACHER: tokens}
-    if config.command in ("dpo", "kto") and _needs_reference(config):
-        if config.reference.precompute_ref_log_probs:
-            return {}
-        own = adapter_rank(config) and config.reference.ref_pretrain is None
-        return {MODEL if own else REFERENCE: tokens}
-    return {}
+    if not isinstance(config, DPOConfig | KTOConfig) or not _needs_reference(config):
+        return {}
+    if config.reference.precompute_ref_log_probs:
+        return {}
+    return {MODEL if _is_own_reference(config) else REFERENCE: tokens}
 
 
 def layout_needs(config: OnlineConfig, roles: Sequence[str]) -> LayoutNeeds:
@@ -262,12 +277,16 @@ def _online(
     roles: dict[str, RoleMemory] = {}
     for name, pretrain in names.items():
         shape = shapes(pretrain)
+        # A critic and a reward model have scores instead of logits.
         shape = shape.with_score_head() if name in ("critic", "reward") else shape
         num_ranks = len(placed.of(config.host_of(name)))
         role = _trained_role(config, shape, config.deepspeed_of(name), num_ranks, hardware)
-        trains = name in ("actor", "critic")
-        roles[name] = role if trains else _frozen(role, shape, config.deepspeed_of(name), num_ranks)
-    tokens = _online_tokens(config, plan, list(names))
+        if config.roles[name].is_trained:
+            _check_states(config, role.settings)
+        else:
+            role = _frozen(role, shape, role.settings, num_ranks)
+        roles[name] = role
+    tokens, together = _online_tokens(config, plan, list(names)), bool(config.placement.colocate_all_models)
     return Workload(
         config=config,
         hardware=hardware,
@@ -276,9 +295,7 @@ def _online(
         tokens=tokens,
         longest=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
         hosts={name: config.host_of(name) for name in names},
-        engine=engine_of(
-            config, shapes(config.model.pretrain), hardware, shared=bool(config.placement.colocate_all_models)
-        ),
+        engine=_engine(config, shapes(config.model.pretrain), hardware, shared=together),
         models_sleep=bool(config.placement.deepspeed_enable_sleep),
         engines_sleep=bool(config.engine.vllm_enable_sleep),
         reason=reason,
@@ -308,18 +325,20 @@ def _iterations(config: OnlineConfig, plan: PlanConfig) -> int | None:
 
 def _online_models(config: OnlineConfig, *, has_critic: bool) -> dict[str, str]:
     """Return the models of an online run by role, in the order of `ROLES`."""
-    policy, reward = config.model.pretrain, config.reward
-    wanted = {
-        "actor": policy,
-        "critic": (config.critic.critic_pretrain or policy) if has_critic else None,
-        # An adapter can be disabled instead of loading a second copy.
-        "ref": policy if config.policy.init_kl_coef > 0 and not adapter_rank(config) else None,
-        "reward": reward.prm_pretrain or reward.reward_pretrain,
-    }
-    for name, role in config.roles.items():
-        if role.rank == FROZEN_POLICY and role.pretrain:
-            wanted[name] = config.setting(role.pretrain)
-    return {name: str(wanted[name]) for name in config.roles if wanted.get(name) is not None}
+    models = {name: _model_of(config, role, has_critic=has_critic) for name, role in config.roles.items()}
+    return {name: model for name, model in models.items() if model is not None}
+
+
+def _model_of(config: OnlineConfig, role: Role, *, has_critic: bool) -> str | None:
+    """Return the model of a role, None if the run has none."""
+    policy, given = config.model.pretrain, config.setting(role.pretrain) if role.pretrain else None
+    if role.is_trained:
+        return (given or policy) if has_critic or not role.pretrain else None
+    if role.rank != FROZEN_POLICY:
+        return config.reward.prm_pretrain or given
+    # An adapter can be disabled instead of loading a second copy.
+    is_reference = not role.pretrain and config.policy.init_kl_coef > 0 and not adapter_rank(config)
+    return policy if is_reference else given
 
 
 def _online_tokens(config: OnlineConfig, plan: PlanConfig, roles: Sequence[str]) -> Tokens:
@@ -351,7 +370,9 @@ def _lengths(max_len: int, max_new_tokens: int, plan: PlanConfig) -> tuple[float
     return plan.prompt_tokens or room / 2, plan.response_tokens or max_new_tokens / 2
 
 
-def engine_of(config: Any, shape: ModelShape, hardware: Hardware, *, shared: bool) -> EngineMemory:
+def _engine(
+    config: OnlineConfig | InferenceConfig, shape: ModelShape, hardware: Hardware, *, shared: bool
+) -> EngineMemory:
     """Return the memory settings of a rollout engine."""
     engine = config.engine
     return EngineMemory(
@@ -411,6 +432,6 @@ def _inference(config: InferenceConfig, plan: PlanConfig, hardware: Hardware, sh
             prefilled=sampling.rollout_batch_size * prompt,
         ),
         longest=config.prompts.max_len,
-        engine=engine_of(config, shape, hardware, shared=together),
+        engine=_engine(config, shape, hardware, shared=together),
         steps=None if plan.num_rows is None else -(-plan.num_rows // sampling.rollout_batch_size),
     )

@@ -2,11 +2,10 @@
 
 import json
 import sys
-from typing import Any
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.commands.online import OnlineConfig
-from rlhf_cli.commands.plan import PLANNED, PlanCommandConfig
+from rlhf_cli.commands.plan import PLANNED, PlanCommandConfig, plan_settings
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.errors import UsageError, listed
@@ -28,10 +27,11 @@ def run_plan(config: PlanCommandConfig) -> None:
     raise UsageError(f"set the command to plan, with its flags: rlhf plan {listed(PLANNED, 'or')}")
 
 
-def plan_command(config: Any) -> None:
+def plan_command(config: CommandConfig) -> None:
     """Print the plan of a command, and changes that help. Exits with 3 if the command does not fit."""
-    plan, changes = plan_with_changes(config, config.plan)
-    if config.plan.as_json:
+    settings = plan_settings(config)
+    plan, changes = plan_with_changes(config, settings)
+    if settings.as_json:
         found = [{"flags": one.flags, "fits": one.plan.fits, **_result(one)} for one in changes]
         print(json.dumps({"command": config.command, **plan.as_dict(), "changes": found}, indent=1))
     else:
@@ -56,12 +56,12 @@ def _result(change: Change) -> dict[str, float]:
     return {"gpu_peak_gib": round(change.plan.peak / GIB, 2), "seconds": round(change.plan.seconds, 3)}
 
 
-def lines_of(config: Any, plan: Plan, changes: list[Change]) -> list[str]:
+def lines_of(config: CommandConfig, plan: Plan, changes: list[Change]) -> list[str]:
     """Return the plan as text."""
     work = plan.work
     shape = work.engine.shape if work.engine is not None else next(iter(work.roles.values())).shape
     return [
-        f"rlhf {config.command} with {config.model.pretrain} ({shape.parameters / 1e9:.2f}B parameters) "
+        f"rlhf {config.command} with {config.setting('pretrain')} ({shape.parameters / 1e9:.2f}B parameters) "
         f"on {work.hardware.title}",
         "",
         "Placement",

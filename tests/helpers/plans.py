@@ -5,6 +5,7 @@ from typing import Any
 from rlhf_cli.commands.plan import planned_class
 from rlhf_cli.options import build_config
 from rlhf_cli.planning.changes import Change
+from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.planner import Plan
 from rlhf_cli.runs.plan import plan_with_changes
 
@@ -19,6 +20,11 @@ def plan_config(command: str, **values: Any) -> Any:
 
 def plan_of(command: str, **values: Any) -> Plan:
     return plans_of(command, **values)[0]
+
+
+def engine_of(plan: Plan) -> EngineMemory:
+    assert plan.work.engine is not None
+    return plan.work.engine
 
 
 def plans_of(command: str, **values: Any) -> tuple[Plan, list[Change]]:

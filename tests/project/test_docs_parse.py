@@ -138,6 +138,8 @@ def check(words: list[str]) -> None:
         raise UsageError(f"unknown command {name}")
     if "--help" in flags or not flags:
         return
+    if name == "plan" and flags[0].isupper():  # `rlhf plan COMMAND`
+        return
     if name == "plan" and flags[0] in PLANNED:
         parse(planned_class(flags[0]), flags[1:])
     elif name in cli.COMMANDS:

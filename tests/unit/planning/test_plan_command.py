@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from plans import LARGE, SMALL, plan_config, plan_of, plans_of
@@ -12,14 +13,18 @@ from rlhf_cli.commands.plan import PLANNED
 from rlhf_cli.planning.changes import with_values
 from rlhf_cli.runs.plan import DOES_NOT_FIT
 
-MEASURED = {36_679: {}, 30_906: {"gradient_checkpointing": "true"}, 27_097: {"zero_stage": 3}}
+MEASURED: dict[int, dict[str, object]] = {
+    36_679: {},
+    30_906: {"gradient_checkpointing": "true"},
+    27_097: {"zero_stage": 3},
+}
 """Trained tokens per second of benchmarks/gpu.py with a 1.5B model on one H200 (docs/benchmarks.md)."""
 
 
 def run(capsys, *words):
     """Run `rlhf plan`. Returns exit status, output and errors."""
     try:
-        status = cli.main(["plan", *words])
+        status: object = cli.main(["plan", *words])
     except SystemExit as end:
         status = end.code
     found = capsys.readouterr()
@@ -130,30 +135,28 @@ def test_flags_of_a_change_make_the_command_fit_or_faster(command, given, capsys
 def test_changes_keep_the_rules_of_the_command():
     config = plan_config("sft", zero_stage=3)
     assert with_values(config, {"zero_stage": 2, "param_offload": True}) is None
-    changed = with_values(config, {"param_offload": True})
+    changed: Any = with_values(config, {"param_offload": True})
     assert changed.deepspeed.param_offload
     assert changed.model == config.model
 
 
 def test_forecasts_are_near_the_measured_speeds_of_an_h200():
     for measured, given in MEASURED.items():
-        values = {"gradient_checkpointing": "false", "row_tokens": 382, "train_max_tokens_per_gpu": 16_384} | given
-        plan = plan_of("sft", pretrain=SMALL, gpu="h200", **values)
+        values = {"gradient_checkpointing": "false", "row_tokens": 382, "train_max_tokens_per_gpu": 16_384}
+        plan = plan_of("sft", pretrain=SMALL, gpu="h200", **(values | given))
         print(f"{given or 'ZeRO 2'}: {plan.tokens_per_second:,.0f} tokens/s, measured {measured:,}")
         assert plan.tokens_per_second == pytest.approx(measured, rel=0.03)
 
 
 def test_more_gpus_and_faster_ones_take_less_time():
-    times = {
-        name: plan_of("sft", pretrain=SMALL, **given).seconds
-        for name, given in {
-            "a100": {"gpu": "a100-80"},
-            "h100": {},
-            "b200": {"gpu": "b200"},
-            "8 h100": {"num_gpus": 8},
-            "own": {"gpu": None, "gpu_memory_gib": 80, "gpu_tflops": 2000, "gpu_bandwidth": 10},
-        }.items()
+    cases: dict[str, dict[str, object]] = {
+        "a100": {"gpu": "a100-80"},
+        "h100": {},
+        "b200": {"gpu": "b200"},
+        "8 h100": {"num_gpus": 8},
+        "own": {"gpu": None, "gpu_memory_gib": 80, "gpu_tflops": 2000, "gpu_bandwidth": 10},
     }
+    times = {name: plan_of("sft", pretrain=SMALL, **given).seconds for name, given in cases.items()}
     assert times["8 h100"] < times["b200"] < times["h100"] < times["a100"]
     assert times["own"] < times["h100"]
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 import pytest
-from plans import LARGE, SMALL, plan_of
+from plans import LARGE, SMALL, engine_of, plan_of
 
 from rlhf_cli.planning.architectures import config_of, find_shape, published
 from rlhf_cli.planning.memory import GIB, added, total
@@ -37,7 +37,7 @@ def test_stored_shapes_are_those_of_the_configurations():
 
 def test_kv_cache_of_a_token_is_keys_and_values_of_all_layers():
     assert find_shape(LARGE).cache_values == 28 * 2 * 4 * 128
-    engine = plan_of("generate").work.engine
+    engine = engine_of(plan_of("generate"))
     assert engine.token_bytes == 57_344
     assert engine.cache_tokens == pytest.approx((0.9 * 79.1 * GIB - 2 * N - engine._rest) / 57_344, abs=1)
 
@@ -93,7 +93,7 @@ def test_sleeping_roles_leave_their_gpu_to_the_active_one():
     actor = plan.work.roles["actor"]
     train = actor.training(plan.batching.max_tokens, recomputes=plan.batching.recomputes)
     others = [plan.work.roles[name].asleep() for name in ("critic", "ref")]
-    assert gpu.phases["train"] == pytest.approx(added(train, *others, plan.work.engine.asleep()))
+    assert gpu.phases["train"] == pytest.approx(added(train, *others, engine_of(plan).asleep()))
     assert all(parts["processes"] == total(parts) for parts in others)
     # Weights of all three on each GPU, and one copy of the optimizer states of actor and critic.
     shapes = [plan.work.roles[name].shape.parameters for name in ("actor", "critic", "ref")]
@@ -116,7 +116,7 @@ def test_without_sleep_all_states_stay_on_the_gpu():
         )
         for sleeps in ("true", "false")
     )
-    ref, engine = awake.work.roles["ref"], awake.work.engine
+    ref, engine = awake.work.roles["ref"], engine_of(awake)
     kept = total(ref.resident()) - total(ref.asleep()) + total(engine.generating()) - total(engine.asleep())
     trained = [total(plan.gpus[0].phases["train"]) for plan in (awake, asleep)]
     tokens = [
@@ -134,14 +134,14 @@ def test_a_hosted_teacher_is_on_the_gpu_while_its_student_trains():
 
 
 def test_a_reference_of_dpo_takes_memory_unless_it_is_precomputed_or_the_base():
+    cases: dict[str, dict[str, object]] = {
+        "resident": {},
+        "precomputed": {"precompute_ref_log_probs": "true"},
+        "adapter": {"lora_rank": 8},
+        "offloaded": {"ref_offload": "true"},
+    }
     weights = {
-        name: plan_of("dpo", num_gpus=8, **given).gpus[0].phases["train"]["weights"]
-        for name, given in {
-            "resident": {},
-            "precomputed": {"precompute_ref_log_probs": "true"},
-            "adapter": {"lora_rank": 8},
-            "offloaded": {"ref_offload": "true"},
-        }.items()
+        name: plan_of("dpo", num_gpus=8, **given).gpus[0].phases["train"]["weights"] for name, given in cases.items()
     }
     assert weights == {"resident": 4 * N, "precomputed": 2 * N, "adapter": 2 * N, "offloaded": 2 * N}
 
