@@ -174,7 +174,8 @@ class CommandConfig(BaseModel):
     @classmethod
     def supported(cls, group: str) -> tuple[str, ...]:
         """Return the supported settings of a group, in order."""
-        return tuple(name for name in cls.group_class(group).model_fields if name not in cls.unsupported_in(group))
+        unsupported = cls.unsupported_in(group)
+        return tuple(name for name in cls.group_class(group).model_fields if name not in unsupported)
 
     @classmethod
     def unsupported_in(cls, group: str) -> frozenset[str]:

@@ -6,7 +6,8 @@ from rlhf_cli.commands.plan import planned_class
 from rlhf_cli.options import build_config
 from rlhf_cli.planning.changes import Change
 from rlhf_cli.planning.engines import EngineMemory
-from rlhf_cli.planning.planner import Plan
+from rlhf_cli.planning.hardware import hardware_of
+from rlhf_cli.planning.planner import Plan, make_plan
 from rlhf_cli.runs.plan import plan_with_changes
 
 SMALL, LARGE = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"
@@ -19,7 +20,9 @@ def plan_config(command: str, **values: Any) -> Any:
 
 
 def plan_of(command: str, **values: Any) -> Plan:
-    return plans_of(command, **values)[0]
+    """Return the plan of a command without changes."""
+    config = plan_config(command, **values)
+    return make_plan(config, config.plan, hardware_of(config.plan), has_critic=command == "ppo")
 
 
 def engine_of(plan: Plan) -> EngineMemory:
