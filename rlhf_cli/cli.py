@@ -53,7 +53,8 @@ class CommandGroup(HelpPageGroup):
         if args and ":" in args[0]:
             return args[0], _outside_command(args[0], args[1:]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
-        if name == "plan" and (planned := next((word for word in rest if word in COMMANDS), None)):
+        # `rlhf plan --proof RUN` plans no command, even if the run directory has the name of one.
+        if name == "plan" and "--proof" not in rest and (planned := next(filter(COMMANDS.get, rest), None)):
             rest.remove(planned)
             return f"plan {planned}", _planned_command(planned, rest), rest
         return name, _load_command(name, self.table[name], rest) if name else None, rest

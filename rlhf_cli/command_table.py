@@ -142,7 +142,7 @@ COMMANDS = {
         "plan:PlanCommandConfig",
         _HELP,
         "Plan memory, time and price of a command on any hardware, and changes that help.",
-        "plan:run_plan",
+        "plan_proof:run_plan",
     ),
     "data": Command(
         "data:DataCommandConfig",

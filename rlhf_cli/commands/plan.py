@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli.command_table import COMMANDS, TRAINING
 from rlhf_cli.config.base import CommandConfig
-from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.config.plan import PlanConfig, ProofConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.flags import flags_of
 
@@ -25,6 +25,7 @@ class PlanCommandConfig(CommandConfig):
     """
 
     plan: PlanConfig = PlanConfig()
+    proof: ProofConfig = ProofConfig()
 
 
 def plan_settings(config: CommandConfig) -> PlanConfig:

@@ -47,3 +47,11 @@ class PlanConfig(SettingsGroup):
     def describes_gpu(self) -> bool:
         """Whether memory and speed of a GPU are given."""
         return self.gpu_memory_gib is not None
+
+
+class ProofConfig(SettingsGroup):
+    """Proof"""
+
+    proof: str | None = None
+    """Run directory: print the plan of that run beside the memory and times that it measured, instead of planning a
+    command. The hardware is this machine unless set."""

@@ -85,12 +85,12 @@ def hardware_of(plan: PlanConfig) -> Hardware:
         UsageError: GPUs are requested but of no known kind.
     """
     if plan.gpu == "cpu":
-        return replace(this_cpu(), host_memory=_given(plan.host_memory_gib, GIB))
+        return _with_memory(this_cpu(), plan)
     here = gpus() if plan.gpu is None else []
     if plan.gpu is None and not here and not plan.describes_gpu:
         if plan.changed("num_gpus", "num_nodes", "price_per_gpu_hour"):
             raise UsageError(f"this machine has no GPU: set --gpu {', '.join(GPUS)}, or --gpu_memory_gib and others")
-        return replace(this_cpu(), host_memory=_given(plan.host_memory_gib, GIB))
+        return _with_memory(this_cpu(), plan)
     base = GPUS[plan.gpu] if plan.gpu is not None and plan.gpu != "cpu" else _of_driver(here)
     host = _given(plan.host_memory_gib, GIB)
     values = {
@@ -103,6 +103,11 @@ def hardware_of(plan: PlanConfig) -> Hardware:
     }
     given = {name: value for name, value in values.items() if value is not None}
     return replace(base, **given, num_gpus=plan.num_gpus or max(1, len(here)), num_nodes=plan.num_nodes)  # type: ignore[arg-type]
+
+
+def _with_memory(cpu: Hardware, plan: PlanConfig) -> Hardware:
+    given = _given(plan.host_memory_gib, GIB)
+    return cpu if given is None else replace(cpu, memory=given, host_memory=given)
 
 
 def _given(value: float | None, unit: float) -> float | None:

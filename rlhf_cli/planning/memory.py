@@ -29,6 +29,8 @@ _STEP = 512
 """Token limits are multiples of this."""
 _GATHERED = 1_000_000_000
 """DeepSpeed's default for the parameters that ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`)."""
+_CPU_COPIES = 3
+"""Flat copies of weights and gradients that DeepSpeed keeps with ZeRO in a process on a CPU (docs/howto/one-gpu.md)."""
 _BLOCKS = 3
 """Float32 logit blocks that exist at a time: logits, their softmax, and its gradient."""
 
@@ -97,7 +99,9 @@ class RoleMemory:
         if self.settings.adam_offload:
             return 0
         shards = self._shards if self.settings.zero_stage else 1
-        return self.num_trained * OPTIMIZER_BYTES[self.optimizer] / self._split / shards
+        # At stage 0, AdamW updates float32 weights in place.
+        master = 4 if self.settings.zero_stage == 0 and self.weight_bytes == 4 and self.optimizer == "adamw" else 0
+        return self.num_trained * (OPTIMIZER_BYTES[self.optimizer] - master) / self._split / shards
 
     @property
     def buffers(self) -> float:
@@ -106,6 +110,8 @@ class RoleMemory:
         if self.num_trained and self.settings.zero_stage:
             number, size = reduce_buckets(self.settings, num_gpus=self.num_ranks if self.has_gpus else 0)
             found += number * size * self.value_bytes
+        if self.num_trained and self.settings.zero_stage and not self.has_gpus:
+            found += _CPU_COPIES * self.num_trained * self.value_bytes
         if self.settings.zero_stage == 3 or self.settings.param_offload:
             gathered = min(self.shape.parameters, _GATHERED) + self.shape.largest
             found += gathered * self.weight_bytes / self._split

@@ -10,6 +10,9 @@ from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
 """Host memory of a process with torch and CUDA; an assumption, not measured."""
+_CPU_PROCESS, _CPU_ENGINE, _CPU_DRIVER = 0.6 * 2**30, 1.5 * 2**30, 1.9 * 2**30
+"""Memory on a CPU of a rank and of vLLM without models, and of driver, Ray and reward workers; from two measured runs
+(docs/howto/one-gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ def batching_of(work: Workload) -> Batching:
         return Batching(False, 0)
     given, recomputes = config.setting("train_max_tokens_per_gpu"), config.setting("gradient_checkpointing")
     if work.hardware.is_cpu:
-        return Batching(bool(recomputes), given or DEFAULT_TOKENS)
+        # Small steps fill no micro-batch.
+        ranks = min(work.roles[name].num_ranks for name in work.trained)
+        mean = int(-(-work.tokens.trained // (work.tokens.updates * ranks)))
+        return Batching(bool(recomputes), min(given or DEFAULT_TOKENS, max(1, mean)))
     fits = [_fit_of(work, name) for name in work.trained]
     # All roles have the same settings, so the fullest GPU decides.
     fit = min(fits, key=lambda one: (not one.recomputes, one.max_tokens))
@@ -132,8 +138,13 @@ def _pushing(work: Workload, role: RoleMemory) -> Parts:
     return {"weights": role.weights, "buffers": buffers, "processes": role.process}
 
 
-def host_memory(work: Workload) -> dict[str, float]:
-    """Return the bytes of host memory on the fullest node, by purpose."""
+def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
+    """Return the bytes of host memory on the fullest node, by purpose. On a CPU, all models are in host memory."""
+    if work.hardware.is_cpu:
+        ranks = len([seat for seat in work.layout.seats if seat.role != ENGINE])
+        engines = len(work.layout.of(ENGINE))
+        processes = ranks * _CPU_PROCESS + engines * _CPU_ENGINE + (_CPU_DRIVER if engines else 0)
+        return {"processes": processes, "models": sum(gpu.count * gpu.peak for gpu in gpus)}
     by_node: list[dict[str, float]] = []
     for node in sorted({island.node for island in work.layout.islands}):
         by_node.append(_on_node(work, node))

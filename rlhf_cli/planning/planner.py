@@ -140,11 +140,12 @@ def make_plan(
     """
     work = workload_of(config, plan, hardware, shapes or shapes_of(config), has_critic=has_critic)
     batching = batching_of(work)
+    gpus = gpu_memory(work, batching)
     return Plan(
         work=work,
         batching=batching,
-        gpus=gpu_memory(work, batching),
-        host=host_memory(work),
+        gpus=gpus,
+        host=host_memory(work, gpus),
         disk=disk_bytes(work),
         times=phase_times(work, batching),
         price_per_gpu_hour=plan.price_per_gpu_hour,

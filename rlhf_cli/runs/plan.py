@@ -5,11 +5,10 @@ import sys
 
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.commands.online import OnlineConfig
-from rlhf_cli.commands.plan import PLANNED, PlanCommandConfig, plan_settings
+from rlhf_cli.commands.plan import plan_settings
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
-from rlhf_cli.errors import UsageError, listed
-from rlhf_cli.planning.changes import Change, best_changes
+from rlhf_cli.planning.changes import Change, Planner, best_changes
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware, hardware_of
 from rlhf_cli.planning.memory import GIB, USABLE, total
@@ -19,12 +18,6 @@ from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
 DOES_NOT_FIT = 3
 """Exit status if a command does not fit the hardware."""
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "cache", "processes")
-
-
-def run_plan(config: PlanCommandConfig) -> None:
-    """Raise UsageError: `rlhf plan` needs a command."""
-    del config
-    raise UsageError(f"set the command to plan, with its flags: rlhf plan {listed(PLANNED, 'or')}")
 
 
 def plan_command(config: CommandConfig) -> None:
@@ -42,14 +35,20 @@ def plan_command(config: CommandConfig) -> None:
 
 def plan_with_changes(config: CommandConfig, settings: PlanConfig) -> tuple[Plan, list[Change]]:
     """Return the plan of a command, and the best changes of its flags."""
+    planner = planner_of(config, settings)
+    plan = planner(config, hardware_of(settings))
+    return plan, best_changes(config, plan, planner)
+
+
+def planner_of(config: CommandConfig, settings: PlanConfig) -> Planner:
+    """Return a function that plans this command with other settings or hardware. Each model is read once."""
     shapes = shapes_of(config)
     has_critic = isinstance(config, OnlineConfig) and ESTIMATORS[config.estimator].critic
 
     def planner(changed: CommandConfig, hardware: Hardware) -> Plan:
         return make_plan(changed, settings, hardware, has_critic=has_critic, shapes=shapes)
 
-    plan = planner(config, hardware_of(settings))
-    return plan, best_changes(config, plan, planner)
+    return planner
 
 
 def _result(change: Change) -> dict[str, float]:
