@@ -1,6 +1,6 @@
 """Models, placement and tokens of a step, from the settings of a command."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
@@ -149,7 +149,7 @@ def _offline(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, shapes
         hardware=hardware,
         roles=roles,
         layout=Layout(islands, tuple(seats)),
-        tokens=Tokens(trained=tokens, forward=_forwards(config, tokens), length=length),
+        tokens=Tokens(trained=tokens, forward=_forwards(config, frozen, tokens), length=length),
         longest=-(-config.data.max_len * sequences // config.deepspeed.sequence_parallel_size),
         steps=steps,
         hosts=dict.fromkeys(frozen, MODEL),
@@ -232,15 +232,12 @@ def _is_own_reference(config: DPOConfig | KTOConfig) -> bool:
     return adapter_rank(config) > 0 and config.reference.ref_pretrain is None
 
 
-def _forwards(config: OfflineConfig, tokens: float) -> dict[str, float]:
-    """Return the tokens of forward passes in an offline step, by role."""
-    if isinstance(config, DistillConfig):
-        return {TEACHER: tokens}
-    if not isinstance(config, DPOConfig | KTOConfig) or not _needs_reference(config):
-        return {}
-    if config.reference.precompute_ref_log_probs:
-        return {}
-    return {MODEL if _is_own_reference(config) else REFERENCE: tokens}
+def _forwards(config: OfflineConfig, frozen: Collection[str], tokens: float) -> dict[str, float]:
+    """Return the tokens of forward passes in an offline step: of frozen models, and of a model without its adapter."""
+    roles = [*frozen]
+    if isinstance(config, DPOConfig | KTOConfig) and not config.reference.precompute_ref_log_probs:
+        roles += [MODEL] if _needs_reference(config) and _is_own_reference(config) else []
+    return dict.fromkeys(roles, tokens)
 
 
 def layout_needs(config: OnlineConfig, roles: Sequence[str]) -> LayoutNeeds:
