@@ -10,7 +10,7 @@ from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
 """Host memory of a process with torch and CUDA; an assumption, not measured."""
-_CPU_PROCESS, _CPU_ENGINE, _CPU_DRIVER = 0.6 * 2**30, 1.5 * 2**30, 1.9 * 2**30
+_CPU_PROCESS, _CPU_VLLM, _CPU_DRIVER = 0.6 * 2**30, 1.5 * 2**30, 1.3 * 2**30
 """Memory on a CPU of a rank and of vLLM without models, and of driver, Ray and reward workers; from two measured runs
 (docs/howto/one-gpu.md)."""
 
@@ -143,7 +143,8 @@ def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
     if work.hardware.is_cpu:
         ranks = len([seat for seat in work.layout.seats if seat.role != ENGINE])
         engines = len(work.layout.of(ENGINE))
-        processes = ranks * _CPU_PROCESS + engines * _CPU_ENGINE + (_CPU_DRIVER if engines else 0)
+        of_engine = _CPU_VLLM if work.engine is not None and work.engine.is_vllm else _CPU_PROCESS
+        processes = ranks * _CPU_PROCESS + engines * of_engine + (_CPU_DRIVER if engines else 0)
         return {"processes": processes, "models": sum(gpu.count * gpu.peak for gpu in gpus)}
     by_node: list[dict[str, float]] = []
     for node in sorted({island.node for island in work.layout.islands}):

@@ -58,7 +58,6 @@ def distill_task(config: DistillConfig) -> OfflineTask:
             **model_identity("teacher", teacher),
         },
         begin=lambda items, share: (items, teacher_hooks()),
-        resident=None if deepspeed.param_offload else teacher.architecture,
     )
 
 

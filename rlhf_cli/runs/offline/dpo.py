@@ -14,7 +14,6 @@ from rlhf_cli.runs.offline.frozen_reference import (
     pair_reference,
     reference_identity,
     reference_notices,
-    resident_reference,
 )
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.task import OfflineTask, offline_model
@@ -43,11 +42,6 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
             **reference_identity(config.reference, model, is_needed=objective.needs_reference),
             **config.reference.model_dump(include={"ref_sync_steps", "ref_mixup_alpha"}),
         },
-        resident=resident_reference(
-            config.reference,
-            model,
-            is_needed=objective.needs_reference and not config.reference.precompute_ref_log_probs,
-        ),
         begin=lambda items, share: pair_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.distributed import gather_rows
 from rlhf_cli.backends.training.frozen_reference import Columns, FrozenReference, base_results, kept_columns
@@ -36,16 +34,6 @@ def check_reference(reference: ReferenceConfig, model: ModelPlan, *, is_needed: 
         raise UsageError("ref_offload requires a separate reference: with an adapter, the base model is the reference")
     if reference.ref_pretrain is not None:
         find_companion("ref_pretrain", _source(reference, model), model)
-
-
-def resident_reference(
-    reference: ReferenceConfig, model: ModelPlan, *, is_needed: bool = True
-) -> PretrainedConfig | None:
-    """Return the configuration of a reference that stays on the GPUs during training, else None."""
-    # With an adapter the reference is the trained model itself, which is counted already.
-    if not is_needed or reference.ref_offload or _is_base(reference, model):
-        return None
-    return model.architecture if reference.ref_pretrain is None else find_model(_source(reference, model)).architecture
 
 
 def _source(reference: ReferenceConfig, model: ModelPlan) -> ModelConfig:

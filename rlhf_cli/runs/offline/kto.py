@@ -14,7 +14,6 @@ from rlhf_cli.runs.offline.frozen_reference import (
     labelled_reference,
     reference_identity,
     reference_notices,
-    resident_reference,
 )
 from rlhf_cli.runs.offline.task import OfflineTask, load_items, offline_model
 from rlhf_cli.runs.run_identity import objective_identity
@@ -46,7 +45,6 @@ def kto_task(config: KTOConfig) -> OfflineTask:
         notices=reference_notices(config.reference, model),
         finish_metrics=finish_kto_metrics,
         identity=lambda: objective_identity(loss) | reference_identity(config.reference, model),
-        resident=resident_reference(config.reference, model),
         begin=lambda items, share: labelled_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

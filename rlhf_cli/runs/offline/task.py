@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_cli.backends.training import distributed_env
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
@@ -163,4 +163,3 @@ class OfflineTask:
     identity: Callable[[], dict[str, object]] = dict
     # Last evaluation metrics -> values to save in the model configuration.
     describe: Callable[[dict[str, float]], dict[str, object]] = lambda evaluated: {}
-    resident: PretrainedConfig | None = None  # frozen model that stays on the GPUs during training
