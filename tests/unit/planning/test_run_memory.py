@@ -1,5 +1,7 @@
 """Runs on GPUs choose the micro-batches that their plan shows."""
 
+from typing import Any
+
 import pytest
 from plans import LARGE, SMALL, plan_of
 
@@ -21,10 +23,11 @@ MEMORY = GPUS["h100"].memory
 )
 def test_an_offline_run_chooses_the_micro_batches_of_its_plan(command, given):
     plan = plan_of(command, num_gpus=8, **given)
-    chosen = offline_batching(plan.work.config, memory=MEMORY, num_ranks=8, longest=plan.work.longest)
+    settings: Any = plan.work.config
+    chosen = offline_batching(settings, memory=MEMORY, num_ranks=8, longest=plan.work.longest)
     assert chosen == plan.batching
     assert chosen.reason
-    config = with_batching(plan.work.config, chosen)
+    config = with_batching(settings, chosen)
     assert config.setting("train_max_tokens_per_gpu") == chosen.max_tokens
     assert config.setting("gradient_checkpointing") == chosen.recomputes
 
@@ -32,7 +35,8 @@ def test_an_offline_run_chooses_the_micro_batches_of_its_plan(command, given):
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
 def test_an_online_run_chooses_the_micro_batches_of_its_plan(command):
     plan = plan_of(command, pretrain=SMALL, num_gpus=2)
-    work = online_workload(plan.work.config, plan.work.layout, memory=MEMORY, has_critic=command == "ppo")
+    settings: Any = plan.work.config
+    work = online_workload(settings, plan.work.layout, memory=MEMORY, has_critic=command == "ppo")
     assert batching_of(work) == plan.batching
 
 
