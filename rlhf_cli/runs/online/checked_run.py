@@ -144,8 +144,7 @@ def check_run(config: OnlineConfig, estimator: Estimator) -> OnlineRun:
     check_pictures(config, models, backend=backend)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     check_packed_length(model.architecture, config.prompts.max_len)
-    if replays:
-        check_replayed(config, model.architecture, backend=backend)
+    check_replayed(config, model.architecture, backend=backend)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     # Open sizes are filled in by `placed_run` once the GPUs are known, so check them there.

@@ -265,6 +265,8 @@ def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) 
 
 def check_replayed(config: OnlineConfig, architecture: PretrainedConfig, *, backend: str) -> None:
     """Raise UsageError if the experts of rollout engines cannot be returned or replayed as set."""
+    if not config.policy.rollout_routing_replay:
+        return
     check_routing_replay(architecture)
     problems = (
         (config.model.compile_model, "compile_model would compile the routers: drop it"),
