@@ -1,12 +1,16 @@
 """Tests of `make gpu-check` without a GPU: its command lines parse, and its table shows the result of each command."""
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 from test_docs_parse import check
+
+from rlhf_cli import cli
+from rlhf_cli.commands.plan import PLANNED
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_STEPS = 10
@@ -45,6 +49,29 @@ def test_there_are_ten_steps_and_every_command_line_parses(tmp_path):
         else:
             assert words[0] == "benchmarks/gpu.py"
             load("gpu").parser().parse_args(words[1:])
+
+
+def write_architecture(folder):
+    """Write the config.json of the model that the check creates."""
+    words = load("gpu_check").MODEL.split()
+    sizes = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": True, **sizes}))
+
+
+def test_every_training_and_inference_command_is_planned_for_one_h100_and_fits(tmp_path, capsys):
+    write_architecture(tmp_path / "model")
+    lines = [command.words[2:] for step in all_steps(tmp_path) for command in step.commands]
+    planned = [words for words in lines if words[0] in PLANNED]
+    assert {words[0] for words in planned} == {"sft", "grpo", "ppo", "generate"}
+    for words in planned:
+        assert cli.main(["plan", *words, "--gpu", "h100", "--num_gpus", "1", "--json"]) in (None, 0), words
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["fits"], words
+        (gpu,) = plan["gpus"]
+        assert gpu["count"] == 1
+        # Forecasts of an iteration leave time for startup within the limit of the command.
+        assert sum(plan["seconds"].values()) < 60, words
 
 
 def test_every_test_of_a_gpu_is_in_a_step(tmp_path):
