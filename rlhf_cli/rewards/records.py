@@ -1,5 +1,6 @@
 """Reward requests and scores."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,7 +58,7 @@ class ScoreRequest:
     group_size: int
     source: str | None = None
     row: str | None = None
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: Sequence[int] = field(default_factory=list)
     pictures: "tuple[Picture, ...]" = ()
     episode_reward: float | None = None
     episode_failure: str | None = None

@@ -17,7 +17,7 @@ from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, fi
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.serialization import PickledCall, RankWork
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.data.packing.packs import TokenSequence, only_end
 from rlhf_cli.errors import (
@@ -63,11 +63,13 @@ class WorkerGroup(Generic[_HeldT]):
 
     def start(self, call: Callable[[_HeldT], object]) -> list[object]:
         """Start a call on all ranks. Pass the result to `wait`."""
-        return [worker.call.remote(call) for worker in self._workers]
+        pickled = PickledCall(call)
+        return [worker.call.remote(pickled) for worker in self._workers]
 
     def start_each(self, call: Callable[[_HeldT, _Work], object], work: Sequence[_Work]) -> list[Any]:
         """Start a call on all ranks, each with its element of `work`. Pass the result to `wait`."""
-        return [worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)]
+        pickled = PickledCall(call)
+        return [worker.call.remote(pickled, share) for worker, share in zip(self._workers, work, strict=True)]
 
     def wait(self, calls: list[object]) -> list[Any]:
         """Wait for the calls and return the results by rank.
@@ -77,20 +79,24 @@ class WorkerGroup(Generic[_HeldT]):
             RunError: a worker died or failed. The message has rank, reason and log file.
         """
         pending = {call: rank for rank, call in enumerate(calls)}
-        # One at a time: after a rank dies, others may wait for it in a collective and never finish.
+        results = dict[int, Any]()
+        # Not all at once: after a rank dies, others may wait for it in a collective and never finish.
         while pending:
-            done, _ = ray.wait(list(pending), num_returns=1)
-            rank = pending.pop(done[0])
-            try:
-                ray.get(done[0])
-            except RayTaskError as error:
-                # The error may only be a consequence, such as a closed connection to a rank that died.
-                if not isinstance(error.cause, UsageError | RunError):
-                    self._raise_if_one_died(pending)
-                raise self._failure(rank, error) from error
-            except PROCESS_DEATHS as error:
-                raise self._death(rank, error) from error
-        return list(ray.get(calls))
+            ray.wait(list(pending), num_returns=1)
+            # Each look costs time for every pending call, so take all that have finished.
+            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+            for call in done:
+                rank = pending.pop(call)
+                try:
+                    results[rank] = ray.get(call)
+                except RayTaskError as error:
+                    # The error may only be a consequence, such as a closed connection to a rank that died.
+                    if not isinstance(error.cause, UsageError | RunError):
+                        self._raise_if_one_died(pending)
+                    raise self._failure(rank, error) from error
+                except PROCESS_DEATHS as error:
+                    raise self._death(rank, error) from error
+        return [results[rank] for rank in range(len(calls))]
 
     def _raise_if_one_died(self, pending: dict[object, int]) -> None:
         """Raise ProcessDied if one of these ranks died."""
@@ -133,7 +139,7 @@ class WorkerGroup(Generic[_HeldT]):
 
     def all_each(self, call: Callable[[_HeldT, _Work], Result], work: Sequence[_Work]) -> list[Result]:
         """Run a call on all ranks, each with its element of `work`, and return the results by rank."""
-        return self.wait([worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)])
+        return self.wait(self.start_each(call, work))
 
     def _log_file(self, rank: int) -> Path:
         """Return a rank's log file."""

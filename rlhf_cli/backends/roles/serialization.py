@@ -8,10 +8,27 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
+from ray import cloudpickle
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
+
+
+class PickledCall:
+    """A function that is pickled once, however many workers it is sent to. They receive the function itself."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+        self._pickled = cloudpickle.dumps(function)
+
+    def __call__(self, *args: object) -> object:
+        """Call the function."""
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
+        return cloudpickle.loads, (self._pickled,)
+
 
 _Reduced = tuple[Callable[..., object], tuple[object, ...]]
 _Pictures = dict[int, tuple[PlacedPicture, ...]]

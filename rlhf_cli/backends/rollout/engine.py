@@ -33,6 +33,7 @@ class EngineSettings:
     - `max_lora_rank`: if set, pushes contain only the adapter. Use one of vLLM's allowed values.
     - `max_images_per_prompt`: image limit; 0 for vision-language models that read only text, None for text models.
     - `record_routed_experts`: record the experts of each token, for batches that ask for them.
+    - `decodes_for`: model whose tokenizer decodes responses in the engine's process; None to send only tokens.
     - `min_pixels`, `max_pixels`: the trainer's image size limits; None uses the limits from the model's processor.
     """
 
@@ -56,6 +57,7 @@ class EngineSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     record_routed_experts: bool = False
+    decodes_for: ModelSource | None = None
 
 
 def engine_settings(

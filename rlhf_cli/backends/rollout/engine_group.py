@@ -15,6 +15,7 @@ from ray.exceptions import RayTaskError
 
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.groups import SampledRole
+from rlhf_cli.backends.roles.serialization import PickledCall
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
 from rlhf_cli.backends.rollout.engine_host import EngineHost
@@ -30,6 +31,7 @@ _EngineCall = Callable[[EngineHost], Awaitable[Result]]
 
 # Between two looks at the calls, the event loop runs episodes and pushes. Responses soon after a look are short.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
+_PAUSE_PER_LOOK = 50.0
 
 MAX_RESTARTS = 3
 """Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
@@ -159,7 +161,10 @@ class EngineGroup:
         ready = await self._first_ready(timeout)
         batch, responses = self._batch, []
         for call in ready:
-            listening = batch.calls.pop(call)
+            listening = batch.calls.pop(call, None)
+            # An engine that died earlier in this loop may have stopped the others, which repeat unfinished requests.
+            if listening is None:
+                continue
             try:
                 arrivals: Arrivals = ray.get(call)
             except (*PROCESS_DEATHS, RayTaskError) as error:
@@ -171,15 +176,18 @@ class EngineGroup:
         return responses
 
     async def _first_ready(self, timeout: float | None) -> list[Any]:
-        """Wait up to `timeout` seconds for a call with responses, and return it; [] if there is none."""
+        """Wait up to `timeout` seconds for calls with responses, and return them; [] if there is none."""
         end = None if timeout is None else time.monotonic() + timeout
         pause = _SHORTEST_PAUSE
         # Look up the calls after each pause, because a push may have replaced them.
         while self._batch.calls:
-            ready, _ = ray.wait([*self._batch.calls], num_returns=1, timeout=0)
+            begin = time.monotonic()
+            calls = [*self._batch.calls]
+            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
             if ready or (end is not None and time.monotonic() >= end):
                 return ready
-            await asyncio.sleep(pause)
+            # A look costs time for every engine: with hundreds of engines, frequent ones would fill a core.
+            await asyncio.sleep(max(pause, _PAUSE_PER_LOOK * (time.monotonic() - begin)))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return []
 
@@ -402,7 +410,8 @@ class EngineGroup:
         return self._each(range(len(self._workers)), call)
 
     def _each(self, numbers: Iterable[int], call: _EngineCall[Result]) -> list[Result]:
-        return _get_all([self._call(number, call) for number in numbers])
+        pickled = PickledCall(call)
+        return _get_all([self._workers[number].call.remote(pickled) for number in numbers])
 
     def _call(self, number: int, call: _EngineCall[object]) -> object:
         """Start a Ray call on an engine's host. `call` must refer only to picklable local values, not to `self`."""

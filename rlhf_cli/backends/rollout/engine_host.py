@@ -4,13 +4,17 @@ This module imports no training code, so that engine processes start quickly.
 """
 
 import asyncio
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RolloutEngine
 from rlhf_cli.backends.rollout.torchvision_folder import use_torchvision
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.plugins import is_target, load_target
-from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.models.weight_files import folder_of
 
 if TYPE_CHECKING:
@@ -77,7 +81,15 @@ def _pixel_bounds(
 
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
     """Build an engine and wrap it for Ray calls."""
-    return EngineHost(make_engine(backend, model_path, settings))
+    decode = None if settings.decodes_for is None else _decoder(settings.decodes_for)
+    return EngineHost(make_engine(backend, model_path, settings), decode)
+
+
+def _decoder(source: ModelSource) -> Callable[[Sequence[int]], str]:
+    from rlhf_cli.data.tokenizing.decoding import text_of
+    from rlhf_cli.models.tokenizers import load_tokenizer
+
+    return partial(text_of, load_tokenizer(source), skip_special_tokens=True)
 
 
 class EngineHost:
@@ -85,10 +97,14 @@ class EngineHost:
 
     Ray may reorder calls to an asyncio actor. Each call therefore carries an increasing batch number, and waits until
     the batch contains all earlier requests.
+
+    With `decode`, responses are sent with their text and as arrays, so that the driver does not decode the responses of
+    all engines.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         self.engine = engine
+        self._decode = decode
         # Signals a change of the pair (batch number, number of requests in the batch), which only grows.
         self._progress = asyncio.Condition()
         self._batch, self._num_requests = 0, 0
@@ -105,7 +121,7 @@ class EngineHost:
             await self.engine.cut(max_tokens)
         # After `begin` and before `collect`: waiting calls may start while this one waits for responses.
         await self._note(batch, len(requests))
-        return await self.engine.collect()
+        return await self._collect()
 
     async def add(self, batch: int, first: int, requests: list[GenerationRequest]) -> None:
         """Add requests as soon as the batch contains `first` requests. `collect` raises errors."""
@@ -132,7 +148,14 @@ class EngineHost:
             return Arrivals([], is_last=True)
         if self._add_error is not None:
             raise self._add_error
-        return await self.engine.collect()
+        return await self._collect()
+
+    async def _collect(self) -> Arrivals:
+        arrivals = await self.engine.collect()
+        if self._decode is None:
+            return arrivals
+        decoded = [(number, _decoded(response, self._decode)) for number, response in arrivals.responses]
+        return replace(arrivals, responses=decoded)
 
     async def _note(self, batch: int, count: int) -> None:
         async with self._progress:
@@ -151,3 +174,9 @@ class EngineHost:
         await self.engine.start_weight_update()
         await self.engine.update_weights(manifest)
         await self.engine.finish_weight_update(version)
+
+
+def _decoded(response: Generation, decode: Callable[[Sequence[int]], str]) -> Generation:
+    """Return a response with its text, and with arrays instead of lists."""
+    token_ids, logprobs = array("i", response.token_ids), array("d", response.logprobs)
+    return replace(response, token_ids=token_ids, logprobs=logprobs, text=decode(response.token_ids))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import base64
 import gzip
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,16 @@ def _batch(row: Mapping[str, Any], prompt_at: Callable[[int], Prompt]) -> Sample
 def _plain(group: Group) -> dict[str, object]:
     return {
         "place": group[0].group,
-        "generations": [asdict(sample.response) for sample in group],
+        "generations": [_plain_response(sample.response) for sample in group],
         "texts": [sample.text for sample in group],
         "scores": [asdict(sample.score) for sample in group],
     }
+
+
+def _plain_response(response: Generation) -> dict[str, object]:
+    arrays = {"token_ids": list(response.token_ids), "logprobs": list(response.logprobs)}
+    # The samples' texts are stored once.
+    return asdict(replace(response, text=None, **arrays))  # type: ignore[arg-type]
 
 
 def _group(row: Mapping[str, Any], prompt: Prompt, *, is_greedy: bool = False) -> Group:

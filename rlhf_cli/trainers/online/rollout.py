@@ -252,13 +252,13 @@ def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_
 
 
 def text_of_response(response: Generation, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return the text of a response without special tokens.
+    """Return the text of a response without special tokens, from the engine if it decodes.
 
     An episode's text is that of its last turn without calls, so that a verifier never finds an answer in tool output or
     call arguments; "" for an episode that failed before its first turn.
     """
     if response.episode is None:
-        return decode(response.token_ids)
+        return decode(response.token_ids) if response.text is None else response.text
     return str(response.episode.messages[-1]["content"]) if response.episode.messages else ""
 
 

@@ -38,13 +38,18 @@ def sample_row(sample: Sample, *, has_reward: bool = True) -> dict[str, object]:
         "answer": score.answer,
         "length": response.num_sampled,
         "finish_reason": response.finish_reason,
-        "rollout_logprob": _rounded(sum(response.logprobs)),
+        "rollout_logprob": _rounded(_sum(response.logprobs)),
         **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
         **({"images": tuple(placed.picture for placed in prompt.pictures)} if prompt.pictures else {}),
         **episode_columns(response),
         **{f"reward/{name}": value for name, value in score.parts.items()},
         **score.metrics,
     }
+
+
+def _sum(logprobs: Sequence[float]) -> float:
+    """Add from left to right: NumPy's sum adds in another order, which changes the last digits."""
+    return float(np.add.accumulate(np.asarray(logprobs, dtype=np.float64))[-1]) if len(logprobs) else 0.0
 
 
 def episode_columns(response: Generation) -> dict[str, object]:

@@ -77,8 +77,8 @@ class Sample:
         return [*(branch.routed_experts for branch in self.branches), self.response.routed_experts]
 
 
-def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
-    token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
+def _sequence(prompt_ids: list[int], response_ids: Sequence[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
+    token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in (prompt_ids, response_ids)])
     is_sampled_T = np.zeros(token_ids.size, dtype=bool)
     for start, end in turns:
         is_sampled_T[len(prompt_ids) + start : len(prompt_ids) + end] = True
@@ -189,7 +189,7 @@ class Rollout:
     @cached_property
     def rollout_logprobs(self) -> list[np.ndarray]:
         """Sampler log-probs of response tokens in nats, float32."""
-        return [np.array(response.logprobs, dtype=np.float32) for response in self.responses]
+        return [np.asarray(response.logprobs, dtype=np.float32) for response in self.responses]
 
     @cached_property
     def cu(self) -> torch.Tensor:
