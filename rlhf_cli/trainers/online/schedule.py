@@ -185,7 +185,14 @@ class Schedule:
     def _sampled_now(self, state: LoopState, timer: PhaseTimer) -> tuple[SampledGroups, LoopState] | None:
         if not self._has_more(state.source):
             return None
-        batch, source = asyncio.run(self._source.sample(state.source, timer))
+        found: list[_Sampling] = []
+
+        async def sample() -> None:
+            # Not as a result: `asyncio.run` formats the task's result, all tokens, when it resets the signal handler.
+            found.append(await self._source.sample(state.source, timer))
+
+        asyncio.run(sample())
+        ((batch, source),) = found
         return None if batch is None else (batch, replace(state, ahead=(), source=source))
 
     def _has_more(self, source: SourceState) -> bool:
