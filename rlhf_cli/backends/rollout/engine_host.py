@@ -154,8 +154,8 @@ class EngineHost:
         arrivals = await self.engine.collect()
         if self._decode is None:
             return arrivals
-        decoded = [(number, _decoded(response, self._decode)) for number, response in arrivals.responses]
-        return replace(arrivals, responses=decoded)
+        responses = [(number, decoded(response, self._decode)) for number, response in arrivals.responses]
+        return replace(arrivals, responses=responses)
 
     async def _note(self, batch: int, count: int) -> None:
         async with self._progress:
@@ -176,7 +176,7 @@ class EngineHost:
         await self.engine.finish_weight_update(version)
 
 
-def _decoded(response: Generation, decode: Callable[[Sequence[int]], str]) -> Generation:
+def decoded(response: Generation, decode: Callable[[Sequence[int]], str]) -> Generation:
     """Return a response with its text, and with arrays instead of lists."""
     token_ids, logprobs = array("i", response.token_ids), array("d", response.logprobs)
     return replace(response, token_ids=token_ids, logprobs=logprobs, text=decode(response.token_ids))  # type: ignore[arg-type]
