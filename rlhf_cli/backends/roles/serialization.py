@@ -3,12 +3,12 @@
 Pickling thousands of short arrays takes longer than copying their bytes, and grows faster than their number.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-from ray import cloudpickle
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -19,6 +19,9 @@ class PickledCall:
     """A function that is pickled once, however many workers it is sent to. They receive the function itself."""
 
     def __init__(self, function: Callable[..., object]) -> None:
+        # Ranks import this module before Ray.
+        from ray import cloudpickle
+
         self._function = function
         self._pickled = cloudpickle.dumps(function)
 
@@ -27,7 +30,7 @@ class PickledCall:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
-        return cloudpickle.loads, (self._pickled,)
+        return pickle.loads, (self._pickled,)
 
 
 _Reduced = tuple[Callable[..., object], tuple[object, ...]]

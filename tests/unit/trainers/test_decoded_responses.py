@@ -74,7 +74,7 @@ def test_sequences_rows_and_checkpoints_are_the_same_bits(tmp_path):
     settings = online_settings(resolve("grpo", n_samples_per_prompt=2), "grpo")
     rows = [iteration_rows(rollout.samples, rollout, settings) for rollout in (plain, received)]
     assert rows[0] == rows[1]
-    save_surplus(tmp_path, [received.samples])
+    save_surplus(tmp_path, [list(received.samples)])
     assert load_surplus(tmp_path, lambda place: PROMPT) == [samples(PLAIN)]
 
 
