@@ -1,67 +1,152 @@
-"""Default layouts on a Ray cluster with two nodes that claim eight GPUs each, up to the first CUDA call.
+"""Online commands on a Ray cluster with two nodes that claim eight GPUs each, up to the first CUDA call.
 
-Prints a JSON line: for each number of GPUs, whether Ray reserved all resources, and the GPUs of two of them by process.
+    python pretended_gpus.py CLUSTER_FOLDER MODEL ROWS [--start TITLE GPUS]...
+
+All commands with default flags, and those of the README, are checked, planned and placed for each number of GPUs, and
+Ray reserves their resources. Only the commands after `--start` start their processes. Prints a JSON line.
 """
 
+import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import ray
 from ray.cluster_utils import Cluster as NodesHere
 
-from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout
+sys.path.append(str(Path(__file__).parents[1] / "project"))
+
+from test_docs_parse import REPOSITORY, commands_in
+
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
-from rlhf_cli.backends.roles.worker import RayWorker
-from rlhf_cli.config.placement import LayoutSettings
+from rlhf_cli.backends.roles.start import Processes
+from rlhf_cli.command_table import COMMANDS, ONLINE
+from rlhf_cli.options import typer_command
+from rlhf_cli.runs.online import checked_run, start_roles
+from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, placed_run
+from rlhf_cli.runs.online.estimator import estimator_of
 
-ROLES = ("actor", "critic", "ref", "reward")
-NODES = ([1], [2], [3], [4], [8], [8, 8])
+SHAPES = ([1], [2], [4], [8], [8, 8])
+GPU_BYTES = 80 << 30
+DEFAULTS = {name: [name] for name, command in COMMANDS.items() if command.panel == ONLINE}
 
 
-def default_layout(node_gpus: list[int]) -> Layout:
-    settings = LayoutSettings(shapes=dict.fromkeys(ROLES, (1, 1)), is_open=True)
-    return plan_layout(fill_layout(settings, node_gpus=node_gpus, needs=LayoutNeeds())[0], node_gpus=node_gpus)
+def readme_commands() -> dict[str, list[str]]:
+    """Return the arguments of all online commands in the README."""
+    found = commands_in("README.md", (REPOSITORY / "README.md").read_text())
+    return {f"README {words[0]}": words for _, words in found if words[0] in DEFAULTS}
 
 
-def is_given(layout: Layout, cluster: Cluster) -> bool:
+def checked(words: Sequence[str], folder: Path, model: str, rows: str) -> OnlineRun:
+    """Check a command as the program does, with this model and these rows."""
+    name, *flags = words
+    own = {"--pretrain": model, "--prompt_data": rows, "--reward_funcs": "gsm8k", "--output": str(folder / "run")}
+    own |= {"--teacher_pretrain": model} if name == "gkd" else {}
+    kept = [word for flag, word in zip([None, *flags], flags, strict=False) if word not in own and flag not in own]
+    found: list[Any] = []
+    arguments = [*kept, *(word for pair in own.items() for word in pair)]
+    typer_command(name, COMMANDS[name].config_class, found.append).main(arguments, standalone_mode=False)
+    return check_run(found[0], estimator_of(found[0]))
+
+
+def placements(run: OnlineRun, cluster: Cluster, folder: Path) -> Iterator[dict[str, Any]]:
+    """Reserve the command's layout for each number of GPUs; yield what it received."""
+    for node_gpus in SHAPES:
+        placed, layout = on_gpus(run, node_gpus)
+        reservation = Reservation(layout, cluster)
+        processes = Processes(cluster, reservation, folder)
+        plans = [start_roles.role_plan(placed.config, run.models, role, **lasts(placed)) for role in run.models.by_role]
+        engines = start_roles._engine_plan(placed.config, run.models.policy, run.backend, processes)
+        shares = [reservation.options(seat)["num_gpus"] for seat in layout.seats]
+        reservation.release()
+        yield {
+            "gpus": node_gpus,
+            "used": layout.num_gpus,
+            "nodes": sorted({island.node for island in layout.islands}),
+            "ranks": {plan.role.name: len(layout.of(plan.role.name)) for plan in plans},
+            "engines": len(layout.of(ENGINE)),
+            "sleeps": engines.settings.enable_sleep,
+            "sync": engines.settings.sync_backend,
+            # Five shares of 0.2 may add up to more than 1.
+            "given": round(sum(shares), 3) <= layout.num_gpus,
+        }
+
+
+def on_gpus(run: OnlineRun, node_gpus: list[int]) -> tuple[OnlineRun, Layout]:
+    """Return the run and its layout on GPUs with 80 GiB."""
+    with patch.object(checked_run, "gpu_bytes", lambda: GPU_BYTES):
+        placed = placed_run(run, node_gpus)
+    return placed, plan_layout(placed.config.layout_settings(run.models.by_role), node_gpus=node_gpus)
+
+
+def lasts(run: OnlineRun) -> dict[str, Any]:
+    return {"total_steps": run.total_steps, "end_ids": run.data.end_ids}
+
+
+def first_cuda_calls(run: OnlineRun, cluster: Cluster, node_gpus: list[int], folder: Path) -> dict[str, list[Any]]:
+    """Start all processes of a command; return the first CUDA call of each, by role."""
+    placed, layout = on_gpus(run, node_gpus)
     reservation = Reservation(layout, cluster)
-    shares = [reservation.options(seat)["num_gpus"] for seat in layout.seats]
-    reservation.release()
-    return round(sum(shares), 3) <= layout.num_gpus  # five shares of 0.2 may add up to more than 1
-
-
-def visible(layout: Layout, cluster: Cluster, folder: str) -> dict[str, list[str]]:
-    """Return CUDA_VISIBLE_DEVICES of actor and engine processes, by rank."""
-    reservation = Reservation(layout, cluster)
-    workers = {
-        role: [
-            ray.remote(RayWorker)
-            .options(**reservation.options(seat))
-            .remote(environment={}, log_file=Path(folder) / f"{role}-{seat.rank}.log")
-            for seat in layout.of(role)
-        ]
-        for role in ("actor", ENGINE)
-    }
-    found = {role: ray.get([worker.visible_gpus.remote() for worker in group]) for role, group in workers.items()}
+    processes = Processes(cluster, reservation, folder)
+    groups = {}
+    for name in run.models.by_role:
+        plan = start_roles.role_plan(placed.config, run.models, name, **lasts(placed))
+        group, factory = processes.ranks(name), plan.role.rank.rpartition(":")[2]
+        size = layout.local_size(name)
+        groups[name] = group, group.build(f"first_cuda_call:{factory}", plan.settings, local_size=size)
+    engines = start_roles._engine_plan(placed.config, run.models.policy, "transformers", processes)
+    started = [
+        processes.engine(number, replace(engines, backend="first_cuda_call:TransformersEngine"), {})
+        for number in range(len(layout.of(ENGINE)))
+    ]
+    found = {}
+    for name, (group, building) in groups.items():
+        group.wait(building)
+        found[name] = [vars(reached) for reached in group.all(lambda reached: reached)]
+    ray.get([building for _, building in started])
+    hosts = [worker.call.remote(host_engine) for worker, _ in started]
+    found[ENGINE] = [vars(reached) for reached in ray.get(hosts)]
     reservation.release()
     return found
 
 
-def main(folder: str) -> None:
+async def host_engine(host: Any) -> Any:
+    return host.engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("rows")
+    parser.add_argument("--start", nargs="+", action="append", default=[])
+    args = parser.parse_args()
+    folder = str(args.folder)
+    runs = {
+        title: checked(words, args.folder, args.model, args.rows)
+        for title, words in (DEFAULTS | readme_commands()).items()
+    }
     nodes = NodesHere(
         initialize_head=True,
-        head_node_args={"num_cpus": 8, "num_gpus": 8, "temp_dir": folder, "include_dashboard": False},
+        head_node_args={"num_cpus": 16, "num_gpus": 8, "temp_dir": folder, "include_dashboard": False},
     )
-    nodes.add_node(num_cpus=8, num_gpus=8)
+    nodes.add_node(num_cpus=16, num_gpus=8)
     os.environ["RAY_ADDRESS"] = nodes.address
     with ray_cluster() as cluster:
-        given = {str(counts): is_given(default_layout(counts), cluster) for counts in NODES}
-        print(json.dumps({"nodes": cluster.node_gpus, "given": given, **visible(default_layout([2]), cluster, folder)}))
+        placed = {title: list(placements(run, cluster, args.folder)) for title, run in runs.items()}
+        started = {
+            f"{title} {gpus}": first_cuda_calls(runs[title], cluster, [*map(int, gpus)], args.folder)
+            for title, *gpus in args.start
+        }
+        print(json.dumps({"nodes": cluster.node_gpus, "placed": placed, "started": started}))
     nodes.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
