@@ -29,7 +29,7 @@ def compute_advantages(estimator: Estimator, experience: Experience, *, settings
         compared_N = step_advantages(experience.steps_N, experience.cu, experience.groups_B)
         advantages_N = advantages_N + experience.step_weight * compared_N
     # Whiten over trained tokens only: a dropped response, such as a truncated one, must not shift the mean.
-    trained_N = experience.trained_B[segment_ids(experience.cu)]
+    trained_N = experience.trained_B[segment_ids(experience.cu, len(advantages_N))]
     chosen = advantages_N[trained_N]
     final_N = torch.zeros_like(advantages_N)
     final_N[trained_N] = whiten(chosen, scale=experience.scale) if estimator.whiten else chosen
@@ -63,14 +63,14 @@ def step_advantages(steps_N: Tensor, cu: Tensor, groups_B: Tensor) -> Tensor:
     together. `steps_N` holds each step reward at the last token of the step, NaN elsewhere.
     """
     is_end_N = ~steps_N.isnan()
-    normal_S = group_normalised(steps_N[is_end_N], groups_B[segment_ids(cu)[is_end_N]])
+    normal_S = group_normalised(steps_N[is_end_N], groups_B[segment_ids(cu, len(steps_N))[is_end_N]])
     placed_N = torch.zeros_like(steps_N).masked_scatter(is_end_N, normal_S)
     return returns_to_go(placed_N, cu, gamma=1.0)
 
 
 def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
     """Repeat a per-response advantage at each response token, `[N]`."""
-    return advantages_B[segment_ids(cu)]
+    return advantages_B[segment_ids(cu, int(cu[-1]))]
 
 
 def drawn_to_teacher(advantages_N: Tensor, log_ratio_N: Tensor, *, coef: float) -> Tensor:

@@ -50,7 +50,7 @@ def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg
     if kind == "token_mean":
         return token_mean(values_K, totals)
     if kind == "seq_mean":
-        length_K = segment_lengths(cu).clamp(min=1)[segment_ids(cu)]
+        length_K = segment_lengths(cu).clamp(min=1)[segment_ids(cu, len(values_K))]
         return sequence_mean(values_K / length_K, totals)
     if kind == "seq_sum_norm":
         return sequence_mean(values_K, totals) / max_new_tokens

@@ -43,7 +43,7 @@ def correction_weights(
     if kind == "token_mask":
         gate_K = log_weight_K.exp()
     elif kind == "seq_mask":
-        gate_K = segment_mean(log_weight_K, cu)[segment_ids(cu)].exp()
+        gate_K = segment_mean(log_weight_K, cu)[segment_ids(cu, len(log_weight_K))].exp()
     else:
         raise ValueError(f"rollout_correction must be token_clip, token_mask, seq_mask or off, not {kind!r}")
     outside_K = (gate_K < keep_range[0]) | (gate_K > keep_range[1])

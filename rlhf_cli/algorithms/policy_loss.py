@@ -66,7 +66,7 @@ def gspo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings:
     """
     log_s_B = segment_mean((logprobs_K - anchor_K).detach(), columns.cu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # The second factor is 1: it carries the gradient, since the sequence ratio is detached.
-    ratio_K = log_s_B.exp()[segment_ids(columns.cu)] * torch.exp(logprobs_K - logprobs_K.detach())
+    ratio_K = log_s_B.exp()[segment_ids(columns.cu, len(logprobs_K))] * torch.exp(logprobs_K - logprobs_K.detach())
     return _clipped(ratio_K, columns, settings, dual_clip=None)
 
 

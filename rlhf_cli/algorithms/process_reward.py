@@ -52,7 +52,7 @@ def first_true(values_K: Tensor, cu: Tensor) -> Tensor:
     places_K = torch.arange(num_values, device=values_K.device)
     none = torch.full((cu.numel() - 1,), num_values, device=values_K.device)
     marked_K = torch.where(values_K, places_K, num_values)
-    first_B = none.scatter_reduce(0, segment_ids(cu), marked_K, "amin")
+    first_B = none.scatter_reduce(0, segment_ids(cu, num_values), marked_K, "amin")
     return torch.where(first_B == num_values, -1, first_B - cu[:-1])
 
 

@@ -19,10 +19,11 @@ def segment_lengths(cu: Tensor) -> Tensor:
     return cu[1:] - cu[:-1]
 
 
-def segment_ids(cu: Tensor) -> Tensor:
-    """Return the segment index of each token, int64 `[N]`."""
+def segment_ids(cu: Tensor, num_tokens: int) -> Tensor:
+    """Return the segment index of each of the `num_tokens` tokens, int64 `[N]`."""
     lengths_B = segment_lengths(cu)
-    return torch.repeat_interleave(torch.arange(len(lengths_B), device=cu.device), lengths_B)
+    # Without the size of its result, the operator would wait for a GPU to add the lengths up.
+    return torch.repeat_interleave(torch.arange(len(lengths_B), device=cu.device), lengths_B, output_size=num_tokens)
 
 
 def last_index(cu: Tensor) -> tuple[Tensor, Tensor]:

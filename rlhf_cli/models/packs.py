@@ -51,6 +51,13 @@ class PackLike(Protocol):
     def pictures(self) -> PackPictures | None: ...
     @property
     def routed_experts(self) -> torch.Tensor | None: ...
+    @property
+    def host(self) -> "PackLike | None": ...
+
+
+def host_of(pack: PackLike) -> PackLike:
+    """Return the pack in host memory, where reading values does not wait for a GPU."""
+    return pack.host or pack
 
 
 def with_filler(pack: PackLike, count: int) -> PackLike:
@@ -80,4 +87,5 @@ def with_filler(pack: PackLike, count: int) -> PackLike:
         keys=keys,
         pictures=pack.pictures and pack.pictures.with_filler(count),
         routed_experts=experts_TLk,
+        host=pack.host and with_filler(pack.host, count),
     )

@@ -24,7 +24,7 @@ from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.requirements import check_packed_length
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
 from rlhf_cli.models.routing_replay import ROUTED_EXPERTS, ExpertChoice, ReplayedExperts
-from rlhf_cli.models.sequence_parallel.parts import Part, part_of
+from rlhf_cli.models.sequence_parallel.parts import Part, host_runs, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
 from rlhf_cli.models.vision.tower import tower_of
@@ -73,7 +73,7 @@ class Decoder:
                 **self._masks(pack),
                 # transformers passes unknown arguments through all layers to the attention function.
                 **({"shards": part.shards} if part.shards else {}),
-                **({RUNS: MixerRuns(part.runs)} if self._has_mixers else {}),
+                **({RUNS: MixerRuns(host_runs(pack), pack.input_ids_T.device)} if self._has_mixers else {}),
                 **self._experts(part),
                 **({"output_router_logits": True} if records_routers else {}),
             )
@@ -108,7 +108,7 @@ class Decoder:
         """Return pack masks for decoders that would build masks without sequence boundaries."""
         if self._text.model_type not in _MASKED_HERE or attention_name(self._decoder.config) != "eager":
             return {}
-        return {"attention_mask": _packed_masks(pack.cu_seqlens, self._text, self._decoder.dtype)}
+        return {"attention_mask": _packed_masks(pack, self._text, self._decoder.dtype)}
 
     def _spared(self, part: Part) -> AbstractContextManager[None]:
         """Return a context that skips work on tokens that are not read.
@@ -288,15 +288,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     return [group for group in groups if group["params"]]
 
 
-def _packed_masks(cu_seqlens: torch.Tensor, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _packed_masks(pack: PackLike, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Build additive attention masks [1, 1, T, T] per layer type: 0 or the smallest value.
 
-    Needed if a decoder builds masks without the position IDs from which transformers detects sequences. `cu_seqlens`
-    int32 [B + 1] marks the sequence boundaries in the pack.
+    Needed if a decoder builds masks without the position IDs from which transformers detects sequences.
     """
-    place_T = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    place_T = torch.arange(pack.input_ids_T.numel(), device=pack.input_ids_T.device)
     # Boundaries at the end of each sequence; right=True puts a token at a boundary into the next sequence.
-    sequence_T = torch.bucketize(place_T, cu_seqlens[1:], right=True)
+    sequence_T = torch.bucketize(place_T, pack.cu_seqlens[1:], right=True)
     distance_TT = place_T[:, None] - place_T
     seen_TT = (distance_TT >= 0) & (sequence_T[:, None] == sequence_T)
     in_window_TT = seen_TT & (distance_TT < config.sliding_window)

@@ -96,6 +96,8 @@ class Pack:
     - `cu_seqlens` [S + 1]: bounds of runs that attend together: sequences, or with `keys` prefixes and continuations
       (`pack_trees`).
     - `routed_experts`: experts to replay, int16 [T, layers, top_k], -1 where the router chooses; None without replay.
+    - `host`: the same pack in host memory, if this one is on a GPU. Positions are computed from it without waiting for
+      the GPU.
 
     An idle pack (`num_sequences` 0) has one dummy token for attention kernels that require one, and no target:
     `cu_trained` is [0].
@@ -115,6 +117,7 @@ class Pack:
     keys: KeyBounds | None = None
     pictures: PackPictures | None = None
     routed_experts: torch.Tensor | None = None
+    host: "Pack | None" = None
 
     @property
     def num_sequences(self) -> int:
@@ -125,7 +128,8 @@ class Pack:
         """Move the pack to a device."""
         moved = _tensors_to(self, device)
         keys = self.keys and replace(self.keys, **_tensors_to(self.keys, device))
-        return replace(self, **moved, keys=keys, pictures=self.pictures and self.pictures.to(device))
+        host = None if moved["input_ids_T"].device.type == "cpu" else self.host or self
+        return replace(self, **moved, keys=keys, pictures=self.pictures and self.pictures.to(device), host=host)
 
 
 def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[str, torch.Tensor]:
@@ -214,7 +218,8 @@ def only_end(sequence: TokenSequence) -> TokenSequence:
 
 def at_targets(batch: Pack) -> Pack:
     """Read the pack at its targets instead of at the tokens before them."""
-    return replace(batch, rows_K=batch.rows_K + 1, read_R=batch.read_R + 1)
+    host = batch.host and at_targets(batch.host)
+    return replace(batch, rows_K=batch.rows_K + 1, read_R=batch.read_R + 1, host=host)
 
 
 def plan_packs(

@@ -58,12 +58,12 @@ class MixerRuns:
     Positions are computed on the host, once per pack for all layers.
     """
 
-    def __init__(self, runs: Runs) -> None:
-        self._device = runs.cu_queries.device
-        # On a GPU, the process waits here once per pack.
-        bounds, bounds_k = (cu_seqlens.cpu().numpy() for cu_seqlens in (runs.cu_queries, runs.cu_keys))
+    def __init__(self, runs: Runs, device: torch.device) -> None:
+        """`runs` are in host memory; `device` is where the model computes."""
+        self._device = device
+        bounds, bounds_k = runs.cu_queries.numpy(), runs.cu_keys.numpy()
         self.num_tokens = int(bounds[-1])
-        keys = np.arange(self.num_tokens) if runs.index_U is None else runs.index_U.cpu().numpy()
+        keys = np.arange(self.num_tokens) if runs.index_U is None else runs.index_U.numpy()
         self._own = [np.arange(first, stop) for first, stop in itertools.pairwise(bounds)]
         seen = [keys[first:stop] for first, stop in itertools.pairwise(bounds_k)]
         # A run reads its prompt, if any, then its own tokens.

@@ -5,11 +5,12 @@ then receives all results and computes the full loss, so losses need not know ab
 covers its local tokens, so the sum over ranks is the gradient of the full pack.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from rlhf_cli.models.packs import PackLike, with_filler
+from rlhf_cli.models.packs import PackLike, host_of, with_filler
 from rlhf_cli.models.sequence_parallel.shards import GatherResults, SequenceRanks, Shards
 
 
@@ -25,6 +26,11 @@ class Runs:
     max_queries: int
     max_keys: int
     index_U: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "Runs":
+        """Return the runs on a device."""
+        index_U = None if self.index_U is None else self.index_U.to(device)
+        return replace(self, cu_queries=self.cu_queries.to(device), cu_keys=self.cu_keys.to(device), index_U=index_U)
 
     def as_arguments(self) -> dict[str, object]:
         """Return the runs under the argument names that transformers passes to attention functions."""
@@ -46,6 +52,7 @@ class Part:
     - `targets`: selection from its K targets.
     - `rows_k`, `read_r`: positions of local targets and of outputs that are read, relative to local tokens.
     - `runs`: boundaries for attention.
+    - `counts`: number of targets on each rank. `home_K`: places of the targets in the order of the ranks.
 
     Example for 8 tokens on 2 ranks: rank 1 has `tokens = slice(4, 8)`, and a target at token 6 has `rows_k = 2`.
     """
@@ -57,16 +64,15 @@ class Part:
     read_r: torch.Tensor
     runs: Runs
     shards: Shards | None = None
+    counts: Sequence[int] = ()
+    home_K: torch.Tensor | None = None
 
     def whole(self, values_k: torch.Tensor) -> torch.Tensor:
         """Gather local values [k] from all ranks into [K] in pack order, on every rank."""
         if self.shards is None:
             return values_k
-        ranks, owner_K = self.shards.ranks, self.shards.owners(self.pack.rows_K)
-        counts = torch.bincount(owner_K, minlength=ranks.size).tolist()
-        by_rank_K = GatherResults.apply(values_k, counts, ranks)
-        # Values arrive in rank order. The argsort of an argsort is the inverse permutation, back to pack order.
-        return by_rank_K[owner_K.argsort(stable=True).argsort()]
+        by_rank_K: torch.Tensor = GatherResults.apply(values_k, self.counts, self.shards.ranks)
+        return by_rank_K[self.home_K]
 
 
 def part_of(pack: PackLike, ranks: SequenceRanks | None) -> Part:
@@ -78,12 +84,30 @@ def part_of(pack: PackLike, ranks: SequenceRanks | None) -> Part:
     pack = with_filler(pack, -num_tokens % ranks.size if num_tokens else ranks.size)
     shards = Shards(ranks, pack.input_ids_T.numel() // ranks.size)
     own, runs = shards.own, _runs(pack)
+    host, device = host_of(pack), pack.rows_K.device
     if ranks.mode != "ulysses":
-        runs, keys = _own_runs(runs, own)
-        shards = Shards(ranks, shards.length, keys)
-    targets = torch.nonzero(shards.owners(pack.rows_K) == ranks.rank).squeeze(1)
-    read_r = pack.read_R[(pack.read_R >= own.start) & (pack.read_R < own.stop)] - own.start
-    return Part(pack, own, targets, pack.rows_K[targets] - own.start, read_r, runs, shards)
+        runs, keys = _own_runs(_runs(host), own)
+        runs, shards = runs.to(device), Shards(ranks, shards.length, keys)
+    owner_K = shards.owners(host.rows_K)
+    targets = torch.nonzero(owner_K == ranks.rank).squeeze(1)
+    read_r = host.read_R[(host.read_R >= own.start) & (host.read_R < own.stop)] - own.start
+    return Part(
+        pack,
+        own,
+        targets.to(device),
+        (host.rows_K[targets] - own.start).to(device),
+        read_r.to(device),
+        runs,
+        shards,
+        counts=torch.bincount(owner_K, minlength=ranks.size).tolist(),
+        # Values arrive in rank order. The argsort of an argsort is the inverse permutation, back to pack order.
+        home_K=owner_K.argsort(stable=True).argsort().to(device),
+    )
+
+
+def host_runs(pack: PackLike) -> Runs:
+    """Return the runs of a full pack in host memory."""
+    return _runs(host_of(pack))
 
 
 def _runs(pack: PackLike) -> Runs:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_cli.models.packs import PackLike
+from rlhf_cli.models.packs import PackLike, host_of
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import names_of_parts
 from rlhf_cli.models.vision.patch_products import use_patch_products
@@ -82,7 +82,7 @@ class VisionTower:
             return {"inputs_embeds": embedded_TD[None], **positions}
         if pictures is None:
             return {"inputs_embeds": (embedded_TD + features.nothing().to(embedded_TD.dtype))[None], **positions}
-        _require_all_features(features, pictures)
+        _require_all_features(features, host_of(pack).pictures)
         own_PD = features.embedded_FD.index_select(0, pictures.features_P).to(embedded_TD.dtype)
         # Rows by position, not by token ID: a sampled placeholder must stay an ordinary token.
         embedded_TD = embedded_TD.index_copy(0, pictures.rows_P, own_PD)
@@ -122,8 +122,9 @@ def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor
     return features.flatten(0, -2) if isinstance(features, torch.Tensor) else torch.cat(list(features))
 
 
-def _require_all_features(features: _Features, pictures: PackPictures) -> None:
+def _require_all_features(features: _Features, pictures: PackPictures | None) -> None:
     """Raise AssertionError unless the encoder returned one feature per image placeholder."""
+    assert pictures is not None, "a pack has images on both devices"
     expected, actual = int(pictures.features_P.max()) + 1, features.embedded_FD.shape[0]
     assert actual == expected, f"images have {expected} placeholders and {actual} features"
 

@@ -87,7 +87,7 @@ def learning_samples(
         for sample in _samples_of(rollout, i, {name: values[i] for name, values in columns.items()})
     ]
     # Masked responses have advantages but are not trained on, so exclude them from the mean.
-    metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())
+    metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu, len(advantages_N))]].abs().mean())
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics

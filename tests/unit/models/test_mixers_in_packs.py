@@ -47,6 +47,7 @@ OTHERS = [
 """Types with attention sinks, chunked attention (the packs here are longer than a chunk), keys of earlier layers."""
 CONTINUING = [kind for kind in KINDS if kind not in ("jamba", "recurrent_gemma")]
 """Types that pack shared prompts once."""
+CPU = torch.device("cpu")
 LOGPROBS = 1e-5
 GRADIENTS = 1e-4  # relative to the largest of the parameter, or to a hundredth of the largest of the model
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -168,7 +169,7 @@ def test_another_sequence_changes_nothing_at_all(kind: str) -> None:
     changed.requires_grad_()
 
     def hidden(inputs: torch.Tensor) -> torch.Tensor:
-        options = {"position_ids": made.position_ids_T[None], "use_cache": False, "mixer_runs": MixerRuns(runs)}
+        options = {"position_ids": made.position_ids_T[None], "use_cache": False, "mixer_runs": MixerRuns(runs, CPU)}
         return decoder(inputs_embeds=inputs, **options, **runs.as_arguments()).last_hidden_state
 
     states, others = hidden(embeddings), hidden(changed)
@@ -283,7 +284,7 @@ def test_a_release_with_other_arguments_is_refused(kind: str, monkeypatch: pytes
 def test_each_run_is_preceded_by_what_it_continues() -> None:
     """Runs of 3 and 2 tokens, the second behind the first, and a sequence of 1."""
     index = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
-    runs = MixerRuns(Runs(torch.tensor([0, 3, 5, 6]), torch.tensor([0, 3, 8, 9]), 3, 5, index))
+    runs = MixerRuns(Runs(torch.tensor([0, 3, 5, 6]), torch.tensor([0, 3, 8, 9]), 3, 5, index), CPU)
     context, own = runs.context(2)
     assert context.tolist() == [6, 6, 0, 1, 2, 1, 2, 3, 4, 6, 6, 5]
     assert own.tolist() == [2, 3, 4, 7, 8, 11]
@@ -297,7 +298,8 @@ def test_runs_are_rows_of_similar_lengths() -> None:
     keys = [np.array([*prompt, *range(bounds[i], bounds[i + 1])]) for i, prompt in enumerate(before)]
     bounds_k = np.cumsum([0, *(part.size for part in keys)])
     runs = MixerRuns(
-        Runs(torch.from_numpy(bounds), torch.from_numpy(bounds_k), 200, 200, torch.from_numpy(np.concatenate(keys)))
+        Runs(torch.from_numpy(bounds), torch.from_numpy(bounds_k), 200, 200, torch.from_numpy(np.concatenate(keys))),
+        CPU,
     )
     prompts, long, shorter, continued = runs.rows
     assert prompts.is_continued
