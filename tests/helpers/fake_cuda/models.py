@@ -16,7 +16,7 @@ from transformers import (
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.models.adapters import AdapterPlan, _new_config, _put_adapter
 from rlhf_cli.models.loading import language_model_class, switch_off_dropout
-from rlhf_cli.models.mixers.layers import use_configured_limits
+from rlhf_cli.models.mixers.layers import fix_model
 from rlhf_cli.models.requirements import packed_attention
 from rlhf_cli.models.vision.attention import attention_of_parts, use_tower_kernel
 from rlhf_cli.models.vision.families.table import find_processing
@@ -32,7 +32,7 @@ def model_on_gpu(config: PretrainedConfig, *, head: str = "tokens", checkpointin
     auto, config.num_labels = HEADS.get(head) or (language_model_class(config), config.num_labels)
     with CUDA:
         model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=kernel).train()
-    use_configured_limits(model)
+    fix_model(model)
     switch_off_dropout(model)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
