@@ -53,7 +53,7 @@ def with_adapter(model: Any) -> Any:
     plan = AdapterPlan("fake", "", _new_config(LoraConfig(lora_rank=8)), None, False, 0)
     torch.set_default_dtype(torch.bfloat16)
     # Modules cannot move fake parameters. They are created where and as PEFT would move them.
-    with CUDA, patch.object(torch.nn.Module, "to", lambda module, *_: module):
+    with CUDA, patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
         _put_adapter(model, plan)
     torch.set_default_dtype(torch.float32)
     return model
