@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_training import OPTIM, make_sequences
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
@@ -70,7 +70,8 @@ def role_settings(
 @pytest.mark.parametrize(("stage", "is_partitioned"), [(2, False), (3, True)])
 def test_a_role_reads_its_weights_onto_its_own_device(tiny_model_dir, stage, is_partitioned):
     asked: dict[str, Any] = {}
-    model = torch.nn.Linear(1, 1)
+    model: Any = torch.nn.Linear(1, 1)
+    model.config = AutoConfig.for_model("qwen2")
 
     def load(source, **how):
         asked.update(how, pretrain=source.pretrain)
