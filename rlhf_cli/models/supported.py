@@ -34,6 +34,7 @@ TESTED = {
         ("tests/conftest.py", ("llama", "qwen2", "qwen3_moe")),
         ("tests/e2e/test_hybrid_models.py", ("granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_text")),
         ("tests/helpers/tiny_vision.py", ("idefics3", "llava", "qwen2_5_vl", "qwen3_5_moe", "qwen3_vl", "smolvlm")),
+        ("tests/helpers/tiny_text_only.py", ("gemma3",)),
     ),
     "transformers": (
         ("tests/conftest.py", ("qwen2",)),
@@ -48,11 +49,13 @@ TESTED = {
             "tests/helpers/tiny_vision.py",
             ("idefics3", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm"),
         ),
+        ("tests/helpers/tiny_text_only.py", ("gemma3",)),
     ),
     "vLLM": (
         ("tests/conftest.py", ("qwen2", "qwen3_moe")),
         ("tests/e2e/test_vllm_hybrid.py", ("falcon_h1", "gemma4_text", "granitemoehybrid", "nemotron_h")),
         ("tests/e2e/test_vllm_pictures.py", ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl")),
+        ("tests/helpers/tiny_text_only.py", ("gemma3",)),
     ),
 }
 """Tests besides packs, of training steps or commands and of the engines' log-probs: the files that make the models."""
