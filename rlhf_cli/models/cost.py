@@ -50,11 +50,6 @@ def attention_layers(text: "PretrainedConfig") -> list[bool]:
     return [kind not in _LINEAR for kind in types]
 
 
-def num_attention_layers(text: "PretrainedConfig") -> int:
-    """Return the number of layers with attention, alone or beside a recurrent layer."""
-    return sum(attention_layers(text))
-
-
 def num_recurrent_layers(text: "PretrainedConfig") -> int:
     """Return the number of layers with a recurrent state."""
     return sum(kind in RECURRENT for kind in getattr(text, "layer_types", None) or ())

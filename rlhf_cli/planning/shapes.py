@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.models.cost import active_width, num_attention_layers, num_recurrent_layers
+from rlhf_cli.models.cost import (
+    active_width,
+    attention_layers,
+    head_size,
+    key_value_width,
+    layer_configs,
+    num_recurrent_layers,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,26 +97,27 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
     model = _on_meta(config, trust_remote_code=trust_remote_code)
     vision = tuple(names_of_parts(config))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    head_size = 0 if head is None else head.weight.numel()
+    num_head = 0 if head is None else head.weight.numel()
     is_tied = head is not None and head.weight is embedding.weight
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     decoder = {name: size for name, size in parameters.items() if not _is_part(name, vision)}
     inactive = _inactive_experts(decoder, text)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    attention = [layer for layer, holds in zip(layer_configs(text), attention_layers(text), strict=True) if holds]
+    queries = [layer.num_attention_heads * head_size(layer) for layer in attention]
     return ModelShape(
         parameters=sum(parameters.values()),
         active=int(sum(decoder.values()) - inactive - (0 if is_tied else embedding.weight.numel())),
-        head=head_size,
+        head=num_head,
         has_tied_head=is_tied,
         largest=max(parameters.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        attention_layers=num_attention_layers(text),
-        query_width=text.num_attention_heads * head_dim,
-        key_heads=key_heads,
-        cache_values=num_attention_layers(text) * _cache_values(text, key_heads * head_dim),
+        attention_layers=len(attention),
+        # The mean, because layers may differ in head size.
+        query_width=sum(queries) // max(1, len(queries)),
+        key_heads=max((key_value_width(layer) // head_size(layer) for layer in attention), default=1),
+        cache_values=sum(_cache_values(text, key_value_width(layer)) for layer in attention),
         kept_values=kept_values(config),
         recomputed_values=recomputed_values(config),
         layer_values=_largest_layer(text),

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 from plans import LARGE, SMALL, engine_of, plan_of
+from tiny_causal_models import tiny_config
 
 from rlhf_cli.planning.architectures import config_of, find_shape, published
 from rlhf_cli.planning.memory import GIB, added, total
@@ -40,6 +41,14 @@ def test_kv_cache_of_a_token_is_keys_and_values_of_all_layers():
     engine = engine_of(plan_of("generate"))
     assert engine.token_bytes == 57_344
     assert engine.cache_tokens == pytest.approx((0.9 * 79.1 * GIB - 2 * N - engine._rest) / 57_344, abs=1)
+
+
+def test_layers_with_larger_heads_cache_more_and_attend_to_more():
+    """Two layers with 2 x 8 key values and two with 1 x 16, 4 query heads each."""
+    shape = shape_of(tiny_config("gemma4_text"))
+    layers = [2 * 8, 1 * 16, 2 * 8, 1 * 16]
+    assert (shape.attention_layers, shape.cache_values) == (4, 2 * sum(layers))
+    assert shape.query_width == 4 * (8 + 16) / 2
 
 
 def test_experts_are_counted_in_memory_but_not_in_operations():
