@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,14 @@ from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision, use_
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="this environment has a torchvision"
 )
+
+
+@pytest.fixture(autouse=True)
+def without_torchvision(monkeypatch):
+    """Hide torchvision from this process: an engine that an earlier test started here may have made it importable."""
+    hidden = str(Path(sys.prefix) / "torchvision")
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != hidden])
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
 
 
 @pytest.fixture
