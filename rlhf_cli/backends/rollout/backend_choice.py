@@ -26,9 +26,8 @@ def rollout_backend(
     if backend == "auto":
         # Engine arguments are for vLLM only.
         is_better = architecture is None or bool(config.engine_arguments) or may_have_gpus()
-        runs_on_vllm = is_better or (runs_on_vllm_cpu(architecture) and not returns_experts)
-        runs_on_vllm = runs_on_vllm and is_vllm_installed()
-        backend = "vllm" if runs_on_vllm else "transformers"
+        runs_there = is_better or (runs_on_vllm_cpu(architecture) and not returns_experts)
+        backend = "vllm" if runs_there and is_vllm_installed() else "transformers"
     if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
         raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
     if architecture is not None and backend == "transformers":
@@ -73,8 +72,5 @@ def described(config: EngineConfig, backend: str) -> str:
     """Describe the engines for the log: count, backend and the user's engine arguments."""
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     if config.rollout_backend == "auto" and backend == "transformers" and is_vllm_installed():
-        added = (
-            ", because on a CPU vLLM does not run its convolutions or recurrent layers, or does not return routed "
-            "experts; to try it, set --rollout_backend vllm"
-        )
+        added = ", because on a CPU vLLM neither runs all convolutions and recurrent layers nor returns routed experts"
     return f"{config.vllm_num_engines or 1} x {backend}{added}"

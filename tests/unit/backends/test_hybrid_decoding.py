@@ -126,7 +126,7 @@ def test_on_a_cpu_vllm_is_not_the_default_for_models_with_states(
     pretend_vllm(monkeypatch, has_gpus=has_gpus)
     config = EngineConfig.model_validate(given)
     assert rollout_backend(config, tiny_config(kind)) == backend
-    assert ("vLLM does not run" in described(config, backend)) == (backend == "transformers")
+    assert ("on a CPU vLLM neither runs" in described(config, backend)) == (backend == "transformers")
 
 
 def pretend_vllm(monkeypatch: pytest.MonkeyPatch, *, has_gpus: bool) -> None:
