@@ -4,16 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from rlhf_cli.backends.cluster.placement import describe
+from rlhf_cli.backends.cluster.placement import Layout, describe
+from rlhf_cli.commands.inference import InferenceConfig
+from rlhf_cli.commands.offline import OfflineConfig
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.architectures import find_shape
 from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.inference import inference_work
 from rlhf_cli.planning.memory import GIB, USABLE, total
+from rlhf_cli.planning.offline import offline_work
+from rlhf_cli.planning.online import online_work
 from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, fits, gpu_memory, host_memory
 from rlhf_cli.planning.shapes import ModelShape
 from rlhf_cli.planning.times import PhaseTime, phase_times
-from rlhf_cli.planning.workload import Shapes, Workload, workload_of
+from rlhf_cli.planning.workload import Shapes, Workload
 
 _HOUR = 3600
 
@@ -128,6 +134,32 @@ def placement(work: Workload) -> list[str]:
     unused = 0 if work.hardware.is_cpu else work.hardware.total_gpus - work.layout.num_gpus
     idle = [f"{unused} GPU{'s' if unused > 1 else ''} unused"] if unused > 0 else []
     return [*lines, *filter(None, [work.reason]), *idle]
+
+
+def workload_of(
+    config: CommandConfig,
+    plan: PlanConfig,
+    hardware: Hardware,
+    shapes: Shapes,
+    *,
+    has_critic: bool,
+    layout: Layout | None = None,
+) -> Workload:
+    """Return the workload of a command.
+
+    Args:
+        config: the command's settings. With `layout`, sizes and sleep of an online run are filled in.
+        layout: placement of an online run, by default planned for the hardware.
+
+    Raises:
+        UsageError: the settings need more GPUs than the hardware has, or the command cannot be planned.
+    """
+    if isinstance(config, OfflineConfig):
+        return offline_work(config, plan, hardware, shapes)
+    if isinstance(config, OnlineConfig):
+        return online_work(config, plan, hardware, shapes, has_critic=has_critic, placed=layout)
+    assert isinstance(config, InferenceConfig)
+    return inference_work(config, plan, hardware, shapes)
 
 
 def make_plan(

@@ -15,8 +15,8 @@ from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.hardware import GPUS, Hardware
 from rlhf_cli.planning.memory import GIB
 from rlhf_cli.planning.phases import Batching, batching_of, sleeping_by_node
-from rlhf_cli.planning.planner import shapes_of
-from rlhf_cli.planning.workload import Workload, workload_of
+from rlhf_cli.planning.planner import shapes_of, workload_of
+from rlhf_cli.planning.workload import Workload
 
 _ConfigT = TypeVar("_ConfigT", bound=CommandConfig)
 

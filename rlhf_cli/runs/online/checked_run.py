@@ -26,8 +26,8 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_packed_length, check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.routers import check_router_loss
+from rlhf_cli.planning.online import layout_needs
 from rlhf_cli.planning.phases import batching_of
-from rlhf_cli.planning.workload import layout_needs
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import gpu_bytes, online_workload, with_batching
 from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, most_episodes, staleness_notice

@@ -70,7 +70,7 @@ def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
 
 
 def test_a_teacher_in_the_ranks_of_its_student_sleeps_there(tiny_model_dir):
-    sleeping = {"deepspeed_enable_sleep": "true", "zero_stage": "0"}
+    sleeping = {"deepspeed_enable_sleep": "true", "zero_stage": "0", "param_dtype": "bf16"}
     config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **sleeping)
     layout = Layout((Island(node=3, num_gpus=1),), (Seat("actor", 0, 0, (0,), shared=True),))
     assert sleeping_by_node(online_workload(config, layout, has_critic=False)) == {
