@@ -85,6 +85,7 @@ def online_work(
         engine=engine_of(config, shapes(config.model.pretrain), hardware, shared=together),
         models_sleep=bool(config.placement.deepspeed_enable_sleep),
         engines_sleep=bool(config.engine.vllm_enable_sleep),
+        samples_ahead=config.asynchronous.staleness > 0,
         reason=reason,
         steps=_iterations(config, plan),
     )

@@ -1,6 +1,7 @@
 """Peak memory on each kind of GPU in each phase of a step, and memory of hosts and disks."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_cli.backends.cluster.placement import ENGINE
@@ -57,13 +58,16 @@ def batching_of(work: Workload) -> Batching:
 
 
 def _fit_of(work: Workload, name: str) -> Fit:
-    others = sum(total(_beside(work, name, other)) for other in _neighbors(work, name) if other != name)
+    max_tokens = work.config.setting("train_max_tokens_per_gpu")
+    # The least that awake neighbors keep: with gradient checkpointing, and micro-batches of the same size.
+    assumed = Batching(True, max_tokens or DEFAULT_TOKENS)
+    others = sum(total(_beside(work, assumed, name, other)) for other in _neighbors(work, name) if other != name)
     return fit_to_memory(
         work.roles[name],
         room=work.hardware.memory - others,
         needed_tokens=work.longest,
         recomputes=work.config.setting("gradient_checkpointing"),
-        max_tokens=work.config.setting("train_max_tokens_per_gpu"),
+        max_tokens=max_tokens,
     )
 
 
@@ -95,9 +99,9 @@ def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[
     tokens = batching.max_tokens or work.longest
     phases: dict[str, list[Parts]] = {}
     if engine and work.engine is not None:
-        phases["generate"] = [added(work.engine.generating(), *(_idle(work, name) for name in models))]
+        phases["generate"] = [added(work.engine.generating(), *(_idle(work, batching, name) for name in models))]
     for name in models:
-        others = [_beside(work, name, other) for other in users if other != name]
+        others = [_beside(work, batching, name, other) for other in users if other != name]
         role = work.roles[name]
         if name in work.tokens.forward:
             phases.setdefault("forward", []).append(added(role.forward(tokens), *others))
@@ -105,29 +109,36 @@ def _phases(work: Workload, batching: Batching, users: tuple[str, ...]) -> dict[
             active = role.training(tokens, recomputes=batching.recomputes)
             phases.setdefault("train", []).append(added(active, *others))
         if name == "actor" and engine and work.engine is not None:
-            woken = added(_pushing(work, role), work.engine.receiving())
-            rest = [_idle(work, other) for other in models if other != name]
+            woken = work.engine.receiving() if work.engines_sleep else work.engine.generating()
+            woken = added(_pushing(work, role), woken)
+            rest = [_idle(work, batching, other) for other in models if other != name]
             phases["transfer"] = [added(woken, *rest)]
     return {phase: max(several, key=total) for phase, several in phases.items()}
 
 
-def _beside(work: Workload, name: str, other: str) -> Parts:
+def _beside(work: Workload, batching: Batching, name: str, other: str) -> Parts:
     """Return the memory of a role or engine while the role `name` computes."""
     if other == ENGINE or work.host(other) != work.host(name):
-        return _idle(work, other)
+        return _idle(work, batching, other)
     # Models of the same ranks stay on the GPU together.
     return {**work.roles[other].resident(), "processes": 0}
 
 
-def _idle(work: Workload, name: str) -> Parts:
+def _idle(work: Workload, batching: Batching, name: str) -> Parts:
     """Return the memory of a role or engine that is not active."""
     if name == ENGINE:
         assert work.engine is not None
         return work.engine.asleep() if work.engines_sleep else work.engine.generating()
     role = work.roles[name]
-    parts = role.asleep() if work.models_sleep else role.resident()
+    parts = role.asleep() if work.models_sleep else _kept(work, batching, role)
     # A hosted model has no process.
     return parts if work.host(name) == name else {**parts, "processes": 0}
+
+
+def _kept(work: Workload, batching: Batching, role: RoleMemory) -> Parts:
+    """Return the memory of a role that does not sleep: PyTorch's allocator keeps that of its largest pass."""
+    tokens = batching.max_tokens or work.longest
+    return role.training(tokens, recomputes=batching.recomputes) if role.num_trained else role.forward(tokens)
 
 
 def _pushing(work: Workload, role: RoleMemory) -> Parts:
@@ -146,23 +157,23 @@ def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
         of_engine = _CPU_VLLM if work.engine is not None and work.engine.is_vllm else _CPU_PROCESS
         processes = ranks * _CPU_PROCESS + engines * of_engine + (_CPU_DRIVER if engines else 0)
         return {"processes": processes, "models": sum(gpu.count * gpu.peak for gpu in gpus)}
-    by_node: list[dict[str, float]] = []
-    for node in sorted({island.node for island in work.layout.islands}):
-        by_node.append(_on_node(work, node))
-    return max(by_node, key=lambda parts: sum(parts.values()))
+    by_role = {name: work.layout.ranks_by_node(work.host(name)) for name in [*work.roles, ENGINE]}
+    # Nodes with equal ranks have equal needs.
+    kinds = dict.fromkeys(tuple(nodes[one.node] for nodes in by_role.values()) for one in work.layout.islands)
+    return max((_on_node(work, dict(zip(by_role, kind, strict=True))) for kind in kinds), key=total)
 
 
-def _on_node(work: Workload, node: int) -> dict[str, float]:
+def _on_node(work: Workload, ranks: Mapping[str, int]) -> dict[str, float]:
+    """Return the host memory of a node with these ranks and engines, by purpose."""
     sleeping, offloaded, average, processes = 0.0, 0.0, 0.0, 0
     for name, role in work.roles.items():
-        fraction, ranks = _ranks_on(work, name, node)
+        fraction = ranks[name] / role.num_ranks
         sleeping += fraction * role.sleeping_bytes if work.models_sleep else 0.0
         offloaded += fraction * role.offloaded_bytes
         # An average is in host memory in float32, in parts of the ranks.
         average += fraction * 4 * role.num_trained if name == "actor" and work.config.setting("enable_ema") else 0.0
-        processes += ranks if work.host(name) == name else 0
-    engines = [seat for seat in work.layout.of(ENGINE) if work.layout.islands[seat.island].node == node]
-    processes += sum(len(seat.gpus) for seat in engines)
+        processes += ranks[name] if work.host(name) == name else 0
+    processes += ranks[ENGINE] * (1 if work.engine is None else work.engine.size)
     found = {
         "processes": processes * _HOST_PROCESS,
         "sleeping roles (pinned)": sleeping,
@@ -172,20 +183,13 @@ def _on_node(work: Workload, node: int) -> dict[str, float]:
     return {name: size for name, size in found.items() if size}
 
 
-def _ranks_on(work: Workload, name: str, node: int) -> tuple[float, int]:
-    """Return the fraction and the number of a role's ranks on a node."""
-    seats = work.layout.of(work.host(name))
-    here = sum(work.layout.islands[seat.island].node == node for seat in seats)
-    return here / max(1, len(seats)), here
-
-
 def sleeping_by_node(work: Workload) -> dict[int, float]:
     """Return the pinned host bytes of sleeping roles by node."""
-    nodes = sorted({island.node for island in work.layout.islands})
-    return {
-        node: sum(_ranks_on(work, name, node)[0] * role.sleeping_bytes for name, role in work.roles.items())
-        for node in nodes
-    }
+    found: dict[int, float] = defaultdict(float)
+    for name, role in work.roles.items():
+        for node, ranks in work.layout.ranks_by_node(work.host(name)).items():
+            found[node] += ranks / role.num_ranks * role.sleeping_bytes
+    return found
 
 
 def disk_bytes(work: Workload) -> dict[str, float]:

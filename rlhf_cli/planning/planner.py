@@ -18,7 +18,7 @@ from rlhf_cli.planning.offline import offline_work
 from rlhf_cli.planning.online import online_work
 from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, fits, gpu_memory, host_memory
 from rlhf_cli.planning.shapes import ModelShape
-from rlhf_cli.planning.times import PhaseTime, phase_times
+from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.planning.workload import Shapes, Workload
 
 _HOUR = 3600
@@ -65,7 +65,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return sum(time.seconds for time in self.times.values())
+        return step_seconds(self.work, self.times)
 
     @property
     def bottleneck(self) -> str:

@@ -5,12 +5,12 @@ H200 trains at 36,679 tokens/s with ZeRO-2, 30,906 with gradient checkpointing a
 are forecasts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.planning.hardware import Hardware
-from rlhf_cli.planning.memory import RoleMemory
+from rlhf_cli.planning.memory import RoleMemory, added
 from rlhf_cli.planning.phases import Batching
 from rlhf_cli.planning.workload import Workload
 
@@ -58,23 +58,22 @@ def phase_times(work: Workload, batching: Batching) -> dict[str, PhaseTime]:
     found: dict[str, PhaseTime] = {}
     if work.engine is not None:
         found["generate"] = _phase(_generation(work))
-    forward = list(_forwards(work, batching))
-    if forward:
-        found["forward"] = _together(work, forward)
+    # The loop calls one model at a time, also where each has its own GPUs.
+    if work.tokens.forward:
+        found["forward"] = _phase(added(*_forwards(work, batching)))
     if work.trained:
-        found["train"] = _together(work, [_training(work, batching, name) for name in work.trained])
+        found["train"] = _phase(added(*(_training(work, batching, name) for name in work.trained)))
     transfer = _transfer(work)
     if any(transfer.values()):
         found["transfer"] = _phase(transfer)
     return found
 
 
-def _together(work: Workload, several: list[Costs]) -> PhaseTime:
-    """Return the time of several roles: in turn on shared GPUs, at the same time on separate ones."""
-    if any(seat.shared for seat in work.layout.seats) or work.hosts.keys() - {work.host(name) for name in work.hosts}:
-        names = dict.fromkeys(name for costs in several for name in costs)
-        return _phase({name: sum(costs.get(name, 0) for costs in several) for name in names})
-    return _phase(max(several, key=lambda costs: sum(costs.values())))
+def step_seconds(work: Workload, times: Mapping[str, PhaseTime]) -> float:
+    """Return the seconds of a step: all phases, or the longer of sampling and training where they run at once."""
+    sampling, transfer = (times[name].seconds if name in times else 0.0 for name in ("generate", "transfer"))
+    training = sum(time.seconds for time in times.values()) - sampling - transfer
+    return transfer + (max(sampling, training) if work.samples_ahead else sampling + training)
 
 
 def _forwards(work: Workload, batching: Batching) -> Iterator[Costs]:

@@ -54,6 +54,7 @@ class Workload:
     - `roles`: models by role; `trained` are those with an optimizer. `hosts`: the role whose ranks hold a model.
     - `longest`: tokens of the longest sequence in a rank's part.
     - `models_sleep`, `engines_sleep`: whether they leave their GPUs when idle.
+    - `samples_ahead`: engines sample for later iterations while the models train.
     - `steps`: steps of the whole run, None if the number of rows is unknown.
     """
 
@@ -67,7 +68,7 @@ class Workload:
     engine: EngineMemory | None = None
     models_sleep: bool = False
     engines_sleep: bool = False
-    offloads_reference: bool = False
+    samples_ahead: bool = False
     reason: str = ""
     steps: int | None = None
 

@@ -115,7 +115,8 @@ def _time_lines(plan: Plan) -> list[str]:
     for name, time in plan.times.items():
         share = f"{100 * time.seconds / plan.seconds:.0f} %"
         lines.append(f"  {name.ljust(10)}{time.seconds:10.1f} s {share.rjust(6)}  {time.limit}")
-    lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s, {plan.tokens_per_second:,.0f} tokens/s")
+    overlap = ", sampling during training" if plan.work.samples_ahead else ""
+    lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s{overlap}, {plan.tokens_per_second:,.0f} tokens/s")
     lines.append(f"Bottleneck: {plan.bottleneck} ({plan.times[plan.bottleneck].limit})")
     steps = plan.work.steps
     if steps is not None:

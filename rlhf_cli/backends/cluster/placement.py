@@ -43,7 +43,11 @@ class Layout:
 
     def of(self, role: str) -> list[Seat]:
         """Return a role's slots in rank order."""
-        return [seat for seat in self.seats if seat.role == role]
+        return self._seats_by_role.get(role, [])
+
+    def ranks_by_node(self, role: str) -> Counter[int]:
+        """Return the number of a role's slots on each node."""
+        return Counter(self.islands[seat.island].node for seat in self.of(role))
 
     def local_size(self, role: str) -> int:
         """Return a role's ranks per node, which is equal on all nodes."""
@@ -53,6 +57,13 @@ class Layout:
     def users(self, island: int, gpu: int) -> list[str]:
         """Return the roles on a GPU."""
         return self._users.get((island, gpu), [])
+
+    @cached_property
+    def _seats_by_role(self) -> dict[str, list[Seat]]:
+        seats: dict[str, list[Seat]] = defaultdict(list)
+        for seat in self.seats:
+            seats[seat.role].append(seat)
+        return seats
 
     @cached_property
     def _users(self) -> dict[tuple[int, int], list[str]]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from plans import LARGE, SMALL, plan_config, plan_of, plans_of
 from rlhf_cli import cli
 from rlhf_cli.commands.plan import PLANNED
 from rlhf_cli.planning.changes import with_values
+from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.runs.plan import DOES_NOT_FIT
 
 MEASURED: dict[int, dict[str, object]] = {
@@ -130,6 +132,36 @@ def test_flags_of_a_change_make_the_command_fit_or_faster(command, given, capsys
         assert found["fits"]
         assert sum(found["seconds"].values()) == pytest.approx(change.plan.seconds, abs=0.01)
         assert not plan.fits or change.plan.seconds < 0.97 * plan.seconds
+
+
+APART = {
+    "num_gpus": 4,
+    "actor_num_gpus_per_node": 1,
+    "critic_num_gpus_per_node": 1,
+    "vllm_num_engines": 1,
+    "colocate_actor_ref": "true",
+}
+
+
+def test_models_compute_one_after_another_on_separate_gpus_too():
+    plan = plan_of("ppo", pretrain=SMALL, **APART)
+    work = replace(plan.work, tokens=replace(plan.work.tokens, forward={}))
+    of_actor = replace(work, roles={name: role for name, role in work.roles.items() if name != "critic"})
+    of_critic = replace(work, roles={"critic": work.roles["critic"]})
+    single = [phase_times(one, plan.batching)["train"].seconds for one in (of_actor, of_critic)]
+    assert plan.times["train"].seconds == pytest.approx(sum(single))
+    assert min(single) > 1
+
+
+def test_with_async_train_the_longer_of_sampling_and_training_counts():
+    times = {"generate": 5.0, "forward": 2.0, "train": 2.0, "transfer": 1.0}
+    phases = {name: PhaseTime(seconds, "compute") for name, seconds in times.items()}
+    work = plan_of("ppo", pretrain=SMALL, **APART).work
+    assert step_seconds(work, phases) == 10
+    assert step_seconds(replace(work, samples_ahead=True), phases) == 6
+    assert plan_of("ppo", pretrain=SMALL, async_train="true", **APART).work.samples_ahead
+    longer = phases | {"train": PhaseTime(4.0, "compute")}
+    assert step_seconds(replace(work, samples_ahead=True), longer) == 7
 
 
 def test_changes_keep_the_rules_of_the_command():
