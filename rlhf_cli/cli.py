@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from rlhf_cli.command_table import COMMANDS, Command
 from rlhf_cli.environment import prepare_environment, rest_collector
-from rlhf_cli.errors import RunError, UsageError, full_memory, listed, memory_sentence, missing_package
+from rlhf_cli.errors import RunError, UsageError, listed, missing_package
 from rlhf_cli.foreign.table import COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
@@ -196,13 +196,16 @@ def _with_trace(run: Callable[..., None], *, checks: bool = True) -> Callable[..
 
     @functools.wraps(run)
     def guarded(config: "CommandConfig") -> None:
+        from rlhf_cli.runs.memory_fixes import with_memory_fixes
+
         prepare_environment()
         try:
-            if checks:
-                from rlhf_cli.runs.early_checks import check_early
+            with with_memory_fixes(config):
+                if checks:
+                    from rlhf_cli.runs.early_checks import check_early
 
-                check_early(config)
-            run(config)
+                    check_early(config)
+                run(config)
         except UsageError:
             raise
         except RunError as error:
@@ -213,10 +216,6 @@ def _with_trace(run: Callable[..., None], *, checks: bool = True) -> Callable[..
         except ModuleNotFoundError as error:
             raise RunError(missing_package(error)) from None
         except Exception as error:
-            kind = full_memory(error)
-            if kind is not None:
-                trace = _write_trace(error, _run_directory(config))
-                raise RunError(f"{memory_sentence(kind, '')} (trace in {trace})") from error
             raise RunError(_unexpected(error, _run_directory(config))) from error
 
     return guarded

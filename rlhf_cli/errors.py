@@ -6,7 +6,9 @@ and the path to the full traceback.
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Literal
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
@@ -25,8 +27,49 @@ class UsageError(ValueError):
     """Invalid setting, file or row. The message names the problem, the place and the fix. Exit status 2."""
 
 
+MemoryKind = Literal["GPU memory", "host memory", "space in /dev/shm"]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Full memory, as part of an error message.
+
+    - `where`: the phase, such as "while training on a pack of 8192 tokens".
+    - `fix`: flags to set, by default a hint for the kind. `from_plan`: whether they come from the plan of the run.
+    - `role`: the role that failed, "engine" for a rollout engine, "" if unknown.
+    - `detail`: the library's message.
+    """
+
+    kind: MemoryKind
+    where: str = ""
+    fix: str | None = None
+    role: str = ""
+    detail: str = ""
+    from_plan: bool = False
+
+    def __str__(self) -> str:
+        return f"out of {self.kind}{self.where and ' '}{self.where}: {self.fix or _FIXES[self.kind]}"
+
+
 class RunError(RuntimeError):
-    """A run failed after it started. The message names the reason and how to continue. Exit status 1."""
+    """A run failed after it started. The message names the reason and how to continue. Exit status 1.
+
+    The message is the concatenation of the arguments. One of them may be a `Shortage`, whose fix is filled in where the
+    plan of the run is known.
+    """
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.args))
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """The full memory that caused the error, if any."""
+        return next((part for part in self.args if isinstance(part, Shortage)), None)
+
+    def explain(self, where: str, fix: str | None) -> None:
+        """Replace place and fix of the shortage by those from the plan."""
+        values = {"where": where, "from_plan": True} | ({"fix": fix} if fix else {})
+        self.args = tuple(replace(part, **values) if isinstance(part, Shortage) else part for part in self.args)  # type: ignore[arg-type]
 
 
 class ProcessDied(RunError):
@@ -43,25 +86,27 @@ class ProcessDied(RunError):
 
 
 class OutOfMemory(RunError):
-    """Out of GPU memory, host memory or /dev/shm. The message names the flag to change."""
+    """Out of GPU memory, host memory or /dev/shm. One part of the message is a `Shortage`."""
 
 
-_SHORTAGES = {
-    "GPU memory": r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|memory for the cache blocks"
-    r"|larger than the available KV cache|less than desired GPU memory utilization",
-    "space in /dev/shm": r"/dev/shm.*No space left|No space left.*/dev/shm|Bus error|SIGBUS|shared memory \(shm\)",
+_SHORTAGES: dict[MemoryKind, str] = {
+    "GPU memory": r"(CUDA|HIP) ([Ee]rror: )?out of memory|Cuda failure.*out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|memory for the cache blocks|larger than the available KV cache|less than desired GPU memory utilization"
+    r"|not enough GPU memory",
+    "space in /dev/shm": r"/dev/shm.*No space left|No space left.*/dev/shm|Bus error|SIGBUS|shared memory \(shm\)"
+    r"|creating shared memory segment",
     "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc",
 }
 """Patterns in out-of-memory messages from libraries, by memory kind. A full /dev/shm kills with SIGBUS."""
 
-_FIXES = {
+_FIXES: dict[MemoryKind, str] = {
     "GPU memory": "lower --train_max_tokens_per_gpu or --vllm_gpu_memory_utilization; docs/howto/debugging.md has more",
     "space in /dev/shm": "remove leftover files from earlier runs, or start the container with a larger --shm-size",
     "host memory": "stop other programs, or use fewer processes or a smaller model; docs/howto/debugging.md has more",
 }
 
 
-def full_memory(error: BaseException | str) -> str | None:
+def full_memory(error: BaseException | str) -> MemoryKind | None:
     """Classify a library's error or message: the kind of memory that is full, or None for other errors."""
     if isinstance(error, BaseException):
         # By class name: importing torch and Ray here would slow down every command.
@@ -73,11 +118,6 @@ def full_memory(error: BaseException | str) -> str | None:
             return "host memory"
     text = str(error)
     return next((kind for kind, pattern in _SHORTAGES.items() if re.search(pattern, text)), None)
-
-
-def memory_sentence(kind: str, where: str, fix: str | None = None) -> str:
-    """Format an out-of-memory message with place and fix."""
-    return f"out of {kind}{where and ' '}{where}: {fix or _FIXES[kind]}"
 
 
 def first_line(error: BaseException) -> str:

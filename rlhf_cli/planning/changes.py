@@ -1,6 +1,6 @@
 """Changes of flags that make a command fit or faster: candidates are planned like the command, the best are kept."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
@@ -42,7 +42,7 @@ def _flag(name: str, value: object) -> str:
     return f"--{name} {shown(value)}"
 
 
-def with_values(config: CommandConfig, values: Values) -> CommandConfig | None:
+def with_values(config: CommandConfig, values: Mapping[str, object]) -> CommandConfig | None:
     """Return the settings with other values, or None if the command rejects them or has none of them."""
     changed = config.updated(values)
     if changed == config:
@@ -60,13 +60,14 @@ def with_values(config: CommandConfig, values: Values) -> CommandConfig | None:
 
 def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Change]:
     """Return the best changes: those that make a command fit, otherwise those that make it faster."""
-    singles = list(_tried(config, plan, planner))
+    hardware = plan.work.hardware
+    singles = list(tried(config, candidates(config, plan), hardware, planner))
     fitting = [one for one in singles if one.plan.fits]
     if plan.fits:
         faster = [one for one in fitting if one.plan.seconds < (1 - _LEAST_SAVED) * plan.seconds]
         return _best(sorted(faster, key=lambda one: one.plan.seconds))
     if fitting:
-        return _best(sorted(fitting, key=lambda one: (_trains_adapter(one), one.plan.seconds)))
+        return _best(sorted(fitting, key=lambda one: (_changes_result(one), one.plan.seconds)))
     found = _combined(config, plan, planner) or _on_more_gpus(config, plan, planner)
     return [] if found is None else [found]
 
@@ -78,25 +79,37 @@ def _best(several: Sequence[Change]) -> list[Change]:
     return [one for one in several if by_settings[tuple(one.values)] is one][:_MOST_SHOWN]
 
 
-def _trains_adapter(change: Change) -> bool:
-    """Return whether a change trains an adapter instead of all weights, which is another result."""
-    return "lora_rank" in change.values
+def _changes_result(change: Change) -> int:
+    """Return how much a change affects the result: 0 only by rounding, 1 other optimizer states, 2 an adapter."""
+    return 2 if "lora_rank" in change.values else int("optim" in change.values)
 
 
 def _combined(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
     """Return changes that together make the command fit, added one by one, or None."""
     values: Values = {}
     for _ in range(_MOST_COMBINED):
-        tried = list(_tried(with_values(config, values) or config, plan, planner))
-        # An adapter only if nothing else helps.
-        helping = [one for one in tried if one.plan.excess < plan.excess]
-        best = min(helping, key=lambda one: (_trains_adapter(one), one.plan.excess, one.plan.seconds), default=None)
+        so_far = with_values(config, values) or config
+        changes = list(tried(so_far, candidates(so_far, plan), plan.work.hardware, planner))
+        # Another optimizer or an adapter only if nothing else helps.
+        helping = [one for one in changes if one.plan.excess < plan.excess]
+        best = min(helping, key=lambda one: (_changes_result(one), one.plan.excess, one.plan.seconds), default=None)
         if best is None:
             return None
         values, plan = values | best.values, best.plan
         if plan.fits:
-            return Change(values, plan)
+            return _needed(Change(values, plan), config, planner)
     return None
+
+
+def _needed(change: Change, config: CommandConfig, planner: Planner) -> Change:
+    """Return a combination that fits without the settings that later ones made unnecessary."""
+    for name in list(change.values):
+        values = {other: value for other, value in change.values.items() if other != name}
+        without = with_values(config, values)
+        plan = None if without is None else planner(without, change.plan.work.hardware)
+        if plan is not None and plan.fits:
+            change = Change(values, plan)
+    return change
 
 
 def _on_more_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
@@ -117,13 +130,14 @@ def _on_more_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change
     return None
 
 
-def _tried(config: CommandConfig, plan: Plan, planner: Planner) -> Iterator[Change]:
-    for values in candidates(config, plan):
+def tried(config: CommandConfig, values_of: Iterable[Values], hardware: Hardware, planner: Planner) -> Iterator[Change]:
+    """Yield the changes that the command accepts, with their plans."""
+    for values in values_of:
         changed = with_values(config, values)
         if changed is None:
             continue
         try:
-            yield Change(values, planner(changed, plan.work.hardware))
+            yield Change(values, planner(changed, hardware))
         except UsageError:
             continue  # the hardware has too few GPUs for it
 
@@ -132,7 +146,7 @@ def candidates(config: CommandConfig, plan: Plan) -> Iterator[Values]:
     """Yield the changes that may help this command."""
     if plan.work.trained:
         yield from _of_batches(plan)
-        yield from _of_states(config)
+        yield from _of_states(config, plan)
         yield from _of_frozen_models(plan)
         yield from _of_ranks(config, plan)
         if not plan.fits:
@@ -155,8 +169,9 @@ def _sizes(tokens: int, longest: int) -> Sequence[int]:
     return [size for size in (2 * tokens, tokens // 2, tokens // 4) if longest <= size <= 65_536]
 
 
-def _of_states(config: CommandConfig) -> Iterator[Values]:
-    for stage in {2, 3} - {config.setting("zero_stage")}:
+def _of_states(config: CommandConfig, plan: Plan) -> Iterator[Values]:
+    # On a CPU, DeepSpeed keeps more copies of all weights at higher stages.
+    for stage in ({0} if plan.work.hardware.is_cpu else {2, 3}) - {config.setting("zero_stage")}:
         yield {"zero_stage": stage}
     yield {"adam_offload": not config.setting("adam_offload")}
     if config.setting("optim") == "adamw":
@@ -171,6 +186,9 @@ def _of_adapters(config: CommandConfig) -> Iterator[Values]:
 
 
 def _of_ranks(config: CommandConfig, plan: Plan) -> Iterator[Values]:
+    processes = config.setting("num_processes")
+    if plan.work.hardware.is_cpu and not plan.fits and processes is not None and processes > 1:
+        yield {"num_processes": processes // 2}
     size = 2 * config.setting("sequence_parallel_size")
     if all(role.num_ranks % size == 0 for role in plan.work.roles.values()):
         yield {"sequence_parallel_size": size}

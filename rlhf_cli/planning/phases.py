@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.config.train import DEFAULT_TOKENS
-from rlhf_cli.planning.memory import USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
+from rlhf_cli.planning.memory import Fit, Parts, RoleMemory, added, fit_to_memory, total
 from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
@@ -61,20 +61,20 @@ def _fit_of(work: Workload, name: str) -> Fit:
     max_tokens = work.config.setting("train_max_tokens_per_gpu")
     # The least that awake neighbors keep: with gradient checkpointing, and micro-batches of the same size.
     assumed = Batching(True, max_tokens or DEFAULT_TOKENS)
-    others = sum(total(_beside(work, assumed, name, other)) for other in _neighbors(work, name) if other != name)
     return fit_to_memory(
         work.roles[name],
-        room=work.hardware.memory - others,
+        room=work.hardware.memory - sum(neighbors(work, assumed, name).values()),
         needed_tokens=work.longest,
         recomputes=work.config.setting("gradient_checkpointing"),
         max_tokens=max_tokens,
     )
 
 
-def _neighbors(work: Workload, name: str) -> list[str]:
-    """Return all roles on the GPU of a role's first rank."""
+def neighbors(work: Workload, batching: Batching, name: str) -> dict[str, float]:
+    """Return the bytes of other roles and engines on the GPU of a role's first rank, while the role computes."""
     seat = work.layout.of(name)[0]
-    return _roles_on(work, work.layout.users(seat.island, seat.gpus[0]))
+    users = _roles_on(work, work.layout.users(seat.island, seat.gpus[0]))
+    return {other: total(_beside(work, batching, name, other)) for other in users if other != name}
 
 
 def _roles_on(work: Workload, users: Sequence[str]) -> list[str]:
@@ -201,12 +201,3 @@ def disk_bytes(work: Workload) -> dict[str, float]:
     kept = config.setting("max_ckpt_num") + 1 if config.setting("save_steps") > 0 else 1
     title = f"{kept} checkpoints" if kept > 1 else "a checkpoint"
     return {"model": float(role.num_trained * role.value_bytes), title: kept * size}
-
-
-def fits(work: Workload, gpus: Sequence[GpuMemory], host: dict[str, float]) -> bool:
-    """Return whether all phases fit in the GPUs, the engine can hold a sequence, and the hosts have enough memory."""
-    limit = USABLE * work.hardware.memory
-    on_gpu = all(gpu.peak <= limit for gpu in gpus)
-    # Host memory of other machines is unknown.
-    has_host = work.hardware.host_memory is None or sum(host.values()) <= work.hardware.host_memory
-    return on_gpu and has_host and (work.engine is None or work.engine.fits)

@@ -1,7 +1,7 @@
 """A plan: placement, memory, time and price of a command on hardware, before anything is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from rlhf_cli.backends.cluster.placement import Layout, describe
@@ -16,11 +16,13 @@ from rlhf_cli.planning.inference import inference_work
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.offline import offline_work
 from rlhf_cli.planning.online import online_work
-from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, fits, gpu_memory, host_memory
+from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, gpu_memory, host_memory
 from rlhf_cli.planning.shapes import ModelShape
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.planning.workload import Shapes, Workload
 
+HOST = "host"
+"""Name of host memory among the phases that have a limit."""
 _HOUR = 3600
 
 
@@ -30,6 +32,7 @@ class Plan:
 
     - `gpus`: equal GPUs together. `host`, `disk`: bytes by purpose, on the fullest node and in the run directory.
     - `price_per_gpu_hour`: None if unknown.
+    - `limits`: bytes that a phase may use on a GPU, and `HOST` on a host, by default what the hardware has.
     """
 
     work: Workload
@@ -39,28 +42,41 @@ class Plan:
     disk: dict[str, float]
     times: dict[str, PhaseTime]
     price_per_gpu_hour: float | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """Whether the command fits the hardware."""
-        return fits(self.work, self.gpus, self.host)
+        """Whether all phases fit in the GPUs, the engine holds a sequence, and the hosts have enough memory."""
+        return self.excess == 0
 
     @property
     def excess(self) -> float:
         """How much memory is missing, as a fraction of what exists; 0 if the command fits."""
-        limit = USABLE * self.work.hardware.memory
-        found = sum(max(0.0, gpu.peak / limit - 1) for gpu in self.gpus)
-        if self.work.hardware.host_memory is not None:
-            found += max(0.0, sum(self.host.values()) / self.work.hardware.host_memory - 1)
+        found = sum(max(0.0, *self._excesses(gpu)) for gpu in self.gpus)
+        # Host memory of other machines is unknown.
+        host_limit = self.limits.get(HOST, self.work.hardware.host_memory)
+        if host_limit is not None:
+            found += max(0.0, self.peak_in(HOST) / host_limit - 1)
         engine = self.work.engine
         if engine is not None and not engine.fits:
             found += 1 - engine.cache / (engine.max_len * engine.token_bytes)
         return found
 
+    def _excesses(self, gpu: GpuMemory) -> list[float]:
+        """Return what each phase misses on a GPU, as a fraction of what it may use; negative if it fits."""
+        limit = USABLE * self.work.hardware.memory
+        return [total(parts) / self.limits.get(phase, limit) - 1 for phase, parts in gpu.phases.items()] or [0.0]
+
     @property
     def peak(self) -> float:
         """Bytes on the fullest GPU."""
         return max(gpu.peak for gpu in self.gpus)
+
+    def peak_in(self, phase: str) -> float:
+        """Return the bytes on the fullest GPU in a phase, or on the fullest host for `HOST`."""
+        if phase == HOST:
+            return sum(self.host.values())
+        return max((total(gpu.phases[phase]) for gpu in self.gpus if phase in gpu.phases), default=0.0)
 
     @property
     def seconds(self) -> float:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf_cli.backends.cluster.placement import Layout, Seat, on_nodes
 from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.process.signals import children_apart
-from rlhf_cli.errors import RunError, UsageError, first_line, full_memory, memory_sentence
+from rlhf_cli.errors import RunError, Shortage, UsageError, first_line, full_memory
 
 _RESERVE_SECONDS = 120
 _START_TRIES = 2
@@ -47,13 +47,15 @@ def may_have_gpus() -> bool:
     return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
 
 
-def death_reason(error: Exception) -> str:
-    """Describe why a process died: full memory, or the first line of Ray's error."""
+def death_reason(error: Exception, role: str) -> str | Shortage:
+    """Describe why a process of a role died: full memory, or the first line of Ray's error."""
+    if isinstance(error, RunError) and error.shortage is not None:
+        return error.shortage
     kind = full_memory(error)
     # If the kernel has killed a process for memory, Ray reports only that the process is gone.
     if kind is None and isinstance(error, PROCESS_DEATHS) and kernel_has_killed():
         kind = "host memory"
-    return first_line(error) if kind is None else memory_sentence(kind, "")
+    return first_line(error) if kind is None else Shortage(kind, role=role)
 
 
 @dataclass(frozen=True)

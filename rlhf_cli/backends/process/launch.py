@@ -16,7 +16,7 @@ import psutil
 from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.process.signals import INTERRUPTED, stop_signals
 from rlhf_cli.backends.training.distributed_env import free_port
-from rlhf_cli.errors import OutOfMemory, UsageError, memory_sentence
+from rlhf_cli.errors import OutOfMemory, Shortage, UsageError
 
 _GRACE_SECONDS = 5
 _LOOK_SECONDS = 1.0
@@ -65,9 +65,9 @@ def check_killed(status: int, *, for_memory: bool) -> None:
     # DeepSpeed's launcher exits with the rank's return code, which is minus the signal number. The operating system
     # keeps only the lowest byte.
     if status % 256 == -signal.SIGKILL % 256 and for_memory:
-        raise OutOfMemory(memory_sentence("host memory", "on this machine: the kernel has killed a rank"))
+        raise OutOfMemory(Shortage("host memory", "on this machine, where the kernel has killed a rank"))
     if status % 256 == -signal.SIGBUS % 256:
-        raise OutOfMemory(memory_sentence("space in /dev/shm", "in a rank"))
+        raise OutOfMemory(Shortage("space in /dev/shm", "in a rank"))
 
 
 def _wait(launcher: subprocess.Popen[bytes]) -> int | None:

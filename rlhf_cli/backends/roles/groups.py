@@ -5,6 +5,7 @@ Sequences are sent to the ranks as micro-batches (planner.py).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -24,10 +25,11 @@ from rlhf_cli.errors import (
     OutOfMemory,
     ProcessDied,
     RunError,
+    Shortage,
     UsageError,
     first_line,
     full_memory,
-    memory_sentence,
+    one_line,
 )
 from rlhf_cli.models.reward_model import ScoreStatistics
 
@@ -146,19 +148,19 @@ class WorkerGroup(Generic[_HeldT]):
         return self._log_dir / f"{self.role}-{rank}.log"
 
     def _death(self, rank: int, error: Exception) -> ProcessDied:
-        return ProcessDied(f"{self.role} rank {rank} died ({death_reason(error)}); its log is {self._log_file(rank)}")
+        reason = death_reason(error, self.role)
+        return ProcessDied(f"{self.role} rank {rank} died (", reason, f"); its log is {self._log_file(rank)}")
 
     def _failure(self, rank: int, error: RayTaskError) -> Exception:
-        if isinstance(error.cause, OutOfMemory):
-            return OutOfMemory(f"{self.role} rank {rank}: {error.cause}; its log is {self._log_file(rank)}")
+        where, log_file = f"{self.role} rank {rank}: ", f"; its log is {self._log_file(rank)}"
+        if isinstance(error.cause, OutOfMemory) and error.cause.shortage is not None:
+            return OutOfMemory(where, replace(error.cause.shortage, role=self.role), log_file)
         if isinstance(error.cause, UsageError | RunError):
             return error.cause
         with self._log_file(rank).open("a") as log:
             log.write(f"{error}\n")
         if (kind := full_memory(error.cause)) is not None:
-            return OutOfMemory(
-                f"{self.role} rank {rank}: {memory_sentence(kind, '')}; its log is {self._log_file(rank)}"
-            )
+            return OutOfMemory(where, Shortage(kind, role=self.role, detail=one_line(error.cause)), log_file)
         reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self._log_file(rank)}")
 

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayTaskError
 
-from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
+from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS
 from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.serialization import PickledCall
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
+from rlhf_cli.backends.rollout.engine_failures import cause_of, get_all, reason_of
 from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.rollout.engine_shares import Listening, SharedBatch, balanced_shares, same_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
@@ -46,7 +47,7 @@ class _CallWorkers:
     def __call__(self, call: HostCall, given: Sequence[object]) -> None:
         """Run `call(host, value)` on each engine with the matching value, and wait for all."""
         pairs = zip(self.workers, given, strict=True)
-        _get_all([worker.call.remote(call, value) for worker, value in pairs])
+        get_all([worker.call.remote(call, value) for worker, value in pairs])
 
 
 class EngineGroup:
@@ -99,10 +100,9 @@ class EngineGroup:
             try:
                 ray.get(building)
             except RayTaskError as error:
-                # UsageError and RunError are a ValueError and a RuntimeError. Raise them without Ray's traceback.
-                raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
+                raise cause_of(error) from error
             except PROCESS_DEATHS as error:
-                raise RunError(f"rollout engine {number} died during startup ({_reason(error)})") from error
+                raise RunError(f"rollout engine {number} died during startup (", reason_of(error), ")") from error
 
     def connect(self, actor: SampledRole) -> None:
         """Connect the engines to the actor for weight pushes. Call it after both are built, and after every restart."""
@@ -395,8 +395,9 @@ class EngineGroup:
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise ProcessDied(
-                f"rollout engines died {self._restarts} times in this run, most recently engine {number} "
-                f"({_reason(error)})"
+                f"rollout engines died {self._restarts} times in this run, most recently engine {number} (",
+                reason_of(error),
+                ")",
             )
         # The Ray worker may be alive even though vLLM's engine core died; it must release the GPU and its memory.
         ray.kill(self._workers[number])
@@ -404,29 +405,17 @@ class EngineGroup:
         try:
             ray.get(building)
         except (*PROCESS_DEATHS, RayTaskError) as again:
-            raise ProcessDied(f"rollout engine {number} died and could not be restarted ({_reason(again)})") from again
+            raise ProcessDied(
+                f"rollout engine {number} died and could not be restarted (", reason_of(again), ")"
+            ) from again
 
     def _all(self, call: _EngineCall[Result]) -> list[Result]:
         return self._each(range(len(self._workers)), call)
 
     def _each(self, numbers: Iterable[int], call: _EngineCall[Result]) -> list[Result]:
         pickled = PickledCall(call)
-        return _get_all([self._workers[number].call.remote(pickled) for number in numbers])
+        return get_all([self._workers[number].call.remote(pickled) for number in numbers])
 
     def _call(self, number: int, call: _EngineCall[object]) -> object:
         """Start a Ray call on an engine's host. `call` must refer only to picklable local values, not to `self`."""
         return self._workers[number].call.remote(call)
-
-
-def _reason(error: Exception) -> str:
-    """Shorten Ray's error to one line. The full text is a traceback through several processes."""
-    return death_reason(error.cause if isinstance(error, RayTaskError) else error)
-
-
-def _get_all(calls: list[object]) -> list[Any]:
-    try:
-        return list(ray.get(calls))
-    except RayTaskError as error:
-        raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
-    except PROCESS_DEATHS as error:
-        raise ProcessDied(f"a rollout engine died ({_reason(error)})") from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.rollout.engine import (
     Arrivals,
@@ -28,7 +29,7 @@ from rlhf_cli.backends.rollout.vllm_batch import VllmBatch
 from rlhf_cli.backends.rollout.vllm_start import engine_environment, log_since, log_size, started
 from rlhf_cli.backends.weight_sync.adapter_push import read_adapter, written_adapter
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import RunError, full_memory, memory_sentence
+from rlhf_cli.errors import MemoryKind, OutOfMemory, RunError, Shortage, full_memory, one_line
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -214,7 +215,7 @@ class VllmEngine:
         """Wake "weights", "kv_cache" or, by default, both. After level 2, push weights before generating."""
         async with self._lock:
             self._all_asleep = False
-            await self._while_alive(self._llm.wake_up(tags))
+            await self._control(self._llm.wake_up(tags))
             self._asleep = await self._while_alive(self._llm.is_sleeping())
 
     async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
@@ -329,13 +330,14 @@ class VllmEngine:
             raise
         # vLLM forwards a worker's exception only as text in another exception.
         except Exception as error:
+            if (kind := full_memory(error)) is not None:
+                raise OutOfMemory(_shortage(kind, detail=one_line(error))) from error
             raise RunError(_worker_message(error)) from error
 
-    def _last_words(self) -> str:
-        """Return the error message for a dead engine, with the cause if memory was full."""
+    def _last_words(self) -> str | Shortage:
+        """Return the error message for a dead engine, or what memory was full."""
         kind = full_memory(log_since(self._log_begin)) or ("host memory" if kernel_has_killed() else None)
-        fix = "lower --vllm_gpu_memory_utilization, or set --vllm_args '{\"max_num_seqs\": 64}'"
-        return _DEAD if kind is None else memory_sentence(kind, "in vLLM", fix if kind == "GPU memory" else None)
+        return _DEAD if kind is None else _shortage(kind)
 
     async def _while_alive(self, call: Awaitable[Result]) -> Result:
         """Await a call. Raises EngineDead if the engine dies meanwhile."""
@@ -355,6 +357,11 @@ class VllmEngine:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
+
+
+def _shortage(kind: MemoryKind, *, detail: str = "") -> Shortage:
+    fix = "lower --vllm_gpu_memory_utilization, or set --vllm_args '{\"max_num_seqs\": 64}'"
+    return Shortage(kind, "in vLLM", fix if kind == "GPU memory" else None, role=ENGINE, detail=detail)
 
 
 def _worker_message(error: Exception) -> str:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
 from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, keeps_states
 from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.environment import SPIN_COUNT
-from rlhf_cli.errors import OutOfMemory, RunError, UsageError, first_line, full_memory, memory_sentence
+from rlhf_cli.errors import OutOfMemory, RunError, Shortage, UsageError, first_line, full_memory
 from rlhf_cli.models.cost import head_size, layer_configs
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.weight_files import open_weights
@@ -91,9 +92,8 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     except Exception as error:
         log = log_since(begin)
         if (kind := full_memory(f"{error} {log}")) is not None:
-            raise OutOfMemory(
-                memory_sentence(kind, f"while vLLM started with {model_path}", _memory_fix(kind, settings))
-            ) from error
+            where, fix = f"while vLLM started with {model_path}", _memory_fix(kind, settings)
+            raise OutOfMemory(Shortage(kind, where, fix, role=ENGINE, detail=start_failure(error, log))) from error
         raise RunError(
             f"vLLM could not be started with {model_path} ({start_failure(error, log)}); "
             "see the engine's log for the cause, or use --rollout_backend transformers"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_cli.errors import OutOfMemory, full_memory, memory_sentence
+from rlhf_cli.errors import OutOfMemory, Shortage, full_memory, one_line
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def named_shortage(phase: str, module: nn.Module, micro_batch: Any) -> Iterator[
         if kind == "GPU memory":
             fix = _of_states() if micro_batch is None else _of_pack(module, micro_batch, trains=phase == "training")
         where = f"while {phase}" + ("" if micro_batch is None else f" on a pack of {_num_tokens(micro_batch)} tokens")
-        raise OutOfMemory(memory_sentence(kind, where, fix)) from error
+        raise OutOfMemory(Shortage(kind, where, fix, detail=one_line(error))) from error
 
 
 def peak_gpu_memory() -> dict[str, float]:

@@ -26,6 +26,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.memory import online_workload, sleep_memory_fact
+from rlhf_cli.runs.memory_fixes import with_memory_fixes
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.evaluation import best_facts, evaluation_task, forget_later_best, make_evaluator
@@ -82,6 +83,8 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), _STOP))
         is_busy = load_notice()  # measured before Ray adds to the load
         run, where = _reserve(run, stack)
+        # The plan of an error needs the sizes that were chosen for this cluster.
+        stack.enter_context(with_memory_fixes(run.config, where.cluster.node_gpus if where.cluster.has_gpus else ()))
         hints = [] if where.cluster.has_gpus else [*is_busy, *crowd_notice(where.layout, where.cluster.num_cpus)]
         for line in [*notices(run), *hints, f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
@@ -152,7 +155,7 @@ def _build(run: OnlineRun, where: Processes) -> OnlineRoles:
             # The run directory may contain checkpoints from an earlier run, so restarting from the last one would be
             # wrong.
             raise
-        raise RunError(death.message) from death
+        raise RunError(*death.args) from death
 
 
 def _placement(run: OnlineRun, where: Processes) -> str:

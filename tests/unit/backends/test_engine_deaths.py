@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from remote_calls import FakeCall, FakeRay, recorded
 from tiny_vision import save_tiny_vision
 
-from rlhf_cli.backends.rollout import engine_group
+from rlhf_cli.backends.rollout import engine_failures, engine_group
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import EngineHost, make_engine
@@ -71,7 +71,8 @@ class Actor:
 
 
 def test_an_engine_that_dies_at_prompts_with_pictures_is_replaced_and_answers_as_an_unharmed_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_group, "ray", FakeRay())
+    for module in (engine_group, engine_failures):
+        monkeypatch.setattr(module, "ray", FakeRay())
     folder, trainer = save_tiny_vision("qwen2_5_vl", tmp_path), trainer_of(tmp_path)
     change_tower(trainer)
 

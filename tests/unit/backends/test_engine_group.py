@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError
 from remote_calls import FakeCall, FakeRay, recorded
 
-from rlhf_cli.backends.rollout import engine_group
+from rlhf_cli.backends.rollout import engine_failures, engine_group
 from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.backends.rollout.engine_group import EngineGroup, balanced_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
@@ -138,7 +138,8 @@ class FakeActor:
 
 @pytest.fixture(autouse=True)
 def fake_ray(monkeypatch):
-    monkeypatch.setattr(engine_group, "ray", FakeRay())
+    for module in (engine_group, engine_failures):
+        monkeypatch.setattr(module, "ray", FakeRay())
 
 
 def make_group(backend, *, takes_turns, dying, **options):

@@ -1,19 +1,24 @@
 """Out-of-memory errors of all sources are recognised."""
 
+import pickle
+
 import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from torch import nn
 
+from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.cluster.ray_cluster import death_reason
 from rlhf_cli.backends.process.killed import num_killed
 from rlhf_cli.backends.process.launch import check_killed
-from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine import EngineDead, EngineSettings
+from rlhf_cli.backends.rollout.engine_failures import cause_of, reason_of
 from rlhf_cli.backends.rollout.vllm_start import _memory_fix, start_failure
 from rlhf_cli.backends.training.memory import named_shortage
 from rlhf_cli.data.packing.packs import TokenSequence, pack
-from rlhf_cli.errors import OutOfMemory, full_memory
+from rlhf_cli.errors import OutOfMemory, RunError, Shortage, full_memory
 
 CUDA = "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 23.52 GiB of which 1.1 GiB is"
 RAY = "Task was killed due to the node running low on memory.\nMemory on the node was 22.90GB / 24.00GB (0.954)"
@@ -30,6 +35,11 @@ RAY = "Task was killed due to the node running low on memory.\nMemory on the nod
         (ValueError("4.0 GiB KV cache is needed, which is larger than the available KV cache memory"), "GPU memory"),
         (ValueError("Free memory on device (9.1/23.5 GiB) on startup is less than desired GPU memory utilization"),
          "GPU memory"),
+        (RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62"), "GPU memory"),
+        (RuntimeError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), "GPU memory"),
+        (RuntimeError("Error while creating shared memory segment /dev/shm/nccl-aBc (size 9637888)"),
+         "space in /dev/shm"),
+        (RuntimeError("std::bad_alloc"), "host memory"),
         (ray.exceptions.OutOfMemoryError(RAY), "host memory"),
         (MemoryError(), "host memory"),
         (OSError(12, "Cannot allocate memory"), "host memory"),
@@ -86,7 +96,25 @@ def test_other_errors_of_a_step_stay_what_they_are():
 
 
 def test_a_process_that_rays_monitor_ended_has_died_of_memory():
-    assert death_reason(ray.exceptions.OutOfMemoryError(RAY)).startswith("out of host memory: stop other programs")
+    reason = death_reason(ray.exceptions.OutOfMemoryError(RAY), "critic")
+    assert reason == Shortage("host memory", role="critic")
+    assert str(reason).startswith("out of host memory: stop other programs")
+
+
+def test_an_engine_that_died_of_memory_says_so_through_ray():
+    died = EngineDead(Shortage("GPU memory", "in vLLM", "set less", role=ENGINE))
+    assert reason_of(died) == died.shortage
+    assert cause_of(RayTaskError("generate", "", died)) is died
+    (raised,) = (cause_of(RayTaskError("wake", "", torch.OutOfMemoryError(CUDA))),)
+    assert str(raised).startswith("out of GPU memory in a rollout engine: ")
+
+
+def test_a_shortage_keeps_its_parts_in_another_process_until_the_plan_explains_it():
+    error = pickle.loads(pickle.dumps(OutOfMemory("rank 0: ", Shortage("host memory", "there", role="actor"), "; log")))
+    assert error.shortage.role == "actor"
+    error.explain("there, sharing it", "set --flag")
+    assert str(error) == "rank 0: out of host memory there, sharing it: set --flag; log"
+    assert str(RunError("plain")) == "plain"
 
 
 def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():
@@ -98,7 +126,7 @@ def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person_killed():
-    with pytest.raises(OutOfMemory, match="out of host memory on this machine: the kernel has killed a rank"):
+    with pytest.raises(OutOfMemory, match="out of host memory on this machine, where the kernel has killed a rank"):
         check_killed(247, for_memory=True)
     with pytest.raises(OutOfMemory, match="out of space in /dev/shm in a rank: remove leftover files"):
         check_killed(249, for_memory=False)
