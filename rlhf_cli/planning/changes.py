@@ -131,15 +131,34 @@ def _on_more_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change
 
 
 def tried(config: CommandConfig, values_of: Iterable[Values], hardware: Hardware, planner: Planner) -> Iterator[Change]:
-    """Yield the changes that the command accepts, with their plans."""
+    """Yield the changes that the command accepts, with their plans, without settings that have no effect on them."""
     for values in values_of:
-        changed = with_values(config, values)
-        if changed is None:
-            continue
-        try:
-            yield Change(values, planner(changed, hardware))
-        except UsageError:
-            continue  # the hardware has too few GPUs for it
+        change = _change(config, values, hardware, planner)
+        if change is not None:
+            yield _without_redundant(config, change, planner)
+
+
+def _change(config: CommandConfig, values: Values, hardware: Hardware, planner: Planner) -> Change | None:
+    """Plan a change, None if it changes nothing, is rejected by the command, or needs more GPUs than there are."""
+    changed = with_values(config, values)
+    try:
+        return None if changed is None else Change(values, planner(changed, hardware))
+    except UsageError:
+        return None
+
+
+def _without_redundant(config: CommandConfig, change: Change, planner: Planner) -> Change:
+    """Return the change without settings that do not affect its plan."""
+    for name in change.values:
+        rest = {other: value for other, value in change.values.items() if other != name}
+        fewer = _change(config, rest, change.plan.work.hardware, planner) if rest else None
+        if fewer is not None and _result(fewer.plan) == _result(change.plan):
+            change = fewer
+    return change
+
+
+def _result(plan: Plan) -> tuple[bool, float, float, float]:
+    return plan.fits, plan.peak, plan.seconds, sum(plan.host.values())
 
 
 def candidates(config: CommandConfig, plan: Plan) -> Iterator[Values]:

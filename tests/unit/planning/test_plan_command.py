@@ -164,6 +164,13 @@ def test_with_async_train_the_longer_of_sampling_and_training_counts():
     assert step_seconds(replace(work, samples_ahead=True), longer) == 7
 
 
+def test_a_change_has_no_setting_without_an_effect():
+    plan, changes = plans_of("sft", pretrain="Qwen/Qwen2.5-0.5B", gpu="h200")
+    assert not plan.batching.recomputes
+    # Doubles the tokens per micro-batch; checkpointing is off already.
+    assert [one.flags for one in changes] == [f"--train_max_tokens_per_gpu {2 * plan.batching.max_tokens}"]
+
+
 def test_changes_keep_the_rules_of_the_command():
     config = plan_config("sft", zero_stage=3)
     assert with_values(config, {"zero_stage": 2, "param_offload": True}) is None
