@@ -78,6 +78,12 @@ def dtype_of_processor(description: str) -> tuple[Literal["bf16", "fp32"], str]:
     return "bf16", f"this CPU has fast bf16 instructions ({extension})"
 
 
+def processor_name() -> str:
+    """Return the model name of this machine's CPU; empty if the system does not report it."""
+    lines = (line.partition(":") for line in _processor().splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+
+
 def _processor() -> str:
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -40,6 +40,8 @@ class PlanConfig(SettingsGroup):
     """Mean tokens per sampled response. Default: half of max_new_tokens."""
     num_rows: int | None = Field(None, gt=0)
     """Rows or prompts in the data, to plan the whole run. Default: one step."""
+    calibration: bool = True
+    """Scale times by those that earlier runs of the same kind measured on this machine."""
     as_json: bool = Field(False, alias="json")
     """Print the plan as a JSON object."""
 

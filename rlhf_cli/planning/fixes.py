@@ -53,7 +53,7 @@ def explained(
 
 
 def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner) -> str | None:
-    """Return the best change that saves what was missing."""
+    """Return the best change that saves the missing memory."""
     limits = _limits(shortage, plan)
 
     def limited(changed: CommandConfig, hardware: Hardware) -> Plan:
@@ -81,7 +81,7 @@ def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner
 def _limits(shortage: Shortage, plan: Plan) -> dict[str, float]:
     """Return the bytes that the phases of a shortage may use.
 
-    The plan may have found enough memory where there was too little, so what was missing must be saved.
+    The plan may have found enough memory where there was too little, so the missing memory must be saved.
     """
     missing = max(0.0, size_in(shortage.detail, _TRIED) - size_in(shortage.detail, _FREE))
     hardware = plan.work.hardware
@@ -151,7 +151,7 @@ def _larger_shm(plan: Plan) -> str | None:
     sizes = shared_memory(plan.work)
     if not sizes:
         return None
-    # A quarter more, for what is not in the plan.
+    # A quarter more, for needs outside the plan.
     gib = max(1, ceil(1.25 * sum(sizes.values()) / GIB))
     parts = listed(f"{name} {size / GIB:.1f} GiB" for name, size in sizes.items())
     return f"start the container with --shm-size {gib}g ({parts} planned), or remove files that earlier runs left there"

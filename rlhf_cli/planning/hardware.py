@@ -9,6 +9,7 @@ import psutil
 
 from rlhf_cli.backends.doctor.gpus import Gpu, gpus
 from rlhf_cli.config.plan import GpuName, PlanConfig
+from rlhf_cli.environment import processor_name
 from rlhf_cli.errors import UsageError
 
 GIB = 2**30
@@ -129,7 +130,9 @@ def this_cpu() -> Hardware:
     memory = float(psutil.virtual_memory().total)
     flops, bandwidth = _measured_speed()
     link = bandwidth / 4  # a copy between processes reads and writes twice
-    return Hardware("CPU", memory, flops, bandwidth, link, link, link, cores, 1, memory, is_cpu=True)
+    return Hardware(
+        processor_name() or "CPU", memory, flops, bandwidth, link, link, link, cores, 1, memory, is_cpu=True
+    )
 
 
 def _measured_speed() -> tuple[float, float]:

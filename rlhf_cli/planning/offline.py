@@ -48,7 +48,7 @@ def offline_work(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, sh
         for rank in range(num_ranks)
     ]
     rows = config.batch.train_batch_size
-    sequences = 2 if config.command in ("dpo", "rm") else 1
+    sequences = sequences_per_row(config)
     length = plan.row_tokens or config.data.max_len / 2
     tokens = rows * sequences * length
     steps = None if plan.num_rows is None else -(-plan.num_rows // rows) * config.batch.max_epochs
@@ -64,6 +64,11 @@ def offline_work(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, sh
         steps=steps,
         hosts=dict.fromkeys(frozen, MODEL),
     )
+
+
+def sequences_per_row(config: OfflineConfig) -> int:
+    """Return the sequences in a row of the data: two in a pair of responses."""
+    return 2 if config.command in ("dpo", "rm") else 1
 
 
 def _offline_frozen(config: OfflineConfig) -> dict[str, tuple[str, DeepSpeedConfig]]:

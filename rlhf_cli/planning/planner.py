@@ -28,11 +28,12 @@ _HOUR = 3600
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command needs, by GPU and phase. All times are forecasts of one step (online: one iteration).
+    """Needs of a command, by GPU and phase. All times are forecasts of one step (online: one iteration).
 
     - `gpus`: equal GPUs together. `host`, `disk`: bytes by purpose, on the fullest node and in the run directory.
     - `price_per_gpu_hour`: None if unknown.
-    - `limits`: bytes that a phase may use on a GPU, and `HOST` on a host, by default what the hardware has.
+    - `limits`: bytes that a phase may use on a GPU, and `HOST` on a host, by default those of the hardware.
+    - `num_calibrating`: number of earlier runs whose measured times scale `times`.
     """
 
     work: Workload
@@ -43,6 +44,7 @@ class Plan:
     times: dict[str, PhaseTime]
     price_per_gpu_hour: float | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
+    num_calibrating: int = 0
 
     @property
     def fits(self) -> bool:
@@ -63,7 +65,7 @@ class Plan:
         return found
 
     def _excesses(self, gpu: GpuMemory) -> list[float]:
-        """Return what each phase misses on a GPU, as a fraction of what it may use; negative if it fits."""
+        """Return what each phase misses on a GPU, as a fraction of its limit; negative if it fits."""
         limit = USABLE * self.work.hardware.memory
         return [total(parts) / self.limits.get(phase, limit) - 1 for phase, parts in gpu.phases.items()] or [0.0]
 
@@ -131,6 +133,7 @@ class Plan:
             },
             "host_memory_gib": _in_gib(self.host),
             "disk_gib": _in_gib(self.disk),
+            "calibrated_by": self.num_calibrating,
             "seconds": {name: round(time.seconds, 3) for name, time in self.times.items()},
             "limits": {name: time.limit for name, time in self.times.items()},
             "bottleneck": self.bottleneck,

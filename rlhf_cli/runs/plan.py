@@ -8,6 +8,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.plan import plan_settings
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.planning.calibration import calibrated, calibration_file, read_runs
 from rlhf_cli.planning.changes import Change, Planner, best_changes
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware, hardware_of
@@ -41,12 +42,14 @@ def plan_with_changes(config: CommandConfig, settings: PlanConfig) -> tuple[Plan
 
 
 def planner_of(config: CommandConfig, settings: PlanConfig) -> Planner:
-    """Return a function that plans this command with other settings or hardware. Each model is read once."""
+    """Return a function that plans this command with other settings or hardware. Each file is read once."""
     shapes = shapes_of(config)
+    runs = read_runs(calibration_file()) if settings.calibration else []
     has_critic = isinstance(config, OnlineConfig) and ESTIMATORS[config.estimator].critic
 
     def planner(changed: CommandConfig, hardware: Hardware) -> Plan:
-        return make_plan(changed, settings, hardware, has_critic=has_critic, shapes=shapes)
+        plan = make_plan(changed, settings, hardware, has_critic=has_critic, shapes=shapes)
+        return calibrated(plan, runs)
 
     return planner
 
@@ -111,7 +114,7 @@ def _sizes(title: str, sizes: dict[str, float]) -> list[str]:
 
 def _time_lines(plan: Plan) -> list[str]:
     unit = "iteration" if plan.work.engine is not None else "step"
-    lines = [f"Time per {unit} (forecast)"]
+    lines = [f"Time per {unit} ({_how(plan)})"]
     for name, time in plan.times.items():
         share = f"{100 * time.seconds / plan.seconds:.0f} %"
         lines.append(f"  {name.ljust(10)}{time.seconds:10.1f} s {share.rjust(6)}  {time.limit}")
@@ -125,6 +128,12 @@ def _time_lines(plan: Plan) -> list[str]:
         whole = "" if steps is None else f", {steps * plan.price:,.2f} for the run"
         lines.append(f"Price: {plan.price:,.4g} per {unit}{whole}")
     return [*lines, ""]
+
+
+def _how(plan: Plan) -> str:
+    """Describe how the times were forecast."""
+    count = plan.num_calibrating
+    return "forecast" + (f", calibrated by {count} run{'s' if count > 1 else ''} on this machine" if count else "")
 
 
 def _change_lines(plan: Plan, changes: list[Change]) -> list[str]:

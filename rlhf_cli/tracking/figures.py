@@ -61,6 +61,8 @@ _TITLES = {
     "perf/transfer_gb_per_s": "transfer, GB/s",
     "memory/host_gib": "host memory, GiB",
     "memory/gpu_gib_max": "GPU memory, GiB",
+    "memory/forward_gib_max": "tensors of forward passes, GiB",
+    "memory/train_gib_max": "tensors of training, GiB",
 }
 GIB = 1 << 30
 EVALUATION = "eval"

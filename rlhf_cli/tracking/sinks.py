@@ -22,6 +22,7 @@ SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 _TENSORBOARD = "tensorboard"
 RUN_FILE = "run.json"
+PLAN_FILE = "plan.json"
 SETTINGS_FILE = "config.yaml"
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 

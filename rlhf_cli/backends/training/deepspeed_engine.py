@@ -23,7 +23,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, StateLayout, read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
-from rlhf_cli.backends.training.memory import named_shortage, peak_gpu_memory
+from rlhf_cli.backends.training.memory import named_shortage, note_peak, peak_gpu_memory
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
@@ -108,6 +108,7 @@ class DeepSpeedEngine:
         # Before the optimizer step, which advances the schedule.
         lr = self._engine.get_lr()[0]
         norm = self._optimizer_step()
+        note_peak("train")
         reduced = self._reduced({**metrics, **peak_gpu_memory()})
         return reduced | {
             "grad_norm": norm,
@@ -266,6 +267,7 @@ def inferred(model: nn.Module, module: nn.Module, micro_batches: Sequence[Any], 
     for micro_batch in micro_batches:
         with named_shortage("computing a forward pass", module, micro_batch):
             results.append(forward(model, micro_batch.to(distributed.device())).cpu())
+    note_peak("forward")
     return results
 
 

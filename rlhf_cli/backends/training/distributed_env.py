@@ -28,6 +28,11 @@ def is_under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ranks_per_node() -> int:
+    """Return the number of ranks on this machine. Call it after the process group was joined."""
+    return int(os.environ["LOCAL_SIZE"])
+
+
 def rank_and_world_size() -> tuple[int, int]:
     """Return (rank, world size) as set by the launcher; (0, 1) without one."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -35,13 +35,32 @@ def named_shortage(phase: str, module: nn.Module, micro_batch: Any) -> Iterator[
         raise OutOfMemory(Shortage(kind, where, fix, detail=one_line(error))) from error
 
 
-def peak_gpu_memory() -> dict[str, float]:
-    """Return `memory/gpu_gib_max`: PyTorch's peak reserved memory in GiB since the last call. Empty without a GPU."""
+_peaks: dict[str, float] = {}
+"""GiB by metric: in this process, the latest value of each phase, and the largest reserved memory since a report."""
+_RESERVED = "memory/gpu_gib_max"
+
+
+def note_peak(phase: str) -> None:
+    """Record the peak of PyTorch's allocator since the last phase, as that of this phase. No-op without a GPU."""
     if not torch.cuda.is_available():
-        return {}
-    peak = torch.cuda.max_memory_reserved()
+        return
+    reserved = torch.cuda.max_memory_reserved() / (1 << 30)
+    _peaks[_RESERVED] = max(_peaks.get(_RESERVED, 0.0), reserved)
+    # Tensors only: reserved memory stays with the process after the phase that needed it.
+    _peaks[f"memory/{phase}_gib_max"] = torch.cuda.max_memory_allocated() / (1 << 30)
     torch.cuda.reset_peak_memory_stats()
-    return {"memory/gpu_gib_max": peak / (1 << 30)}
+
+
+def peak_gpu_memory() -> dict[str, float]:
+    """Return peaks in GiB, empty without a GPU.
+
+    `memory/gpu_gib_max` is the memory that PyTorch reserved since the last call, `memory/forward_gib_max` and
+    `memory/train_gib_max` the tensors in the last phase of that name. All ranks have the same names, because all ranks
+    of a model run its phases.
+    """
+    peaks = dict(_peaks)
+    _peaks.pop(_RESERVED, None)
+    return peaks
 
 
 def _num_tokens(micro_batch: Any) -> int:

@@ -43,6 +43,7 @@ from rlhf_cli.runs.inference.run import (
     model_under_test,
     settings_identity,
 )
+from rlhf_cli.runs.plan_proof import record_plan, sampled_settings
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
@@ -172,7 +173,10 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
         if many and (described := describe_groups(groups, cluster=cluster)):
             facts["Adapters"] = described
         asking = Asking(run.models, run.begins, left, root, cluster, facts, is_kept, InferenceHooks(tracker, stop))
-        return all(asking.answer(group) for group in groups)
+        is_answered = all(asking.answer(group) for group in groups)
+        if not many:  # the times of several models are not those of one plan
+            record_plan(root, sampled_settings(run.models[0].data.prompts, cluster))
+        return is_answered
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rlhf_cli.runs.inference.run import (
     model_under_test,
     settings_identity,
 )
+from rlhf_cli.runs.plan_proof import record_plan, sampled_settings
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.runs.stop_notice import stop_announced
@@ -106,7 +107,7 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
         tracker.start(facts | model | {"Engine": engine, "Placement": placement, "Logs": str(log_dir)})
 
     with ray_cluster() as cluster:
-        return answer_prompts(
+        is_generated = answer_prompts(
             tested,
             begin=run.done or 0,
             cluster=cluster,
@@ -115,6 +116,8 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
             announce=announce,
             hooks=InferenceHooks(tracker, stop),
         )
+        record_plan(root, sampled_settings(tested.data.prompts, cluster))
+        return is_generated
 
 
 def _select(config: GenerateConfig, root: Path) -> dict[str, str]:

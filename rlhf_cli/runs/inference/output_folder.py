@@ -14,7 +14,7 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
-from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, files_of, sinks_of
+from rlhf_cli.tracking.sinks import PLAN_FILE, RUN_FILE, SAMPLES_FILE, files_of, sinks_of
 
 SELECTED, FIGURES, _IDENTITY = "selected.jsonl", "eval.json", "generation.json"
 TRACKING = TrackingConfig(use_tensorboard=False)
@@ -22,7 +22,7 @@ TRACKING = TrackingConfig(use_tensorboard=False)
 _ANSWERS = (*files_of(sinks_of(TRACKING)), SELECTED)
 WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
-_LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, CONFIG, "error.log", _IDENTITY)
+_LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, PLAN_FILE, CONFIG, "error.log", _IDENTITY)
 _BLOCK = 1 << 20
 
 

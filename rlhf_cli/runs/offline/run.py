@@ -34,10 +34,12 @@ from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
+from rlhf_cli.planning.offline import sequences_per_row
 from rlhf_cli.runs.busy_machine import load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.memory import gpu_bytes, offline_batching, with_batching
 from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
+from rlhf_cli.runs.plan_proof import gpu_settings, record_plan
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.run_directory import (
     RunDirectory,
@@ -129,9 +131,20 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
                 save_whole_model(engine, hf_model, task.model.tokenizer, paths.model)
             conclude(tracker, paths, finished)
         if rank == 0:
-            write_report(paths.root)
+            _report(given, items.data, paths.root, num_ranks=num_ranks)
         distributed.leave_process_group()
     return finished
+
+
+def _report(config: OfflineConfig, data: LoadedItems, root: Path, *, num_ranks: int) -> None:
+    """Compare the run with its plan, and write the report."""
+    length = float(data.lengths.mean()) / sequences_per_row(config)
+    found: dict[str, object] = {"row_tokens": max(1, round(length)), "num_processes": num_ranks}
+    if distributed.device().type == "cuda":
+        per_node = distributed_env.ranks_per_node()
+        found |= gpu_settings([per_node] * (num_ranks // per_node))
+    record_plan(root, found)
+    write_report(root)
 
 
 def _busy(num_ranks: int) -> list[str]:

@@ -34,6 +34,7 @@ from rlhf_cli.runs.online.group_files import load_state, save_groups
 from rlhf_cli.runs.online.models import reward_model_fact, together
 from rlhf_cli.runs.online.restarts import Restarts
 from rlhf_cli.runs.online.start_roles import OnlineRoles
+from rlhf_cli.runs.plan_proof import record_plan, sampled_settings
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.runs.run_directory import begin_logs, held_output, prepare_run_directory
@@ -115,6 +116,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
             if config.optim.enable_ema:
                 roles.actor.save_average(run.paths.ema)
         conclude(tracker, run.paths, finished, best_facts(evaluator, run.paths))
+        record_plan(run.paths.root, sampled_settings(run.data.prompts, where.cluster))
     # Outside the block: the report reads files that the tracker closes at its end.
     write_report(run.paths.root)
     return finished

@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_cli.tracking.sinks import (
     EVAL_SAMPLES_FILE,
+    PLAN_FILE,
     RUN_FILE,
     SAMPLES_FILE,
     SETTINGS_FILE,
@@ -66,12 +67,13 @@ class Stage:
     rollouts: ReportRollouts
     evaluated: ReportRollouts
     summary: Summary
+    # Of PLAN_FILE: `assumed`, and `values` by name. Empty without a plan.
+    plan: dict[str, Any]
 
 
 def read_stage(path: Path) -> Stage:
     """Read everything that the report shows about a run. Missing files leave their section empty."""
-    run_file = path / RUN_FILE
-    run = json.loads(run_file.read_text(encoding="utf-8")) if run_file.exists() else {}
+    run = _read_object(path / RUN_FILE)
     metrics = read_metrics(path)
     return Stage(
         path=path,
@@ -85,7 +87,14 @@ def read_stage(path: Path) -> Stage:
         rollouts=read_rollouts(path / SAMPLES_FILE),
         evaluated=read_rollouts(path / EVAL_SAMPLES_FILE),
         summary=summarise(path),
+        plan=_read_object(path / PLAN_FILE),
     )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if it does not exist."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:

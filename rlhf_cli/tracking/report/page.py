@@ -118,7 +118,7 @@ def _stage_section(stage: Stage, *, number: int) -> str:
         f'<section class="stage" id="stage{number}"><div class="head"><h2>{escape(stage.command)}</h2>'
         f'<span class="chip {_OUTCOMES.get(stage.outcome, "")}">{escape(stage.outcome)}</span></div>'
         f'<div class="facts">{listed}</div>'
-        f"{_curves(stage)}{_evaluations(stage)}{_times(stage)}{_samples(stage)}{settings(stage)}</section>"
+        f"{_curves(stage)}{_evaluations(stage)}{_times(stage)}{_planned(stage)}{_samples(stage)}{settings(stage)}</section>"
     )
 
 
@@ -234,6 +234,22 @@ def _measured_cards(stage: Stage) -> str:
     cards = [_chart_card(stage, title(name), [name], wide=False) for name in speed]
     cards += [_chart_card(stage, "Memory, GiB", memory[:4], wide=False)] if memory else []
     return "".join(cards)
+
+
+def _planned(stage: Stage) -> str:
+    """Build the table of planned and measured values, or "" without a plan."""
+    if not stage.plan.get("values"):
+        return ""
+    rows = "".join(
+        f'<tr><td>{escape(name)}</td><td class="num">{number(planned)}</td><td class="num">{number(measured)}</td>'
+        f'<td class="num">{planned / measured - 1:+.0%}</td></tr>'
+        for name, (planned, measured) in stage.plan["values"].items()
+    )
+    return (
+        f'<h3 class="part">Plan and measured</h3><div class="card"><table class="fit"><thead><tr><th></th>'
+        f'<th class="num">plan</th><th class="num">measured</th><th class="num">difference</th></tr></thead>'
+        f'<tbody>{rows}</tbody></table></div><p class="small faint">{escape(stage.plan["assumed"])}</p>'
+    )
 
 
 def _evaluations(stage: Stage) -> str:
