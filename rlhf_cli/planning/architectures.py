@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, find_model, naming_the_model
+from rlhf_cli.planning.plain_shapes import Values, plain_shape
 from rlhf_cli.planning.shapes import ModelShape, shape_of
 
 if TYPE_CHECKING:
@@ -32,25 +33,41 @@ def find_shape(pretrain: str, *, trust_remote_code: bool = False) -> ModelShape:
     Raises:
         UsageError: there is no such model here, and it is not in the table of published models.
     """
+    if (folder := adapter_folder(pretrain)) is not None:
+        base = str(read_adapter(folder, "base_model_name_or_path"))
+        return find_shape(base, trust_remote_code=trust_remote_code)
     row = published().get(pretrain)
     if row is not None and not Path(pretrain).exists():
         # Without importing transformers, which takes seconds.
         values = row["shape"] | {"linears": tuple(map(tuple, row["shape"]["linears"]))}
         return ModelShape(**values)
+    shape = plain_shape(_folder_config(pretrain))
+    if shape is not None:
+        return shape
     architecture = _find_architecture(pretrain, trust_remote_code=trust_remote_code)
     return shape_of(architecture, trust_remote_code=trust_remote_code)
 
 
+def _folder_config(pretrain: str) -> Values:
+    """Return the contents of a folder's config.json; empty without a readable one, which transformers reports."""
+    place = _model_place(pretrain)
+    try:
+        found = {} if place is None else json.loads((place / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _model_place(pretrain: str) -> Path | None:
+    """Return the folder with a model's config.json: the folder itself, or model/ in a run."""
+    path = Path(pretrain).expanduser()
+    return next((place for place in (path, path / "model") if (place / "config.json").is_file()), None)
+
+
 def _find_architecture(pretrain: str, *, trust_remote_code: bool) -> "PretrainedConfig":
-    folder = adapter_folder(pretrain)
-    if folder is not None:
-        base = str(read_adapter(folder, "base_model_name_or_path"))
-        return _find_architecture(base, trust_remote_code=trust_remote_code)
     from transformers import AutoConfig
 
-    path = Path(pretrain).expanduser()
-    place = next((place for place in (path, path / "model") if (place / "config.json").is_file()), None)
-    if place is not None:
+    if (place := _model_place(pretrain)) is not None:
         with naming_the_model(str(place), "the configuration"):
             return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     if (row := published().get(pretrain)) is not None:

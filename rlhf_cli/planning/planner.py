@@ -32,7 +32,7 @@ class Plan:
 
     - `gpus`: equal GPUs together. `host`, `disk`: bytes by purpose, on the fullest node and in the run directory.
     - `price_per_gpu_hour`: None if unknown.
-    - `limits`: bytes that a phase may use on a GPU, and `HOST` on a host, by default those of the hardware.
+    - `limits`: bytes that a phase may use on a GPU, and `HOST` on a host, by default the memory of the hardware.
     - `num_calibrating`: number of earlier runs whose measured times scale `times`.
     """
 

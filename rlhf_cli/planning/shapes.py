@@ -120,7 +120,7 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
         cache_values=sum(_cache_values(text, key_value_width(layer)) for layer in attention),
         kept_values=kept_values(config),
         recomputed_values=recomputed_values(config),
-        layer_values=_largest_layer(text),
+        layer_values=largest_layer(text),
         linears=_linears(model, vision),
     )
 
@@ -178,10 +178,10 @@ def kept_values(config: "PretrainedConfig") -> int:
 def recomputed_values(config: "PretrainedConfig") -> int:
     """Return the activation values per token with gradient checkpointing: all layer inputs, plus the largest layer."""
     text = config.get_text_config()
-    return int(text.num_hidden_layers * text.hidden_size + _largest_layer(text))
+    return int(text.num_hidden_layers * text.hidden_size + largest_layer(text))
 
 
-def _largest_layer(text: "PretrainedConfig") -> int:
+def largest_layer(text: "PretrainedConfig") -> int:
     return _layer_values(text) + (recurrent_values(text) if num_recurrent_layers(text) else 0)
 
 

@@ -11,6 +11,7 @@ from plans import LARGE, SMALL, plan_config, plan_of, plans_of
 
 from rlhf_cli import cli
 from rlhf_cli.commands.plan import PLANNED
+from rlhf_cli.planning.architectures import published
 from rlhf_cli.planning.changes import with_values
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.runs.plan import DOES_NOT_FIT
@@ -243,9 +244,21 @@ def test_a_mistake_is_one_sentence_with_the_way_out(words, message, capsys):
     assert message in err
 
 
-def test_a_published_model_is_planned_without_torch():
+def test_published_and_plain_models_are_planned_without_torch(tmp_path):
     """Importing torch and transformers takes longer than the plan may take."""
-    words = ["plan", "grpo", "--pretrain", LARGE, "--gpu", "h100", "--num_gpus", "8"]
+    (tmp_path / "config.json").write_text(json.dumps(published()[SMALL]["config"]))
+    words = [
+        "plan",
+        "grpo",
+        "--pretrain",
+        LARGE,
+        "--gpu",
+        "h100",
+        "--num_gpus",
+        "8",
+        "--reward_pretrain",
+        str(tmp_path),
+    ]
     code = f"import sys\nfrom rlhf_cli import cli\nassert cli.main({words}) == 0\n"
     code += "print(sorted({'torch', 'transformers', 'ray', 'deepspeed', 'vllm'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -1,13 +1,16 @@
 """Bytes of a plan, compared with manual calculations for published models."""
 
+import json
 from dataclasses import asdict
 
 import pytest
 from plans import LARGE, SMALL, engine_of, plan_of
 from tiny_causal_models import tiny_config
+from transformers import AutoConfig
 
 from rlhf_cli.planning.architectures import config_of, find_shape, published
 from rlhf_cli.planning.memory import GIB, added, total
+from rlhf_cli.planning.plain_shapes import plain_shape
 from rlhf_cli.planning.shapes import shape_of
 
 PARAMETERS = {
@@ -34,6 +37,28 @@ def test_stored_shapes_are_those_of_the_configurations():
     for row in {id(row): row for row in published().values()}.values():
         computed = asdict(shape_of(config_of(row)))
         assert row["shape"] | {"linears": tuple(map(tuple, row["shape"]["linears"]))} == computed, row["names"]
+
+
+def test_plain_decoders_have_the_stored_shapes():
+    rows = {id(row): row for row in published().values()}.values()
+    shapes = [(plain_shape(row["config"]), find_shape(row["names"][0])) for row in rows]
+    assert [found for found, stored in shapes if found not in (None, stored)] == []
+    assert sum(found is not None for found, _ in shapes) == 23  # not the two mixtures of experts
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_plain_decoder_has_the_shape_of_its_model_on_the_meta_device(kind, is_tied, tmp_path):
+    config = AutoConfig.for_model(
+        kind,
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 300, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": is_tied},
+    )
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert plain_shape(values) == shape_of(AutoConfig.from_pretrained(tmp_path))
+    for unusual in ({"attention_bias": True}, {"auto_map": {"AutoModel": "x.Y"}}, {"vocab_size": None}):
+        assert plain_shape(values | unusual) is None
 
 
 def test_kv_cache_of_a_token_is_keys_and_values_of_all_layers():
