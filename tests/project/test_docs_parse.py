@@ -6,7 +6,7 @@ Commands are found in the code blocks and code spans of Markdown and in the line
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import dropwhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +16,18 @@ import pytest
 from extending_page import page_file
 
 from rlhf_cli import cli
-from rlhf_cli.commands.plan import PLANNED, planned_class
+from rlhf_cli.algorithms.estimators.table import ESTIMATORS
+from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.commands.plan import PLANNED, plan_settings, planned_class
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, flags_of
 from rlhf_cli.options import typer_command, underscores
+from rlhf_cli.planning.architectures import find_shape, published
+from rlhf_cli.planning.hardware import hardware_of
+from rlhf_cli.planning.planner import make_plan
+from rlhf_cli.planning.shapes import ModelShape
 
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -150,8 +156,13 @@ def check(words: list[str]) -> None:
             parse(config_class(load_target(f"{folder}/{name}")), flags)
 
 
-def parse(cls: type[CommandConfig], words: list[str]) -> None:
-    """Check flags against a config class; missing settings are allowed in an excerpt (`...`) or with `--config`."""
+def parse(
+    cls: type[CommandConfig], words: list[str], run: Callable[[CommandConfig], None] = lambda config: None
+) -> None:
+    """Check flags against a config class, and call `run` with the settings.
+
+    Missing settings are allowed in an excerpt (`...`) or with `--config`.
+    """
     known = flags_of(cls)
     in_full = "..." not in words and "--config" not in words
     words = [word for word in words if word != "..."]
@@ -167,7 +178,7 @@ def parse(cls: type[CommandConfig], words: list[str]) -> None:
     if not in_full:
         words += least_of_the_rest(words, known)
 
-    typer_command("check", cls, lambda config: None).main(words, standalone_mode=False)
+    typer_command("check", cls, run).main(words, standalone_mode=False)
 
 
 def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[str]:
@@ -209,6 +220,34 @@ def test_every_documented_command_parses(path):
             check(command.words)
         except Exception as error:
             wrong.append(f"{command.where}: rlhf {shlex.join(command.words)}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def planned(config: CommandConfig) -> None:
+    """Plan a command. Models that exist only in the text have the shape of a published one."""
+
+    def shape(pretrain: str) -> ModelShape:
+        return find_shape(pretrain if pretrain in published() else "Qwen/Qwen2.5-7B")
+
+    settings = plan_settings(config)
+    has_critic = isinstance(config, OnlineConfig) and ESTIMATORS[config.estimator].critic
+    plan = make_plan(config, settings, hardware_of(settings), has_critic=has_critic, shapes=shape)
+    assert plan.seconds > 0
+    assert plan.peak > 0
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_every_documented_training_or_inference_command_has_a_plan(path):
+    wrong = []
+    for command in commands_in(path.name, path.read_text()):
+        name, flags = command.words[0], command.words[1:]
+        if name not in PLANNED or not flags or "--help" in flags:
+            continue
+        try:
+            nodes = ["--num_nodes", "4"] if issubclass(cli.COMMANDS[name].config_class, OnlineConfig) else []
+            parse(planned_class(name), [*flags, "--gpu", "h200", "--num_gpus", "8", *nodes], planned)
+        except Exception as error:
+            wrong.append(f"{command.where}: rlhf {shlex.join(command.words)}: {error!r}")
     assert not wrong, "\n".join(wrong)
 
 
