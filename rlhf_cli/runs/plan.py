@@ -8,6 +8,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.plan import plan_settings
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.errors import listed
 from rlhf_cli.planning.calibration import calibrated, calibration_file, read_runs
 from rlhf_cli.planning.changes import Change, Planner, best_changes
 from rlhf_cli.planning.engines import EngineMemory
@@ -16,6 +17,8 @@ from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.phases import GpuMemory
 from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
 
+_UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "environment", "agent_command")
+"""Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
 DOES_NOT_FIT = 3
 """Exit status if a command does not fit the hardware."""
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "cache", "processes")
@@ -120,6 +123,8 @@ def _time_lines(plan: Plan) -> list[str]:
         lines.append(f"  {name.ljust(10)}{time.seconds:10.1f} s {share.rjust(6)}  {time.limit}")
     overlap = ", sampling during training" if plan.work.samples_ahead else ""
     lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s{overlap}, {plan.tokens_per_second:,.0f} tokens/s")
+    unknown = [name for name in _UNKNOWN_TIMES if plan.work.config.setting(name)]
+    lines += [f"Not included, because their duration is unknown: {listed(unknown)}"] if unknown else []
     lines.append(f"Bottleneck: {plan.bottleneck} ({plan.times[plan.bottleneck].limit})")
     steps = plan.work.steps
     if steps is not None:

@@ -166,6 +166,16 @@ def test_with_async_train_the_longer_of_sampling_and_training_counts():
     assert step_seconds(replace(work, samples_ahead=True), longer) == 7
 
 
+def test_times_of_rewards_are_named_as_missing_except_for_a_reward_model(capsys):
+    words = ["grpo", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "4"]
+    head = "Not included, because their duration is unknown: "
+    remote = run(capsys, *words, "--remote_rm_url", "http://127.0.0.1:5000/score", "--reward_funcs", "math")[1]
+    assert f"{head}reward_funcs and remote_rm_url\n" in remote
+    plan = plan_of("grpo", pretrain=SMALL, num_gpus=4, reward_pretrain=SMALL)
+    assert plan.work.tokens.forward["reward"] > 0
+    assert head not in run(capsys, *words, "--reward_pretrain", SMALL)[1]
+
+
 def test_a_change_has_no_setting_without_an_effect():
     plan, changes = plans_of("sft", pretrain="Qwen/Qwen2.5-0.5B", gpu="h200")
     assert not plan.batching.recomputes
