@@ -37,7 +37,7 @@ class Shortage:
     - `where`: the phase, such as "while training on a pack of 8192 tokens".
     - `fix`: flags to set, by default a hint for the kind. `from_plan`: whether they come from the plan of the run.
     - `role`: the role that failed, "engine" for a rollout engine, "" if unknown.
-    - `detail`: the library's message.
+    - `detail`: the library's message. `tokens`: tokens of the pack that failed, 0 if none did.
     """
 
     kind: MemoryKind
@@ -45,6 +45,7 @@ class Shortage:
     fix: str | None = None
     role: str = ""
     detail: str = ""
+    tokens: int = 0
     from_plan: bool = False
 
     def __str__(self) -> str:

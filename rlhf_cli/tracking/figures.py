@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # Prefixes of keys that differ between identical runs. All other metrics are reproducible, and tests compare them.
+PACK_TOKENS = "perf/pack_tokens_max"
+"""Metric of a trained model: tokens per micro-batch since memory was full. Missing before."""
 _MEASURED = ("time/", "perf/", "memory/")
 
 # Metrics to show first, most important first; the rest follow in logging order.

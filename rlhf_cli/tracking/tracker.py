@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
-from rlhf_cli.tracking.figures import GIB, Reading, duration, interval, number, prominent, scaled, title
+from rlhf_cli.tracking.figures import GIB, PACK_TOKENS, Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.sinks import (
     RUN_FILE,
     SETTINGS_FILE,
@@ -80,6 +80,7 @@ class Tracker:
         self._memory: dict[str, float] = {}
         self._memory_read = -math.inf
         self._flagged: set[str] = set()
+        self._pack_tokens: dict[str, float] = {}
 
     def _each(self, method: str) -> list[Callable[..., Any]]:
         """Return the method of each sink that has it."""
@@ -127,6 +128,7 @@ class Tracker:
         for log in self._each("log"):
             log(step, full)
         self._flag(step, full)
+        self._report_splits(step, plain)
         self._pace.reach(step)
         self._view.step(Reading(step, full))
 
@@ -208,6 +210,16 @@ class Tracker:
             if name not in self._flagged:
                 self._flagged.add(name)
                 self._view.message(f"Warning: {name} is {metrics[name]} in {self._unit} {step}", style="red")
+
+    def _report_splits(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report each new limit of tokens per micro-batch after memory was full."""
+        for name, tokens in metrics.items():
+            if name.endswith(PACK_TOKENS) and self._pack_tokens.get(name) != tokens:
+                self._pack_tokens[name] = tokens
+                self._view.message(
+                    f"{name.removesuffix(PACK_TOKENS)}memory was full by {self._unit} {step}: micro-batches of up to "
+                    f"{tokens:.0f} tokens from here on, with the same update (--train_max_tokens_per_gpu {tokens:.0f})"
+                )
 
     def _print_rows(self, rows: Mapping[str, str]) -> None:
         """Print names and values in two columns, wrapped on a terminal and unwrapped elsewhere."""

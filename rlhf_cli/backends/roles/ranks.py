@@ -39,6 +39,7 @@ from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, 
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
 from rlhf_cli.data.packing.packs import MicroBatch, Pack, TokenSequence, at_targets, micro_batch, pack
 from rlhf_cli.data.packing.shared_prompts import pack_groups
+from rlhf_cli.data.packing.splitting import split_members
 from rlhf_cli.models.adapters import (
     ACTIVE,
     adapter_off,
@@ -89,10 +90,25 @@ class _Packer:
     def __call__(self, sequences: list[TokenSequence]) -> Pack:
         return pack_groups(sequences) if self._shares_prompts else pack(sequences)
 
-    def steps(self, work: RankWork, names: tuple[str, ...]) -> Iterator[tuple[list[MicroBatch], StepTotals]]:
-        """Yield this rank's micro-batches with these columns, and the totals over all ranks, per optimizer step."""
+    def steps(
+        self, work: RankWork, names: tuple[str, ...]
+    ) -> Iterator[tuple[Callable[[int | None], list[MicroBatch]], StepTotals]]:
+        """Yield, per optimizer step, a function of the token limit that packs this rank's micro-batches with these
+        columns, and the totals over all ranks.
+        """
         for step, totals in zip(work.steps, work.totals, strict=True):
-            yield [micro_batch(sequences, names=names, pack_sequences=self) for sequences in step], totals
+            yield partial(self._packed, step, names), totals
+
+    def _packed(
+        self, step: list[list[TokenSequence]], names: tuple[str, ...], max_tokens: int | None
+    ) -> list[MicroBatch]:
+        return [micro_batch(part, names=names, pack_sequences=self) for part in within(step, max_tokens)]
+
+
+def within(step: list[list[TokenSequence]], max_tokens: int | None) -> Iterator[list[TokenSequence]]:
+    """Yield the micro-batches of a step, split to at most `max_tokens`; None keeps them."""
+    for sequences in step:
+        yield from split_members(sequences, [len(sequence) for sequence in sequences], max_tokens=max_tokens)
 
 
 class TrainedRank:
@@ -116,6 +132,10 @@ class TrainedRank:
         )
         trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
+
+    def train_step(self, packed: Callable[[int | None], list[Any]], loss: ComputeLoss) -> dict[str, float]:
+        """Run an optimizer step on micro-batches that `packed` returns for a token limit. Returns the metrics."""
+        return self.engine.train_step(packed(self.engine.token_limit), loss, smaller=packed)
 
     def update_average(self) -> None:
         """Update the moving average of the weights, if enabled. Call it after each optimizer step."""
@@ -224,8 +244,8 @@ class ActorRank(SampledRank):
         names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl))
         _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
-        for micro_batches, totals in self.packer.steps(work, names):
-            found = self.engine.train_step(micro_batches, self._loss(totals, weights))
+        for packed, totals in self.packer.steps(work, names):
+            found = self.train_step(packed, self._loss(totals, weights))
             self.update_average()
             weights = next_weights(weights, found, settings=self.settings.policy)
             metrics.append(found)
@@ -287,10 +307,7 @@ class CriticRank(TrainedRank):
 
     def update(self, work: RankWork) -> list[dict[str, float]]:
         """Run the optimizer steps. Returns metrics per step."""
-        return [
-            self.engine.train_step(micro_batches, self._loss(totals))
-            for micro_batches, totals in self.packer.steps(work, self.COLUMNS)
-        ]
+        return [self.train_step(packed, self._loss(totals)) for packed, totals in self.packer.steps(work, self.COLUMNS)]
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
         settings = self.settings

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.ranks import SampledRank
+from rlhf_cli.backends.roles.ranks import SampledRank, within
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
@@ -30,11 +32,14 @@ class StudentRank(SampledRank):
             return [self._step(step, totals) for step, totals in zip(work.steps, work.totals, strict=True)]
 
     def _step(self, step: list[list[TokenSequence]], totals: StepTotals) -> dict[str, float]:
-        packs = [self.packer(sequences) for sequences in step]
-        batches = self._prepare(self.engine, packs)
-        metrics = self.engine.train_step(batches, lambda model, batch: self._objective(model, batch, totals))
+        metrics = self.train_step(
+            partial(self._prepared, step), lambda model, batch: self._objective(model, batch, totals)
+        )
         self.update_average()
         return metrics
+
+    def _prepared(self, step: list[list[TokenSequence]], max_tokens: int | None) -> list[Any]:
+        return self._prepare(self.engine, [self.packer(part) for part in within(step, max_tokens)])
 
     @contextmanager
     def _awake_teacher(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ Micro-batching never changes the update. The caller divides the loss by the step
 sequences), so gradients are summed over micro-batches and ranks. DeepSpeed averages over ranks, which is undone here.
 """
 
+import gc
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,18 +24,23 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, StateLayout, read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
+from rlhf_cli.backends.training.discarded_gradients import discard_gradients
 from rlhf_cli.backends.training.memory import named_shortage, note_peak, peak_gpu_memory
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.errors import OutOfMemory
 from rlhf_cli.models.adapters import weights_read_by_others
 from rlhf_cli.models.policy import LanguageModel
 from rlhf_cli.models.tensor_parallel import split_dimension, split_layers, whole_shape
+from rlhf_cli.tracking.figures import PACK_TOKENS
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
+Smaller = Callable[[int], Sequence[Any]]
+"""Returns the micro-batches of a step with at most this many tokens, except for longer sequences."""
 
 # 256 MiB: large enough for few collectives, small compared to a GPU's memory.
 BUCKET_BYTES = 1 << 28
@@ -78,6 +84,7 @@ class DeepSpeedEngine:
         self._ranks_per_layer = settings.tensor_parallel_size
         self._states = TrainedStates(self._engine, module, device=distributed.device())
         self._skipped_in_a_row = 0
+        self.token_limit: int | None = None
         routers = getattr(module, "routers", None) if optim.aux_loss_coef else None
         self._router_loss = None if routers is None else RouterLoss(routers, optim.aux_loss_coef)
         if self._stage == 3:
@@ -93,7 +100,9 @@ class DeepSpeedEngine:
         """The wrapped model. Do not call its forward directly; use the engine's methods."""
         return self._engine.module
 
-    def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
+    def train_step(
+        self, micro_batches: Sequence[Any], compute_loss: ComputeLoss, *, smaller: Smaller | None = None
+    ) -> dict[str, float]:
         """Run one optimizer step. Returns the step's metrics over all ranks, with `grad_norm` and `lr`.
 
         If a loss or gradient is not finite, all ranks skip the step. `skipped_steps` counts skipped steps in the run,
@@ -103,8 +112,10 @@ class DeepSpeedEngine:
             micro_batches: this rank's micro-batches. Every rank must pass the same number.
             compute_loss: (model, micro-batch) -> (loss, metrics), both as additive contributions to the global mean.
                 Metrics with names ending in `_max` are combined as maxima.
+            smaller: packs the step again with fewer tokens. On one rank at ZeRO 0 to 2, a step that runs out of memory
+                starts again with half the tokens, the engine's `token_limit` from then on.
         """
-        metrics = self._accumulate_gradients(micro_batches, compute_loss)
+        metrics = self._accumulate_within_memory(micro_batches, compute_loss, smaller)
         # Before the optimizer step, which advances the schedule.
         lr = self._engine.get_lr()[0]
         norm = self._optimizer_step()
@@ -115,7 +126,30 @@ class DeepSpeedEngine:
             "lr": float(lr),
             "skipped_steps": float(self._engine.skipped_steps),
             "skipped_in_a_row": float(self._skipped_in_a_row),
+            **({} if self.token_limit is None else {PACK_TOKENS: float(self.token_limit)}),
         }
+
+    def _accumulate_within_memory(
+        self, micro_batches: Sequence[Any], compute_loss: ComputeLoss, smaller: Smaller | None
+    ) -> Metrics:
+        """Accumulate the step's gradients. If memory is full, start the step again with smaller micro-batches."""
+        if smaller is None or self._stage == 3 or dist.get_world_size() > 1:
+            return self._accumulate_gradients(micro_batches, compute_loss)
+        state = _rng_state()
+        while True:
+            try:
+                return self._accumulate_gradients(micro_batches, compute_loss)
+            except OutOfMemory as error:
+                limit = 0 if error.shortage is None else error.shortage.tokens // 2
+                parts = smaller(limit) if limit else []
+                # A micro-batch of one sequence cannot be split.
+                if len(parts) <= len(micro_batches):
+                    raise
+            # Not in the handler, where the error still holds activations of the micro-batch that failed.
+            gc.collect()
+            discard_gradients(self._engine)
+            _set_rng_state(state)
+            micro_batches, self.token_limit = parts, limit
 
     def _accumulate_gradients(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> Metrics:
         """Run forward and backward passes for all micro-batches. Returns this rank's metrics."""
@@ -215,7 +249,7 @@ class DeepSpeedEngine:
                 str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
             )
         write_layout(self._layout(), directory, rank=dist.get_rank())
-        torch.save(_rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
+        torch.save(_rng_state() | {"token_limit": self.token_limit}, directory / f"rng_rank{dist.get_rank()}.pt")
         # The driver publishes the checkpoint as soon as rank 0 returns, so all files must exist by then.
         distributed.barrier()
 
@@ -234,7 +268,9 @@ class DeepSpeedEngine:
         # After loading, which restores the optimizer's learning rates from the checkpoint.
         set_rates(self._engine.optimizer, self._engine.lr_scheduler)
         if saved.num_ranks == own.num_ranks:
-            _set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
+            state = torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False)
+            _set_rng_state(state)
+            self.token_limit = state.get("token_limit")
         else:
             seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
 

@@ -31,8 +31,9 @@ def named_shortage(phase: str, module: nn.Module, micro_batch: Any) -> Iterator[
         fix = None
         if kind == "GPU memory":
             fix = _of_states() if micro_batch is None else _of_pack(module, micro_batch, trains=phase == "training")
-        where = f"while {phase}" + ("" if micro_batch is None else f" on a pack of {_num_tokens(micro_batch)} tokens")
-        raise OutOfMemory(Shortage(kind, where, fix, detail=one_line(error))) from error
+        tokens = 0 if micro_batch is None else _num_tokens(micro_batch)
+        where = f"while {phase}" + (f" on a pack of {tokens} tokens" if tokens else "")
+        raise OutOfMemory(Shortage(kind, where, fix, detail=one_line(error), tokens=tokens)) from error
 
 
 _peaks: dict[str, float] = {}

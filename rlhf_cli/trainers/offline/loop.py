@@ -4,9 +4,11 @@ The loop is independent of the objective. Each rank runs it over the same item o
 step.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol
 
 import numpy as np
@@ -18,6 +20,7 @@ from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.loading import Item, LoadedData
 from rlhf_cli.data.packing.packs import plan_packs
+from rlhf_cli.data.packing.splitting import split_members
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.tracking.phases import PhaseTimer
@@ -72,9 +75,13 @@ class LoadedItems(ABC, Generic[Item]):
 
 
 class Engine(Protocol):
-    """One rank of a model in training."""
+    """One rank of a model in training. `token_limit` is set after it ran out of memory."""
 
-    def train_step(self, micro_batches: Sequence[object], compute_loss: Any) -> dict[str, float]: ...
+    token_limit: int | None
+
+    def train_step(
+        self, micro_batches: Sequence[object], compute_loss: Any, *, smaller: Callable[[int], Sequence[object]]
+    ) -> dict[str, float]: ...
 
     def evaluate(self, micro_batches: Iterable[object], compute_loss: object) -> dict[str, float]: ...
 
@@ -104,8 +111,8 @@ class Share:
     quadratic_cost: float
     ranks_per_sequence: int = 1
 
-    def deal(self, data: ItemData, indices: np.ndarray) -> list[list[int]]:
-        """Return item indices for each of this rank's micro-batches."""
+    def deal(self, data: ItemData, indices: np.ndarray, max_tokens: int | None = None) -> list[list[int]]:
+        """Return item indices for each of this rank's micro-batches, split again to `max_tokens` if it is set."""
         plan = plan_packs(
             data.lengths[indices].tolist(),
             patches=None if data.patches is None else data.patches[indices],
@@ -114,11 +121,15 @@ class Share:
             max_sequences=self.batch.micro_train_batch_size,
             quadratic_cost=self.quadratic_cost,
         )
-        return [[int(indices[i]) for i in members] for members in plan[self.rank]]
+        dealt = [[int(indices[i]) for i in members] for members in plan[self.rank]]
+        parts = [split_members(members, data.lengths[members].tolist(), max_tokens=max_tokens) for members in dealt]
+        return list(itertools.chain.from_iterable(parts))
 
-    def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
+    def micro_batches(
+        self, data: ItemData, indices: np.ndarray, max_tokens: int | None = None
+    ) -> tuple[list[Any], StepTotals]:
         """Return this rank's packed micro-batches, and the totals over all ranks."""
-        packs = [data.collate(members) for members in self.deal(data, indices)]
+        packs = [data.collate(members) for members in self.deal(data, indices, max_tokens)]
         # Count trained tokens over all ranks, since the loss of each micro-batch is divided by the total.
         num_tokens = int(data.num_trained[indices].sum())
         return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
@@ -186,13 +197,15 @@ def train(
     for step in range(schedule.start_step + 1, schedule.total_steps + 1):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with timer("data"):
-            micro_batches, totals = share.micro_batches(data, batches[step - 1])
+            micro_batches, totals = share.micro_batches(data, batches[step - 1], engine.token_limit)
         # Run this on all ranks, even those without items: `prepare` may contain collectives.
         if hooks.prepare is not None:
             with timer("forward"):
                 micro_batches = hooks.prepare(engine, micro_batches)
         with timer("train"):
-            metrics = hooks.finish_metrics(engine.train_step(micro_batches, bind(objective, totals)))
+            smaller = partial(_smaller, engine, data=data, indices=batches[step - 1], share=share, hooks=hooks)
+            found = engine.train_step(micro_batches, bind(objective, totals), smaller=smaller)
+            metrics = hooks.finish_metrics(found)
             # A moving reference follows the weights after each step, and a checkpoint must include the result.
             if hooks.after_step is not None:
                 hooks.after_step(engine, step)
@@ -229,12 +242,21 @@ def evaluate(
     totals = StepTotals(num_tokens=int(data.num_trained.sum()), num_sequences=num_items)
     # Chunks have the size of a training step, which is known to fit in memory after preparation.
     chunks = (np.arange(start, min(start + size, num_items)) for start in range(0, num_items, size))
-    micro_batches = (pack for chunk in chunks for pack in prepare(engine, share.micro_batches(data, chunk)[0]))
+    packed = (share.micro_batches(data, chunk, engine.token_limit)[0] for chunk in chunks)
+    micro_batches = (pack for packs in packed for pack in prepare(engine, packs))
     metrics = hooks.finish_metrics(engine.evaluate(micro_batches, bind(objective, totals)))
     if "accuracy" not in metrics:
         return metrics
     low, high = wilson_interval(metrics["accuracy"], num_items)
     return metrics | {"accuracy_low": low, "accuracy_high": high}
+
+
+def _smaller(
+    engine: Engine, max_tokens: int, *, data: ItemData, indices: np.ndarray, share: Share, hooks: OfflineHooks
+) -> list[Any]:
+    """Return a step's micro-batches with fewer tokens, prepared again."""
+    micro_batches, _ = share.micro_batches(data, indices, max_tokens)
+    return micro_batches if hooks.prepare is None else hooks.prepare(engine, micro_batches)
 
 
 def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]:

@@ -35,8 +35,9 @@ class FakeEngine:
         self.steps: list[list[list[int]]] = []
         self.totals: list[StepTotals] = []
         self.skipped: list[int] = []  # numbers of the skipped steps
+        self.token_limit: int | None = None
 
-    def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]:
+    def train_step(self, micro_batches: Sequence[Any], compute_loss: Any, *, smaller: Any) -> dict[str, float]:
         self.journal.append("train")
         self.steps.append(list(micro_batches))
         last_good = max(step for step in range(len(self.steps) + 1) if step not in self.skipped)
