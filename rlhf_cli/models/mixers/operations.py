@@ -321,6 +321,7 @@ def _flat_scan(kernel: Operation, given: dict[str, Any], runs: MixerRuns) -> tup
             output_final_state=part.is_continued,
             use_qk_l2norm_in_kernel=given["use_qk_l2norm_in_kernel"],
             cu_seqlens=part.cu_seqlens,
+            cu_seqlens_cpu=part.cu_seqlens_cpu,
         )
         outputs.append(output)
     return torch.cat(outputs, dim=1).index_select(1, runs.flat_home_T), None

@@ -41,6 +41,7 @@ class FlatRuns:
 
     - `index_L`: token positions in the pack.
     - `cu_seqlens`: bounds [N + 1] of the N runs in them.
+    - `cu_seqlens_cpu`: the same in host memory, from which kernels are scheduled without waiting for the GPU.
     - `parents_N`: numbers of the prompts whose final states the runs begin with, or the number of prompts for runs that
       start a sequence; None if no run continues another.
     - `is_continued`: whether the runs are prompts that others continue.
@@ -48,6 +49,7 @@ class FlatRuns:
 
     index_L: torch.Tensor
     cu_seqlens: torch.Tensor
+    cu_seqlens_cpu: torch.Tensor
     parents_N: torch.Tensor | None
     is_continued: bool
 
@@ -134,8 +136,9 @@ class MixerRuns:
 
     def _flat(self, numbers: list[int], parents_N: torch.Tensor | None, *, is_continued: bool) -> FlatRuns:
         runs = [self._own[number] for number in numbers]
-        bounds = np.cumsum([0, *(run.size for run in runs)])
-        return FlatRuns(self._on_device(np.concatenate(runs)), self._on_device(bounds), parents_N, is_continued)
+        bounds = torch.from_numpy(np.cumsum([0, *(run.size for run in runs)]))
+        index_L = self._on_device(np.concatenate(runs))
+        return FlatRuns(index_L, bounds.to(self._device), bounds, parents_N, is_continued)
 
     @functools.cached_property
     def flat_home_T(self) -> torch.Tensor:
