@@ -14,13 +14,17 @@ from torch.utils.cpp_extension import include_paths, library_paths
 HERE = Path(__file__).parent
 
 
-def run_fake(program: str, *arguments: str) -> dict[str, dict]:
-    """Run a program of this folder on fake CUDA tensors. Returns its results: JSON lines, each with a name."""
+def run_fake(program: str, *arguments: str, packages: Path | None = None, **variables: str) -> dict[str, dict]:
+    """Run a program of this folder on fake CUDA tensors, with packages from a folder and environment variables.
+
+    Returns its results: JSON lines, each with a name.
+    """
     environment = os.environ | {
         "LD_PRELOAD": str(_library()),
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), str(HERE), str(HERE.parent)]),
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, [HERE.parents[2], HERE, HERE.parent, packages]))),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        **variables,
     }
     command = [sys.executable, str(HERE / program), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
