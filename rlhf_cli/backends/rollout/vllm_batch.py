@@ -6,7 +6,7 @@ Settings and checks are in `vllm_engine`, prompt formats in `vllm_prompts`.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rlhf_cli.backends.rollout.engine import RequestBatch
 from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt, rendered_prompts
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams as VllmSamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -142,7 +143,11 @@ class VllmBatch:
             await asyncio.sleep(_CUT_POLL_SECONDS)
             # FINAL_ONLY requests report no intermediate output, so read the lengths from vLLM's output processor.
             states = map(self._llm.output_processor.request_states.get, [*self._running])
-            running = {state.request_id: state.detokenizer.num_output_tokens() for state in states if state}
+            running = {
+                state.request_id: state.detokenizer.num_output_tokens()
+                for state in states
+                if state and state.detokenizer
+            }
             too_long = [name for name, length in running.items() if length > self.arrivals.max_tokens]
             # On a CPU, runs must be reproducible: an abort at a random time would change the rounding of the remaining
             # requests, so abort only when no others are left.
@@ -150,7 +155,7 @@ class VllmBatch:
                 await self._llm.abort(too_long, internal=True)
 
 
-def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Sequence[int]) -> object:
+def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Sequence[int]) -> "VllmSamplingParams":
     """Convert sampling parameters to vLLM's."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
@@ -184,13 +189,13 @@ def _generation(output: "RequestOutput", sampling: SamplingParams) -> Generation
         raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
     token_ids = list(response.token_ids)
     assert response.logprobs is not None
-    logprobs = sampled_logprobs(response.logprobs, token_ids)
+    logprobs = sampled_logprobs(cast("FlatLogprobs", response.logprobs), token_ids)
     assert response.weight_versions is not None, "vLLM reports no weight versions"
     runs = [(_version(span.version), span.end - span.start) for span in response.weight_versions]
     return Generation(
         token_ids,
         logprobs,
-        response.finish_reason,
+        cast("Literal['stop', 'length']", response.finish_reason),
         oldest(runs),
         version_runs=joined_runs(runs),
         # vLLM returns them for all requests: for evaluations, they would fill the memory of the driver.

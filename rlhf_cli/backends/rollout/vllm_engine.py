@@ -33,6 +33,7 @@ from rlhf_cli.errors import MemoryKind, OutOfMemory, RunError, Shortage, full_me
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 # Interval for checking whether the engine's processes are alive.
 _POLL_SECONDS = 0.25
@@ -81,7 +82,7 @@ class VllmEngine:
         self._serving: set[asyncio.Task[None]] = set()
         self._on_cpu = not torch.cuda.is_available()
         with engine_environment(settings, on_cpu=self._on_cpu):
-            self._llm = started(model_path, settings, on_cpu=self._on_cpu)
+            self._llm: AsyncLLM = started(model_path, settings, on_cpu=self._on_cpu)
         self._processes = process_tree(os.getpid())
         self._log_begin = log_size()
 
@@ -313,7 +314,7 @@ class VllmEngine:
 
     async def shutdown(self) -> None:
         """Stop the engine and all child processes. No-op on later calls."""
-        llm, self._llm = self._llm, None
+        llm, self._llm = self._llm, None  # type: ignore[assignment]
         # The batch also refers to vLLM's engine, which must be freed.
         self._begun = None
         if llm is not None:

@@ -22,21 +22,26 @@ _Update = tuple[list[int], bool]
 class StoppingScheduler(Scheduler):
     """Synchronous scheduler for the CPU: schedules a step after the previous one has finished."""
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> _Update:
-        update = super()._update_request_with_output(request, new_token_ids, **state)
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> _Update:
+        update = super()._update_request_with_output(request, new_token_ids, is_stale)
         return _ended_at_stop_strings(request, update, self.vllm_config)
 
 
 class AsyncStoppingScheduler(AsyncScheduler):
     """Asynchronous scheduler for the GPU: schedules a step while the previous one runs."""
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> _Update:
-        update = super()._update_request_with_output(request, new_token_ids, **state)
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> _Update:
+        update = super()._update_request_with_output(request, new_token_ids, is_stale)
         return _ended_at_stop_strings(request, update, self.vllm_config)
 
 
 def _ended_at_stop_strings(request: Request, update: _Update, config: VllmConfig) -> _Update:
     new_token_ids, _ = update
+    assert request.sampling_params is not None, "the engine only generates"
     texts = (request.sampling_params.extra_args or {}).get(STOP)
     if not texts or not new_token_ids or request.status == RequestStatus.FINISHED_STOPPED:
         return update

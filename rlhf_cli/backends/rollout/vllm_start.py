@@ -81,7 +81,7 @@ def engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[No
         os.environ.update(before)
 
 
-def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
+def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
     """Start the engine. If it fails, raises RunError with vLLM's first sentence, or OutOfMemory."""
     if on_cpu:
         _check_head_size(model_path, settings)

@@ -18,6 +18,8 @@ from rlhf_cli.models.mixers.remainders import remainders
 from rlhf_cli.models.quantised import dense_layout
 
 if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
     from rlhf_cli.backends.rollout.engine_host import EngineHost
 
 # Bounds the extra GPU memory per buffer on both sides; vLLM's default of 1 GiB is too much next to a training model.
@@ -123,7 +125,7 @@ def buffer_bytes(specs: list[TensorSpec]) -> int:
 
 def _trainer_init_info(
     backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, buffer_size: int, rendezvous: Rendezvous | None
-) -> object:
+) -> "TrainerInitInfo":
     """Create vLLM's init info for this trainer rank; rank 0 sends."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -147,7 +149,7 @@ def _trainer_init_info(
 class VllmTransport:
     """Sends pushes through vLLM's trainer engine. Used on every trainer rank."""
 
-    def __init__(self, engine: Any, source: PushSource, client: EngineClient) -> None:
+    def __init__(self, engine: "TrainerWeightTransferEngine[Any]", source: PushSource, client: EngineClient) -> None:
         self._engine = engine
         self._source = source
         self._client = client
