@@ -9,6 +9,7 @@ if a step failed. Takes about 40 minutes on an H200.
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from common import OFFLINE, machine, make_model, make_parser, read_metrics, tabl
 
 from rlhf_cli.backends.doctor.gpus import gpus
 from rlhf_cli.backends.doctor.gpus import run as run_tool
+from rlhf_cli.commands.plan import PLANNED
 from rlhf_cli.runs.doctor import redacted
 
 REPOSITORY = Path(__file__).parents[1]
@@ -227,6 +229,7 @@ class Outcome:
     command: Command
     result: str
     seconds: float = 0.0
+    planned: str = ""  # memory and time from `rlhf plan` before the command
     figures: str = ""
     tail: str = ""  # end of a failed command's log
 
@@ -238,6 +241,20 @@ def make_files(folder: Path, *, size: str = MODEL) -> Files:
     if not (folder / "model").exists():
         write_word_problems(rows, num_rows=NUM_ROWS)
     return Files(make_model(folder, rows, shape=size, name="model"), rows, outputs)
+
+
+def planned(command: Command, *hardware: str) -> str:
+    """Plan a command for this GPU, or for the hardware of these flags; empty for commands without a plan."""
+    if command.words[:2] != ("-m", "rlhf_cli") or command.words[2] not in PLANNED:
+        return ""
+    words = ["-m", "rlhf_cli", "plan", *command.words[2:], *hardware, "--json"]
+    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    try:
+        plan = json.loads(done.stdout)
+        memory = max(phase["total"] for gpu in plan["gpus"] for phase in gpu["memory_gib"].values())
+        return f"GPU memory at most {memory:.1f} GiB, {sum(plan['seconds'].values()):.3g} s an iteration"
+    except (LookupError, ValueError):
+        return f"no plan: {last_line(done.stderr)}"
 
 
 def run_step(step: Step, folder: Path, *, gpu_memory: Callable[[], int | None]) -> Iterable[Outcome]:
@@ -252,7 +269,7 @@ def run_step(step: Step, folder: Path, *, gpu_memory: Callable[[], int | None]) 
 
 def run_command(step: Step, command: Command, *, log: Path, gpu_memory: Callable[[], int | None]) -> Outcome:
     """Run a command, log its output, and return the outcome."""
-    begin = time.monotonic()
+    plan, begin = planned(command), time.monotonic()
     environment = os.environ | OFFLINE | {"COLUMNS": "200"}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -273,9 +290,9 @@ def run_command(step: Step, command: Command, *, log: Path, gpu_memory: Callable
     if not in_time or process.returncode != expected:
         reason = f"status {process.returncode}" if in_time else f"no end within {command.seconds} s"
         tail = "\n".join(text.splitlines()[-TAIL_LINES:])
-        return Outcome(step, command, f"failed: {reason}: {last_line(text)}", seconds, _memory(peak), tail)
+        return Outcome(step, command, f"failed: {reason}: {last_line(text)}", seconds, plan, _memory(peak), tail)
     figures = "interrupted, saved" if command.interrupt_at else _figures(command, text)
-    return Outcome(step, command, "ok", seconds, ", ".join(filter(None, (figures, _memory(peak)))))
+    return Outcome(step, command, "ok", seconds, plan, ", ".join(filter(None, (figures, _memory(peak)))))
 
 
 def _figures(command: Command, text: str) -> str:
@@ -343,11 +360,11 @@ def report(outcomes: Iterable[Outcome]) -> str:
 
     def cells(one: Outcome) -> list[str]:
         step, seconds = f"{one.step.number}. {one.step.title}", f"{one.seconds:.0f}"
-        row = (step, f"`{one.command.shown}`", one.result, seconds, one.figures)
+        row = (step, f"`{one.command.shown}`", one.result, seconds, one.planned, one.figures)
         return [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
 
     tails = [f"\n`{one.command.shown}`\n\n```text\n{one.tail}\n```" for one in found if one.tail]
-    return "\n".join([table("step | what ran | result | seconds | figures", map(cells, found)), *tails])
+    return "\n".join([table("step | what ran | result | seconds | planned | measured", map(cells, found)), *tails])
 
 
 def parser() -> argparse.ArgumentParser:

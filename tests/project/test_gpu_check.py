@@ -74,6 +74,26 @@ def test_every_training_and_inference_command_is_planned_for_one_h100_and_fits(t
         assert sum(plan["seconds"].values()) < 60, words
 
 
+def test_the_table_has_the_plan_of_a_command_with_what_it_measured(tmp_path, monkeypatch):
+    write_architecture(tmp_path / "model")
+    gpu_check = load("gpu_check")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 64)
+    sft = next(command for command in all_steps(tmp_path)[2].commands if "sft" in command.words)
+    plan = gpu_check.planned(sft, "--gpu", "h100", "--num_gpus", "1")
+    found = re.fullmatch(r"GPU memory at most ([\d.]+) GiB, ([\d.]+) s an iteration", plan)
+    assert found is not None, plan
+    # 187M parameters with Adam need 16 bytes each: 2.8 GiB, and 16,384 tokens a micro-batch at most 20 times that.
+    assert 2.8 < float(found[1]) < 56
+    assert gpu_check.planned(gpu_check.Command(("-m", "rlhf_cli", "doctor"), 1, str)) == ""
+    assert gpu_check.planned(gpu_check.Command(("-m", "rlhf_cli", "sft", "--nothing"), 1, str)).startswith("no plan: ")
+    monkeypatch.setattr(gpu_check, "planned", lambda command: plan)
+    (outcome,) = outcomes(step_of("print('4 s an iteration')"), tmp_path, gpu_memory=lambda: 4096)
+    header, _, row = gpu_check.report([outcome]).splitlines()
+    cells = dict(zip(header.split("|"), row.split("|"), strict=True))
+    assert cells[" planned "].strip() == plan
+    assert cells[" measured "].strip() == "4 s an iteration, GPU memory at most 4.0 GiB"
+
+
 def test_every_test_of_a_gpu_is_in_a_step(tmp_path):
     words = {word for step in all_steps(tmp_path) for command in step.commands for word in command.words}
     assert {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests/gpu").glob("test_*.py")} <= words
