@@ -173,6 +173,7 @@ class OnlineConfig(CommandConfig):
         values: dict[str, object] = {
             "colocate_all_models": layout.together,
             "vllm_num_engines": layout.num_engines,
+            "vllm_tensor_parallel_size": layout.engine_size,
             "deepspeed_enable_sleep": layout.models_sleep,
             "vllm_enable_sleep": layout.engines_sleep,
         }

@@ -22,7 +22,7 @@ class PlacementConfig(SettingsGroup):
     few GPUs for both."""
     deepspeed_enable_sleep: bool | None = None
     """Offload weights, gradients and optimizer states of idle models to host memory. Default: if all models share
-    GPUs.
+    GPUs and do not fit on them at once.
     """
 
 
@@ -33,7 +33,7 @@ class LayoutSettings:
     - `shapes`: (nodes, ranks per node) by role in the run.
     - `pairs`: pairs of roles that share GPUs, including roles that are not in the run.
     - `together`: whether all roles and engines share GPUs.
-    - `engine_size`: GPUs per engine.
+    - `engine_size`: GPUs per engine, 1 if None.
     - `models_sleep`, `engines_sleep`: whether idle models and engines leave their GPUs.
     - `is_open`: whether no number of nodes, GPUs or engines is set.
 
@@ -46,7 +46,13 @@ class LayoutSettings:
     pairs: tuple[tuple[str, str], ...] = ()
     together: bool | None = None
     num_engines: int | None = None
-    engine_size: int = 1
+    engine_size: int | None = None
     models_sleep: bool | None = None
     engines_sleep: bool | None = None
     is_open: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no placement setting is given, except GPUs per engine."""
+        given = (self.together, self.models_sleep, self.engines_sleep)
+        return self.is_open and not self.pairs and all(value is None for value in given)

@@ -44,8 +44,9 @@ class EngineConfig(SettingsGroup):
     """Rollout engine. auto uses vLLM if installed; on a CPU, transformers for models with convolutions or recurrent
     layers that vLLM does not run there, and with --rollout_routing_replay.
     """
-    vllm_tensor_parallel_size: int = Field(1, gt=0)
-    """Tensor parallel size of each engine."""
+    vllm_tensor_parallel_size: int | None = Field(None, gt=0)
+    """Tensor parallel size of each engine. Default: 1, or more in online training where no placement setting is given
+    and the model does not fit on one GPU."""
     vllm_gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Fraction of GPU memory for an engine (weights and KV cache). Default: 0.9 on dedicated GPUs, 0.6 on shared
     GPUs.
@@ -61,7 +62,7 @@ class EngineConfig(SettingsGroup):
     vllm_num_engines: int | None = Field(None, gt=0)
     """Number of rollout engines. Default: as many as fit on free or shared GPUs; 1 without GPUs."""
     vllm_enable_sleep: bool | None = None
-    """Free engine GPU memory during training. Default: if all models share GPUs."""
+    """Free engine GPU memory during training. Default: if all models share GPUs and do not fit on them at once."""
     vllm_sync_backend: Literal["auto", SyncBackend] = "auto"
     """Weight transfer to engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 

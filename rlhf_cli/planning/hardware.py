@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -26,6 +26,7 @@ class Hardware:
     - `link`, `network`, `host_link`: bytes per second and direction of a GPU to others on the node, to other nodes, and
       to host memory.
     - `host_memory`: bytes per node, None if unknown.
+    - `assumption`: completes a sentence with what was assumed about the GPUs' speed.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Hardware:
     num_nodes: int = 1
     host_memory: float | None = None
     is_cpu: bool = False
+    assumption: str = ""
 
     @property
     def node_gpus(self) -> list[int]:
@@ -76,7 +78,16 @@ GPUS: dict[GpuName, Hardware] = {
 """GPUs by the value of --gpu: memory that CUDA reports in GiB, TFLOP/s and TB/s from NVIDIA's data sheets (SXM forms),
 and GB/s per direction of NVLink or PCIe, of a network with one port per GPU, and of the link to host memory."""
 
-_NAMES: dict[str, GpuName] = {"H200": "h200", "H100": "h100", "B200": "b200", "L40S": "l40s", "4090": "rtx4090"}
+_NAMES: dict[str, GpuName] = {
+    "H200": "h200",
+    "H100": "h100",
+    "B200": "b200",
+    "L40S": "l40s",
+    "4090": "rtx4090",
+    "A100-40G": "a100-40",
+    "A100": "a100-80",
+}
+"""Rows by a part of a GPU's name, in NVIDIA's driver or in Ray."""
 
 
 def hardware_of(plan: PlanConfig) -> Hardware:
@@ -120,8 +131,35 @@ def _of_driver(here: list[Gpu]) -> Hardware:
     if not here:
         return replace(GPUS["a100-80"], name="own GPU")
     smallest = min(here, key=lambda gpu: gpu.memory)
-    known = next((key for part, key in _NAMES.items() if part in smallest.name), None)
-    return replace(GPUS[known or "a100-80"], name=smallest.name, memory=smallest.memory * 2.0**20)
+    return replace(_of_name(smallest.name), name=smallest.name, memory=smallest.memory * 2.0**20)
+
+
+def _of_name(name: str) -> Hardware:
+    """Return the row of a GPU's name; for an unknown one, the speeds of an A100."""
+    known = next((key for part, key in _NAMES.items() if part in name), None)
+    if known is not None:
+        return GPUS[known]
+    return replace(GPUS["a100-80"], assumption=f"; {name} is planned with the speed of an A100")
+
+
+def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware | None:
+    """Return the GPUs of a run: the smallest by this machine's driver, otherwise by Ray's names; None if unknown.
+
+    Args:
+        node_gpus: GPUs per node.
+        kinds: Ray's names of the GPUs in the cluster, such as "H100".
+    """
+    # From the driver: initializing CUDA here would allocate memory in the driver process.
+    here = gpus()
+    # Ray's A100 may have 40 or 80 GB.
+    rows = [GPUS["a100-40"] if kind == "A100" else _of_name(kind) for kind in kinds]
+    if here:
+        base = replace(_of_driver(here), host_memory=float(psutil.virtual_memory().total))
+    elif rows and not any(row.assumption for row in rows):
+        base = min(rows, key=lambda row: row.memory)
+    else:
+        return None
+    return replace(base, num_gpus=max(node_gpus), num_nodes=len(node_gpus))
 
 
 def this_cpu() -> Hardware:

@@ -11,7 +11,7 @@ from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Tokens, Workload, eng
 
 def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes) -> Workload:
     """Plan `generate` and `eval`: engines with fixed weights, and at most a reward model."""
-    size, reward = config.engine.vllm_tensor_parallel_size, config.reward.reward_pretrain
+    size, reward = config.engine.vllm_tensor_parallel_size or 1, config.reward.reward_pretrain
     ranks = (config.reward_ranks.reward_num_gpus_per_node or 1) if reward else 0
     together = bool(config.placement.colocate_all_models) if reward else False
     num_engines = config.engine.vllm_num_engines or max(1, (hardware.total_gpus - ranks) // size)

@@ -1,19 +1,20 @@
 """Workload of an online training command: its roles, their placement, and the tokens of an iteration."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 
-from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout
-from rlhf_cli.backends.cluster.placement import Layout, plan_layout
+from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, memory_share
+from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.roles import FROZEN_POLICY, Role
 from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import RoleMemory
 from rlhf_cli.planning.workload import (
-    CPU_PLACES,
     Shapes,
     Tokens,
     Workload,
@@ -54,19 +55,16 @@ def online_work(
     shapes: Shapes,
     *,
     has_critic: bool,
-    placed: Layout | None,
+    layout: Layout,
 ) -> Workload:
-    """Return the workload of an online command. `placed`: its layout, by default planned for the hardware."""
-    names = _online_models(config, has_critic=has_critic)
-    reason = ""
-    if placed is None:
-        config, placed, reason = _placed(config, list(names), hardware)
+    """Return the workload of an online command whose sizes and sleep settings are filled in."""
+    names = online_models(config, has_critic=has_critic)
     roles: dict[str, RoleMemory] = {}
     for name, pretrain in names.items():
         shape = shapes(pretrain)
         # A critic and a reward model have scores instead of logits.
         shape = shape.with_score_head() if name in ("critic", "reward") else shape
-        num_ranks = len(placed.of(config.host_of(name)))
+        num_ranks = len(layout.of(config.host_of(name)))
         role = trained_role(config, shape, config.deepspeed_of(name), num_ranks, hardware)
         if config.roles[name].is_trained:
             check_states(config, role.settings)
@@ -78,7 +76,7 @@ def online_work(
         config=config,
         hardware=hardware,
         roles=roles,
-        layout=placed,
+        layout=layout,
         tokens=tokens,
         longest=-(-(config.prompts.max_len + _ENDS) // min(config.sequence_sizes)),
         hosts={name: config.host_of(name) for name in names},
@@ -86,19 +84,24 @@ def online_work(
         models_sleep=bool(config.placement.deepspeed_enable_sleep),
         engines_sleep=bool(config.engine.vllm_enable_sleep),
         samples_ahead=config.asynchronous.staleness > 0,
-        reason=reason,
         steps=_iterations(config, plan),
     )
 
 
-def _placed(config: OnlineConfig, names: Sequence[str], hardware: Hardware) -> tuple[OnlineConfig, Layout, str]:
-    """Place the roles of an online run like the run itself. Returns settings, layout and reason."""
-    with_ranks = [name for name in names if not config.roles[name].host]
-    node_gpus = [] if hardware.is_cpu else hardware.node_gpus
-    settings = config.layout_settings(with_ranks)
-    filled, reason = fill_layout(settings, node_gpus=node_gpus, needs=layout_needs(config, names))
-    config = config.with_layout(filled)
-    return config, plan_layout(config.layout_settings(with_ranks), node_gpus=node_gpus or [CPU_PLACES]), reason
+def on_layout(work: Workload, settings: LayoutSettings, layout: Layout) -> Workload:
+    """Return the workload of an online command on a layout, which `settings` describe."""
+    assert isinstance(work.config, OnlineConfig)
+    assert work.engine is not None
+    roles = {name: replace(role, num_ranks=len(layout.of(work.host(name)))) for name, role in work.roles.items()}
+    share = memory_share(work.config.engine.vllm_gpu_memory_utilization, shared=bool(settings.together))
+    return replace(
+        work,
+        roles=roles,
+        layout=layout,
+        engine=replace(work.engine, share=share, size=settings.engine_size or 1),
+        models_sleep=bool(settings.models_sleep),
+        engines_sleep=bool(settings.engines_sleep),
+    )
 
 
 def _iterations(config: OnlineConfig, plan: PlanConfig) -> int | None:
@@ -111,7 +114,7 @@ def _iterations(config: OnlineConfig, plan: PlanConfig) -> int | None:
     return min(found or rollout.max_iterations, rollout.max_iterations)
 
 
-def _online_models(config: OnlineConfig, *, has_critic: bool) -> dict[str, str]:
+def online_models(config: OnlineConfig, *, has_critic: bool) -> dict[str, str]:
     """Return the models of an online run by role, in the order of `ROLES`."""
     models = {name: _model_of(config, role, has_critic=has_critic) for name, role in config.roles.items()}
     return {name: model for name, model in models.items() if model is not None}

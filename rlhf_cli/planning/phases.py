@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.config.train import DEFAULT_TOKENS
-from rlhf_cli.planning.memory import Fit, Parts, RoleMemory, added, fit_to_memory, total
+from rlhf_cli.planning.memory import GIB, USABLE, Fit, Parts, RoleMemory, added, fit_to_memory, total
 from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
@@ -63,7 +63,8 @@ def _fit_of(work: Workload, name: str) -> Fit:
     assumed = Batching(True, max_tokens or DEFAULT_TOKENS)
     return fit_to_memory(
         work.roles[name],
-        room=work.hardware.memory - sum(neighbors(work, assumed, name).values()),
+        # A role may use this fraction of its room, so that all together use it of the GPU.
+        room=work.hardware.memory - sum(neighbors(work, assumed, name).values()) / USABLE,
         needed_tokens=work.longest,
         recomputes=work.config.setting("gradient_checkpointing"),
         max_tokens=max_tokens,
@@ -201,3 +202,23 @@ def disk_bytes(work: Workload) -> dict[str, float]:
     kept = config.setting("max_ckpt_num") + 1 if config.setting("save_steps") > 0 else 1
     title = f"{kept} checkpoints" if kept > 1 else "a checkpoint"
     return {"model": float(role.num_trained * role.value_bytes), title: kept * size}
+
+
+def shortage(work: Workload, gpus: Sequence[GpuMemory], host: Mapping[str, float]) -> str:
+    """Describe what does not fit: a sequence in an engine, a phase on a GPU, or the host. Returns "" if all fits."""
+    engine, limit = work.engine, USABLE * work.hardware.memory
+    if engine is not None and not engine.fits:
+        return f"an engine on {in_gpus(engine.size)} has no room for a sequence of {engine.max_len:,} tokens"
+    fullest = max(gpus, key=lambda gpu: gpu.peak)
+    if fullest.peak > limit:
+        return f"{' + '.join(fullest.roles)} need {fullest.peak / GIB:.1f} of {limit / GIB:.1f} GiB"
+    needed, available = total(host), work.hardware.host_memory
+    # Host memory of other machines is unknown.
+    if available is not None and needed > available:
+        return f"a node needs {needed / GIB:.0f} of {available / GIB:.0f} GiB of host memory"
+    return ""
+
+
+def in_gpus(count: int) -> str:
+    """Return a number of GPUs in words."""
+    return f"{count} GPU{'s' if count > 1 else ''}"

@@ -1,10 +1,10 @@
 """A plan: placement, memory, time and price of a command on hardware, before anything is loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
-from rlhf_cli.backends.cluster.placement import Layout, describe
+from rlhf_cli.backends.cluster.placement import Layout, describe, plan_layout
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.commands.online import OnlineConfig
@@ -13,13 +13,14 @@ from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.architectures import find_shape
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.inference import inference_work
+from rlhf_cli.planning.layouts import choose_layout
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.offline import offline_work
 from rlhf_cli.planning.online import online_work
 from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, gpu_memory, host_memory
 from rlhf_cli.planning.shapes import ModelShape
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
-from rlhf_cli.planning.workload import Shapes, Workload
+from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Workload
 
 HOST = "host"
 """Name of host memory among the phases that have a limit."""
@@ -168,7 +169,7 @@ def workload_of(
 
     Args:
         config: the command's settings. With `layout`, sizes and sleep of an online run are filled in.
-        layout: placement of an online run, by default planned for the hardware.
+        layout: placement of an online run, by default chosen for the hardware.
 
     Raises:
         UsageError: the settings need more GPUs than the hardware has, or the command cannot be planned.
@@ -176,9 +177,22 @@ def workload_of(
     if isinstance(config, OfflineConfig):
         return offline_work(config, plan, hardware, shapes)
     if isinstance(config, OnlineConfig):
-        return online_work(config, plan, hardware, shapes, has_critic=has_critic, placed=layout)
+        if layout is None:
+            return _placed_work(config, plan, hardware, shapes, has_critic=has_critic)
+        return online_work(config, plan, hardware, shapes, has_critic=has_critic, layout=layout)
     assert isinstance(config, InferenceConfig)
     return inference_work(config, plan, hardware, shapes)
+
+
+def _placed_work(
+    config: OnlineConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes, *, has_critic: bool
+) -> Workload:
+    """Return the workload of an online command on the layout that a run would choose."""
+    node_gpus = [] if hardware.is_cpu else hardware.node_gpus
+    settings, reason = choose_layout(config, hardware, shapes, has_critic=has_critic, node_gpus=node_gpus)
+    config, layout = config.with_layout(settings), plan_layout(settings, node_gpus=node_gpus or [CPU_PLACES])
+    work = online_work(config, plan, hardware, shapes, has_critic=has_critic, layout=layout)
+    return replace(work, reason=reason)
 
 
 def make_plan(

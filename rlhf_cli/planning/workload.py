@@ -144,7 +144,7 @@ def engine_of(
         shape=shape,
         gpu_bytes=hardware.memory,
         share=memory_share(engine.vllm_gpu_memory_utilization, shared=shared),
-        size=engine.vllm_tensor_parallel_size,
+        size=engine.vllm_tensor_parallel_size or 1,
         value_bytes=WEIGHT_BYTES[config.model.param_dtype],
         max_len=config.prompts.max_len,
         num_sequences=_num_sequences(engine.engine_arguments),

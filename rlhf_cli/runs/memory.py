@@ -12,11 +12,13 @@ from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.planning.changes import best_changes
 from rlhf_cli.planning.hardware import GPUS, Hardware
 from rlhf_cli.planning.memory import GIB
-from rlhf_cli.planning.phases import Batching, batching_of, sleeping_by_node
+from rlhf_cli.planning.phases import Batching, batching_of, gpu_memory, host_memory, shortage, sleeping_by_node
 from rlhf_cli.planning.planner import shapes_of, workload_of
 from rlhf_cli.planning.workload import Workload
+from rlhf_cli.runs.plan import planner_of
 
 _ConfigT = TypeVar("_ConfigT", bound=CommandConfig)
 
@@ -28,15 +30,34 @@ def gpu_bytes() -> int | None:
 
 
 def _hardware(memory: float, node_gpus: Sequence[int]) -> Hardware:
-    """Return the GPUs of a run. Their speed does not matter for memory."""
+    """Return GPUs with this memory. Their speed does not matter for it."""
     return replace(GPUS["a100-80"], memory=float(memory), num_gpus=max(node_gpus), num_nodes=len(node_gpus))
 
 
-def online_workload(config: OnlineConfig, layout: Layout, *, memory: float = 0.0, has_critic: bool) -> Workload:
-    """Return the workload of a run that is placed on GPUs with this memory."""
-    num_gpus = [island.num_gpus for island in layout.islands]
-    hardware = _hardware(memory, num_gpus)
+def online_workload(
+    config: OnlineConfig, layout: Layout, *, hardware: Hardware | None = None, has_critic: bool
+) -> Workload:
+    """Return the workload of a run that is placed on these GPUs; without them, only host memory is known."""
+    hardware = hardware or _hardware(0, [island.num_gpus for island in layout.islands])
     return workload_of(config, PlanConfig(), hardware, shapes_of(config), has_critic=has_critic, layout=layout)
+
+
+def shortage_notice(config: OnlineConfig, work: Workload, batching: Batching) -> str:
+    """Return a line with what the plan of a run lacks and the flags that it fits with; "" if it fits.
+
+    Args:
+        config: the settings as given, before the layout was filled in.
+    """
+    gpu = gpu_memory(work, batching)
+    lack = shortage(work, gpu, host_memory(work, gpu))
+    if not lack:
+        return ""
+    planner = planner_of(config, PlanConfig())
+    changes = best_changes(config, planner(config, work.hardware), planner)
+    # A forecast may be wrong, so the run starts.
+    if not changes or changes[0].gpus:
+        return f"The plan does not fit these GPUs with any flags: {lack}"
+    return f"The plan does not fit: {lack}; it fits with {changes[0].flags}"
 
 
 def offline_batching(config: OfflineConfig, *, memory: float, num_ranks: int, longest: int) -> Batching:

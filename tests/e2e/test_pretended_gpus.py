@@ -54,8 +54,10 @@ def test_every_online_command_is_placed_on_simulated_gpus_and_one_starts(ray_fol
             size = sum(one["gpus"])
             assert (one["used"], one["engines"], one["given"]) == (size, size, True), (title, one)
             assert set(one["ranks"].values()) == {size}, (title, one)
+            assert one["as_planned"], (title, one)
             assert one["nodes"] == list(range(len(one["gpus"])))
-            assert (one["sleeps"], one["sync"]) == (True, "ipc"), (title, one)
+            # A model with 0.1M parameters needs no sleep.
+            assert (one["sleeps"], one["sync"]) == (False, "ipc"), (title, one)
     assert found["placed"]["README ppo"][0]["ranks"].keys() == {"actor", "critic", "ref"}
     assert_first_cuda_calls(found["started"]["README grpo ['2']"], 2)
 

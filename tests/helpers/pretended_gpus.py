@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import ray
 from ray.cluster_utils import Cluster as NodesHere
@@ -27,13 +26,15 @@ from rlhf_cli.backends.cluster.placement import ENGINE, Layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation, ray_cluster
 from rlhf_cli.backends.roles.start import Processes
 from rlhf_cli.command_table import COMMANDS, ONLINE
+from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.options import typer_command
-from rlhf_cli.runs.online import checked_run, start_roles
+from rlhf_cli.planning.hardware import GPUS, Hardware
+from rlhf_cli.planning.planner import make_plan
+from rlhf_cli.runs.online import start_roles
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, placed_run
 from rlhf_cli.runs.online.estimator import estimator_of
 
 SHAPES = ([1], [2], [4], [8], [8, 8])
-GPU_BYTES = 80 << 30
 DEFAULTS = {name: [name] for name, command in COMMANDS.items() if command.panel == ONLINE}
 
 
@@ -74,14 +75,26 @@ def placements(run: OnlineRun, cluster: Cluster, folder: Path) -> Iterator[dict[
             "sleeps": engines.settings.enable_sleep,
             "sync": engines.settings.sync_backend,
             # Five shares of 0.2 may add up to more than 1.
+            "as_planned": is_planned(run, placed, layout, node_gpus),
             "given": round(sum(shares), 3) <= layout.num_gpus,
         }
 
 
+def h100s(node_gpus: list[int]) -> Hardware:
+    return replace(GPUS["h100"], num_gpus=max(node_gpus), num_nodes=len(node_gpus))
+
+
+def is_planned(run: OnlineRun, placed: OnlineRun, layout: Layout, node_gpus: list[int]) -> bool:
+    """Return whether `rlhf plan` has the same layout for the same reason, and a resumed run too."""
+    again, same = on_gpus(run, node_gpus)
+    plan = make_plan(run.config, PlanConfig(), h100s(node_gpus), has_critic=run.models.critic is not None)
+    of_plan = plan.work.layout, plan.work.reason
+    return of_plan == (layout, placed.layout_reason) == (same, again.layout_reason)
+
+
 def on_gpus(run: OnlineRun, node_gpus: list[int]) -> tuple[OnlineRun, Layout]:
-    """Return the run and its layout on GPUs with 80 GiB."""
-    with patch.object(checked_run, "gpu_bytes", lambda: GPU_BYTES):
-        placed = placed_run(run, node_gpus)
+    """Return the run and its layout on H100s."""
+    placed = placed_run(run, node_gpus, h100s(node_gpus))
     return placed, plan_layout(placed.config.layout_settings(run.models.by_role), node_gpus=node_gpus)
 
 

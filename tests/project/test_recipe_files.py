@@ -80,7 +80,7 @@ def test_an_online_recipe_fits_its_nodes(name):
     check_batches(config, ESTIMATORS["ppo"])
     check_positions(architecture(config), config.prompts.max_len)
     assert plan.work.layout.num_gpus == hardware.num_ranks
-    assert architecture(config).num_attention_heads % config.engine.vllm_tensor_parallel_size == 0
+    assert architecture(config).num_attention_heads % engine_of(plan).size == 0
     for role in ROLES:
         settings, num_ranks = config.deepspeed_of(role), plan.work.roles[role].num_ranks
         assert num_ranks == hardware.num_ranks

@@ -1,9 +1,9 @@
-"""Default numbers of nodes, GPUs and engines for online runs, and sleep settings: a pure function of settings and GPUs.
+"""Default numbers of nodes, GPUs and engines for online runs, and sleep settings: pure functions of settings and GPUs.
 
-`placement` then assigns ranks to GPUs.
+`candidate_layouts` are those that a plan compares. `placement` then assigns ranks to GPUs.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from rlhf_cli.backends.cluster.placement import Layout
@@ -13,6 +13,8 @@ from rlhf_cli.errors import UsageError
 
 _OWN_GPU_SHARE, _SHARED_GPU_SHARE = 0.9, 0.6
 """Default memory fraction for an engine with exclusive GPUs, and for an engine that shares GPUs."""
+_FEW_GPUS, _PARTS = 16, 16
+"""Up to this many GPUs, models are tried on each number of them, above on multiples of a sixteenth."""
 _TURNS = "models and engines take turns on all GPUs, because no placement flag is set"
 _AHEAD = "engines have separate GPUs, because they sample while the models train"
 _NO_SLEEP = "models and engines have separate GPUs, because models cannot sleep with these settings"
@@ -53,10 +55,49 @@ def fill_layout(
         settings,
         together=together,
         num_engines=settings.num_engines or 1,
+        engine_size=settings.engine_size or 1,
         models_sleep=sleeps and needs.can_sleep if settings.models_sleep is None else settings.models_sleep,
         engines_sleep=sleeps if settings.engines_sleep is None else settings.engines_sleep,
     )
     return filled, reason
+
+
+def candidate_layouts(
+    settings: LayoutSettings,
+    *,
+    node_gpus: Sequence[int],
+    needs: LayoutNeeds,
+    shared_sizes: Sequence[int],
+    own_sizes: Sequence[int],
+) -> Iterator[LayoutSettings]:
+    """Yield complete layouts for settings without a placement flag, those that need the least memory first.
+
+    Example, rlhf grpo on 4 GPUs: all roles on 4 GPUs with sleep and without; actor and reference on 1, 2 or 3 of them.
+
+    Args:
+        shared_sizes, own_sizes: GPUs per engine to try, for engines on shared GPUs and on separate ones.
+    """
+    gpus = list(node_gpus)
+    for size in [] if needs.samples_ahead else shared_sizes:
+        whole = _together(replace(settings, engine_size=size), gpus, needs)
+        for sleeps in [True, False] if needs.can_sleep else [False]:
+            yield replace(whole, models_sleep=sleeps, engines_sleep=sleeps)
+    awake = replace(settings, together=False, models_sleep=False, engines_sleep=False)
+    paired = replace(awake, pairs=_all_pairs(settings.shapes.keys()))
+    found: list[LayoutSettings] = []
+    for size in own_sizes:
+        for models in _splits(sum(gpus)):
+            apart = _apart(replace(paired, engine_size=size), gpus, needs, models=models)
+            if apart is not None and apart not in found:
+                found.append(apart)
+    yield from found
+
+
+def _splits(num_gpus: int) -> list[int]:
+    """Return the numbers of GPUs to try for models that have separate ones."""
+    if num_gpus <= _FEW_GPUS:
+        return [*range(1, num_gpus)]
+    return [num_gpus * part // _PARTS for part in range(1, _PARTS)]
 
 
 def memory_share(given: float | None, *, shared: bool) -> float:
@@ -100,17 +141,23 @@ def _on_all_gpus(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNe
 
 def _together(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> LayoutSettings:
     """Place all roles on the same GPUs, with engines that use all of them."""
-    size = settings.engine_size
+    size = settings.engine_size or 1
     shape = _largest_shape(node_gpus, at_most=sum(node_gpus), per_node=size, multiple=needs.multiple) or (1, 1)
     return _sized(settings, shape, num_engines=max(1, shape[0] * shape[1] // size), together=True)
 
 
-def _apart(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -> LayoutSettings | None:
-    """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs."""
+def _apart(
+    settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds, *, models: int | None = None
+) -> LayoutSettings | None:
+    """Give each role the same number of GPUs, and the rest to the engines. Returns None if there are too few GPUs.
+
+    Args:
+        models: limit for the GPUs of all roles, by default such that engines get as many as a role.
+    """
     roles = settings.shapes.keys()
     followers = {second for first, second in settings.pairs if roles >= {first, second}}
     num_pools = len(roles - followers)
-    at_most = sum(node_gpus) // (num_pools + 1)
+    at_most = sum(node_gpus) // (num_pools + 1) if models is None else models // num_pools
     shape = _largest_shape(node_gpus, at_most=at_most, per_node=1, multiple=needs.multiple)
     if shape is None:
         return None
@@ -121,7 +168,7 @@ def _apart(settings: LayoutSettings, node_gpus: list[int], needs: LayoutNeeds) -
             return None
         left[node] -= shape[1]
         left.sort()
-    num_engines = sum(count // settings.engine_size for count in left)
+    num_engines = sum(count // (settings.engine_size or 1) for count in left)
     return _sized(settings, shape, num_engines=num_engines, together=settings.together) if num_engines else None
 
 

@@ -121,7 +121,7 @@ def plan_layout(settings: LayoutSettings, *, node_gpus: list[int]) -> Layout:
         islands += _take(free, pool, total=node_gpus)
         for role, (nodes, gpus) in pool.shapes.items():
             places[role] = [(first + node, (gpu,)) for node in range(nodes) for gpu in range(gpus)]
-    size, count = settings.engine_size, settings.num_engines or 1
+    size, count = settings.engine_size or 1, settings.num_engines or 1
     if settings.together:
         # Without an actor (generate, eval), the first GPU is shared.
         places[ENGINE] = _shared_engines(size, count, settings.shapes.get("actor", (1, 1)))
@@ -171,8 +171,13 @@ def _pool(settings: LayoutSettings, roles: tuple[str, ...]) -> _Pool:
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
     """Reserve islands for a pool on the nodes with the fewest sufficient GPUs (best fit), to keep large blocks free."""
     left = list(free)
-    islands = []
+    islands: list[Island] = []
     for size in pool.gpus_by_node:
+        # The best node stays the best for equal islands; a cluster has thousands.
+        if islands and islands[-1].num_gpus == size and free[islands[-1].node] >= size:
+            islands.append(islands[-1])
+            free[islands[-1].node] -= size
+            continue
         fitting = [node for node, count in enumerate(free) if count >= size]
         if not fitting:
             needed = " + ".join(f"{count} x {gpus}" for gpus, count in Counter(pool.gpus_by_node).items())

@@ -5,7 +5,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ _SLOW_START = "timed out during startup"
 # More threads would not help: with a GPU, the CPU only packs data and launches kernels.
 _GPU_RANK_THREADS = 8
 """Maximum CPU threads for a process with a GPU."""
+_KIND = "accelerator_type:"
 # Effectively unlimited: without GPUs, a slot is a process, and processes share the cores.
 _CPU_ONLY_PLACES = 1024
 """Number of slots on a node without GPUs."""
@@ -70,6 +71,8 @@ class Cluster:
     has_gpus: bool
     # Whether this process started the cluster.
     is_local: bool
+    # Ray's names of the kinds of GPUs, such as "H100"; empty if unknown.
+    gpu_kinds: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -156,11 +159,17 @@ def _describe_cluster(*, is_local: bool) -> Cluster:
         num_cpus=sum(node["Resources"].get("CPU", 0) for node in nodes),
         has_gpus=has_gpus,
         is_local=is_local,
+        gpu_kinds=tuple(sorted({kind for node in nodes for kind in _gpu_kinds(node["Resources"])})),
     )
 
 
 def _num_gpus(node: dict[str, Any]) -> int:
     return int(node["Resources"].get("GPU", 0))
+
+
+def _gpu_kinds(resources: Iterable[str]) -> list[str]:
+    """Return the kinds of a node's GPUs, which Ray adds to its resources as "accelerator_type:H100"."""
+    return [name.removeprefix(_KIND) for name in resources if name.startswith(_KIND)]
 
 
 class Reservation:

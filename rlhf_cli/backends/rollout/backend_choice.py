@@ -28,7 +28,7 @@ def rollout_backend(
         is_better = architecture is None or bool(config.engine_arguments) or may_have_gpus()
         runs_there = is_better or (runs_on_vllm_cpu(architecture) and not returns_experts)
         backend = "vllm" if runs_there and is_vllm_installed() else "transformers"
-    if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
+    if backend != "vllm" and (config.vllm_tensor_parallel_size or 1) > 1:
         raise UsageError(f"--vllm_tensor_parallel_size requires vLLM; the {backend} rollout backend uses one device")
     if architecture is not None and backend == "transformers":
         refuse_own_states(architecture)

@@ -68,7 +68,7 @@ def engine_settings(
         max_model_len=max_model_len,
         dtype=model.param_dtype,
         seed=seed,
-        tensor_parallel_size=engine.vllm_tensor_parallel_size,
+        tensor_parallel_size=engine.vllm_tensor_parallel_size or 1,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=engine.enable_prefix_caching,
         trust_remote_code=model.trust_remote_code,

@@ -63,7 +63,7 @@ def started_models(
 
 
 def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
-    size, num_engines = config.engine.vllm_tensor_parallel_size, config.engine.vllm_num_engines
+    size, num_engines = config.engine.vllm_tensor_parallel_size or 1, config.engine.vllm_num_engines
     ranks = (config.reward_ranks.reward_num_gpus_per_node or 1) if has_reward_model else 0
     # Share GPUs only if the model does not fit beside the engines.
     is_full = cluster.has_gpus and sum(cluster.node_gpus) < ranks + size

@@ -8,7 +8,6 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from rlhf_cli.algorithms.estimators.estimator import Estimator
-from rlhf_cli.backends.cluster.default_layout import LayoutNeeds, fill_layout
 from rlhf_cli.backends.cluster.placement import check_layout, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import may_have_gpus
 from rlhf_cli.backends.rollout.backend_choice import rollout_backend
@@ -26,10 +25,12 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_packed_length, check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.routers import check_router_loss
-from rlhf_cli.planning.online import layout_needs
+from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.layouts import choose_layout
 from rlhf_cli.planning.phases import batching_of
+from rlhf_cli.planning.planner import shapes_of
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
-from rlhf_cli.runs.memory import gpu_bytes, online_workload, with_batching
+from rlhf_cli.runs.memory import online_workload, shortage_notice, with_batching
 from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, most_episodes, staleness_notice
 from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
 from rlhf_cli.runs.online.group_files import check_state
@@ -80,6 +81,7 @@ class OnlineRun:
     identity: dict[str, object] = field(default_factory=dict)
     layout_reason: str = ""
     memory_reason: str = ""
+    shortage: str = ""
 
     @property
     def tokenizer(self) -> object:
@@ -185,39 +187,47 @@ def _check_places(config: OnlineConfig, models: OnlineModels) -> None:
     check_layout(config.layout_settings(models.by_role))
 
 
-def placed_run(run: OnlineRun, node_gpus: Sequence[int]) -> OnlineRun:
+def placed_run(run: OnlineRun, node_gpus: Sequence[int], hardware: Hardware | None) -> OnlineRun:
     """Fill in sizes of roles and engines that are not set, according to the cluster's GPUs.
 
     Args:
         node_gpus: GPUs per node, largest first; empty on a cluster without GPUs.
+        hardware: the GPUs, None if unknown.
     """
     config, models = run.config, run.models
-    settings = config.layout_settings(models.by_role)
-    layout, reason = fill_layout(settings, node_gpus=node_gpus, needs=_needs(config, models))
+    layout, reason = choose_layout(
+        config.updated({"rollout_backend": run.backend}),
+        hardware,
+        shapes_of(config),
+        has_critic=models.critic is not None,
+        node_gpus=node_gpus,
+        can_sleep=_can_compile(config),
+    )
     config = config.with_layout(layout)
     _check_places(config, models)
     if run.resume is not None:
         layout_notices(run.resume, config, models)
-    run = replace(run, config=config, layout_reason=reason)
-    return _fitted(run, gpu_bytes(), node_gpus) if node_gpus else run
+    placed = replace(run, config=config, layout_reason=reason)
+    return _fitted(placed, hardware, node_gpus, given=run.config) if node_gpus else placed
 
 
-def _fitted(run: OnlineRun, memory: int | None, node_gpus: Sequence[int]) -> OnlineRun:
+def _fitted(run: OnlineRun, hardware: Hardware | None, node_gpus: Sequence[int], *, given: OnlineConfig) -> OnlineRun:
     """Choose activation recomputation and micro-batch size to fit the GPU memory.
 
     Args:
-        memory: GPU memory on this machine in bytes; None if only other nodes have GPUs, in which case layers are
-        recomputed.
+        hardware: the GPUs; None if their memory is unknown, in which case layers are recomputed.
+        given: the settings without a layout.
     """
     config, models = run.config, run.models
-    if memory is None:
+    if hardware is None:
         recomputes = config.model.gradient_checkpointing is not False
         return _with_recomputing(
             run, recomputes, _UNKNOWN_MEMORY if config.model.gradient_checkpointing is None else ""
         )
     layout = plan_layout(config.layout_settings(models.by_role), node_gpus=list(node_gpus))
-    batching = batching_of(online_workload(config, layout, memory=memory, has_critic=models.critic is not None))
-    run = replace(run, config=with_batching(config, batching))
+    work = online_workload(config, layout, hardware=hardware, has_critic=models.critic is not None)
+    batching = batching_of(work)
+    run = replace(run, config=with_batching(config, batching), shortage=shortage_notice(given, work, batching))
     return _with_recomputing(run, batching.recomputes, batching.reason)
 
 
@@ -235,12 +245,6 @@ def _with_recomputing(run: OnlineRun, recomputes: bool, reason: str) -> OnlineRu
     models = replace(run.models, trained=trained, frozen=frozen)
     config = run.config.model_copy(update={"model": run.config.model.model_copy(update=update)})
     return replace(run, config=config, models=models, memory_reason=reason)
-
-
-def _needs(config: OnlineConfig, models: OnlineModels) -> LayoutNeeds:
-    """Return the layout requirements of the settings on this machine."""
-    needs = layout_needs(config, list(models.loaded))
-    return replace(needs, can_sleep=needs.can_sleep and _can_compile(config))
 
 
 def _can_compile(config: OnlineConfig) -> bool:
@@ -299,7 +303,15 @@ def notices(run: OnlineRun) -> list[str]:
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
     reference = reference_notice(run.models.policy) if config.policy.init_kl_coef > 0 else []
-    return [*idle, *truncation_notice(config.rollout), *staleness_notice(config), *reference, *files, *layouts]
+    return [
+        *idle,
+        *truncation_notice(config.rollout),
+        *staleness_notice(config),
+        *reference,
+        *files,
+        *layouts,
+        *filter(None, [run.shortage]),
+    ]
 
 
 def code_of_others(config: OnlineConfig) -> dict[str, str]:

@@ -22,6 +22,7 @@ from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.dtypes import DTYPES, dtype_note
 from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.options import to_yaml
+from rlhf_cli.planning.hardware import hardware_of_run
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
@@ -138,7 +139,8 @@ def _tracker(run: OnlineRun, console: Console) -> Tracker:
 def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     """Fill in the run's sizes for the cluster, and reserve resources."""
     cluster = stack.enter_context(ray_cluster())
-    run = placed_run(run, cluster.node_gpus if cluster.has_gpus else [])
+    node_gpus = cluster.node_gpus if cluster.has_gpus else []
+    run = placed_run(run, node_gpus, hardware_of_run(node_gpus, cluster.gpu_kinds) if node_gpus else None)
     config = run.config
     layout = plan_layout(config.layout_settings(run.models.by_role), node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)

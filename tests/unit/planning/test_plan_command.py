@@ -221,7 +221,7 @@ def test_the_bottleneck_follows_from_the_workload():
 
 def test_host_memory_of_a_node_is_checked_if_it_is_known():
     assert plan_of("grpo", num_gpus=8).fits
-    small = plan_of("grpo", num_gpus=8, host_memory_gib=200)
+    small = plan_of("grpo", num_gpus=8, host_memory_gib=20)
     assert not small.fits
     assert small.excess > 0
 

@@ -36,7 +36,7 @@ def test_an_offline_run_chooses_the_micro_batches_of_its_plan(command, given):
 def test_an_online_run_chooses_the_micro_batches_of_its_plan(command):
     plan = plan_of(command, pretrain=SMALL, num_gpus=2)
     settings: Any = plan.work.config
-    work = online_workload(settings, plan.work.layout, memory=MEMORY, has_critic=command == "ppo")
+    work = online_workload(settings, plan.work.layout, hardware=GPUS["h100"], has_critic=command == "ppo")
     assert batching_of(work) == plan.batching
 
 
