@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py [--sizes GPUS:PROMPTS:TOKENS ...] [--profile FILE]
 
-The loop, role groups, engine group, packing, reward workers, tracker and Ray are the program's own. One Ray process
-stands in for all engines and ranks and answers at once, so CPU time of the driver does not depend on their number of
-processes. The driver's share relates it to the seconds that `rlhf plan` forecasts for the iteration (grpo with
+Settings, loop, role groups, engine group, packing, reward workers, tracker and Ray are the program's own. One Ray
+process stands in for all engines and ranks. It answers at once, but responses come in as many calls as in the planned
+time. The driver's share relates it to the seconds that `rlhf plan` forecasts for the iteration (grpo with
 Qwen2.5-7B on H100s, 16 samples per prompt, responses of up to 15,872 tokens, half of that on average).
 
 A size is GPUS:PROMPTS:TOKENS, with the mean number of tokens per response. CPU time includes Ray's threads in the
@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.roles.groups import ActorRole, FrozenPolicyRole, WorkerGroup
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.start import COLLECT_SECONDS
 from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import decoded
@@ -47,7 +48,7 @@ from rlhf_cli.commands.plan import planned_class
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest
 from rlhf_cli.data.tokenizing.decoding import text_of
-from rlhf_cli.options import build_config
+from rlhf_cli.options import typer_command
 from rlhf_cli.planning.hardware import hardware_of
 from rlhf_cli.planning.planner import Plan, make_plan
 from rlhf_cli.rewards.scorer import Scorer
@@ -58,6 +59,7 @@ from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.state import OnlineSettings, first_state
 
 SIZES = ("8:512:512", "64:1024:512", "512:256:7936", "512:4096:496", "1024:256:7936", "1024:4096:496")
+COMMAND = "--pretrain Qwen/Qwen2.5-7B --prompt_data prompts.jsonl --reward_funcs gsm8k --gpu h100"
 SAMPLES_EACH, PROMPT_TOKENS = 16, 256
 FULL_PROMPTS, FULL_TOKENS = 4096, 7936
 HEAD = (
@@ -85,15 +87,17 @@ class Size:
         return cls(*map(int, text.split(":")))
 
 
-def config_of(size: Size, **more: object) -> Any:
-    """Return the settings of the command that `rlhf plan` and the loop read."""
+def config_of(size: Size, *more: str) -> Any:
+    """Return the settings of a `rlhf plan grpo` command line, which the loop reads too."""
     samples = size.prompts * SAMPLES_EACH
-    values = {"num_gpus": min(8, size.gpus), "num_nodes": max(1, size.gpus // 8), "gpu": "h100"}
-    values |= {"pretrain": "Qwen/Qwen2.5-7B", "prompt_data": "prompts.jsonl", "reward_funcs": ["gsm8k"]}
-    values |= {"rollout_batch_size": size.prompts, "n_samples_per_prompt": SAMPLES_EACH}
-    values |= {"train_batch_size": max(1, samples // 16), "prompt_tokens": PROMPT_TOKENS}
-    values |= {"max_len": PROMPT_TOKENS + 2 * size.tokens, "max_new_tokens": 2 * size.tokens}
-    return build_config(planned_class("grpo"), values | more)
+    nodes = f"--num_gpus {min(8, size.gpus)} --num_nodes {max(1, size.gpus // 8)}"
+    batch = f"--rollout_batch_size {size.prompts} --n_samples_per_prompt {SAMPLES_EACH}"
+    lengths = f"--prompt_tokens {PROMPT_TOKENS} --max_len {PROMPT_TOKENS + 2 * size.tokens}"
+    arguments = [*COMMAND.split(), *nodes.split(), *batch.split(), *lengths.split()]
+    arguments += ["--max_new_tokens", str(2 * size.tokens), "--train_batch_size", str(max(1, samples // 16)), *more]
+    read: list[Any] = []
+    typer_command("grpo", planned_class("grpo"), read.append).main(arguments, standalone_mode=False)
+    return read[0]
 
 
 def plan_of(config: Any) -> Plan:
@@ -118,26 +122,38 @@ def solutions(count: int) -> list[str]:
 
 
 class _Engine:
-    """Stands in for an engine: returns one response per call, of random length."""
+    """Stands in for an engine: responses have random lengths, and a token takes `token_seconds`.
 
-    def __init__(self, stream: np.ndarray, decode: Callable[..., str], mean_tokens: int) -> None:
+    A call returns those of an `interval` in seconds at once, without waiting.
+    """
+
+    def __init__(
+        self, stream: np.ndarray, decode: Callable[..., str], *, mean_tokens: int, token_seconds: float, interval: float
+    ) -> None:
         self.engine, self._decode = self, decode
         self._stream, self._mean_tokens = stream, mean_tokens
         self._logprobs = np.random.default_rng(0).uniform(-1, 0, stream.size).astype(np.float32)
-        self._requests: list[tuple[int, GenerationRequest]] = []
+        self._token_seconds, self._interval = token_seconds, interval
+        self._lengths: list[tuple[int, int]] = []  # (length, request), the shortest last
 
     def begin(self, batch: int, requests: list[GenerationRequest], sampling: object, max_tokens: object) -> Arrivals:
-        self._requests = list(enumerate(requests))[::-1]
+        rngs = [np.random.default_rng(request.seed) for request in requests]
+        self._lengths = [(int(rng.integers(1, 2 * self._mean_tokens)), place) for place, rng in enumerate(rngs)]
+        self._lengths.sort(reverse=True)
         return self.collect(batch, 0)
 
     def collect(self, batch: int, count: int) -> Arrivals:
-        number, request = self._requests.pop()
-        rng = np.random.default_rng(request.seed)
-        length = int(rng.integers(1, 2 * self._mean_tokens))
-        start = int(rng.integers(0, self._stream.size - length))
+        end = self._lengths[-1][0] * self._token_seconds + self._interval
+        responses = []
+        while self._lengths and self._lengths[-1][0] * self._token_seconds <= end:
+            length, place = self._lengths.pop()
+            responses.append((place, self._response(length, place)))
+        return Arrivals(responses, not self._lengths)
+
+    def _response(self, length: int, place: int) -> Generation:
+        start = 997 * place % (self._stream.size - length)
         tokens, logprobs = self._stream[start : start + length], self._logprobs[start : start + length]
-        response = decoded(Generation(tokens.tolist(), logprobs.tolist(), "stop", 0), self._decode)
-        return Arrivals([(number, response)], not self._requests)
+        return decoded(Generation(tokens.tolist(), logprobs.tolist(), "stop", 0), self._decode)
 
     def sleep(self, level: int) -> None:
         pass
@@ -171,16 +187,17 @@ class _Rank:
         return [{"policy_loss": 0.0, "entropy": 0.1, "kl": 0.01, **moments} for _ in work.totals]
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, enable_task_events=False)
 class _Others:
     """Stands in for all engines and ranks, and counts the bytes of their calls."""
 
-    def __init__(self, folder: Path, mean_tokens: int, num_engines: int) -> None:
+    def __init__(self, folder: Path, size: Size, generate_seconds: float) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         tokens = np.concatenate([tokenizer(text)["input_ids"] for text in solutions(2000)]).astype(np.int32)
         decode = partial(text_of, tokenizer, skip_special_tokens=True)
         stream = np.tile(tokens, -(-STREAM_TOKENS // tokens.size))
-        self._engines = [_Engine(stream, decode, mean_tokens) for _ in range(num_engines)]
+        times = {"token_seconds": generate_seconds / (2 * size.tokens), "interval": COLLECT_SECONDS * size.gpus}
+        self._engines = [_Engine(stream, decode, mean_tokens=size.tokens, **times) for _ in range(size.gpus)]
         self._rank = _Rank()
         self._bytes = {"received": 0, "sent": 0, "stored": 0, "calls": 0}
 
@@ -248,7 +265,7 @@ class _Watched:
 
 def _roles(size: Size, others: Any, max_tokens: int) -> Callable[..., Roles[ActorRole]]:
     """Return a function that adds the scorer to the program's handles of actor, reference and engines."""
-    config = config_of(size, train_max_tokens_per_gpu=max_tokens)
+    config = config_of(size, "--train_max_tokens_per_gpu", str(max_tokens))
     group = WorkerGroup[Any]("actor", [_Worker(others)] * size.gpus, FOLDER)
     planner = MicroBatchPlanner(size.gpus, config.batch, 1e-5, lambda: True)
     actor = ActorRole(group, planner, takes_turns=True)
@@ -268,17 +285,7 @@ def _roles(size: Size, others: Any, max_tokens: int) -> Callable[..., Roles[Acto
 def _run(roles: Callable[..., Roles[ActorRole]], config: Any, *, folder: Path) -> dict[str, float]:
     """Run one iteration and return the driver's CPU seconds by phase."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    settings = OnlineSettings(
-        estimator=ESTIMATORS[config.estimator],
-        rollout=config.rollout,
-        reward=config.reward,
-        policy=config.policy,
-        batch=config.batch,
-        critic=config.critic,
-        reference=config.reference,
-        optim=config.optim,
-        kl_terms=config.kl_terms,
-    )
+    settings = OnlineSettings.of(config, ESTIMATORS[config.estimator])
     with ExitStack() as stack:
         output = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         console = Console(file=stack.enter_context((output / "log").open("w")))
@@ -314,10 +321,10 @@ def measure(size: Size, folder: Path, profile: Path | None) -> dict[str, Any]:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=4 << 30, logging_level="error")
         stack.callback(ray.shutdown)
         others = _Others.remote(  # type: ignore[attr-defined]
-            folder, size.tokens, size.gpus
+            folder, size, plan.times["generate"].seconds
         )
         run = partial(_run, _roles(size, others, plan.batching.max_tokens), folder=folder)
-        run(config_of(size, rollout_batch_size=2, train_batch_size=2))
+        run(config_of(replace(size, prompts=2)))
         ray.get(others.take_bytes.remote())
         profiler = cProfile.Profile()
         if profile is not None:

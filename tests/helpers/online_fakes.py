@@ -20,7 +20,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.interfaces import Roles, awake
+from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
@@ -49,14 +49,11 @@ class FakeModel:
     def _note(self, what: str) -> None:
         self.journal.append(f"{self.name}.{what}")
 
-    def wake(self) -> None:
-        self._note("wake")
+    def wake_weights(self) -> None:
+        self._note("wake_weights")
 
     def sleep(self) -> None:
         self._note("sleep")
-
-    def sleep_optimizer(self) -> None:
-        self._note("sleep_optimizer")
 
     def move(self) -> None:
         self._note("move")
@@ -284,8 +281,7 @@ class Run:
 
     def _move_reference(self) -> None:
         assert self.reference is not None
-        with awake(self.reference):
-            self.reference.move()
+        self.reference.move()
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
         self.lent_actor = LentActor()  # that of a finished run refuses loans

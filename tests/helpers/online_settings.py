@@ -25,16 +25,4 @@ def reference_terms(policy: PolicyConfig) -> dict[str, KLTerm]:
 
 def online_settings(config: OnlineConfig, row: str) -> OnlineSettings:
     """Return the loop's settings with this row of the estimator table."""
-    return OnlineSettings(
-        estimator=ESTIMATORS[row],
-        rollout=config.rollout,
-        reward=config.reward,
-        policy=config.policy,
-        batch=config.batch,
-        critic=config.critic,
-        reference=config.reference,
-        optim=config.optim,
-        kl_terms=config.kl_terms,
-        dynamic=config.dynamic_sampling,
-        staleness=config.asynchronous.staleness,
-    )
+    return OnlineSettings.of(config, ESTIMATORS[row])

@@ -4,6 +4,7 @@ import importlib
 import json
 import random
 import re
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -352,3 +353,16 @@ def test_every_benchmark_on_a_page_exists_and_every_benchmark_is_on_a_page():
     named = set(re.findall(r"(?<!:)benchmarks/(\w+\.py)", pages))  # COMMIT:benchmarks/NAME.py was removed since
     programs = {path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
     assert programs - {"gpu_check.py", "trl_run.py"} <= named <= programs
+
+
+def test_the_driver_of_eight_simulated_gpus_runs_an_iteration(tmp_path):
+    """In a process of its own, because it starts Ray and warms up with an iteration."""
+    words = [sys.executable, str(FOLDER / "scaling.py"), "--here", "--folder", str(tmp_path), "--sizes", "8:4:40"]
+    output = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = json.loads(output.splitlines()[-1])
+    assert {"generate", "reward", "forward", "advantage", "train", "transfer"} <= found["seconds"].keys()
+    # At least begin, wake and sleep of engines, and forward, update, push and sleep of ranks, on each of 8 GPUs.
+    assert 8 * 8 <= found["calls"] <= 8 * 20
+    # Token ids of 64 prompts and responses go to the ranks for two forward passes and the update.
+    assert found["sent"] > 3 * 64 * 4 * 256
+    assert 0 < found["planned"] < found["full"]

@@ -35,16 +35,19 @@ from rlhf_cli.models.reward_model import ScoreStatistics
 
 # Only ranks import DeepSpeed.
 if TYPE_CHECKING:
-    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank
+    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank, TrainedRank
     from rlhf_cli.backends.roles.student_rank import StudentRank
 
 _DEATH_SECONDS = 5.0
 """Seconds to wait after a rank's failure for the death of another rank, which Ray reports after about a second."""
 
+_LOOK_SECONDS = 1.0
+"""Interval between looks for ranks that died while others compute."""
+
 _HeldT = TypeVar("_HeldT")
 _Work = TypeVar("_Work")
 Result = TypeVar("Result")
-_RankT = TypeVar("_RankT", bound="ActorRank | CriticRank | StudentRank | FrozenPolicyRank | RewardRank")
+_RankT = TypeVar("_RankT", bound="TrainedRank | FrozenPolicyRank | RewardRank")
 _TrainedT = TypeVar("_TrainedT", bound="ActorRank | CriticRank | StudentRank")
 
 
@@ -82,11 +85,10 @@ class WorkerGroup(Generic[_HeldT]):
         """
         pending = {call: rank for rank, call in enumerate(calls)}
         results = dict[int, Any]()
-        # Not all at once: after a rank dies, others may wait for it in a collective and never finish.
         while pending:
-            ray.wait(list(pending), num_returns=1)
-            # Each look costs time for every pending call, so take all that have finished.
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+            # A look costs time for every pending call, so wait for all. But look again every second: after a rank dies,
+            # others may wait for it in a collective and never finish.
+            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_LOOK_SECONDS)
             for call in done:
                 rank = pending.pop(call)
                 try:
@@ -191,6 +193,19 @@ class RoleGroup(Generic[_RankT]):
         yield
         self.sleep()
 
+    def run_awake(
+        self,
+        call: Callable[[_RankT, _Work], Result],
+        work: Sequence[_Work],
+        *,
+        rest: Callable[[_RankT], None] = lambda rank: rank.sleep(),
+    ) -> list[Result]:
+        """Run a call on all ranks, each with its element of `work`. Ranks that take turns wake before it, and `rest`
+        after it.
+        """
+        # In one call: calls of hundreds of ranks are most of the driver's work.
+        return self.group.all_each(_awake(call, rest) if self._takes_turns else call, work)
+
     def forward(
         self,
         call: Callable[[_RankT, list[list[TokenSequence]]], list[np.ndarray]],
@@ -200,7 +215,7 @@ class RoleGroup(Generic[_RankT]):
         plan = self.planner.plan(sequences)
         work = [RankWork([[[sequences[i] for i in members] for members in bins]]) for bins in plan]
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        found = self.group.all_each(lambda rank, share: call(rank, *share.steps), work)
+        found = self.run_awake(lambda rank, share: call(rank, *share.steps), work)
         for bins, arrays in zip(plan, found, strict=True):
             for members, values_K in zip(bins, arrays, strict=True):
                 bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
@@ -209,13 +224,28 @@ class RoleGroup(Generic[_RankT]):
         return results
 
 
+def _awake(call: Callable[..., Result], rest: Callable[[_RankT], None]) -> Callable[..., Result]:
+    def run(rank: _RankT, *work: object) -> Result:
+        rank.wake()
+        result = call(rank, *work)
+        # Not in a `finally`: after an error, other ranks may wait in a collective, and this rank must report it.
+        rest(rank)
+        return result
+
+    return run
+
+
+def _keep_weights(rank: "TrainedRank") -> None:
+    rank.sleep_optimizer()
+
+
 class TrainedRole(RoleGroup[_TrainedT]):
     """A trained model: shared methods of actor, critic and student."""
 
-    def sleep_optimizer(self) -> None:
-        """Keep only the weights on the GPUs."""
+    def wake_weights(self) -> None:
+        """Move only the weights to the GPUs. No-op without `takes_turns`."""
         if self._takes_turns:
-            self.group.all(lambda rank: rank.sleep_optimizer())
+            self.group.all(_awake(lambda rank: None, _keep_weights))
 
     def checkpoint_bytes(self) -> int:
         """Estimate the size of a checkpoint in bytes."""
@@ -253,9 +283,12 @@ class ActorRole(TrainedRole["ActorRank"]):
     def update(
         self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]:
-        """Run optimizer steps, each an array of sample indices. Returns metrics per step."""
+        """Run optimizer steps, each an array of sample indices, and keep only the weights on the GPUs.
+
+        Returns metrics per step.
+        """
         shares = self.planner.steps(samples, steps)
-        metrics = self.group.all_each(lambda rank, share: rank.update(share, on_policy, weights), shares)
+        metrics = self.run_awake(lambda rank, share: rank.update(share, on_policy, weights), shares, rest=_keep_weights)
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
 
 
@@ -263,9 +296,12 @@ class StudentRole(TrainedRole["StudentRank"]):
     """A policy that is trained on the distributions of a teacher in the same ranks."""
 
     def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
-        """Run optimizer steps, each an array of sequence indices. Returns metrics per step."""
+        """Run optimizer steps, each an array of sequence indices, and keep only the weights on the GPUs.
+
+        Returns metrics per step.
+        """
         shares = self.planner.steps(sequences, steps)
-        return self.group.all_each(lambda rank, share: rank.learn(share), shares)[0]
+        return self.run_awake(lambda rank, share: rank.learn(share), shares, rest=_keep_weights)[0]
 
 
 SampledRole = ActorRole | StudentRole
@@ -281,7 +317,7 @@ class CriticRole(TrainedRole["CriticRank"]):
 
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Run optimizer steps, each an array of sample indices. Returns metrics per step."""
-        metrics = self.group.all_each(lambda rank, share: rank.update(share), self.planner.steps(samples, steps))
+        metrics = self.run_awake(lambda rank, share: rank.update(share), self.planner.steps(samples, steps))
         return [finish_value_metrics(of_step) for of_step in metrics[0]]
 
 

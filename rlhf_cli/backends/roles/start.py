@@ -23,6 +23,9 @@ from rlhf_cli.config.roles import Role
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.environment import SPIN_COUNT, onednn_caches
 
+COLLECT_SECONDS = 0.01
+"""Mean interval between calls that collect responses, over all engines: the driver handles at most 100 in a second."""
+
 
 @dataclass(frozen=True)
 class RolePlan:
@@ -81,7 +84,13 @@ class Processes:
         """Start an engine's process and begin to load it. Returns the worker and the pending call."""
         seat = self.layout.of(ENGINE)[number]
         share = memory_share(plan.gpu_share, shared=seat.shared)
-        settings = replace(plan.settings, gpu_memory_utilization=share, num_threads=self._threads(ENGINE))
+        settings = replace(
+            plan.settings,
+            gpu_memory_utilization=share,
+            num_threads=self._threads(ENGINE),
+            # A turn of an episode must not wait. Episodes decode their turns themselves.
+            collect_seconds=0.0 if plan.settings.decodes_for is None else COLLECT_SECONDS * len(self.layout.of(ENGINE)),
+        )
         worker = self._start(AsyncRayWorker, seat)
         return worker, worker.build.remote(environment, HOST_ENGINE, plan.backend, plan.model, settings)
 
@@ -92,7 +101,8 @@ class Processes:
             "TOKENIZERS_PARALLELISM": "false",
             **onednn_caches(),
         }
-        options = self.reservation.options(seat) | {"max_restarts": 0}
+        # Ray would record the states of every call, which is a fifth of the driver's work for hundreds of processes.
+        options = self.reservation.options(seat) | {"max_restarts": 0, "enable_task_events": False}
         log_file = self.log_dir / f"{seat.role}-{seat.rank}.log"
         return ray.remote(kind).options(**options).remote(environment=environment, log_file=log_file)
 

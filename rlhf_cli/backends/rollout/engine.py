@@ -33,6 +33,8 @@ class EngineSettings:
     - `max_lora_rank`: if set, pushes contain only the adapter. Use one of vLLM's allowed values.
     - `max_images_per_prompt`: image limit; 0 for vision-language models that read only text, None for text models.
     - `record_routed_experts`: record the experts of each token, for batches that ask for them.
+    - `collect_seconds`: time from the first response until `collect` of the engine's host returns, so that the driver
+      does not receive every response in a call. A complete batch is returned at once.
     - `decodes_for`: model whose tokenizer decodes responses in the engine's process; None to send only tokens.
     - `min_pixels`, `max_pixels`: the trainer's image size limits; None uses the limits from the model's processor.
     """
@@ -57,6 +59,7 @@ class EngineSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     record_routed_experts: bool = False
+    collect_seconds: float = 0.0
     decodes_for: ModelSource | None = None
 
 
@@ -112,7 +115,10 @@ class RolloutEngine(Protocol):
         """
 
     async def collect(self) -> Arrivals:
-        """Return responses completed since the last call. Waits for one unless the batch is complete."""
+        """Return responses completed since the last call. Waits for one unless the batch is complete.
+
+        Canceling a call loses no response: the next one returns them.
+        """
         ...
 
     async def cut(self, max_tokens: int) -> None:

@@ -32,7 +32,7 @@ _EngineCall = Callable[[EngineHost], Awaitable[Result]]
 
 # Between two looks at the calls, the event loop runs episodes and pushes. Responses soon after a look are short.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
-_PAUSE_PER_LOOK = 50.0
+_PAUSE_PER_LOOK = 200.0
 
 MAX_RESTARTS = 3
 """Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
@@ -242,10 +242,11 @@ class EngineGroup:
         self._restart(died)
         if self._takes_turns:
             self._sleep(died)
-        with self._borrowed_actor() as version, actor.awake():
+        with self._borrowed_actor() as version:
+            actor.wake_weights()
             self.connect(actor)
-            actor.sleep_optimizer()
             self.receive_weights(self._version if version is None else version)
+            actor.sleep()
         self.wake_cache()
         # All engines start a new batch: unfinished ones below, finished ones at the next `add`.
         self._batch.begun.clear()
@@ -363,8 +364,7 @@ class EngineGroup:
         self._actor.sleep()
         yield
         # Not in a `finally`: after an error, ranks may wait in a collective and never reply.
-        self._actor.wake()
-        self._actor.sleep_optimizer()
+        self._actor.wake_weights()
 
     def _failures(self, numbers: Iterable[int], call: _EngineCall[object]) -> dict[int, Exception]:
         """Call these engines concurrently and return errors by engine."""

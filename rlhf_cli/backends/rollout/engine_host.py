@@ -6,6 +6,7 @@ This module imports no training code, so that engine processes start quickly.
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def _pixel_bounds(
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
     """Build an engine and wrap it for Ray calls."""
     decode = None if settings.decodes_for is None else _decoder(settings.decodes_for)
-    return EngineHost(make_engine(backend, model_path, settings), decode)
+    return EngineHost(make_engine(backend, model_path, settings), decode, collect_seconds=settings.collect_seconds)
 
 
 def _decoder(source: ModelSource) -> Callable[[Sequence[int]], str]:
@@ -99,12 +100,19 @@ class EngineHost:
     the batch contains all earlier requests.
 
     With `decode`, responses are sent with their text and as arrays, so that the driver does not decode the responses of
-    all engines.
+    all engines. With `collect_seconds`, responses that complete within this time are sent together.
     """
 
-    def __init__(self, engine: RolloutEngine, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        *,
+        collect_seconds: float = 0.0,
+    ) -> None:
         self.engine = engine
         self._decode = decode
+        self._collect_seconds = collect_seconds
         # Signals a change of the pair (batch number, number of requests in the batch), which only grows.
         self._progress = asyncio.Condition()
         self._batch, self._num_requests = 0, 0
@@ -151,11 +159,21 @@ class EngineHost:
         return await self._collect()
 
     async def _collect(self) -> Arrivals:
-        arrivals = await self.engine.collect()
+        arrivals = await self._gathered()
         if self._decode is None:
             return arrivals
         responses = [(number, decoded(response, self._decode)) for number, response in arrivals.responses]
         return replace(arrivals, responses=responses)
+
+    async def _gathered(self) -> Arrivals:
+        """Wait for a response, and for those that follow within `collect_seconds`."""
+        arrivals, time = await self.engine.collect(), asyncio.get_running_loop().time
+        end = time() + self._collect_seconds
+        while not arrivals.is_last and (left := end - time()) > 0:
+            with suppress(TimeoutError):
+                more = await asyncio.wait_for(self.engine.collect(), left)
+                arrivals = Arrivals(arrivals.responses + more.responses, more.is_last)
+        return arrivals
 
     async def _note(self, batch: int, count: int) -> None:
         async with self._progress:

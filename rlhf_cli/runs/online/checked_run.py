@@ -90,26 +90,7 @@ class OnlineRun:
 
     @property
     def settings(self) -> OnlineSettings:
-        config = self.config
-        return OnlineSettings(
-            estimator=self.estimator,
-            rollout=config.rollout,
-            reward=config.reward,
-            policy=config.policy,
-            batch=config.batch,
-            critic=config.critic,
-            reference=config.reference,
-            optim=config.optim,
-            dynamic=config.dynamic_sampling,
-            kl_terms=config.kl_terms,
-            # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
-            distill_coef=config.teacher.weight,
-            step_weight=config.reward.prm_weight,
-            staleness=config.asynchronous.staleness,
-            partial_rollout=config.asynchronous.partial_rollout,
-            end_ids=self.data.end_ids,
-            estimator_settings=config.settings_of_code("advantage_estimator"),
-        )
+        return OnlineSettings.of(self.config, self.estimator, end_ids=self.data.end_ids)
 
     @property
     def total_iterations(self) -> int:

@@ -128,9 +128,9 @@ class OnlineRoles(Started):
         """Push the actor's weights to the engines. Only weights stay on the GPUs meanwhile, to leave memory for the
         engines.
         """
-        with self.actor.awake():
-            self.actor.sleep_optimizer()
-            self.engines.receive_weights(version)
+        self.actor.wake_weights()
+        self.engines.receive_weights(version)
+        self.actor.sleep()
 
     def _connect_engines(self) -> None:
         """Wait for the engines, connect them to the actor, and push weights if they differ from those on disk.

@@ -111,8 +111,6 @@ class _Distilling:
         sequences = batch.sampled.sequences if isinstance(batch, ScoredBatch) else batch
         plan = plan_updates(len(sequences), settings.batch, settings.critic, iteration=iteration)
         with timer("train"):
-            # The actor sleeps while engines sample on shared GPUs.
-            self.roles.actor.wake()
             metrics = mean_of_steps(self.roles.actor.learn(sequences, plan.actor))
         metrics |= push_weights(self.roles, iteration, timer)
         metrics |= {} if own is None else batch_metrics(own, settings.reward)

@@ -1,7 +1,7 @@
 """Forward passes of all models on an iteration's responses, before the update."""
 
 from rlhf_cli.trainers.online.batch import split_last_values, with_bootstrap_targets
-from rlhf_cli.trainers.online.interfaces import Actor, Roles, awake
+from rlhf_cli.trainers.online.interfaces import Actor, Roles
 from rlhf_cli.trainers.online.samples import Rollout
 from rlhf_cli.trainers.online.state import OnlineSettings
 
@@ -11,17 +11,14 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, rollout: Roll
     policy's log-probs, so they always require these.
     """
     needs_old = needs_old or not roles.frozen_policies.keys() <= settings.kl_losses.keys()
-    # One model at a time: on shared GPUs only one fits, and each sleeps before the next wakes.
+    # One model at a time: on shared GPUs only one fits.
     for role, policy in roles.frozen_policies.items():
-        with awake(policy):
-            rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(rollout.sequences))
+        rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(rollout.sequences))
     if needs_old:
-        with awake(roles.actor):
-            rollout.old_logprobs = rollout.by_response(roles.actor.logprobs(rollout.replayed_sequences))
+        rollout.old_logprobs = rollout.by_response(roles.actor.logprobs(rollout.replayed_sequences))
     if roles.critic is not None:
-        with awake(roles.critic):
-            asked = with_bootstrap_targets(rollout) if settings.critic.bootstrap_truncated else rollout.sequences
-            values = rollout.by_response(roles.critic.values(asked))
+        asked = with_bootstrap_targets(rollout) if settings.critic.bootstrap_truncated else rollout.sequences
+        values = rollout.by_response(roles.critic.values(asked))
         if settings.critic.bootstrap_truncated:
             values, rollout.bootstrap = split_last_values(values, rollout.truncated_B)
         rollout.values = values

@@ -1,7 +1,7 @@
 """Interfaces of the online loop: roles, engines, rewards and tracker."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -15,31 +15,17 @@ from rlhf_cli.trainers.online.lent_actor import LentActor
 from rlhf_cli.trainers.online.samples import Sample
 
 
-class _Sleeper(Protocol):
-    """A role that may share a GPU by sleeping. No-op for a role with a dedicated GPU."""
+class Sampled(Protocol):
+    """A trained model that the engines sample from.
 
-    def wake(self) -> None: ...
+    Roles that share GPUs wake for each call and sleep after it; only an update leaves the weights on the GPU, because
+    the engines receive them next.
+    """
+
+    def wake_weights(self) -> None:
+        """Move only the weights to the GPU."""
 
     def sleep(self) -> None: ...
-
-
-@contextmanager
-def awake(role: _Sleeper) -> Iterator[None]:
-    """Keep a role on its GPU for the block.
-
-    Does not put the role to sleep after an error: surviving ranks may be stuck in a collective with a dead one and
-    never reply.
-    """
-    role.wake()
-    yield
-    role.sleep()
-
-
-class Sampled(_Sleeper, Protocol):
-    """A trained model that the engines sample from."""
-
-    def sleep_optimizer(self) -> None:
-        """Keep only the weights on the GPU."""
 
 
 class Actor(Sampled, Protocol):
@@ -59,7 +45,7 @@ class Student(Sampled, Protocol):
         """Train, and return the metrics per optimizer step; a step is an array of indices."""
 
 
-class _Critic(_Sleeper, Protocol):
+class _Critic(Protocol):
     """Value model in training."""
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
@@ -67,19 +53,19 @@ class _Critic(_Sleeper, Protocol):
     def update(self, samples: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
 
-class FrozenPolicy(_Sleeper, Protocol):
+class FrozenPolicy(Protocol):
     """Policy that is not trained: the reference of the KL divergence, or a teacher."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
-class RewardModel(_Sleeper, Protocol):
+class RewardModel(Protocol):
     """Frozen model that scores full responses."""
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]: ...
 
 
-class ProcessRewardModel(_Sleeper, Protocol):
+class ProcessRewardModel(Protocol):
     """Frozen model that scores response steps at their last tokens."""
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...

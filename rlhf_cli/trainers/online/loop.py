@@ -20,7 +20,7 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples
 from rlhf_cli.trainers.online.forward import fill_in_outputs
-from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled, awake
+from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled
 from rlhf_cli.trainers.online.metrics import (
     clip_metrics,
     clipped_flat,
@@ -283,13 +283,13 @@ class _PolicyGradient:
                     f"Iteration {iteration} is skipped: all scored responses were truncated and excluded by "
                     "mask_truncated; raise max_new_tokens"
                 )
-            roles.actor.wake()  # as after an update: engines need weights after sleeping
+            roles.actor.wake_weights()  # as after an update: engines need weights after sleeping
         else:
             metrics, updates = self._update_models(batch, state, timer)
         waited, found = schedule.wait(batch.state, timer, version=iteration)
         with schedule.engines(timer):
             if settings.staleness:
-                roles.actor.wake()  # a push to a restarted engine has put it to sleep
+                roles.actor.wake_weights()  # a push to a restarted engine has put it to sleep
             metrics |= found | push_weights(roles, iteration, timer)
             if roles.move_reference is not None and settings.reference_moves(iteration):
                 with timer("transfer"):
@@ -310,7 +310,7 @@ class _PolicyGradient:
         self, batch: ScoredBatch, state: LoopState, timer: PhaseTimer
     ) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Run the forward passes and updates of both models. Returns the metrics of the iteration and those of each
-        optimizer step of the actor, which stays awake because its weights are pushed next.
+        optimizer step of the actor, whose weights stay on the GPU because they are pushed next.
         """
         roles, settings = self.roles, self.settings
         iteration, rollout = state.iteration + 1, batch.trainable
@@ -329,10 +329,9 @@ class _PolicyGradient:
             if roles.critic is not None:
                 # The experts are those of the actor's layers.
                 of_critic = [replace(sample, routed_experts=None) for sample in samples]
-                with awake(roles.critic):
-                    metrics |= mean_of_steps(roles.critic.update(of_critic, plan.critic), prefix="critic/")
-            roles.actor.wake()
+                metrics |= mean_of_steps(roles.critic.update(of_critic, plan.critic), prefix="critic/")
             if not plan.actor:
+                roles.actor.wake_weights()
                 return metrics, []
             of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=state.weights(settings))
         return metrics | mean_of_steps(of_actor), of_actor
@@ -349,7 +348,6 @@ class _PolicyGradient:
 def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> dict[str, float]:
     """Push weights to the engines after an update, even if unchanged: engines lose weights when they sleep."""
     with timer("transfer"):
-        roles.actor.sleep_optimizer()
         metrics = roles.engines.receive_weights(iteration)
         roles.actor.sleep()
     return metrics
@@ -400,8 +398,7 @@ def _plan(settings: OnlineSettings, rollout: Rollout, *, iteration: int, num_sam
 
 def return_weights(roles: Roles[Sampled], version: int) -> None:
     """Push the actor's weights again: engines may have lost them while asleep."""
-    roles.actor.wake()
-    roles.actor.sleep_optimizer()
+    roles.actor.wake_weights()
     roles.engines.receive_weights(version)
     roles.actor.sleep()
 

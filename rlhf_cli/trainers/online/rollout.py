@@ -14,7 +14,7 @@ from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.interfaces import RewardModel, SamplingEngines, Scoring, ScoringSession, awake
+from rlhf_cli.trainers.online.interfaces import RewardModel, SamplingEngines, Scoring, ScoringSession
 from rlhf_cli.trainers.online.samples import Group, Sample, scores_of
 
 _ZERO = Score(0.0, "scored")
@@ -304,8 +304,7 @@ def scored_by_all(samples: Group, model: RewardModel | None, reward: RewardConfi
 
 def add_model_scores(model: RewardModel, reward: RewardConfig, samples: Sequence[Sample]) -> list[Sample]:
     """Add reward model scores, which cover the full response even if it is truncated."""
-    with awake(model):
-        values = model.scores([sample.sequence for sample in samples])
+    values = model.scores([sample.sequence for sample in samples])
     scores = with_model_scores(scores_of(samples), values, weight=reward.reward_model_weight)
     return [replace(sample, score=score) for sample, score in zip(samples, scores, strict=True)]
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.estimators.estimator import Estimator
 from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import ReferenceConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -39,6 +40,29 @@ class OnlineSettings:
     partial_rollout: bool = False  # push weights during responses
     end_ids: tuple[int, ...] = ()  # additional end-of-response tokens
     estimator_settings: SettingsGroup | None = None  # of a user-defined estimator; None for the policy settings
+
+    @classmethod
+    def of(cls, config: OnlineConfig, estimator: Estimator, *, end_ids: tuple[int, ...] = ()) -> Self:
+        """Return the loop's settings of a command."""
+        return cls(
+            estimator=estimator,
+            rollout=config.rollout,
+            reward=config.reward,
+            policy=config.policy,
+            batch=config.batch,
+            critic=config.critic,
+            reference=config.reference,
+            optim=config.optim,
+            dynamic=config.dynamic_sampling,
+            kl_terms=config.kl_terms,
+            # rlhf gkd leaves this group at its default: with a weight, the loop would compute unused old log-probs.
+            distill_coef=config.teacher.weight,
+            step_weight=config.reward.prm_weight,
+            staleness=config.asynchronous.staleness,
+            partial_rollout=config.asynchronous.partial_rollout,
+            end_ids=end_ids,
+            estimator_settings=config.settings_of_code("advantage_estimator"),
+        )
 
     @property
     def sampling(self) -> SamplingParams:

@@ -13,7 +13,7 @@ from rlhf_cli.data.solution_steps import Decode, token_step_ends, without_closin
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.reward_model import RewardModelPlan
-from rlhf_cli.trainers.online.interfaces import ProcessRewardModel, awake
+from rlhf_cli.trainers.online.interfaces import ProcessRewardModel
 from rlhf_cli.trainers.online.samples import Sample
 
 
@@ -82,8 +82,7 @@ class StepScorer:
 
     def _scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         sequences = [_at_step_ends(one.prompt, *self.finder.read(one.response.token_ids)) for one in samples]
-        with awake(self.model):
-            logits = self.model.step_scores(sequences)
+        logits = self.model.step_scores(sequences)
         if not all(np.isfinite(logits_K).all() for logits_K in logits):
             raise RunError("the process reward model returned a non-finite step score: its weights are damaged")
         # float64, because exp overflows in float32 for confident scores.

@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_rollout_transformers import REQUESTS, SAMPLING, SETTINGS, Engine, Shapes, collected
 
-from rlhf_cli.backends.rollout.engine import Arrivals
+from rlhf_cli.backends.rollout.engine import Arrivals, RequestBatch
 from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
@@ -170,3 +171,41 @@ def test_an_engine_that_refuses_to_be_joined_raises_where_responses_are_collecte
         assert (await host.collect(2, 1)).is_last
 
     asyncio.run(scenario())
+
+
+class TimedEngine:
+    """Completes response `n` at `times[n]` seconds after `begin`."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
+        self.batch = RequestBatch(9)
+
+    async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        self.batch.open(len(requests))
+        loop = asyncio.get_running_loop()
+        for number, seconds in enumerate(self.times):
+            loop.call_later(seconds, self.batch.add, number, Generation([number], [-0.1], "stop", 0))
+        loop.call_later(max(self.times), self.batch.close)
+
+    async def collect(self) -> Arrivals:
+        return await self.batch.collect()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.0, [[0], [1], [2], [3]]), (0.25, [[0, 1, 2], [3]]), (5.0, [[0, 1, 2, 3]])],
+)
+def test_responses_that_complete_soon_after_each_other_arrive_together(seconds, expected):
+    """The last call returns as soon as the batch is complete, however long it could wait."""
+    host = EngineHost(TimedEngine([0.0, 0.1, 0.15, 0.5]), collect_seconds=seconds)  # type: ignore[arg-type]
+
+    async def collect_all() -> list[Arrivals]:
+        found = [await host.begin(1, REQUESTS[:4], SAMPLING, None)]
+        while not found[-1].is_last:
+            found.append(await host.collect(1, 4))
+        return found
+
+    begin = time.monotonic()
+    found = asyncio.run(collect_all())
+    assert [[number for number, _ in arrivals.responses] for arrivals in found] == expected
+    assert time.monotonic() - begin < 3

@@ -114,11 +114,8 @@ class FakeActor:
     def sleep(self):
         self.is_awake = False
 
-    def wake(self):
+    def wake_weights(self):
         self.is_awake = True
-
-    def sleep_optimizer(self):
-        pass
 
     def _all(self, call):
         method, args = recorded(call)
@@ -449,3 +446,49 @@ def test_a_cut_reaches_engines_that_have_finished_and_may_be_joined():
     assert len(collected(group)) == 2
     group.cut(7)
     assert [worker.limits for worker in started] == [[7], [7], []]
+
+
+class SlowRay(FakeRay):
+    """No call is ready at the first `misses` looks, each of which costs `seconds`; later all are ready."""
+
+    def __init__(self, misses, seconds):
+        self.misses, self.seconds, self.now = misses, seconds, 0.0
+        self.num_looks = 0
+
+    def wait(self, calls, num_returns, timeout):
+        self.num_looks, self.now = self.num_looks + 1, self.now + self.seconds
+        return ([], calls) if self.num_looks <= self.misses else (calls, [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    # Pauses double from 1 to 10 ms, but a look of 2 ms is followed by 200 times as much.
+    [(0.0, [0.001, 0.002, 0.004, 0.008, 0.01, 0.01]), (0.002, [0.4] * 6)],
+)
+def test_pauses_between_looks_grow_with_the_cost_of_a_look(monkeypatch, seconds, expected):
+    ray, pauses = SlowRay(6, seconds), list[float]()
+
+    async def sleep(pause):
+        pauses.append(pause)
+
+    group, _ = make_group("shm", takes_turns=False, dying=set())
+    monkeypatch.setattr(engine_group, "ray", ray)
+    monkeypatch.setattr(engine_group, "time", SimpleNamespace(monotonic=lambda: ray.now))
+    monkeypatch.setattr(engine_group, "asyncio", SimpleNamespace(sleep=sleep))
+    group.begin(REQUESTS, SamplingParams(1))
+    asyncio.run(group.collect())
+    assert pauses == pytest.approx(expected)
+
+
+def test_a_call_that_an_earlier_one_of_the_same_look_consumed_is_skipped(monkeypatch):
+    """An engine dies, which stops the others. Their calls were ready at the same look, and stopping waited for them."""
+    group, started = make_group("ipc", takes_turns=True, dying={0})
+    monkeypatch.setattr(engine_group, "ray", SlowRay(0, 0.0))
+    group.begin(REQUESTS, SamplingParams(1))
+    calls = [*group._batch.calls]
+    found = asyncio.run(group.collect())
+    assert found == []
+    assert not set(calls) & set(group._batch.calls)
+    found = collected(group)
+    assert sorted(number for number, _ in found) == list(range(len(REQUESTS)))
+    assert [worker.number for worker in started[3:]] == [0]

@@ -8,7 +8,9 @@ import pytest
 from remote_calls import recorded
 from tiny_training import make_sequences
 
-from rlhf_cli.backends.roles.groups import FrozenPolicyRole, RewardRole
+from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.backends.roles.groups import ActorRole, FrozenPolicyRole, RewardRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.rollout.engine import Arrivals
@@ -20,6 +22,65 @@ from rlhf_cli.models.reward_model import ScoreStatistics
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
 LAYOUTS = [(1, 1000, None), (1, 20, None), (2, 25, None), (3, 1000, 1), (8, 12, None)]
+
+
+class SleepingRank:
+    """A rank that records its calls; a call fails if `error` is set."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[str] = []
+        self._error = error
+
+    def __getattr__(self, name: str) -> Callable[..., list[Any]]:
+        def record(*args: object) -> list[Any]:
+            self.calls.append(name)
+            if self._error is not None and name == "logprobs":
+                raise self._error
+            return []
+
+        return record
+
+
+class OneRank:
+    """The only rank of a role, and the number of remote calls."""
+
+    def __init__(self, rank: SleepingRank) -> None:
+        self.rank, self.num_calls = rank, 0
+
+    def all(self, call: Callable[..., Any]) -> list[Any]:
+        return self.all_each(lambda rank, _: call(rank), [None])
+
+    def all_each(self, call: Callable[..., Any], work: list[Any]) -> list[Any]:
+        self.num_calls += 1
+        return [call(self.rank, *work)]
+
+
+@pytest.mark.parametrize(("takes_turns", "around"), [(True, ("wake", "sleep")), (False, ())])
+def test_a_role_wakes_computes_and_sleeps_in_one_call(takes_turns, around):
+    group = OneRank(SleepingRank())
+    role = ActorRole(group, planner(1, 1000, None), takes_turns=takes_turns)  # type: ignore[arg-type]
+    role.logprobs([])
+    assert group.rank.calls == [*around[:1], "logprobs", *around[1:]]
+    assert group.num_calls == 1
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_after_an_update_only_the_weights_stay_on_the_gpus(takes_turns):
+    group = OneRank(SleepingRank())
+    role = ActorRole(group, planner(1, 1000, None), takes_turns=takes_turns)  # type: ignore[arg-type]
+    weights = LossWeights({}, EntropyState(0.0, True))
+    role.update([], [], on_policy=True, weights=weights)
+    role.wake_weights()
+    woken = ["wake", "update", "sleep_optimizer", "wake", "sleep_optimizer"]
+    assert group.rank.calls == (woken if takes_turns else ["update"])
+
+
+def test_a_rank_that_fails_does_not_sleep_before_it_reports_the_error():
+    group = OneRank(SleepingRank(ValueError("no")))
+    role = ActorRole(group, planner(1, 1000, None), takes_turns=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no"):
+        role.logprobs([])
+    assert group.rank.calls == ["wake", "logprobs"]
 
 
 class FakeGroup:

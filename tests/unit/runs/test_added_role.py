@@ -131,7 +131,7 @@ def test_log_probs_of_an_added_role_reach_the_responses():
     )
     responses = Rollout([kept, other])
     fill_in_outputs(replace(run.roles(), frozen_policies={"judge": judge}), run.settings, responses, needs_old=False)
-    assert run.journal[:3] == ["judge.wake", "judge.logprobs", "judge.sleep"]
+    assert run.journal[0] == "judge.logprobs"
     (found,) = responses.only([False, True]).frozen_logprobs["judge"]
     assert found.tolist() == judge.logprobs(other.sequences)[0].tolist()
 

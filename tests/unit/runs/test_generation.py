@@ -199,10 +199,6 @@ class FakeRewardModel:
     def __init__(self, value=0.5):
         self.value, self.seen = value, []
 
-    def wake(self): ...
-
-    def sleep(self): ...
-
     def scores(self, sequences):
         self.seen += [sequence.token_ids.tolist() for sequence in sequences]
         return [self.value] * len(sequences)
@@ -257,10 +253,6 @@ class FakeProcessModel:
 
     def __init__(self):
         self.places = []
-
-    def wake(self): ...
-
-    def sleep(self): ...
 
     def step_scores(self, sequences):
         self.places += [np.flatnonzero(sequence.loss_mask).tolist() for sequence in sequences]

@@ -239,8 +239,8 @@ def test_a_run_whose_last_prompts_teach_nothing_ends_as_others_do(save_steps, sa
     assert evaluated == [(0, False), (1, False), (1, True)]
     assert [state.iteration for state in made.saved] == saved
     # Engines that slept have lost their weights, which the last evaluation needs.
-    assert made.journal[-5:] == [
-        *("engines.sleep", "actor.wake", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
+    assert made.journal[-4:] == [
+        *("engines.sleep", "actor.wake_weights", "engines.receive_weights 1", "actor.sleep"),
     ]
 
 

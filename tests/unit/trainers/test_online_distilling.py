@@ -113,9 +113,7 @@ def test_an_iteration_learns_on_own_responses_or_on_rows_and_both_push_weights()
 def test_engines_leave_the_accelerators_before_an_iteration_on_rows():
     assert FakeRun(0.0)(1).journal == [
         "engines.sleep",
-        "student.wake",
         "student.learn",
-        "student.sleep_optimizer",
         "engines.receive_weights 1",
         "student.sleep",
     ]

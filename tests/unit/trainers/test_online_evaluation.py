@@ -282,8 +282,8 @@ def test_a_metric_that_is_not_there_ends_the_run_before_any_training():
 def test_engines_that_lose_their_weights_asleep_get_them_back_except_at_the_end():
     run = Evaluated(lose=True)
     run(total_iterations=4)
-    back = ["actor.wake", "actor.sleep_optimizer", "engines.receive_weights 0", "actor.sleep", "engines.wake_cache"]
-    assert run.journal[4:9] == back
+    back = ["actor.wake_weights", "engines.receive_weights 0", "actor.sleep", "engines.wake_cache"]
+    assert run.journal[4:8] == back
     assert run.journal[-4:] == ["engines.wake_cache", "engines.generate", "engines.sleep", "scorer.score"]
     assert "engines.receive_weights 0" not in journal_of(Evaluated())
 

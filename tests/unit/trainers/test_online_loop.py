@@ -36,26 +36,22 @@ TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
 WITH_REWARD_MODEL = RewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
 
-def test_one_role_after_the_other_is_awake():
+def test_one_role_computes_after_the_other():
     run = Run(policy=WITH_REFERENCE, batch=TWO_STEPS)
     run(total_iterations=1)
     assert run.journal == [
         *("engines.wake_cache", "engines.generate", "engines.sleep"),
         "scorer.score",
-        *("ref.wake", "ref.logprobs", "ref.sleep"),
-        *("actor.wake", "actor.logprobs", "actor.sleep"),
-        *("critic.wake", "critic.values", "critic.sleep"),
-        *("critic.wake", "critic.update", "critic.sleep"),
+        *("ref.logprobs", "actor.logprobs", "critic.values", "critic.update"),
         # The weights are not moved until the engines have received them.
-        *("actor.wake", "actor.update", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
+        *("actor.update", "engines.receive_weights 1", "actor.sleep"),
     ]
 
 
 def test_a_reward_model_is_awake_between_the_other_rewards_and_the_first_forward_pass():
     run = Run(reward=WITH_REWARD_MODEL)
     run(total_iterations=1)
-    assert run.journal[2:7] == ["engines.sleep", "scorer.score", "reward.wake", "reward.scores", "reward.sleep"]
-    assert run.journal[7] == "critic.wake"
+    assert run.journal[2:6] == ["engines.sleep", "scorer.score", "reward.scores", "critic.values"]
 
 
 def test_steps_are_rewards_of_tokens_in_the_returns_of_a_critic():
@@ -322,7 +318,7 @@ def test_without_a_critic_none_is_asked_for_anything():
     run(total_iterations=1)
     assert run.journal == [
         *("engines.wake_cache", "engines.generate", "engines.sleep", "scorer.score"),
-        *("actor.wake", "actor.update", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
+        *("actor.update", "engines.receive_weights 1", "actor.sleep"),
     ]
     assert run.actor.on_policy == [True]
 
@@ -405,9 +401,7 @@ def test_an_iteration_whose_responses_are_all_truncated_is_skipped_and_counted()
     assert [state.skipped_in_a_row for state in run.saved] == [0, 1, 2, 0]
     # Engines that slept have lost their weights and receive them again.
     third = run.journal.index("engines.receive_weights 2")
-    assert run.journal[third - 2 : third + 2] == [
-        *("actor.wake", "actor.sleep_optimizer", "engines.receive_weights 2", "actor.sleep")
-    ]
+    assert run.journal[third - 1 : third + 2] == ["actor.wake_weights", "engines.receive_weights 2", "actor.sleep"]
 
 
 def test_too_many_skipped_iterations_end_the_run_which_is_saved():
@@ -487,9 +481,8 @@ def test_the_reference_moves_when_it_is_due_and_the_actor_rests():
     run = Run(policy=WITH_REFERENCE, reference=ReferenceConfig(ref_sync_steps=2), episodes=3)
     run(total_iterations=5)
     moves = [number for number, call in enumerate(run.journal) if call == "ref.move"]
-    assert [run.journal[number - 3 : number + 2] for number in moves] == [
-        [f"engines.receive_weights {iteration}", "actor.sleep", "ref.wake", "ref.move", "ref.sleep"]
-        for iteration in (2, 4)
+    assert [run.journal[number - 2 : number + 1] for number in moves] == [
+        [f"engines.receive_weights {iteration}", "actor.sleep", "ref.move"] for iteration in (2, 4)
     ]
 
 

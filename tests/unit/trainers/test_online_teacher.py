@@ -174,15 +174,12 @@ def test_the_teachers_part_is_added_after_advantages_are_whitened():
     assert parts == pytest.approx([-2.0, 3.0, -2.0])
 
 
-def test_a_teacher_is_asked_once_an_iteration_and_sleeps_otherwise():
+def test_a_teacher_computes_once_in_an_iteration_between_reference_and_actor():
     run = Run(policy=WITH_REFERENCE, distill_coef=1.0)
     run(total_iterations=2)
-    teacher = [number for number, call in enumerate(run.journal) if call.startswith("teacher.")]
-    assert [run.journal[number] for number in teacher] == ["teacher.wake", "teacher.logprobs", "teacher.sleep"] * 2
-    first = teacher[0]
-    assert teacher[:3] == [first, first + 1, first + 2]
-    assert run.journal[first - 1] == "ref.sleep"
-    assert run.journal[first + 3] == "actor.wake"
+    first, second = (number for number, call in enumerate(run.journal) if call == "teacher.logprobs")
+    for number in (first, second):
+        assert run.journal[number - 1 : number + 2] == ["ref.logprobs", "teacher.logprobs", "actor.logprobs"]
 
 
 def test_the_policys_own_logprobs_are_computed_although_a_single_step_needs_no_anchor():
