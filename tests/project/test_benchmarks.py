@@ -355,6 +355,7 @@ def test_every_benchmark_on_a_page_exists_and_every_benchmark_is_on_a_page():
     assert programs - {"gpu_check.py", "trl_run.py"} <= named <= programs
 
 
+@pytest.mark.slow  # half a minute: Ray and an iteration to warm up
 def test_the_driver_of_eight_simulated_gpus_runs_an_iteration(tmp_path):
     """In a process of its own, because it starts Ray and warms up with an iteration."""
     words = [sys.executable, str(FOLDER / "scaling.py"), "--here", "--folder", str(tmp_path), "--sizes", "8:4:40"]

@@ -14,6 +14,7 @@ from settings_files import from_yaml
 
 from rlhf_cli import cli
 from rlhf_cli.config.base import CommandConfig, Needs, SettingsGroup
+from rlhf_cli.environment import fast_dtype
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, describe, flags_of
 from rlhf_cli.options import build_config, to_yaml
@@ -192,7 +193,8 @@ def other_value(flag: Flag) -> str | list[str] | bool:
     if flag.name in SAMPLES and (flag.is_list or not flag.choices):
         return SAMPLES[flag.name].split() if flag.takes > 1 else SAMPLES[flag.name]
     if flag.choices:
-        return str(next(choice for choice in reversed(flag.choices) if choice != flag.default))
+        # The default of --param_dtype depends on the machine.
+        return str(next(choice for choice in reversed(flag.choices) if choice not in (flag.default, fast_dtype()[0])))
     if flag.takes == 0:
         return not flag.default
     if flag.takes > 1:

@@ -36,6 +36,8 @@ _MAX_EPISODE = 48_000
 _THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
 # Finds the step without decoding the line: JsonLines writes it first.
 _STEP = re.compile(rb'\{"step": (\d+)')
+JsonObject = dict[str, Any]
+"""A JSON object."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ReportRollouts:
     `images` maps each image path in the rows to a data URL.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     num_all: int
     file: str
     images: dict[str, str] = field(default_factory=dict)
@@ -62,13 +64,13 @@ class Stage:
     total_steps: int
     facts: dict[str, str]
     # By group, then by name.
-    settings: dict[str, dict[str, Any]]
+    settings: dict[str, JsonObject]
     metrics: dict[int, dict[str, float]]
     rollouts: ReportRollouts
     evaluated: ReportRollouts
     summary: Summary
     # Of PLAN_FILE: `assumed`, and `values` by name. Empty without a plan.
-    plan: dict[str, Any]
+    plan: JsonObject
 
 
 def read_stage(path: Path) -> Stage:
@@ -91,15 +93,15 @@ def read_stage(path: Path) -> Stage:
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> JsonObject:
     """Return the object in a JSON file; empty if it does not exist."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found: JsonObject = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 
 
-def read_settings(path: Path) -> dict[str, dict[str, Any]]:
+def read_settings(path: Path) -> dict[str, JsonObject]:
     """Read the settings by group, from the comment line above each group."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, JsonObject] = {}
     if not path.exists():
         return groups
     for part in re.split(r"^# ", "\n" + path.read_text(encoding="utf-8"), flags=re.MULTILINE):
@@ -137,7 +139,7 @@ def read_rollouts(path: Path) -> ReportRollouts:
     return ReportRollouts(rows, num_all, path.name, _images_of(rows, path.parent))
 
 
-def _images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
+def _images_of(rows: list[JsonObject], folder: Path) -> dict[str, str]:
     """Load existing thumbnails that the samples name, as data URLs."""
     names = [name for row in rows for name in row.get(IMAGES) or ()]
     ours = {name for name in names if isinstance(name, str) and _THUMBNAIL.fullmatch(name)}
