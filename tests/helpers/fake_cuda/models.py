@@ -24,11 +24,12 @@ from rlhf_cli.models.vision.tower import PROCESSING
 
 HEADS = {"score": (AutoModelForSequenceClassification, 1), "classes": (AutoModelForTokenClassification, 2)}
 """Classes of models with a score head, and their numbers of labels."""
+BF16 = ModelConfig(pretrain="fake", param_dtype="bf16")
 
 
 def model_on_gpu(config: PretrainedConfig, *, head: str = "tokens", checkpointing: bool = False) -> Any:
     """Return a bfloat16 model in training mode, with the attention that a run chooses on this device."""
-    kernel = attention_of_parts(packed_attention(ModelConfig(pretrain="fake"), config), config)
+    kernel = attention_of_parts(packed_attention(BF16, config), config)
     auto, config.num_labels = HEADS.get(head) or (language_model_class(config), config.num_labels)
     with CUDA:
         model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=kernel).train()
@@ -44,7 +45,7 @@ def vision_model_on_gpu(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder)
     model = model_on_gpu(config)
     setattr(model, PROCESSING, find_processing(str(folder), config))
-    use_tower_kernel(model, packed_attention(ModelConfig(pretrain="fake"), config))
+    use_tower_kernel(model, packed_attention(BF16, config))
     return model
 
 
