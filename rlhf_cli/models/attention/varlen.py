@@ -68,7 +68,8 @@ def varlen_attention_forward(
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Compute attention [1, T, heads, size]; arguments as in `varlen_attention_forward`."""
-    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # squeeze, because the backward pass of an index writes zeros and a copy.
+    query_THD, key_THD, value_THD = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if kwargs.get("key_index") is not None:
         key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
     window = BOTH_WAYS if kwargs.get("is_causal") is False else kwargs.get("sliding_window") or 0
