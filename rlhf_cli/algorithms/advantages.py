@@ -20,12 +20,17 @@ _WHITEN_EPS = 1e-8
 def compute_advantages(estimator: Estimator, experience: Experience, *, settings: object) -> Advantages:
     """Compute the advantages for the policy loss, and the returns for the critic if there is one.
 
-    Advantages are 0 for responses that are not trained on.
+    Advantages are 0 for responses that are not trained on. They are per response if the estimator's are, unless
+    whitening or step advantages change tokens.
     """
     assert estimator.advantages is not None, f"{estimator.name} has no advantages"
     result: Advantages = estimator.advantages(experience, settings)
-    advantages_N = result.per_token_N
-    if experience.steps_N is not None and estimator.steps == "groups":
+    has_steps = experience.steps_N is not None and estimator.steps == "groups"
+    # Arrays over the tokens of all responses cost the driver seconds per iteration.
+    if result.per_response_B is not None and not has_steps and not estimator.whiten:
+        return replace(result, per_response_B=result.per_response_B.where(experience.trained_B, 0.0))
+    advantages_N = result.at_tokens(experience.cu)
+    if experience.steps_N is not None and has_steps:
         compared_N = step_advantages(experience.steps_N, experience.cu, experience.groups_B)
         advantages_N = advantages_N + experience.step_weight * compared_N
     # Whiten over trained tokens only: a dropped response, such as a truncated one, must not shift the mean.
@@ -33,7 +38,7 @@ def compute_advantages(estimator: Estimator, experience: Experience, *, settings
     chosen = advantages_N[trained_N]
     final_N = torch.zeros_like(advantages_N)
     final_N[trained_N] = whiten(chosen, scale=experience.scale) if estimator.whiten else chosen
-    return replace(result, per_token_N=final_N)
+    return replace(result, per_token_N=final_N, per_response_B=None)
 
 
 def gae(

@@ -26,6 +26,7 @@ class Experience:
     - `steps_N`: step reward at the last token of each step, NaN elsewhere; None without a process reward model.
     - `step_weight`: multiplier for step advantages.
     - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
+    - `scores_B`: score per response if `rewards_N` contains nothing else; None if it does.
 
     Example: two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, have `rewards_N` [0, 1, 0], `cu`
     [0, 2, 3] and `groups_B` [0, 0]: N = 3, B = 2.
@@ -42,13 +43,16 @@ class Experience:
     steps_N: "Tensor | None" = None
     step_weight: float = 1.0
     scale: float | None = None
+    scores_B: "Tensor | None" = None
 
     @property
     def rewards_B(self) -> "Tensor":
-        """Total reward per response."""
-        from rlhf_cli.algorithms.ragged import segment_sum
+        """Total reward per response; 0 for one without trained tokens."""
+        from rlhf_cli.algorithms.ragged import segment_lengths, segment_sum
 
-        return segment_sum(self.rewards_N, self.cu)
+        if self.scores_B is None:
+            return segment_sum(self.rewards_N, self.cu)
+        return self.scores_B.where(segment_lengths(self.cu) > 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,25 @@ class Advantages:
     - `per_token_N`: one advantage per response token, `[N]`.
     - `returns_N`: targets for the critic, `[N]`; None without one.
     - `metrics`: numbers to log as `advantage/NAME`.
+    - `per_response_B`: one advantage for all tokens of a response, `[B]`, instead of `per_token_N`.
 
-    Example: RLOO on two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, gives `per_token_N =
-    [1, 1, -1]`.
+    Example: RLOO on two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, gives `per_response_B =
+    [1, -1]`, which means `per_token_N = [1, 1, -1]`.
     """
 
-    per_token_N: "Tensor"
+    per_token_N: "Tensor | None" = None
     returns_N: "Tensor | None" = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    per_response_B: "Tensor | None" = None
+
+    def at_tokens(self, cu: "Tensor") -> "Tensor":
+        """Return one advantage per response token, `[N]`."""
+        from rlhf_cli.algorithms.advantages import at_every_token
+
+        if self.per_token_N is not None:
+            return self.per_token_N
+        assert self.per_response_B is not None, "there are no advantages"
+        return at_every_token(self.per_response_B, cu)
 
 
 # (experience, the command's policy settings) -> advantages before whitening

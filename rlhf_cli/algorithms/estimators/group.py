@@ -65,7 +65,6 @@ class GroupPolicyConfig(PolicyConfig):
 
 def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
     """Return `(R_i - mean) / std` over the group, or `R_i - mean` for `advantage_std none`."""
-    from rlhf_cli.algorithms.advantages import at_every_token
     from rlhf_cli.algorithms.groups import group_normalised, less_group_mean
 
     rewards_B, groups_B = experience.rewards_B, experience.groups_B
@@ -75,28 +74,27 @@ def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
         advantages_B = less_group_mean(rewards_B, groups_B)
     else:
         advantages_B = group_normalised(rewards_B, groups_B, scale=experience.scale)
-    return Advantages(at_every_token(advantages_B, experience.cu))
+    return Advantages(per_response_B=advantages_B)
 
 
 def passk(experience: Experience, _: object) -> Advantages:
     """Return best minus second-best reward for the best response in a group, and 0 for the others."""
-    from rlhf_cli.algorithms.advantages import at_every_token
     from rlhf_cli.algorithms.groups import best_over_second
 
     advantages_B = best_over_second(experience.rewards_B, experience.groups_B, scale=experience.scale)
-    return Advantages(at_every_token(advantages_B, experience.cu))
+    return Advantages(per_response_B=advantages_B)
 
 
 def gdpo(experience: Experience, _: object) -> Advantages:
     """Return the weighted sum of `(R_i - mean) / std` over all rewards, whitened over all responses."""
     import torch
 
-    from rlhf_cli.algorithms.advantages import at_every_token, whiten
+    from rlhf_cli.algorithms.advantages import whiten
     from rlhf_cli.algorithms.groups import group_normalised
 
     # Normalize each reward before adding: in a sum, the reward with the largest range would dominate.
     apart_B = [weight * group_normalised(part_B, experience.groups_B) for weight, part_B in experience.parts]
-    return Advantages(at_every_token(whiten(torch.stack(apart_B).sum(0)), experience.cu))
+    return Advantages(per_response_B=whiten(torch.stack(apart_B).sum(0)))
 
 
 GRPO = Estimator("grpo", grpo, min_group=2, steps="groups")

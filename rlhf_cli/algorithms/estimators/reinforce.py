@@ -32,10 +32,9 @@ def reinforce(experience: Experience, settings: ReinforcePolicyConfig) -> Advant
 
 def reinforce_group(experience: Experience, _: object) -> Advantages:
     """Return `R_i - mean` over the group, at every token."""
-    from rlhf_cli.algorithms.advantages import at_every_token
     from rlhf_cli.algorithms.groups import less_group_mean
 
-    return Advantages(at_every_token(less_group_mean(experience.rewards_B, experience.groups_B), experience.cu))
+    return Advantages(per_response_B=less_group_mean(experience.rewards_B, experience.groups_B))
 
 
 REINFORCE = Estimator("reinforce++", reinforce, whiten=True, steps="tokens")

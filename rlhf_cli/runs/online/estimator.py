@@ -71,19 +71,24 @@ def _checked(code: str, own: Estimator) -> AdvantageFunction:
     function = own.advantages
     assert function is not None
 
+    def check(label: str, values: object, shape: tuple[int, ...], what: str) -> None:
+        if not isinstance(values, Tensor) or values.shape != shape:
+            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise RunError(
+                f"--advantage_estimator {code} must return {label} of shape {tuple(shape)}, one per {what}, not {found}"
+            )
+
     def advantages(experience: Experience, settings: object) -> Advantages:
         result = function(experience, settings)
         if not isinstance(result, Advantages):
             result = Advantages(*result) if isinstance(result, tuple) and len(result) == 2 else Advantages(result)
-        shape = experience.rewards_N.shape
-        for label, values_N in {"advantages": result.per_token_N, "returns": result.returns_N}.items():
-            is_needed = label == "advantages" or own.critic
-            if is_needed and (not isinstance(values_N, Tensor) or values_N.shape != shape):
-                found = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
-                raise RunError(
-                    f"--advantage_estimator {code} must return {label} of shape {tuple(shape)}, one per response "
-                    f"token, not {found}"
-                )
+        tokens, responses = experience.rewards_N.shape, experience.groups_B.shape
+        if result.per_response_B is None:
+            check("advantages", result.per_token_N, tokens, "response token")
+        else:
+            check("per_response_B", result.per_response_B, responses, "response")
+        if own.critic:
+            check("returns", result.returns_N, tokens, "response token")
         return result if own.critic else replace(result, returns_N=None)
 
     return advantages

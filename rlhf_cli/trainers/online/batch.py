@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.advantages import compute_advantages, drawn_to_teacher
-from rlhf_cli.algorithms.estimators.estimator import Experience
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Experience
 from rlhf_cli.algorithms.groups import scale_of
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
@@ -59,38 +59,60 @@ def learning_samples(
     policy, cu = settings.policy, rollout.cu
     # With a KL loss the divergence is part of the objective instead of the reward.
     kl_N = None if "ref" in settings.kl_losses else _kl(rollout, policy)
-    rewards_N = token_rewards(_rewards(rollout, settings), kl_N, cu, kl_coef=kl_coef)
+    scores_B = _rewards(rollout, settings)
+    rewards_N = token_rewards(scores_B, kl_N, cu, kl_coef=kl_coef)
     # NaN marks tokens that do not end a step.
     if settings.estimator.steps == "tokens" and rollout.step_rewards is not None:
         rewards_N = rewards_N + settings.step_weight * _flat(rollout.step_rewards).nan_to_num(0.0)
     # Token-level estimators use the time of rewards, so assign turn rewards to the turns.
     if settings.estimator.steps == "tokens" and any(one.episode is not None for one in rollout.responses):
         rewards_N = rewards_N + _moved_to_turns(rollout, settings.reward)
-    experience = _experience(rollout, greedy, settings, rewards_N=rewards_N)
+    only_scores = kl_N is None and settings.estimator.steps != "tokens"
+    experience = _experience(rollout, greedy, settings, rewards_N=rewards_N, scores_B=scores_B, only_scores=only_scores)
     found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
-    advantages_N, trained_B = found.per_token_N, experience.trained_B
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     # Add the teacher's term after normalization, whose scale depends on rewards only.
     if settings.distill_coef is not None:
         assert "teacher" in rollout.frozen_logprobs, "distill_coef requires a teacher"
-        advantages_N = drawn_to_teacher(advantages_N, _log_ratio(rollout, "teacher"), coef=settings.distill_coef)
+        log_ratio_N = _log_ratio(rollout, "teacher")
+        drawn_N = drawn_to_teacher(found.at_tokens(cu), log_ratio_N, coef=settings.distill_coef)
+        found = replace(found, per_token_N=drawn_N, per_response_B=None)
     for role, logprobs in rollout.frozen_logprobs.items():
         if role not in settings.kl_terms:
             metrics[kl_metric(role)] = float(_log_ratio(rollout, role).mean())
             metrics[f"{role}_logprob"] = float(_flat(logprobs).mean())
     # Keep the advantages for samples.jsonl.
-    rollout.advantages = _split(advantages_N, cu)
+    rollout.advantages = _advantages(found, cu)
     columns = _columns(rollout, settings, rollout.advantages, returns_N=found.returns_N)
     samples = [
         sample
-        for i in torch.nonzero(trained_B).squeeze(1).tolist()
+        for i in torch.nonzero(experience.trained_B).squeeze(1).tolist()
         for sample in _samples_of(rollout, i, {name: values[i] for name, values in columns.items()})
     ]
-    # Masked responses have advantages but are not trained on, so exclude them from the mean.
-    metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu, len(advantages_N))]].abs().mean())
+    metrics["advantage_abs"] = _mean_magnitude(found, cu, experience.trained_B)
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics
+
+
+def _advantages(found: Advantages, cu: torch.Tensor) -> list[np.ndarray]:
+    """Return float32 advantages per token of each response."""
+    if found.per_response_B is None:
+        return _split(found.at_tokens(cu), cu)
+    values_B = found.per_response_B.float().numpy()
+    return [
+        np.broadcast_to(value, length) for value, length in zip(values_B, segment_lengths(cu).tolist(), strict=True)
+    ]
+
+
+def _mean_magnitude(found: Advantages, cu: torch.Tensor, trained_B: torch.Tensor) -> float:
+    """Return the mean absolute advantage over trained tokens."""
+    # Masked responses have advantages but are not trained on, so exclude them.
+    if found.per_response_B is None:
+        advantages_N = found.at_tokens(cu)
+        return float(advantages_N[trained_B[segment_ids(cu, len(advantages_N))]].abs().mean())
+    lengths_B = segment_lengths(cu) * trained_B
+    return float((found.per_response_B.double().abs() * lengths_B).sum() / lengths_B.sum())
 
 
 def _samples_of(rollout: Rollout, number: int, columns: dict[str, np.ndarray]) -> list[TokenSequence]:
@@ -139,9 +161,15 @@ def _moved_to_turns(rollout: Rollout, reward: RewardConfig) -> torch.Tensor:
 
 
 def _experience(
-    rollout: Rollout, greedy: Rollout | None, settings: OnlineSettings, *, rewards_N: torch.Tensor
+    rollout: Rollout,
+    greedy: Rollout | None,
+    settings: OnlineSettings,
+    *,
+    rewards_N: torch.Tensor,
+    scores_B: torch.Tensor,
+    only_scores: bool,
 ) -> Experience:
-    """Return the input for advantage estimation."""
+    """Return the input for advantage estimation. `only_scores`: `rewards_N` contains nothing but the scores."""
     return Experience(
         rewards_N=rewards_N,
         parts=weighted_parts(rollout, settings.reward) if settings.estimator.rewards_apart else (),
@@ -153,7 +181,8 @@ def _experience(
         greedy_B=None if greedy is None else _of_groups(_rewards(greedy, settings), greedy, rollout),
         steps_N=None if rollout.step_rewards is None else _flat(rollout.step_rewards),
         step_weight=settings.step_weight,
-        scale=scale_of(_rewards(rollout, settings)),
+        scale=scale_of(scores_B),
+        scores_B=scores_B if only_scores else None,
     )
 
 

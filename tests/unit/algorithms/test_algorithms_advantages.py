@@ -9,7 +9,7 @@ import torch
 from extending_page import page_code
 
 from rlhf_cli.algorithms.advantages import compute_advantages, gae, step_advantages, whiten
-from rlhf_cli.algorithms.estimators.estimator import Experience
+from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.estimators.group import GroupPolicyConfig
 from rlhf_cli.algorithms.estimators.reinforce import ReinforcePolicyConfig
@@ -206,7 +206,7 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
     )
     found = compute_advantages(ESTIMATORS[name], replace(experience, **changes), settings=settings)
     assert found.returns_N is None
-    return [round(advantage, 4) for advantage in found.per_token_N.tolist()]
+    return [round(advantage, 4) for advantage in found.at_tokens(torch.tensor([0, 2, 3, 4, 5])).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,34 @@ def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() ->
     assert advantages("reinforce++_group", PolicyConfig(), trained_B=trained_B) == [a, b, 0.0, c, d]
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "gdpo", "rloo", "remax"])
+def test_scores_per_response_change_no_bit_and_need_no_array_over_tokens(name: str) -> None:
+    """Responses of 2, 0, 1 and 1 tokens; the second has no token for its score, and the third is not trained on."""
+    cu, scores_B = torch.tensor([0, 2, 2, 3, 4]), torch.tensor([0.1, 7.0, 0.3, -0.2], dtype=torch.float64)
+    experience = Experience(
+        rewards_N=token_rewards(scores_B, None, cu, kl_coef=0.0),
+        parts=((1.0, scores_B),),
+        values_N=None,
+        bootstrap_B=None,
+        cu=cu,
+        groups_B=torch.tensor([0, 0, 1, 1]),
+        trained_B=torch.tensor([True, True, False, True]),
+        greedy_B=scores_B.flip(0),
+        scores_B=scores_B,
+    )
+    assert experience.rewards_B.tolist() == [0.1, 0.0, 0.3, -0.2]
+    row = ESTIMATORS[name]
+    found = compute_advantages(row, experience, settings=GroupPolicyConfig())
+    advantages = row.advantages
+    assert advantages is not None
+    per_token = Estimator(advantages=lambda e, s: Advantages(advantages(replace(e, scores_B=None), s).at_tokens(cu)))
+    reference = compute_advantages(per_token, experience, settings=GroupPolicyConfig())
+    assert found.per_token_N is None
+    assert found.per_response_B is not None
+    assert found.per_response_B[2] == 0
+    assert torch.equal(found.at_tokens(cu), reference.at_tokens(cu))
+
+
 def test_the_estimator_of_the_extending_page_by_hand() -> None:
     names = page_code("algorithms/estimators/bounded.py")
     experience = Experience(
@@ -248,7 +276,7 @@ def test_the_estimator_of_the_extending_page_by_hand() -> None:
     )
     found = compute_advantages(names["BOUNDED"], experience, settings=names["BoundedPolicyConfig"](bound=1.5))
     mean = 3.5 / 3
-    assert found.per_token_N.tolist() == pytest.approx([1.5, 1.5, -mean, 0.5 - mean])
+    assert found.at_tokens(experience.cu).tolist() == pytest.approx([1.5, 1.5, -mean, 0.5 - mean])
     assert found.metrics == {"clipped": pytest.approx(1 / 3)}
 
 
@@ -296,5 +324,5 @@ def test_steps_are_compared_within_the_group_beside_the_responses(row: str) -> N
     plain = compute_advantages(ESTIMATORS[row], without, settings=GroupPolicyConfig())
     found = compute_advantages(ESTIMATORS[row], experience, settings=GroupPolicyConfig())
     own_N = step_advantages(STEPS_N, STEPS_CU, experience.groups_B)
-    torch.testing.assert_close(found.per_token_N, plain.per_token_N + 0.5 * own_N)
+    torch.testing.assert_close(found.per_token_N, plain.at_tokens(STEPS_CU) + 0.5 * own_N)
     assert own_N.abs().max() > 0.5

@@ -43,7 +43,7 @@ def test_the_page_s_estimator_has_the_needs_of_the_command(tmp_path) -> None:
     estimator = estimator_of(config)
     assert (estimator.name, estimator.min_group, estimator.whiten) == ("median_baseline.py:less_median", 2, False)
     found = compute_advantages(estimator, EXPERIENCE, settings=config.policy)
-    torch.testing.assert_close(found.per_token_N, LESS_MEDIAN)
+    torch.testing.assert_close(found.at_tokens(EXPERIENCE.cu), LESS_MEDIAN)
     assert found.returns_N is None
 
 
@@ -55,7 +55,7 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
     assert estimator.min_group == 3
     found = compute_advantages(estimator, EXPERIENCE, settings=config.settings_of_code("advantage_estimator"))
     assert found.metrics == {"positive": pytest.approx(2 / 5)}
-    assert found.per_token_N.mean().item() == pytest.approx(0, abs=1e-6)
+    assert found.at_tokens(EXPERIENCE.cu).mean().item() == pytest.approx(0, abs=1e-6)
     with pytest.raises(UsageError, match=r"this command trains a critic, but the Estimator has critic=False: .*=True"):
         estimator_of(resolve("ppo", advantage_estimator=f"{path}:whitened"))
 
@@ -140,7 +140,9 @@ def test_settings_that_cannot_be_flags_are_refused(field, reason, tmp_path) -> N
 
 def own(tmp_path: Path, source: str) -> str:
     """Write an estimator to a file and return it as code."""
-    (tmp_path / "own.py").write_text(f"from rlhf_cli.algorithms.estimators.estimator import Estimator\n{source}\n")
+    (tmp_path / "own.py").write_text(
+        f"from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator\n{source}\n"
+    )
     return f"{tmp_path}/own.py:f"
 
 
@@ -152,6 +154,11 @@ def own(tmp_path: Path, source: str) -> str:
             "grpo",
             "def f(experience, settings): return experience.rewards_B",
             r"own.py:f must return advantages of shape \(24,\), one per response token, not \(16,\)",
+        ),
+        (
+            "grpo",
+            "def f(experience, settings): return Advantages(per_response_B=experience.rewards_N)",
+            r"own.py:f must return per_response_B of shape \(16,\), one per response, not \(24,\)",
         ),
         ("grpo", "def f(experience, settings): return 3.0", "must return advantages of shape .*, not float"),
         ("ppo", "def f(experience, settings): return experience.rewards_N", "must return returns of shape .*NoneType"),
