@@ -192,7 +192,7 @@ class Generation:
       [tokens - 1, layers, top_k]; None without `--rollout_routing_replay`.
     - `text`: response without special tokens, if the engine decodes responses; None otherwise.
 
-    Engines that decode send `token_ids` and `logprobs` as `array`s of int32 and float64: a fifth of the memory of
+    Engines that decode send `token_ids` and `logprobs` as `array`s of int32 and float32: an eighth of the memory of
     lists, and no Python object per token.
 
     Example: `Generation([20, 2], [-0.1, -0.02], "stop", 12)` has 2 tokens, sampled with the weights after iteration 12.

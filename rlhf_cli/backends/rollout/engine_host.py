@@ -196,5 +196,6 @@ class EngineHost:
 
 def decoded(response: Generation, decode: Callable[[Sequence[int]], str]) -> Generation:
     """Return a response with its text, and with arrays instead of lists."""
-    token_ids, logprobs = array("i", response.token_ids), array("d", response.logprobs)
+    # float32, in which engines compute log-probs and ranks train on them.
+    token_ids, logprobs = array("i", response.token_ids), array("f", response.logprobs)
     return replace(response, token_ids=token_ids, logprobs=logprobs, text=decode(response.token_ids))  # type: ignore[arg-type]

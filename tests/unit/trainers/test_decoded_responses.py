@@ -21,7 +21,7 @@ from rlhf_cli.trainers.online.sample_rows import iteration_rows
 from rlhf_cli.trainers.online.samples import Rollout
 
 PROMPT = Prompt([7, 8], "2+3=", "5", "sums.jsonl", 16)
-PLAIN = Generation([4, 5, 2], [-0.1, -1 / 3, -1e-17], "stop", 12)
+PLAIN = Generation([4, 5, 2], np.array([-0.1, -1 / 3, -1e-17], np.float32).tolist(), "stop", 12)
 
 
 def decode(token_ids):
@@ -51,9 +51,9 @@ def test_the_engine_sends_text_and_arrays_that_hold_the_same_values():
     found = sent(PLAIN)
     assert found.text == "4-5-2"
     assert found.token_ids == array("i", PLAIN.token_ids)
-    assert found.logprobs == array("d", PLAIN.logprobs)
+    assert found.logprobs == array("f", PLAIN.logprobs)
     assert (found.num_sampled, found.turns, found.longest) == (3, ((0, 3),), 3)
-    assert len(pickle.dumps(sent(Generation([100_000] * 1000, [-0.1] * 1000, "stop", 0)).logprobs)) < 8200
+    assert len(pickle.dumps(sent(Generation([100_000] * 1000, [-0.1] * 1000, "stop", 0)).logprobs)) < 4200
 
 
 def test_the_driver_does_not_decode_what_the_engine_has_decoded():
