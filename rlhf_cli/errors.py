@@ -36,6 +36,7 @@ class Shortage:
 
     - `where`: the phase, such as "while training on a pack of 8192 tokens".
     - `fix`: flags to set, by default a hint for the kind. `from_plan`: whether they come from the plan of the run.
+    - `doubt`: what was seen instead, if full memory is only the probable cause.
     - `role`: the role that failed, "engine" for a rollout engine, "" if unknown.
     - `detail`: the library's message. `tokens`: tokens of the pack that failed, 0 if none did.
     """
@@ -47,9 +48,11 @@ class Shortage:
     detail: str = ""
     tokens: int = 0
     from_plan: bool = False
+    doubt: str = ""
 
     def __str__(self) -> str:
-        return f"out of {self.kind}{self.where and ' '}{self.where}: {self.fix or _FIXES[self.kind]}"
+        doubt = f"{self.doubt}, probably " if self.doubt else ""
+        return f"{doubt}out of {self.kind}{self.where and ' '}{self.where}: {self.fix or _FIXES[self.kind]}"
 
 
 class RunError(RuntimeError):
@@ -96,7 +99,8 @@ _SHORTAGES: dict[MemoryKind, str] = {
     r"|not enough GPU memory",
     "space in /dev/shm": r"/dev/shm.*No space left|No space left.*/dev/shm|Bus error|SIGBUS|shared memory \(shm\)"
     r"|creating shared memory segment",
-    "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc",
+    "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc"
+    r"|less than desired CPU memory utilization|less than requested memory for kv",
 }
 """Patterns in out-of-memory messages from libraries, by memory kind. A full /dev/shm kills with SIGBUS."""
 

@@ -43,13 +43,21 @@ def explained(
     if shortage.kind == "space in /dev/shm":
         return shortage.where, _larger_shm(plan)
     if shortage.kind == "host memory":
-        return shortage.where, _fix(shortage, config, plan, planner)
+        return shortage.where, _shorter(shortage, config) or _fix(shortage, config, plan, planner)
     if hardware.is_cpu:
         return shortage.where, None
     where = shortage.where + _beside(plan, shortage)
     if shortage.role == ENGINE:
         return where, _engine_fix(shortage, config, plan, planner)
     return where, _fix(shortage, config, plan, planner)
+
+
+def _shorter(shortage: Shortage, config: CommandConfig) -> str | None:
+    """Return the length of sequences for which vLLM's KV cache on a CPU has room, if it was too small for one."""
+    needed, fitting = re.search(_CACHE, shortage.detail), re.search(_LENGTH, shortage.detail)
+    if needed is None or fitting is None or with_values(config, {"max_len": int(fitting[1])}) is None:
+        return None
+    return f"set --max_len {fitting[1]} (a sequence needs {needed[1]} GiB of KV cache, which has {needed[2]} GiB)"
 
 
 def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner) -> str | None:

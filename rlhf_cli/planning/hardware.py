@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import psutil
-
 from rlhf_cli.backends.doctor.gpus import Gpu, gpus
+from rlhf_cli.backends.process.killed import usable_memory
 from rlhf_cli.config.plan import GpuName, PlanConfig
 from rlhf_cli.environment import processor_name
 from rlhf_cli.errors import UsageError
@@ -111,7 +110,7 @@ def hardware_of(plan: PlanConfig) -> Hardware:
         "bandwidth": _given(plan.gpu_bandwidth, _TERA),
         "link": _given(plan.gpu_link, _GIGA),
         "network": _given(plan.network, _GIGA),
-        "host_memory": host if host is not None or not here else psutil.virtual_memory().total,
+        "host_memory": host if host is not None or not here else usable_memory(),
     }
     given = {name: value for name, value in values.items() if value is not None}
     return replace(base, **given, num_gpus=plan.num_gpus or max(1, len(here)), num_nodes=plan.num_nodes)  # type: ignore[arg-type]
@@ -154,7 +153,7 @@ def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware 
     # Ray's A100 may have 40 or 80 GB.
     rows = [GPUS["a100-40"] if kind == "A100" else _of_name(kind) for kind in kinds]
     if here:
-        base = replace(_of_driver(here), host_memory=float(psutil.virtual_memory().total))
+        base = replace(_of_driver(here), host_memory=float(usable_memory()))
     elif rows and not any(row.assumption for row in rows):
         base = min(rows, key=lambda row: row.memory)
     else:
@@ -165,7 +164,7 @@ def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware 
 def this_cpu() -> Hardware:
     """Measure this machine's CPU, for about 0.2 seconds."""
     cores = len(os.sched_getaffinity(0))
-    memory = float(psutil.virtual_memory().total)
+    memory = float(usable_memory())
     flops, bandwidth = _measured_speed()
     link = bandwidth / 4  # a copy between processes reads and writes twice
     return Hardware(

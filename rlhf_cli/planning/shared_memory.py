@@ -17,8 +17,9 @@ def shared_memory(work: Workload) -> dict[str, float]:
     ranks = sum(role.num_ranks for name, role in work.roles.items() if work.host(name) == name and role.num_ranks > 1)
     engine = work.engine
     engines = len(work.layout.of(ENGINE))
-    # A push through files has all weights of the policy; on GPUs, weights are pushed by other means.
-    policy = work.roles.get("actor") if engine is not None and not engine.has_gpus else None
+    # A push through files has all weights of the policy. By default, GPUs use other means.
+    has_files = engine is not None and (not engine.has_gpus or work.config.setting("vllm_sync_backend") == "shm")
+    policy = work.roles.get("actor") if has_files else None
     found = {
         "ranks": ranks / work.hardware.num_nodes * (_CPU_RANK if work.hardware.is_cpu else _GPU_RANK),
         "weight push": 0.0 if policy is None else float(policy.shape.parameters * policy.value_bytes),

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-import psutil
-
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.doctor.gpus import gpus
+from rlhf_cli.backends.process.killed import usable_memory
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.config.base import CommandConfig
@@ -81,7 +80,7 @@ def sleep_memory_fact(work: Workload, *, has_gpus: bool) -> dict[str, str]:
     """Return a summary line about the host memory of sleeping roles, if any."""
     if not (has_gpus and work.models_sleep):
         return {}
-    return described(sleeping_by_node(work), psutil.virtual_memory().total)
+    return described(sleeping_by_node(work), usable_memory())
 
 
 def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:

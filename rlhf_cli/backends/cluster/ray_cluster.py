@@ -43,6 +43,10 @@ PROCESS_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)
 """Ray's exceptions for a dead process. Ray raises the second one if its memory monitor has killed the process."""
 
 
+_ENDED_SILENTLY = "exits with a connection error"
+"""Part of Ray's message about a process that ended without a word, as after SIGKILL."""
+
+
 def may_have_gpus() -> bool:
     """Return whether the cluster may have GPUs: this machine has some, or RAY_ADDRESS is set."""
     return bool(os.environ.get("RAY_ADDRESS")) or torch.cuda.is_available()
@@ -52,11 +56,14 @@ def death_reason(error: Exception, role: str) -> str | Shortage:
     """Describe why a process of a role died: full memory, or the first line of Ray's error."""
     if isinstance(error, RunError) and error.shortage is not None:
         return error.shortage
-    kind = full_memory(error)
+    kind, doubt = full_memory(error), ""
     # If the kernel has killed a process for memory, Ray reports only that the process is gone.
-    if kind is None and isinstance(error, PROCESS_DEATHS) and kernel_has_killed():
-        kind = "host memory"
-    return first_line(error) if kind is None else Shortage(kind, role=role)
+    if kind is None and isinstance(error, PROCESS_DEATHS):
+        if kernel_has_killed():
+            kind = "host memory"
+        elif _ENDED_SILENTLY in str(error):
+            kind, doubt = "host memory", "killed from outside, or crashed with an error at the end of its log"
+    return first_line(error) if kind is None else Shortage(kind, role=role, doubt=doubt)
 
 
 @dataclass(frozen=True)

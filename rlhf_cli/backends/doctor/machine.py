@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from rlhf_cli.backends.doctor.finding import Finding, ok
+from rlhf_cli.backends.process.killed import usable_memory
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.sandbox.run import require_sandbox
 
@@ -21,7 +22,6 @@ _LEAST_OPEN_FILES = 4096
 _LEAST_PROCESSES = 4096
 """Includes threads. Ray, vLLM and PyTorch start hundreds per worker process."""
 _LEAST_DISK = 20 * GIB
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def machine_findings() -> list[Finding]:
@@ -32,7 +32,7 @@ def machine_findings() -> list[Finding]:
     return [
         ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ok("processor", f"{len(os.sched_getaffinity(0))} cores"),
-        memory_finding(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), limit=_memory_limit(_CGROUP_LIMIT)),
+        memory_finding(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), usable=usable_memory()),
         shared_memory_finding(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None),
         open_files_finding(soft_files),
         processes_finding(soft_processes),
@@ -43,21 +43,13 @@ def machine_findings() -> list[Finding]:
     ]
 
 
-def memory_finding(total: int, *, limit: int | None) -> Finding:
-    """Check the memory. `total` and the container's `limit` are in bytes."""
-    usable = total if limit is None else min(total, limit)
+def memory_finding(total: int, *, usable: int) -> Finding:
+    """Check the memory of the machine, of which a container's limit leaves `usable`, both in bytes."""
     message = f"{usable / GIB:.0f} GiB" + (" (the container's limit)" if usable < total else "")
     if usable >= _LEAST_MEMORY:
         return ok("memory", message)
     cure = "use a smaller model, --rollout_backend transformers, or a machine with more memory"
     return Finding("memory", "warning", f"{message}: an online run with a small model requires about 8 GiB", cure)
-
-
-def _memory_limit(file: Path) -> int | None:
-    """Return the container's memory limit in bytes, or None."""
-    # The file contains "max" if there is no limit.
-    text = file.read_text().strip() if file.is_file() else ""
-    return int(text) if text.isdigit() else None
 
 
 def shared_memory_finding(free: int | None) -> Finding:

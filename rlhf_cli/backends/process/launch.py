@@ -61,11 +61,17 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
 
 
 def check_killed(status: int, *, for_memory: bool) -> None:
-    """Raise OutOfMemory if the launcher's exit status means that a rank was killed because memory was full."""
+    """Raise OutOfMemory if the launcher's exit status means that a rank was killed, as a full memory does.
+
+    Args:
+        for_memory: whether the kernel has counted a kill for memory, which containers may hide.
+    """
     # DeepSpeed's launcher exits with the rank's return code, which is minus the signal number. The operating system
     # keeps only the lowest byte.
-    if status % 256 == -signal.SIGKILL % 256 and for_memory:
-        raise OutOfMemory(Shortage("host memory", "on this machine, where the kernel has killed a rank"))
+    if status % 256 == -signal.SIGKILL % 256:
+        if for_memory:
+            raise OutOfMemory(Shortage("host memory", "on this machine, where the kernel has killed a rank"))
+        raise OutOfMemory(Shortage("host memory", doubt="a rank was killed with signal 9"))
     if status % 256 == -signal.SIGBUS % 256:
         raise OutOfMemory(Shortage("space in /dev/shm", "in a rank"))
 

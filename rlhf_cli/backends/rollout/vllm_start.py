@@ -19,7 +19,7 @@ from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
 from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, keeps_states
 from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.environment import SPIN_COUNT
-from rlhf_cli.errors import OutOfMemory, RunError, Shortage, UsageError, first_line, full_memory
+from rlhf_cli.errors import MemoryKind, OutOfMemory, RunError, Shortage, UsageError, first_line, full_memory
 from rlhf_cli.models.cost import head_size, layer_configs
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.weight_files import open_weights
@@ -92,8 +92,9 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Asyn
     except Exception as error:
         log = log_since(begin)
         if (kind := full_memory(f"{error} {log}")) is not None:
-            where, fix = f"while vLLM started with {model_path}", _memory_fix(kind, settings)
-            raise OutOfMemory(Shortage(kind, where, fix, role=ENGINE, detail=start_failure(error, log))) from error
+            raise OutOfMemory(
+                _shortage(kind, start_failure(error, log), model_path, settings, on_cpu=on_cpu)
+            ) from error
         raise RunError(
             f"vLLM could not be started with {model_path} ({start_failure(error, log)}); "
             "see the engine's log for the cause, or use --rollout_backend transformers"
@@ -122,10 +123,16 @@ def log_since(begin: int) -> str:
         return log.read().decode(errors="replace")
 
 
-def _memory_fix(kind: str, settings: EngineSettings) -> str | None:
+def _shortage(kind: MemoryKind, detail: str, model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Shortage:
+    """Return what memory was full. On a CPU, vLLM's messages about the KV cache concern host memory."""
+    where = f"while vLLM started with {model_path}"
+    if on_cpu and kind == "GPU memory":
+        kind = "host memory"
+    return Shortage(kind, where, _memory_fix(settings) if kind == "GPU memory" else None, role=ENGINE, detail=detail)
+
+
+def _memory_fix(settings: EngineSettings) -> str:
     """Return a fix for full GPU memory: another memory fraction, tensor parallelism, or shorter sequences."""
-    if kind != "GPU memory":
-        return None
     share, longest = settings.gpu_memory_utilization, settings.max_model_len
     return (
         f"vLLM may use {share:g} of the GPU: raise --vllm_gpu_memory_utilization to {min(0.95, share + 0.2):.2g} if "

@@ -3,6 +3,7 @@
 The driver forwards the manifest to the engines. Engines on other machines cannot read the files.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_arrived, check_tensors
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import OutOfMemory, RunError, Shortage
 
 # Large enough that per-file costs are negligible, small enough to stay a fraction of host memory.
 _BUCKET_BYTES = 256 << 20
@@ -37,7 +38,11 @@ def _folder_with_room(num_bytes: int, folders: tuple[str, ...]) -> Path:
     for folder in folders:
         if os.path.isdir(folder) and shutil.disk_usage(folder).free > num_bytes:
             return Path(folder)
-    raise RunError(f"weight push: no space for {num_bytes / 2**20:.0f} MiB in {' or '.join(folders)}")
+    raise _no_space(f"for {num_bytes / 2**20:.0f} MiB in {' or '.join(folders)}")
+
+
+def _no_space(where: str, detail: str = "") -> OutOfMemory:
+    return OutOfMemory("weight push: ", Shortage("space in /dev/shm", where, detail=detail))
 
 
 class _Bucket:
@@ -101,13 +106,15 @@ class ShmTransport:
         _remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
-        """Write a push and return the manifest. Raises RunError if no folder has enough space."""
+        """Write a push and return the manifest. Raises OutOfMemory if no folder has enough space."""
         # Remove the previous push first: two pushes at once may exceed the space.
         self.close()
         try:
             return {"version": version, "buckets": list(self._buckets(named_tensors, version))}
         except OSError as error:
             self.close()
+            if error.errno == errno.ENOSPC:
+                raise _no_space("while a bucket was written", str(error)) from error
             raise RunError(f"weight push: writing failed: {error}") from error
         except BaseException:
             self.close()

@@ -162,8 +162,8 @@ def test_a_run_stops_on_a_gpu_that_torch_cannot_use(monkeypatch, driver, torch_c
 @pytest.mark.parametrize(
     ("finding", "status"),
     [
-        (memory_finding(64 * GIB, limit=None), "ok"),
-        (memory_finding(64 * GIB, limit=4 * GIB), "warning"),
+        (memory_finding(64 * GIB, usable=64 * GIB), "ok"),
+        (memory_finding(64 * GIB, usable=4 * GIB), "warning"),
         (shared_memory_finding(16 * GIB), "ok"),
         (shared_memory_finding(64 << 20), "warning"),
         (shared_memory_finding(None), "warning"),

@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.cluster.ray_cluster import death_reason
-from rlhf_cli.backends.process.killed import num_killed
+from rlhf_cli.backends.process.killed import num_killed, usable_memory
 from rlhf_cli.backends.process.launch import check_killed
 from rlhf_cli.backends.rollout.engine import EngineDead, EngineSettings
 from rlhf_cli.backends.rollout.engine_failures import cause_of, reason_of
-from rlhf_cli.backends.rollout.vllm_start import _memory_fix, start_failure
+from rlhf_cli.backends.rollout.vllm_start import _memory_fix, _shortage, start_failure
 from rlhf_cli.backends.training.memory import named_shortage
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.errors import OutOfMemory, RunError, Shortage, full_memory
@@ -41,6 +42,7 @@ RAY = "Task was killed due to the node running low on memory.\nMemory on the nod
          "space in /dev/shm"),
         (RuntimeError("std::bad_alloc"), "host memory"),
         (ray.exceptions.OutOfMemoryError(RAY), "host memory"),
+        (ValueError("Memory on node 0 (0.5/24 GiB) is less than requested memory for kv (1.0 GiB)"), "host memory"),
         (MemoryError(), "host memory"),
         (OSError(12, "Cannot allocate memory"), "host memory"),
         (OSError(28, "No space left on device", "/dev/shm/rlhf-1"), "space in /dev/shm"),
@@ -118,11 +120,17 @@ def test_a_shortage_keeps_its_parts_in_another_process_until_the_plan_explains_i
 
 
 def test_an_engine_that_does_not_start_is_told_both_ways_to_set_its_share():
-    fix = _memory_fix("GPU memory", EngineSettings(max_model_len=4096, gpu_memory_utilization=0.6))
-    assert fix is not None
+    fix = _memory_fix(EngineSettings(max_model_len=4096, gpu_memory_utilization=0.6))
     assert "raise --vllm_gpu_memory_utilization to 0.8" in fix
     assert "lower it to 0.3" in fix
     assert "--vllm_tensor_parallel_size 2" in fix
+
+
+def test_vllms_cache_on_a_cpu_is_host_memory():
+    settings = EngineSettings(max_model_len=4096)
+    on_cpu, on_gpu = (_shortage("GPU memory", "text", "m", settings, on_cpu=here) for here in (True, False))
+    assert str(on_cpu).startswith("out of host memory while vLLM started with m: stop other programs")
+    assert str(on_gpu).startswith("out of GPU memory while vLLM started with m: vLLM may use ")
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person_killed():
@@ -130,14 +138,53 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_a_person
         check_killed(247, for_memory=True)
     with pytest.raises(OutOfMemory, match="out of space in /dev/shm in a rank: remove leftover files"):
         check_killed(249, for_memory=False)
-    for status in (0, 1, 2, 130, 247):
+    with pytest.raises(OutOfMemory, match="a rank was killed with signal 9, probably out of host memory: stop other"):
+        check_killed(247, for_memory=False)
+    for status in (0, 1, 2, 130):
         check_killed(status, for_memory=False)
 
 
-def test_kills_for_memory_are_counted_by_the_kernel(tmp_path):
-    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
-    assert num_killed(tmp_path / "vmstat") == 3
-    assert num_killed(tmp_path / "missing") == 0
+def test_a_rank_that_ray_lost_without_a_word_was_probably_killed_for_memory():
+    error = ray.exceptions.RayActorError(
+        error_msg="Worker unexpectedly exits with a connection error code 2. End of file."
+    )
+    reason = str(death_reason(error, "actor"))
+    assert reason.startswith(
+        "killed from outside, or crashed with an error at the end of its log, probably out of host"
+    )
+    other = ray.exceptions.RayActorError(error_msg="The actor was ended by ray.kill")
+    assert death_reason(other, "actor") == "The actor was ended by ray.kill"
+
+
+def files(root, **texts):
+    for name, text in texts.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_kills_for_memory_are_counted_by_the_container_or_the_machine(tmp_path):
+    assert num_killed(tmp_path) == 0
+    files(tmp_path, proc__vmstat="nr_free_pages 5\noom_kill 3\n", proc__self__cgroup="0::/job\n")
+    assert num_killed(tmp_path) == 3
+    # Other containers do not count.
+    files(tmp_path, sys__fs__cgroup__job__memory_DOT_events="oom 9\noom_kill 1\noom_group_kill 0\n")
+    assert num_killed(tmp_path) == 1
+    files(tmp_path, proc__self__cgroup="9:name=systemd:/\n4:memory:/docker/abc\n")
+    files(tmp_path, sys__fs__cgroup__memory__memory_DOT_oom_control="under_oom 0\noom_kill 2\n")
+    assert num_killed(tmp_path) == 2
+
+
+def test_a_container_may_use_less_memory_than_the_machine_has(tmp_path):
+    total = psutil.virtual_memory().total
+    assert usable_memory(tmp_path) == total
+    files(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_DOT_max="max\n")
+    assert usable_memory(tmp_path) == total
+    files(tmp_path, sys__fs__cgroup__memory_DOT_max="1048576\n")
+    assert usable_memory(tmp_path) == 2**20
+    files(tmp_path, proc__self__cgroup="4:memory:/\n")
+    files(tmp_path, sys__fs__cgroup__memory__memory_DOT_limit_in_bytes="2097152\n")
+    assert usable_memory(tmp_path) == 2**21
 
 
 LOGGED = """

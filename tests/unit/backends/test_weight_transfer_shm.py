@@ -10,7 +10,7 @@ import torch
 
 from rlhf_cli.backends.weight_sync.shm import ShmTransport, read_push, read_verified_push
 from rlhf_cli.backends.weight_sync.transfer import Idle, WeightSender, weights_checksum
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import OutOfMemory, RunError
 
 
 def some_weights() -> dict[str, torch.Tensor]:
@@ -133,8 +133,19 @@ def test_a_missing_folder_is_passed_over_and_none_with_room_is_an_error(tmp_path
     assert passed.send([("w", torch.zeros(3))], version=1)["buckets"][0]["path"].startswith(str(tmp_path))
     passed.close()
     full = ShmTransport(bucket_bytes=1 << 60, folders=(str(tmp_path),))
-    with pytest.raises(RunError, match=f"no space for .* MiB in {tmp_path}"):
+    with pytest.raises(OutOfMemory, match=f"weight push: out of space in /dev/shm for .* MiB in {tmp_path}") as caught:
         full.send([("w", torch.zeros(3))], version=1)
+    assert caught.value.shortage is not None
+
+
+def test_a_folder_that_fills_up_during_a_push_is_an_error_with_the_shared_memory(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlhf_cli.backends.weight_sync.shm._Bucket.add", full)
+    with pytest.raises(OutOfMemory, match="out of space in /dev/shm while a bucket was written"):
+        ShmTransport(folders=(str(tmp_path),)).send([("w", torch.zeros(3))], version=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_push_that_fails_in_the_middle_leaves_no_files(tmp_path):

@@ -119,6 +119,23 @@ def test_an_engine_whose_weights_fill_its_share_gets_more_gpus_or_shorter_sequen
     assert after.fits
 
 
+def test_an_engine_on_a_cpu_with_a_small_cache_gets_shorter_sequences():
+    shortage = Shortage("host memory", "while vLLM started", role="engine", detail=SMALL_CACHE)
+    message, before, after = fixed("generate", shortage, gpu="cpu", pretrain=SMALL, max_len=16_384)
+    assert message.endswith(": set --max_len 6144 (a sequence needs 4.0 GiB of KV cache, which has 1.5 GiB)")
+    assert engine_of(after).max_len == 6144 < engine_of(before).max_len
+
+
+def test_a_weight_push_in_files_counts_where_it_is_set():
+    config = plan_config("grpo", num_gpus=8, pretrain=SMALL, vllm_sync_backend="shm")
+    shortage = OutOfMemory("weight push: ", Shortage("space in /dev/shm", "for 256 MiB in /dev/shm or /tmp")).shortage
+    assert shortage is not None
+    _, fix = explained(shortage, config, hardware_of(config.plan), planner_of(config, config.plan))
+    # 1.54 billion weights of 2 bytes, and a quarter more.
+    assert fix is not None
+    assert re.match(r"start the container with --shm-size \dg \(.*weight push 2\.9 GiB", fix)
+
+
 def test_a_container_gets_a_size_of_dev_shm():
     config = plan_config("sft", gpu="cpu", pretrain=SMALL, num_processes=2)
     shortage = Shortage("space in /dev/shm", "in a rank")
