@@ -73,11 +73,6 @@ def step_advantages(steps_N: Tensor, cu: Tensor, groups_B: Tensor) -> Tensor:
     return returns_to_go(placed_N, cu, gamma=1.0)
 
 
-def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
-    """Repeat a per-response advantage at each response token, `[N]`."""
-    return advantages_B[segment_ids(cu, int(cu[-1]))]
-
-
 def drawn_to_teacher(advantages_N: Tensor, log_ratio_N: Tensor, *, coef: float) -> Tensor:
     """Compute `A - coef (log policy - log teacher)` at each token: on-policy distillation.
 

@@ -9,7 +9,6 @@ The order is fixed:
 Users set clip limits for raw scores, so clipping must precede baselines and penalties.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,8 +47,7 @@ def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef:
     `kl_N` is None without a reference model. The score of a response without trained tokens is dropped.
     """
     # float64: returns add up thousands of small KL terms.
-    # NumPy's zeros occupy no memory until they are written; torch's do.
-    rewards_N = torch.from_numpy(np.zeros(int(cu[-1]))) if kl_N is None else -kl_coef * kl_N.double()
+    rewards_N = torch.zeros(int(cu[-1]), dtype=torch.float64) if kl_N is None else -kl_coef * kl_N.double()
     occupied, ends = last_index(cu)
     # Indexed += ignores repeated indices; `ends` has one entry per response.
     rewards_N[ends] += scores_B[occupied].double()

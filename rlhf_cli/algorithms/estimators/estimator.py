@@ -75,12 +75,12 @@ class Advantages:
 
     def at_tokens(self, cu: "Tensor") -> "Tensor":
         """Return one advantage per response token, `[N]`."""
-        from rlhf_cli.algorithms.advantages import at_every_token
+        from rlhf_cli.algorithms.ragged import segment_ids
 
         if self.per_token_N is not None:
             return self.per_token_N
         assert self.per_response_B is not None, "there are no advantages"
-        return at_every_token(self.per_response_B, cu)
+        return self.per_response_B[segment_ids(cu, int(cu[-1]))]
 
 
 # (experience, the command's policy settings) -> advantages before whitening

@@ -5,8 +5,9 @@ import statistics
 import pytest
 import torch
 
-from rlhf_cli.algorithms.advantages import at_every_token, returns_to_go
+from rlhf_cli.algorithms.advantages import returns_to_go
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
+from rlhf_cli.algorithms.estimators.estimator import Advantages
 from rlhf_cli.algorithms.groups import best_over_second, group_normalised, less_group_mean, less_mean_of_others
 from rlhf_cli.algorithms.shaping import overlong_penalty, stop_properly
 
@@ -79,7 +80,8 @@ def test_returns_to_go_are_discounted_sums_of_each_response() -> None:
 
 
 def test_an_advantage_of_a_response_is_that_of_each_token() -> None:
-    assert at_every_token(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 2, 3])).tolist() == [1.0, 1.0, 3.0]
+    advantages = Advantages(per_response_B=torch.tensor([1.0, 2.0, 3.0]))
+    assert advantages.at_tokens(torch.tensor([0, 2, 2, 3])).tolist() == [1.0, 1.0, 3.0]
 
 
 def test_the_overlong_penalty_falls_in_a_line_over_the_buffer() -> None:
