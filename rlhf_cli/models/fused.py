@@ -7,12 +7,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
-from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 OLDEST = Version("0.8.5")
 """Oldest reviewed release. Earlier ones rotate the full head, which is wrong for models with partial rotary embeddings.
@@ -28,7 +30,7 @@ _ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 """Activations that an MLP kernel implements, independent of the model configuration."""
 
 
-def fused_kernels(architecture: PretrainedConfig) -> tuple[str, ...]:
+def fused_kernels(architecture: "PretrainedConfig") -> tuple[str, ...]:
     """Return the kernels for this architecture; empty for other types."""
     activation = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", None)
     kernels = _KERNELS.get(architecture.model_type, ())
@@ -44,7 +46,7 @@ def is_installed() -> bool:
         return False
 
 
-def _why_not_fused(architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool) -> str | None:
+def _why_not_fused(architecture: "PretrainedConfig", *, on_gpu: bool, compiled: bool, installed: bool) -> str | None:
     """Return why fused kernels cannot be used, as a sentence ending, or None if they can."""
     reasons = (
         (not on_gpu, " needs an NVIDIA GPU for its Triton kernels"),
@@ -56,7 +58,7 @@ def _why_not_fused(architecture: PretrainedConfig, *, on_gpu: bool, compiled: bo
 
 
 def uses_fused_kernels(
-    wanted: bool | None, architecture: PretrainedConfig, *, on_gpu: bool, compiled: bool, installed: bool
+    wanted: bool | None, architecture: "PretrainedConfig", *, on_gpu: bool, compiled: bool, installed: bool
 ) -> bool:
     """Return whether to use fused kernels: by default if possible. On a GPU, log why not.
 
@@ -71,7 +73,7 @@ def uses_fused_kernels(
     return wanted is not False and reason is None
 
 
-def fuse(model: PreTrainedModel, *, apply: Callable[..., None] | None = None) -> None:
+def fuse(model: "PreTrainedModel", *, apply: Callable[..., None] | None = None) -> None:
     """Patch a model on a GPU with Liger kernels, and log which.
 
     Liger also replaces classes and the rotary function in the model's module for the full process. This function

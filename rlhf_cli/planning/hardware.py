@@ -10,6 +10,7 @@ from rlhf_cli.backends.process.killed import usable_memory
 from rlhf_cli.config.plan import GpuName, PlanConfig
 from rlhf_cli.environment import processor_name
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.fused import is_installed
 
 GIB = 2**30
 _TERA, _GIGA = 1e12, 1e9
@@ -25,6 +26,7 @@ class Hardware:
     - `link`, `network`, `host_link`: bytes per second and direction of a GPU to others on the node, to other nodes, and
       to host memory.
     - `host_memory`: bytes per node, None if unknown.
+    - `has_liger`: whether liger-kernel is installed; assumed for GPUs of the table.
     - `assumption`: completes a sentence with what was assumed about the GPUs' speed.
     """
 
@@ -39,6 +41,7 @@ class Hardware:
     num_nodes: int = 1
     host_memory: float | None = None
     is_cpu: bool = False
+    has_liger: bool = True
     assumption: str = ""
 
     @property
@@ -130,7 +133,8 @@ def _of_driver(here: list[Gpu]) -> Hardware:
     if not here:
         return replace(GPUS["a100-80"], name="own GPU")
     smallest = min(here, key=lambda gpu: gpu.memory)
-    return replace(_of_name(smallest.name), name=smallest.name, memory=smallest.memory * 2.0**20)
+    memory = smallest.memory * 2.0**20
+    return replace(_of_name(smallest.name), name=smallest.name, memory=memory, has_liger=is_installed())
 
 
 def _of_name(name: str) -> Hardware:
@@ -155,7 +159,7 @@ def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware 
     if here:
         base = replace(_of_driver(here), host_memory=float(usable_memory()))
     elif rows and not any(row.assumption for row in rows):
-        base = min(rows, key=lambda row: row.memory)
+        base = replace(min(rows, key=lambda row: row.memory), has_liger=is_installed())
     else:
         return None
     return replace(base, num_gpus=max(node_gpus), num_nodes=len(node_gpus))

@@ -33,6 +33,10 @@ _CPU_COPIES = 3
 """Flat copies of weights and gradients that DeepSpeed keeps with ZeRO in a process on a CPU (docs/howto/one-gpu.md)."""
 _BLOCKS = 3
 """Float32 logit blocks that exist at a time: logits, their softmax, and its gradient."""
+_BACKWARD = 0.75
+"""Values that exist in the backward pass of a layer in addition to kept values, per kept value."""
+_STATES = 6
+"""Hidden sizes per token around the head: hidden states in float32 and bf16, and their gradients."""
 
 Parts = dict[str, float]
 """Bytes by part: weights, gradients, optimizer, activations, logits, buffers, cache, processes."""
@@ -45,6 +49,7 @@ class RoleMemory:
     - `num_trained`: trained parameters; 0 if frozen, few with an adapter.
     - `weight_bytes`: bytes per parameter. `value_bytes`: bytes per activation.
     - `has_gpus`: False in processes on a CPU.
+    - `is_fused`: whether layers use Liger's kernels, if there are any for this model.
 
     Example: Qwen2.5-7B with AdamW and ZeRO-2 on 8 GPUs has 15.2 GB of weights and (4 + 12) * 7.6 / 8 = 15.2 GB of
     gradients and optimizer states on each.
@@ -59,6 +64,7 @@ class RoleMemory:
     value_bytes: int = 2
     offloads_activations: bool = False
     has_gpus: bool = True
+    is_fused: bool = False
 
     @property
     def _split(self) -> int:
@@ -125,17 +131,33 @@ class RoleMemory:
     def token_bytes(self, *, recomputes: bool) -> int:
         """Return the activation bytes per token that wait for the backward pass."""
         shape = self.shape
-        if recomputes and self.offloads_activations:
-            return shape.layer_values * self.value_bytes
-        return (shape.recomputed_values if recomputes else shape.kept_values) * self.value_bytes
+        if not recomputes:
+            return (shape.kept_values - shape.layers * self._saved) * self.value_bytes
+        waiting = 0 if self.offloads_activations else shape.recomputed_values - shape.layer_values
+        return (waiting + shape.layer_values - self._saved) * self.value_bytes
+
+    @property
+    def _saved(self) -> int:
+        return self.shape.fused_savings if self.is_fused else 0
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the activation bytes per token that the largest layer keeps."""
+        return (self.shape.layer_values - self._saved) * self.value_bytes
 
     def logits(self, num_tokens: float, *, trains: bool) -> float:
-        """Return the bytes of logit chunks, and of the head's float32 gradient."""
+        """Return the bytes around the head: chunks of logits, gradients in float32 and per chunk, states."""
         place = "cuda" if self.has_gpus else "cpu"
         product = num_tokens * self.shape.vocabulary * self.value_bytes
         blocks = _BLOCKS * min(num_tokens * self.shape.vocabulary * 4, BLOCK_BYTES[place])
-        has_gradient = trains and self.num_trained >= self.shape.head
-        return min(product, CHUNK_BYTES[place]) + blocks + (4 * self.shape.head if has_gradient else 0)
+        chunk = min(product, CHUNK_BYTES[place])
+        if not trains or self.num_trained < self.shape.head:
+            return chunk + blocks
+        if not self.has_gpus:
+            return chunk + blocks + 4 * self.shape.head
+        states = num_tokens * _STATES * self.shape.hidden * self.value_bytes
+        # A chunk's gradients exist with the sum, and at the first sum, also in float32.
+        return chunk + max(blocks, 2 * self.value_bytes * self.shape.head) + 4 * self.shape.head + states
 
     @property
     def process(self) -> float:
@@ -155,13 +177,25 @@ class RoleMemory:
     def training(self, num_tokens: float, *, recomputes: bool) -> Parts:
         """Return the peak during forward and backward passes of a micro-batch."""
         activations = num_tokens * self.token_bytes(recomputes=recomputes)
-        return {**self.resident(), "activations": activations, "logits": self.logits(num_tokens, trains=True)}
+        logits = self.logits(num_tokens, trains=True)
+        if self.has_gpus:
+            # Logits are freed before the backward pass of the layers, which recomputes one at a time.
+            layer = num_tokens * self.layer_bytes
+            activations -= layer if recomputes else 0
+            backward = (_BACKWARD + recomputes) * layer + self._head_gradient
+            activations, logits = (activations, logits) if logits > backward else (activations + backward, 0)
+        return {**self.resident(), "activations": activations, "logits": logits}
+
+    @property
+    def _head_gradient(self) -> float:
+        """Bytes of the gradient of a tied head, which waits for the gradient of the embedding."""
+        is_trained = self.num_trained >= self.shape.head and self.shape.has_tied_head
+        return self.shape.head * self.value_bytes if is_trained else 0
 
     def forward(self, num_tokens: float) -> Parts:
         """Return the peak during a forward pass without gradients."""
         # Within a layer, about half of the values that training would keep exist at a time.
-        values = 2 * self.shape.hidden + self.shape.layer_values / 2
-        activations = num_tokens * values * self.value_bytes
+        activations = num_tokens * (2 * self.shape.hidden * self.value_bytes + self.layer_bytes / 2)
         return {**self.resident(), "activations": activations, "logits": self.logits(num_tokens, trains=False)}
 
     def asleep(self) -> Parts:
@@ -243,16 +277,27 @@ def fit_to_memory(
     """
     wanted = max_tokens or DEFAULT_TOKENS
     states = role.states + role.process
-    free = max(0.0, USABLE * room - states - role.logits(wanted, trains=True))
+    free = max(0.0, USABLE * room - states)
     kept, again = role.token_bytes(recomputes=False), role.token_bytes(recomputes=True)
     enough = wanted if max_tokens else max(min(wanted, needed_tokens), _FEW_TOKENS)
     if recomputes is None:
         # Without checkpointing, too few tokens would fit to keep the GPU busy.
-        recomputes = free // kept < enough
-    num_fit = int(free // (again if recomputes else kept))
+        recomputes = not _fits(role, free, enough, recomputes=False)
+    num_fit = _largest(role, free, wanted, recomputes=recomputes)
     # Whole STEPs, but never less than the longest sequence: it cannot be split.
-    tokens = max_tokens or max(min(wanted, num_fit // _STEP * _STEP), min(wanted, needed_tokens), _STEP)
+    tokens = max_tokens or max(num_fit, min(wanted, needed_tokens), _STEP)
     memory = f"states {states / GIB:.1f} of {room / GIB:.0f} GiB, activations {kept / 2**20:.1f} MiB per token"
     mode = f"gradient checkpointing on ({again / 2**20:.2f} MiB)" if recomputes else "gradient checkpointing off"
     warning = "" if num_fit >= tokens else f", BUT ONLY ABOUT {num_fit:,} TOKENS FIT"
     return Fit(recomputes, tokens, f"{memory}; {mode}, up to {tokens:,} tokens per micro-batch{warning}")
+
+
+def _fits(role: RoleMemory, free: float, num_tokens: int, *, recomputes: bool) -> bool:
+    parts = role.training(num_tokens, recomputes=recomputes)
+    return parts["activations"] + parts["logits"] <= free
+
+
+def _largest(role: RoleMemory, free: float, most: int, *, recomputes: bool) -> int:
+    """Return the largest multiple of 512 up to `most` whose activations and logits fit, or `most` if it fits."""
+    sizes = (most, *range(most // _STEP * _STEP, 0, -_STEP))
+    return next((size for size in sizes if _fits(role, free, size, recomputes=recomputes)), 0)

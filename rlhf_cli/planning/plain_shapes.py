@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_cli.models.cost import head_size, key_value_width
-from rlhf_cli.planning.shapes import ModelShape, kept_values, largest_layer, recomputed_values
+from rlhf_cli.planning.shapes import ModelShape, fused_savings, kept_values, largest_layer, recomputed_values
 
 Values = dict[str, Any]
 """Contents of a config.json."""
@@ -31,7 +31,7 @@ def plain_shape(config: Values) -> ModelShape | None:
     is_complete = all(config.get(name) is not None for name in needed)
     if config.get("model_type") not in _TYPES or not is_complete or any(config.get(name) for name in _UNUSUAL):
         return None
-    text = SimpleNamespace(**config)
+    text = SimpleNamespace(**{"hidden_act": "silu"} | config)
     text.get_text_config = lambda: text
     text.to_dict = lambda: config
     return _shape(text)
@@ -60,6 +60,7 @@ def _shape(text: Any) -> ModelShape:
         kept_values=kept_values(text),
         recomputed_values=recomputed_values(text),
         layer_values=largest_layer(text),
+        fused_savings=fused_savings(text),
         linears=tuple((*layer, layers) for layer in linears),
     )
 

@@ -1,7 +1,7 @@
 """Sizes of a model that determine memory and time, from its configuration on PyTorch's meta device, without weights.
 
-Activation constants come from counting live bytes on fake CUDA tensors (Qwen2 0.5B, 1.5B and 7B) and are accurate to
-10%. Fused kernels keep less, so real runs may have more room.
+Values that layers keep were counted on fake CUDA tensors in bf16, with and without Liger's kernels
+(docs/benchmarks.md). Values for recurrent layers and Gemma are approximate.
 """
 
 from collections import Counter
@@ -17,12 +17,17 @@ from rlhf_cli.models.cost import (
     layer_configs,
     num_recurrent_layers,
 )
+from rlhf_cli.models.fused import fused_kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-KEPT_OF_HIDDEN, _KEPT_OF_WIDTH = 12, 4
-"""Activations kept per layer and token for the backward pass, in multiples of the hidden size and of the MLP width."""
+KEPT_OF_HIDDEN = 12
+"""Hidden sizes that a recurrent layer keeps per token in addition to its state and MLP."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
+"""Types with norms of queries and keys."""
+_MORE_HIDDEN = {"phi3": 2, "olmo2": 4, "olmo3": 4, "gemma2": 8, "gemma3_text": 8}
+"""More hidden sizes per layer, by type: for norms of the outputs of attention and MLP, or joint projections (phi3)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class ModelShape:
     - `cache_values`: KV cache values per token in all layers; `key_heads` limits its split over GPUs.
     - `kept_values`, `recomputed_values`: activations per token, without and with gradient checkpointing.
     - `layer_values`: activations per token of the largest layer.
+    - `fused_savings`: activations per token that a layer does not keep with Liger's kernels.
     - `linears`: linear layers of the decoder except the head: name in its layer, inputs, outputs, and their number.
 
     Example: Qwen2.5-7B has 7,615,616,512 parameters and 28 * 2 * 4 * 128 = 28,672 cache values per token.
@@ -56,6 +62,7 @@ class ModelShape:
     kept_values: int
     recomputed_values: int
     layer_values: int
+    fused_savings: int
     linears: tuple[tuple[str, int, int, int], ...] = ()
 
     def with_score_head(self) -> "ModelShape":
@@ -121,6 +128,7 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
         kept_values=kept_values(config),
         recomputed_values=recomputed_values(config),
         layer_values=largest_layer(text),
+        fused_savings=fused_savings(text),
         linears=_linears(model, vision),
     )
 
@@ -171,8 +179,7 @@ def _linears(model: Any, vision: Sequence[str]) -> tuple[tuple[str, int, int, in
 
 def kept_values(config: "PretrainedConfig") -> int:
     """Return the activation values per token without gradient checkpointing."""
-    text = config.get_text_config()
-    return text.num_hidden_layers * _layer_values(text) + num_recurrent_layers(text) * recurrent_values(text)
+    return sum(_values_of_layers(config.get_text_config()))
 
 
 def recomputed_values(config: "PretrainedConfig") -> int:
@@ -182,16 +189,59 @@ def recomputed_values(config: "PretrainedConfig") -> int:
 
 
 def largest_layer(text: "PretrainedConfig") -> int:
-    return _layer_values(text) + (recurrent_values(text) if num_recurrent_layers(text) else 0)
+    """Return the activation values per token of the layer that keeps most."""
+    return max(_values_of_layers(text))
 
 
-def _layer_values(text: "PretrainedConfig") -> int:
-    """Return the values that a layer with attention or a short convolution keeps per token."""
-    return int(KEPT_OF_HIDDEN * text.hidden_size + _KEPT_OF_WIDTH * active_width(text))
+def _values_of_layers(text: "PretrainedConfig") -> list[int]:
+    num_recurrent = num_recurrent_layers(text)
+    recurrent = KEPT_OF_HIDDEN * text.hidden_size + _mlp_values(text) + recurrent_values(text) if num_recurrent else 0
+    # Which layers are recurrent does not matter for sums and maxima, but layers may differ in head size.
+    layers = layer_configs(text)[num_recurrent:]
+    return [recurrent] * num_recurrent + [_attention_values(layer) + _mlp_values(text) for layer in layers]
+
+
+def _mlp_values(text: "PretrainedConfig") -> int:
+    """Return the values of an MLP: gate, its activation, projection and product; and inputs and outputs of experts."""
+    num_active = getattr(text, "num_experts_per_tok", None) or 0
+    return int(4 * active_width(text) + 2 * num_active * text.hidden_size)
+
+
+def _attention_values(text: "PretrainedConfig") -> int:
+    """Return the values that a layer keeps for its norms and attention.
+
+    Both norms keep a float32 input, a rounded result and their output. Queries, keys, values and the output of
+    attention are kept once. Norms of queries and keys keep three more values.
+    """
+    of_type = _MORE_HIDDEN.get(text.model_type, 0)
+    return int((8 + of_type) * text.hidden_size + (5 if _has_head_norms(text) else 2) * _head_values(text))
+
+
+def _has_head_norms(text: "PretrainedConfig") -> bool:
+    return text.model_type in _HEAD_NORMS
+
+
+def _head_values(text: "PretrainedConfig") -> int:
+    return text.num_attention_heads * head_size(text) + key_value_width(text)
+
+
+def fused_savings(text: "PretrainedConfig") -> int:
+    """Return the values per token that a layer does not keep with Liger's kernels.
+
+    A norm keeps its input in bf16 and its output; an MLP no activation of its gate.
+
+    Example: a layer of Qwen2.5-1.5B saves 4 * 1,536 + 8,960 of 51,712 values.
+    """
+    kernels = fused_kernels(text)
+    if "rms_norm" not in kernels:
+        return 0
+    heads = 2 * _head_values(text) if _has_head_norms(text) else 0
+    width = active_width(text) if {"swiglu", "geglu"}.intersection(kernels) else 0
+    return int(4 * text.hidden_size + heads + width)
 
 
 def recurrent_values(text: "PretrainedConfig") -> int:
-    """Return the values that a recurrent layer keeps per token in addition to `_layer_values`.
+    """Return the values that a recurrent layer keeps per token in addition to its MLP and `KEPT_OF_HIDDEN`.
 
     Measured on bf16 tensors that PyTorch code saves, most of them float32. Kernels save fewer. The delta rules compute
     with chunks of 64 tokens.

@@ -25,7 +25,11 @@ _TRAFFIC = 2.1
 _LOGIT_TRAFFIC = 64
 """Bytes per logit in training: the product, float32 softmax, and the same again with gradients in the backward pass."""
 _LAYER_SECONDS = 0.0036
-"""Time per layer and micro-batch in which the GPU waits for kernel launches, in training with eager PyTorch."""
+"""Time per layer and micro-batch that operations and bytes do not explain, fitted to one run on an H200.
+
+A layer launches 124 kernels in training with eager PyTorch (docs/benchmarks.md). At about 4 microseconds each, these
+are 0.5 ms, so launches are not the only cause.
+"""
 _ZERO3_LAYER_SECONDS = 0.0056
 """Additional time per layer and micro-batch of ZeRO-3's hooks."""
 _GRADIENT_TRAFFIC = 20

@@ -97,8 +97,17 @@ def trained_role(
         value_bytes=value_bytes,
         offloads_activations=config.model.activation_offload,
         has_gpus=not hardware.is_cpu,
+        is_fused=_is_fused(config, hardware),
     )
     return with_trained(role, config)
+
+
+def _is_fused(config: TrainingConfig, hardware: Hardware) -> bool:
+    """Return whether a run uses Liger's kernels, if there are any for its model."""
+    model = config.model
+    if hardware.is_cpu or model.compile_model or model.use_liger_kernel is False:
+        return False
+    return bool(model.use_liger_kernel) or hardware.has_liger
 
 
 def check_states(config: TrainingConfig, settings: DeepSpeedConfig) -> None:

@@ -16,6 +16,7 @@ from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.doctor.gpus import Gpu
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.fused import is_installed
 from rlhf_cli.planning import hardware as hardware_module
 from rlhf_cli.planning.calibration import calibration_file, key_of, seconds_of
 from rlhf_cli.planning.hardware import GPUS, Hardware, hardware_of_run
@@ -263,7 +264,7 @@ def test_a_layout_for_a_thousand_gpus_is_chosen_in_half_a_second():
 def test_gpus_on_other_nodes_are_known_by_their_name_in_ray(kinds, expected, monkeypatch):
     monkeypatch.setattr(hardware_module, "gpus", list)
     found = hardware_of_run([8, 4], kinds)
-    assert found == (None if expected is None else replace(expected, num_gpus=8, num_nodes=2))
+    assert found == (None if expected is None else replace(expected, num_gpus=8, num_nodes=2, has_liger=is_installed()))
 
 
 def test_an_unknown_gpu_has_the_speed_of_an_a100_and_the_reason_says_so(monkeypatch):

@@ -155,11 +155,12 @@ def test_without_sleep_all_states_and_the_allocators_cache_stay_on_the_gpu():
     forward = ref.forward(awake.batching.max_tokens)
     kept = total(forward) - total(ref.asleep()) + total(engine.generating()) - total(engine.asleep())
     trained = [total(plan.gpus[0].phases["train"]) for plan in (awake, asleep)]
-    tokens = [
-        plan.batching.max_tokens * plan.work.roles["actor"].token_bytes(recomputes=plan.batching.recomputes)
-        for plan in (awake, asleep)
-    ]
-    assert trained[0] - tokens[0] == pytest.approx(trained[1] - tokens[1] + kept)
+    used = []
+    for plan in (awake, asleep):
+        actor = plan.work.roles["actor"]
+        active = actor.training(plan.batching.max_tokens, recomputes=plan.batching.recomputes)
+        used.append(active["activations"] + active["logits"])
+    assert trained[0] - used[0] == pytest.approx(trained[1] - used[1] + kept)
     assert "sleeping roles (pinned)" not in awake.host
 
 
