@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(folder) -> str:
-    return rlhf("quickstart", "--output", str(folder), "--seed", str(SEED))
+    return rlhf("quickstart", "--output", str(folder), "--seed", str(SEED), "--overwrite")  # a retry finds the folder
 
 
 def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, output):

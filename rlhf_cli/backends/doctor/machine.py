@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from rlhf_cli.backends.doctor.finding import Finding, ok
-from rlhf_cli.backends.process.killed import usable_memory
+from rlhf_cli.backends.process.killed import total_memory, usable_memory
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.sandbox.run import require_sandbox
 
@@ -32,7 +32,7 @@ def machine_findings() -> list[Finding]:
     return [
         ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ok("processor", f"{len(os.sched_getaffinity(0))} cores"),
-        memory_finding(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), usable=usable_memory()),
+        memory_finding(total_memory(), usable=usable_memory()),
         shared_memory_finding(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None),
         open_files_finding(soft_files),
         processes_finding(soft_processes),

@@ -1,10 +1,9 @@
 """Detects whether the kernel's OOM killer was active in this container or on this machine, and the memory limit."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 _VMSTAT = "proc/vmstat"
 _CGROUPS = "sys/fs/cgroup"
@@ -25,11 +24,16 @@ def num_killed(root: Path = Path("/")) -> int:
     return sum(found) if found else _counter(root / _VMSTAT) or 0
 
 
+def total_memory() -> int:
+    """Return the bytes of host memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of host memory for this container: its smallest limit, or the size of the machine."""
     limits = [_text(folder / name).strip() for folder in _cgroups(root) for name in _LIMITS]
     # Version 2 has the text "max" without a limit, version 1 a number larger than any memory.
-    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdigit())])
+    return min([total_memory(), *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def _cgroups(root: Path) -> Iterator[Path]:

@@ -36,11 +36,13 @@ def stand_in(rule: Operation) -> Operation:
         initial_state: torch.Tensor | None,
         output_final_state: bool,
         cu_seqlens: torch.Tensor,
+        cu_seqlens_cpu: torch.Tensor,
         **options: torch.Tensor | bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert options.keys() == {"g", "beta", "use_qk_l2norm_in_kernel"}
         assert len(q) == 1
         assert cu_seqlens.dtype == torch.int64
+        assert cu_seqlens_cpu.equal(cu_seqlens.cpu())
         outputs, states = [], []
         for number, (first, stop) in enumerate(itertools.pairwise(cu_seqlens)):
             part = slice(int(first), int(stop))
