@@ -1,9 +1,11 @@
 """`rlhf plan` as users run it: output, exit status, JSON, changes that help, and messages for mistakes."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +51,14 @@ def test_a_plan_shows_placement_memory_times_and_price(capsys):
     (price,) = (line for line in lines if line.startswith("Price: "))
     plan = plan_of("grpo", num_gpus=8)
     assert f"{2.5 * 8 * plan.seconds / 3600:,.4g} per iteration" in price
+
+
+def test_the_page_shows_what_its_first_command_prints(capsys):
+    page = (Path(cli.__file__).parents[1] / "docs" / "commands" / "plan.md").read_text()
+    command, shown = re.search(r"^rlhf plan (.+)$", page, re.M), re.search(r"```text\n(.+?)```", page, re.S)
+    assert command is not None
+    assert shown is not None
+    assert run(capsys, *command[1].split())[1] == shown[1]
 
 
 def test_the_exit_status_tells_whether_a_command_fits(capsys):
