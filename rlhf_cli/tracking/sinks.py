@@ -150,7 +150,11 @@ class SamplesFile:
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append samples from a step and sync them to disk."""
         for sample in samples:
-            self._lines.write(step, _without_non_finite(sample))
+            try:
+                self._lines.write(step, sample)
+            # Replace numbers only then: a walk through each row takes longer than writing it.
+            except ValueError:
+                self._lines.write(step, _without_non_finite(sample))
         # A checkpoint may follow, and a run resumed from it expects all samples on disk.
         self._lines.sync()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 class Experience:
     """Inputs for advantage estimation: all responses from a rollout, with tokens concatenated.
 
-    - `rewards_N`: shaped token rewards.
+    - `shaped_N`: token rewards if they contain more than `scores_B`, such as a KL penalty; None if they do not. Use
+      `rewards_N` or `rewards_B`.
     - `parts`: (weight, clipped values `[B]`) for each reward, for estimators with `rewards_apart`.
     - `values_N`: critic values; None without a critic.
     - `bootstrap_B`: value of the final state of each truncated response, 0 for a finished one; None treats every
@@ -26,13 +28,13 @@ class Experience:
     - `steps_N`: step reward at the last token of each step, NaN elsewhere; None without a process reward model.
     - `step_weight`: multiplier for step advantages.
     - `scale`: score range before the KL penalty is added; None uses the range of `rewards_N`.
-    - `scores_B`: score per response if `rewards_N` contains nothing else; None if it does.
+    - `scores_B`: shaped score per response, float64; not read if `shaped_N` is given.
 
     Example: two responses to a prompt, of 2 tokens and 1 token, with rewards 1 and 0, have `rewards_N` [0, 1, 0], `cu`
     [0, 2, 3] and `groups_B` [0, 0]: N = 3, B = 2.
     """
 
-    rewards_N: "Tensor"
+    shaped_N: "Tensor | None"
     parts: "tuple[tuple[float, Tensor], ...]"
     values_N: "Tensor | None"
     bootstrap_B: "Tensor | None"
@@ -45,12 +47,23 @@ class Experience:
     scale: float | None = None
     scores_B: "Tensor | None" = None
 
+    @cached_property
+    def rewards_N(self) -> "Tensor":
+        """Shaped token rewards, `[N]`."""
+        from rlhf_cli.algorithms.shaping import token_rewards
+
+        if self.shaped_N is not None:
+            return self.shaped_N
+        assert self.scores_B is not None, "there are no rewards"
+        return token_rewards(self.scores_B, None, self.cu, kl_coef=0.0)
+
     @property
     def rewards_B(self) -> "Tensor":
         """Total reward per response; 0 for one without trained tokens."""
         from rlhf_cli.algorithms.ragged import segment_lengths, segment_sum
 
-        if self.scores_B is None:
+        # Arrays over the tokens of all responses cost the driver seconds per iteration.
+        if self.shaped_N is not None or self.scores_B is None:
             return segment_sum(self.rewards_N, self.cu)
         return self.scores_B.where(segment_lengths(self.cu) > 0, 0.0)
 

@@ -34,6 +34,12 @@ _EngineCall = Callable[[EngineHost], Awaitable[Result]]
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
 _PAUSE_PER_LOOK = 200.0
 
+# Pickled once: pickling a function takes longer than the rest of a call.
+_BEGIN = PickledCall(lambda host, *args: host.begin(*args))
+_ADD = PickledCall(lambda host, *args: host.add(*args))
+_CUT = PickledCall(lambda host, *args: host.cut(*args))
+_COLLECT = PickledCall(lambda host, *args: host.collect(*args))
+
 MAX_RESTARTS = 3
 """Limit for engine restarts in a run. More deaths have a cause that restarts cannot fix."""
 
@@ -143,7 +149,7 @@ class EngineGroup:
         # `row=None`: engines do not need the dataset row, which can be large.
         batch, share = self._batch, [replace(request, row=None) for request in added]
         begun, first = batch.begun[number], len(batch.shares[number]) - len(share)
-        self._call(number, lambda host: host.add(begun, first, share))
+        self._call(number, _ADD, begun, first, share)
         if number not in batch.heard:
             self._listen(number)
 
@@ -200,21 +206,19 @@ class EngineGroup:
 
     def _cut(self, number: int, max_tokens: int) -> None:
         begun = self._batch.begun[number]
-        self._call(number, lambda host: host.cut(begun, max_tokens))
+        self._call(number, _CUT, begun, max_tokens)
 
     def _ask_for_share(self, number: int) -> None:
         batch = self._batch
         share = [replace(request, row=None) for request in batch.share_again(number)]
         self._num_begun += 1
-        # Local variables, because the lambda is pickled with the values that it refers to (see `_call`).
-        begun, sampling, max_tokens = self._num_begun, batch.sampling, batch.max_tokens
-        call = self._call(number, lambda host: host.begin(begun, share, sampling, max_tokens))
-        batch.begun[number] = begun
+        call = self._call(number, _BEGIN, self._num_begun, share, batch.sampling, batch.max_tokens)
+        batch.begun[number] = self._num_begun
         batch.calls[call] = Listening(number, len(share))
 
     def _listen(self, number: int) -> None:
         begun, count = self._batch.begun[number], len(self._batch.shares[number])
-        call = self._call(number, lambda host: host.collect(begun, count))
+        call = self._call(number, _COLLECT, begun, count)
         self._batch.calls[call] = Listening(number, count)
 
     def _replace(self, number: int, error: Exception) -> None:
@@ -416,6 +420,6 @@ class EngineGroup:
         pickled = PickledCall(call)
         return get_all([self._workers[number].call.remote(pickled) for number in numbers])
 
-    def _call(self, number: int, call: _EngineCall[object]) -> object:
+    def _call(self, number: int, call: Callable[..., object], *args: object) -> object:
         """Start a Ray call on an engine's host. `call` must refer only to picklable local values, not to `self`."""
-        return self._workers[number].call.remote(call)
+        return self._workers[number].call.remote(call, *args)

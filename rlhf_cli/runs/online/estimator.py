@@ -82,7 +82,7 @@ def _checked(code: str, own: Estimator) -> AdvantageFunction:
         result = function(experience, settings)
         if not isinstance(result, Advantages):
             result = Advantages(*result) if isinstance(result, tuple) and len(result) == 2 else Advantages(result)
-        tokens, responses = experience.rewards_N.shape, experience.groups_B.shape
+        tokens, responses = (int(experience.cu[-1]),), experience.groups_B.shape
         if result.per_response_B is None:
             check("advantages", result.per_token_N, tokens, "response token")
         else:
@@ -127,7 +127,7 @@ def _made_up(config: OnlineConfig, estimator: Estimator) -> Experience:
     rewards_N = token_rewards(rewards_B, None, cu, kl_coef=0.0)
     has_steps = config.reward.prm_pretrain is not None
     return Experience(
-        rewards_N=rewards_N,
+        shaped_N=None,
         parts=((1.0, rewards_B),) if estimator.rewards_apart else (),
         values_N=rewards_N.float() / 2 if estimator.critic else None,
         bootstrap_B=rewards_B.float() / 2 if config.critic.bootstrap_truncated else None,
@@ -139,4 +139,5 @@ def _made_up(config: OnlineConfig, estimator: Estimator) -> Experience:
         steps_N=rewards_N.where(rewards_N > 0, float("nan")) if has_steps else None,
         step_weight=config.reward.prm_weight,
         scale=scale_of(rewards_B),
+        scores_B=rewards_B,
     )

@@ -60,15 +60,9 @@ def learning_samples(
     # With a KL loss the divergence is part of the objective instead of the reward.
     kl_N = None if "ref" in settings.kl_losses else _kl(rollout, policy)
     scores_B = _rewards(rollout, settings)
-    rewards_N = token_rewards(scores_B, kl_N, cu, kl_coef=kl_coef)
-    # NaN marks tokens that do not end a step.
-    if settings.estimator.steps == "tokens" and rollout.step_rewards is not None:
-        rewards_N = rewards_N + settings.step_weight * _flat(rollout.step_rewards).nan_to_num(0.0)
-    # Token-level estimators use the time of rewards, so assign turn rewards to the turns.
-    if settings.estimator.steps == "tokens" and any(one.episode is not None for one in rollout.responses):
-        rewards_N = rewards_N + _moved_to_turns(rollout, settings.reward)
     only_scores = kl_N is None and settings.estimator.steps != "tokens"
-    experience = _experience(rollout, greedy, settings, rewards_N=rewards_N, scores_B=scores_B, only_scores=only_scores)
+    shaped_N = None if only_scores else _shaped(rollout, settings, token_rewards(scores_B, kl_N, cu, kl_coef=kl_coef))
+    experience = _experience(rollout, greedy, settings, shaped_N=shaped_N, scores_B=scores_B)
     found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     # Add the teacher's term after normalization, whose scale depends on rewards only.
@@ -95,6 +89,18 @@ def learning_samples(
     return samples, metrics
 
 
+def _shaped(rollout: Rollout, settings: OnlineSettings, rewards_N: torch.Tensor) -> torch.Tensor:
+    """Return token rewards with those of steps and turns, for estimators that use the time of rewards."""
+    if settings.estimator.steps != "tokens":
+        return rewards_N
+    # NaN marks tokens that do not end a step.
+    if rollout.step_rewards is not None:
+        rewards_N = rewards_N + settings.step_weight * _flat(rollout.step_rewards).nan_to_num(0.0)
+    if any(one.episode is not None for one in rollout.responses):
+        rewards_N = rewards_N + _moved_to_turns(rollout, settings.reward)
+    return rewards_N
+
+
 def _advantages(found: Advantages, cu: torch.Tensor) -> list[np.ndarray]:
     """Return float32 advantages per token of each response."""
     if found.per_response_B is None:
@@ -119,6 +125,8 @@ def _samples_of(rollout: Rollout, number: int, columns: dict[str, np.ndarray]) -
     """Return a response's samples, one per sequence, from its token columns."""
     first, end = rollout.sequence_bounds[number : number + 2].tolist()
     sequences = rollout.replayed_sequences[first:end]
+    if len(sequences) == 1:
+        return [replace(sequences[0], columns=columns)]
     cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
     pieces = {name: np.split(values, cuts) for name, values in columns.items()}
     return [
@@ -165,13 +173,12 @@ def _experience(
     greedy: Rollout | None,
     settings: OnlineSettings,
     *,
-    rewards_N: torch.Tensor,
+    shaped_N: torch.Tensor | None,
     scores_B: torch.Tensor,
-    only_scores: bool,
 ) -> Experience:
-    """Return the input for advantage estimation. `only_scores`: `rewards_N` contains nothing but the scores."""
+    """Return the input for advantage estimation. `shaped_N` is None if rewards are nothing but the scores."""
     return Experience(
-        rewards_N=rewards_N,
+        shaped_N=shaped_N,
         parts=weighted_parts(rollout, settings.reward) if settings.estimator.rewards_apart else (),
         values_N=None if rollout.values is None else _flat(rollout.values),
         bootstrap_B=None if rollout.bootstrap is None else torch.tensor(rollout.bootstrap),
@@ -182,7 +189,7 @@ def _experience(
         steps_N=None if rollout.step_rewards is None else _flat(rollout.step_rewards),
         step_weight=settings.step_weight,
         scale=scale_of(scores_B),
-        scores_B=scores_B if only_scores else None,
+        scores_B=scores_B,
     )
 
 

@@ -173,7 +173,7 @@ def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
     row = ESTIMATORS["ppo"]
     assert (row.critic, row.min_group) == (True, 1)
     experience = Experience(
-        rewards_N=torch.tensor([0.0, 1.0, 3.0]),
+        shaped_N=torch.tensor([0.0, 1.0, 3.0]),
         parts=(),
         values_N=torch.tensor([1.0, 2.0, 1.0]),
         bootstrap_B=None,
@@ -195,7 +195,7 @@ def whitened(values: list[float]) -> list[float]:
 def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
     """Compute advantages of three responses (2, 1, 1 tokens) to one prompt and one to another; rewards 1, 0, 0.5, 2."""
     experience = Experience(
-        rewards_N=torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0]),
+        shaped_N=torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0]),
         parts=((1.0, torch.tensor([1.0, 0.0, 0.5, 2.0])), (0.5, torch.tensor([3.0, 3.0, 9.0, 9.0]))),
         values_N=None,
         bootstrap_B=None,
@@ -239,7 +239,7 @@ def test_scores_per_response_change_no_bit_and_need_no_array_over_tokens(name: s
     """Responses of 2, 0, 1 and 1 tokens; the second has no token for its score, and the third is not trained on."""
     cu, scores_B = torch.tensor([0, 2, 2, 3, 4]), torch.tensor([0.1, 7.0, 0.3, -0.2], dtype=torch.float64)
     experience = Experience(
-        rewards_N=token_rewards(scores_B, None, cu, kl_coef=0.0),
+        shaped_N=None,
         parts=((1.0, scores_B),),
         values_N=None,
         bootstrap_B=None,
@@ -254,8 +254,9 @@ def test_scores_per_response_change_no_bit_and_need_no_array_over_tokens(name: s
     found = compute_advantages(row, experience, settings=GroupPolicyConfig())
     advantages = row.advantages
     assert advantages is not None
-    per_token = Estimator(advantages=lambda e, s: Advantages(advantages(replace(e, scores_B=None), s).at_tokens(cu)))
-    reference = compute_advantages(per_token, experience, settings=GroupPolicyConfig())
+    at_tokens = replace(experience, shaped_N=experience.rewards_N)
+    per_token = Estimator(advantages=lambda e, s: Advantages(advantages(e, s).at_tokens(cu)))
+    reference = compute_advantages(per_token, at_tokens, settings=GroupPolicyConfig())
     assert found.per_token_N is None
     assert found.per_response_B is not None
     assert found.per_response_B[2] == 0
@@ -265,7 +266,7 @@ def test_scores_per_response_change_no_bit_and_need_no_array_over_tokens(name: s
 def test_the_estimator_of_the_extending_page_by_hand() -> None:
     names = page_code("algorithms/estimators/bounded.py")
     experience = Experience(
-        rewards_N=torch.tensor([0.0, 3.0, 0.0, 0.5]),
+        shaped_N=torch.tensor([0.0, 3.0, 0.0, 0.5]),
         parts=(),
         values_N=None,
         bootstrap_B=None,
@@ -304,7 +305,7 @@ def experience_of_steps() -> Experience:
     rewards_N = torch.zeros(8)
     rewards_N[2] = 1.0
     return Experience(
-        rewards_N=rewards_N,
+        shaped_N=rewards_N,
         parts=(),
         values_N=None,
         bootstrap_B=None,

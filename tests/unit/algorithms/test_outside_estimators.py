@@ -24,7 +24,7 @@ from rlhf_cli.runs.online.identity import settings_identity
 
 # Five responses with one token each, except that the second has two; three belong to the first prompt.
 EXPERIENCE = Experience(
-    rewards_N=torch.tensor([1.0, 0.0, 5.0, 2.0, 4.0, 8.0]),
+    shaped_N=torch.tensor([1.0, 0.0, 5.0, 2.0, 4.0, 8.0]),
     parts=(),
     values_N=None,
     bootstrap_B=None,
@@ -237,7 +237,7 @@ def test_a_result_of_another_shape_ends_the_run(tmp_path) -> None:
     code = own(tmp_path, "def f(experience, settings): return experience.rewards_N[-24:]")
     function = estimator_of(resolve("grpo", advantage_estimator=code)).advantages
     assert function is not None
-    longer = replace(EXPERIENCE, rewards_N=torch.ones(25))
+    longer = replace(EXPERIENCE, shaped_N=torch.ones(25), cu=torch.tensor([0, 25]))
     with pytest.raises(RunError, match=r"own.py:f must return advantages of shape \(25,\)"):
         function(longer, None)
 

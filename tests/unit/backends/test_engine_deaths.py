@@ -37,14 +37,15 @@ class Worker:
         self.call = SimpleNamespace(remote=self._remote)
         self._thread = LoopThread("engine")
 
-    def _remote(self, call: Any) -> FakeCall:
-        sent, method = cloudpickle.dumps(call), recorded(call)[0]
+    def _remote(self, *call: Any) -> FakeCall:
+        sent, method = cloudpickle.dumps(call), recorded(*call)[0]
         return FakeCall(lambda: self._answer(sent, method), waits=method in ("begin", "collect"))
 
     def _answer(self, sent: bytes, method: str) -> object:
         if not self.alive:
             return RayActorError()
-        answer = self._thread.run(pickle.loads(sent)(self.host))
+        function, *args = pickle.loads(sent)
+        answer = self._thread.run(function(self.host, *args))
         if method == "begin" and self.dies:
             self.alive = False
             return RayActorError()

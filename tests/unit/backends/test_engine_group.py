@@ -41,8 +41,8 @@ class FakeWorker:
         self.limits: list[int] = []
         self.call = SimpleNamespace(remote=self._remote)
 
-    def _remote(self, call):
-        method, args = recorded(call)
+    def _remote(self, call, *given):
+        method, args = recorded(call, *given)
 
         def do():
             return getattr(self, method)(*args) if self.alive else HAS_DIED
