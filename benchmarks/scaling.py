@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_cli.algorithms.estimators.table import ESTIMATORS
 from rlhf_cli.backends.roles.groups import ActorRole, FrozenPolicyRole, WorkerGroup
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.serialization import RankWork, store
 from rlhf_cli.backends.roles.start import COLLECT_SECONDS
 from rlhf_cli.backends.rollout.engine import Arrivals
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
@@ -207,7 +207,8 @@ class _Others:
     def call(self, number: int | None, function: Callable[..., object], *args: object) -> object:
         """Run a call on an engine, or on a rank if `number` is None. Sizes are those that the driver sees."""
         result = function(self._rank if number is None else self._engines[number], *args)
-        self._count("sent", [function, *args])
+        # Arrays are stored tokens, which the driver counts.
+        self._count("sent", [function, *(one for one in args if not isinstance(one, np.ndarray))])
         self._count("received", [result])
         self._bytes["calls"] += 1
         return result
@@ -221,6 +222,17 @@ class _Others:
         """Return the counts since the last call."""
         found, self._bytes = self._bytes, dict.fromkeys(self._bytes, 0)
         return found
+
+
+class _Puts:
+    """Puts objects into Ray's object store, and counts their bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, stored: Any) -> object:
+        self.bytes += stored.nbytes
+        return ray.put(stored)
 
 
 @dataclass(frozen=True)
@@ -263,7 +275,7 @@ class _Watched:
         self._name, self._since = name or "rest", now
 
 
-def _roles(size: Size, others: Any, max_tokens: int) -> Callable[..., Roles[ActorRole]]:
+def _roles(size: Size, others: Any, puts: _Puts, max_tokens: int) -> Callable[..., Roles[ActorRole]]:
     """Return a function that adds the scorer to the program's handles of actor, reference and engines."""
     config = config_of(size, "--train_max_tokens_per_gpu", str(max_tokens))
     group = WorkerGroup[Any]("actor", [_Worker(others)] * size.gpus, FOLDER)
@@ -279,7 +291,8 @@ def _roles(size: Size, others: Any, max_tokens: int) -> Callable[..., Roles[Acto
         ranks_per_engine=1,
     )
     engines.connect(actor)
-    return partial(Roles, actor=actor, engines=engines, frozen_policies={"ref": reference})
+    stored = partial(store, put=puts)
+    return partial(Roles, actor=actor, engines=engines, frozen_policies={"ref": reference}, store=stored)
 
 
 def _run(roles: Callable[..., Roles[ActorRole]], config: Any, *, folder: Path) -> dict[str, float]:
@@ -323,8 +336,10 @@ def measure(size: Size, folder: Path, profile: Path | None) -> dict[str, Any]:
         others = _Others.remote(  # type: ignore[attr-defined]
             folder, size, plan.times["generate"].seconds
         )
-        run = partial(_run, _roles(size, others, plan.batching.max_tokens), folder=folder)
+        puts = _Puts()
+        run = partial(_run, _roles(size, others, puts, plan.batching.max_tokens), folder=folder)
         run(config_of(replace(size, prompts=2)))
+        puts.bytes = 0
         ray.get(others.take_bytes.remote())
         profiler = cProfile.Profile()
         if profile is not None:
@@ -332,6 +347,7 @@ def measure(size: Size, folder: Path, profile: Path | None) -> dict[str, Any]:
         seconds = run(config)
         profiler.disable()
         found = ray.get(others.take_bytes.remote())
+        found |= {name: found[name] + puts.bytes for name in ("sent", "stored")}
     if profile is not None:
         profiler.dump_stats(profile)
     planned = plan_of(config_of(Size(size.gpus, FULL_PROMPTS, FULL_TOKENS))).seconds

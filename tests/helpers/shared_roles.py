@@ -18,7 +18,7 @@ from rlhf_cli.algorithms.estimators.gae import ActorCriticPolicyConfig
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
-from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.serialization import RankWork, SentWork
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.roles import KLTerm
@@ -157,7 +157,7 @@ def pictured_actor(folder: Path) -> dict[str, Any]:
 
 def _sent(work: RankWork) -> Any:
     """Return a rank's work as received."""
-    return pickle.loads(pickle.dumps(work))
+    return pickle.loads(pickle.dumps(SentWork.of(work))).work(work.chunks)
 
 
 def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict[str, Any]:

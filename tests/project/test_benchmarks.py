@@ -364,6 +364,6 @@ def test_the_driver_of_eight_simulated_gpus_runs_an_iteration(tmp_path):
     assert {"generate", "reward", "forward", "advantage", "train", "transfer"} <= found["seconds"].keys()
     # At least begin, wake and sleep of engines, and forward, update, push and sleep of ranks, on each of 8 GPUs.
     assert 8 * 8 <= found["calls"] <= 8 * 20
-    # Token ids of 64 prompts and responses go to the ranks for two forward passes and the update.
-    assert found["sent"] > 3 * 64 * 4 * 256
+    # Token ids of 64 prompts and responses of up to 79 tokens are stored once for two forward passes and the update.
+    assert 64 * 4 * 256 < found["stored"] <= 64 * 4 * (256 + 79) < found["sent"]
     assert 0 < found["planned"] < found["full"]

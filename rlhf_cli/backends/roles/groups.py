@@ -18,7 +18,7 @@ from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, fi
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import PickledCall, RankWork
+from rlhf_cli.backends.roles.serialization import PickledCall, RankWork, SentWork, store
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.data.packing.packs import TokenSequence, only_end
 from rlhf_cli.errors import (
@@ -49,6 +49,11 @@ _Work = TypeVar("_Work")
 Result = TypeVar("Result")
 _RankT = TypeVar("_RankT", bound="TrainedRank | FrozenPolicyRank | RewardRank")
 _TrainedT = TypeVar("_TrainedT", bound="ActorRank | CriticRank | StudentRank")
+
+
+def store_sequences(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+    """Return the sequences with tokens and images in Ray's object store, so that calls send them only once."""
+    return store(sequences, ray.put)
 
 
 class WorkerGroup(Generic[_HeldT]):
@@ -141,9 +146,12 @@ class WorkerGroup(Generic[_HeldT]):
         """Run a call on all ranks and return the results by rank."""
         return self.wait(self.start(call))
 
-    def all_each(self, call: Callable[[_HeldT, _Work], Result], work: Sequence[_Work]) -> list[Result]:
+    def all_each(self, call: Callable[[_HeldT, RankWork], Result], work: Sequence[RankWork]) -> list[Result]:
         """Run a call on all ranks, each with its element of `work`, and return the results by rank."""
-        return self.wait(self.start_each(call, work))
+        pickled = PickledCall(lambda rank, sent, *chunks: call(rank, sent.work(chunks)))
+        pairs = zip(self._workers, work, strict=True)
+        # The chunks are arguments of their own: Ray reads such references before the call, without asking the driver.
+        return self.wait([worker.call.remote(pickled, SentWork.of(share), *share.chunks) for worker, share in pairs])
 
     def _log_file(self, rank: int) -> Path:
         """Return a rank's log file."""
@@ -195,8 +203,8 @@ class RoleGroup(Generic[_RankT]):
 
     def run_awake(
         self,
-        call: Callable[[_RankT, _Work], Result],
-        work: Sequence[_Work],
+        call: Callable[[_RankT, RankWork], Result],
+        work: Sequence[RankWork],
         *,
         rest: Callable[[_RankT], None] = lambda rank: rank.sleep(),
     ) -> list[Result]:
@@ -341,9 +349,10 @@ class ReferenceRole(FrozenPolicyRole):
                 bucket = trained.start_each(lambda rank, number: rank.bucket(number), [number] * len(trained))
                 trained.wait(bucket)
                 # Pass the reference to rank 0's result: Ray resolves it on each rank, without a copy in the driver.
-                self.group.all_each(
+                moves = self.group.start_each(
                     lambda rank, weights: rank.move(weights.items(), alpha), [bucket[0]] * len(self.group)
                 )
+                self.group.wait(moves)
 
     def num_bytes(self) -> int:
         """Return the number of bytes that `save` writes."""

@@ -7,6 +7,7 @@ import collections.abc
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class TokenSequence:
       reward model. Empty for a forward pass.
     - `routed_experts`: experts that the rollout engine chose for the first n tokens, uint8 or uint16 `[n, layers,
       top_k]`; None without routing replay.
+    - `stored`: place of `token_ids` in the object store that ranks read (`backends/roles/serialization.py`); None if
+      they are sent with the sequence.
 
     Example: a prompt of two tokens and a response of three, trained with advantage 0.5:
 
@@ -53,6 +56,7 @@ class TokenSequence:
     pictures: tuple[PlacedPicture, ...] = ()
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None
+    stored: Any = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape, "token_ids and loss_mask differ in length"

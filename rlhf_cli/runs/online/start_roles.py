@@ -14,6 +14,7 @@ from rlhf_cli.backends.roles.groups import (
     RewardRole,
     StudentRole,
     TrainedRole,
+    store_sequences,
 )
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.start import EnginePlan, Processes, RolePlan, Started
@@ -86,6 +87,7 @@ class OnlineRoles(Started):
             reward_model=None if steps else self.reward_model,
             move_reference=self._move_reference(),
             steps=steps,
+            store=store_sequences,
             lent_actor=self._lent_actor,
         )
 

@@ -11,6 +11,7 @@ def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, rollout: Roll
     policy's log-probs, so they always require these.
     """
     needs_old = needs_old or not roles.frozen_policies.keys() <= settings.kl_losses.keys()
+    rollout.sequences = roles.store(rollout.sequences)
     # One model at a time: on shared GPUs only one fits.
     for role, policy in roles.frozen_policies.items():
         rollout.frozen_logprobs[role] = rollout.by_response(policy.logprobs(rollout.sequences))

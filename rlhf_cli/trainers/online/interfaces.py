@@ -166,6 +166,7 @@ class Roles(Generic[_SampledT_co]):
 
     - `frozen_policies`: by role, `{"ref": ..., "teacher": ...}`.
     - `move_reference`: updates the reference toward the actor, which must be idle; None if the reference is fixed.
+    - `store`: returns the sequences with tokens and images where all ranks read them, so that calls send them once.
     - `lent_actor`: through which restarted engines read the actor, never in the middle of an update.
     """
 
@@ -177,4 +178,5 @@ class Roles(Generic[_SampledT_co]):
     reward_model: RewardModel | None = None
     move_reference: Callable[[], None] | None = None
     steps: _Steps | None = None
+    store: Callable[[Sequence[TokenSequence]], list[TokenSequence]] = list
     lent_actor: LentActor = field(default_factory=LentActor)

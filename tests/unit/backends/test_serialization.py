@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.serialization import RankWork
+from rlhf_cli.backends.roles.serialization import RankWork, SentWork, store
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
@@ -26,8 +26,14 @@ def sample(length: int) -> TokenSequence:
     return replace(made, columns=columns)
 
 
-def arrived(sent):
-    return pickle.loads(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+def message(sent: RankWork) -> bytes:
+    return pickle.dumps(SentWork.of(sent), pickle.HIGHEST_PROTOCOL)
+
+
+def arrived(sent: RankWork) -> RankWork:
+    """Return the work as a rank gets it: an object is its own reference here."""
+    work: RankWork = pickle.loads(message(sent)).work(sent.chunks)
+    return work
 
 
 def test_pictures_arrive_with_their_sequences_and_a_message_has_equal_ones_once():
@@ -41,7 +47,7 @@ def test_pictures_arrive_with_their_sequences_and_a_message_has_equal_ones_once(
     ((found,),) = arrived(RankWork([[sent]])).steps
     assert [one.pictures for one in found] == [one.pictures for one in sent]
     assert found[0].pictures[0].picture is found[1].pictures[0].picture is found[3].pictures[1].picture
-    assert len(pickle.dumps(RankWork([[sent]]))) < 2 * first.pixels.nbytes + 3000
+    assert len(message(RankWork([[sent]]))) < 2 * first.pixels.nbytes + 3000
 
 
 def assert_equal_sequences(found: TokenSequence, sent: TokenSequence) -> None:
@@ -91,3 +97,53 @@ def test_steps_arrive_and_a_sample_of_several_steps_travels_once():
                 assert got.columns.keys() == original.columns.keys()
                 for name, values in original.columns.items():
                     np.testing.assert_array_equal(got.columns[name], values, strict=True)
+
+
+class Chunk:
+    """A reference, which is not the object."""
+
+    def __init__(self, stored: object) -> None:
+        self.stored = stored
+
+
+def test_stored_tokens_are_not_in_the_message_and_a_rank_gets_only_its_chunks(monkeypatch):
+    monkeypatch.setattr("rlhf_cli.backends.roles.serialization._CHUNK_TOKENS", 9)
+    originals = [replace(sample(length), columns={}) for length in (5, 4, 9, 2)]
+    put: list[Chunk] = []
+    first, second, third, _ = found = store(originals, lambda array: put.append(Chunk(array)) or put[-1])  # type: ignore[func-returns-value]
+    assert [len(chunk.stored) for chunk in put] == [9, 9, 2]  # type: ignore[arg-type]
+    mixed = sequence(3)
+    work = RankWork([[[second, mixed], [third]], [[first]]])
+    assert work.chunks == put[:2]
+    sent = SentWork.of(work)
+    assert sent.token_ids.tolist() == mixed.token_ids.tolist()
+    back = pickle.loads(pickle.dumps(sent)).work([chunk.stored for chunk in work.chunks])
+    expected = [[[originals[1], mixed], [originals[2]]], [[originals[0]]]]
+    for one, other in zip(back.steps, expected, strict=True):
+        for members, wanted in zip(one, other, strict=True):
+            for got, original in zip(members, wanted, strict=True):
+                assert_equal_sequences(got, original)
+    assert [one.num_trained for one in found] == [one.num_trained for one in originals]
+
+
+def test_an_image_of_several_prompts_is_stored_once():
+    pixels = RNG.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    same = [picture_of_pixels("a", pixels.copy()) for _ in range(2)]
+    originals = [replace(sequence(6), pictures=(PlacedPicture(one, 1, 2, token=9),)) for one in same]
+    put: list[object] = []
+    found = store(originals, lambda stored: put.append(stored) or len(put))  # type: ignore[func-returns-value]
+    assert [one for one in put if callable(one)] == [same[0].read]
+    assert [one.pictures for one in found] == [one.pictures for one in originals]
+    assert found[0].pictures[0].picture is found[1].pictures[0].picture
+    assert len(message(RankWork([[found]]))) < 2000
+
+
+def test_a_value_for_all_tokens_of_a_response_is_sent_once_and_arrives_at_each():
+    advantages = [np.broadcast_to(np.float32(value), length) for value, length in ((0.5, 3), (-1.5, 70_000))]
+    made = [TokenSequence(np.arange(one.size + 1, dtype=np.int32), np.arange(one.size + 1) > 0) for one in advantages]
+    sent = [replace(one, columns={"advantages": own}) for one, own in zip(made, advantages, strict=True)]
+    tokens = sum(len(one) for one in made)
+    assert len(message(RankWork([[sent]]))) < 4 * tokens + tokens / 8 + 2000
+    (((first, second),),) = arrived(RankWork([[sent]])).steps
+    for got, own in zip((first, second), advantages, strict=True):
+        np.testing.assert_array_equal(got.columns["advantages"], own, strict=True)
