@@ -58,6 +58,9 @@ def num_recurrent_layers(text: "PretrainedConfig") -> int:
 def active_width(text: "PretrainedConfig") -> int:
     """Return the MLP width per token and layer; for mixtures, the combined width of active experts."""
     dense: int = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if getattr(text, "block_auto_adjust_ff_dim", False):
+        # LFM2's layers have two thirds of the configured width.
+        dense = 2 * dense // 3
     num_active = getattr(text, "num_experts_per_tok", None)
     if not num_active:
         return dense

@@ -81,7 +81,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 log_p = torch.log_softmax(logits_of(product[block], settings.transform, settings.temperature), -1)
                 logprobs_K[rows] = log_p.gather(-1, targets_K[rows, None]).squeeze(-1)
                 if settings.with_entropy:
-                    entropy_K[rows] = (log_p.exp() * log_p).sum(-1).neg_()
+                    entropy_K[rows] = log_p.exp().mul_(log_p).sum(-1).neg_()
+                # Otherwise it would exist with the logits of the next block.
+                del log_p
         # Pass None instead of zeros for an unused entropy: its gradient would cost a third more.
         ctx.set_materialize_grads(False)
         ctx.settings = settings

@@ -4,6 +4,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
 
 from rlhf_cli.backends.doctor.gpus import Gpu, gpus
 from rlhf_cli.backends.process.killed import usable_memory
@@ -26,7 +28,8 @@ class Hardware:
     - `link`, `network`, `host_link`: bytes per second and direction of a GPU to others on the node, to other nodes, and
       to host memory.
     - `host_memory`: bytes per node, None if unknown.
-    - `has_liger`: whether liger-kernel is installed; assumed for GPUs of the table.
+    - `has_liger`, `has_flash`: whether liger-kernel and flash-attn are installed; for GPUs of the table, only the first
+      is assumed.
     - `assumption`: completes a sentence with what was assumed about the GPUs' speed.
     """
 
@@ -42,6 +45,7 @@ class Hardware:
     host_memory: float | None = None
     is_cpu: bool = False
     has_liger: bool = True
+    has_flash: bool = False
     assumption: str = ""
 
     @property
@@ -134,7 +138,12 @@ def _of_driver(here: list[Gpu]) -> Hardware:
         return replace(GPUS["a100-80"], name="own GPU")
     smallest = min(here, key=lambda gpu: gpu.memory)
     memory = smallest.memory * 2.0**20
-    return replace(_of_name(smallest.name), name=smallest.name, memory=memory, has_liger=is_installed())
+    return replace(_of_name(smallest.name), name=smallest.name, memory=memory, **_installed())
+
+
+def _installed() -> dict[str, Any]:
+    """Return which packages with kernels this machine has."""
+    return {"has_liger": is_installed(), "has_flash": find_spec("flash_attn") is not None}
 
 
 def _of_name(name: str) -> Hardware:
@@ -159,7 +168,7 @@ def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware 
     if here:
         base = replace(_of_driver(here), host_memory=float(usable_memory()))
     elif rows and not any(row.assumption for row in rows):
-        base = replace(min(rows, key=lambda row: row.memory), has_liger=is_installed())
+        base = replace(min(rows, key=lambda row: row.memory), **_installed())
     else:
         return None
     return replace(base, num_gpus=max(node_gpus), num_nodes=len(node_gpus))

@@ -31,10 +31,8 @@ _GATHERED = 1_000_000_000
 """DeepSpeed's default for the parameters that ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`)."""
 _CPU_COPIES = 3
 """Flat copies of weights and gradients that DeepSpeed keeps with ZeRO in a process on a CPU (docs/howto/one-gpu.md)."""
-_BLOCKS = 3
-"""Float32 logit blocks that exist at a time: logits, their softmax, and its gradient."""
-_BACKWARD = 0.75
-"""Values that exist in the backward pass of a layer in addition to kept values, per kept value."""
+_SCORE_BYTES = 8
+"""Bytes that eager attention keeps per score: tanh and rounded weights in bf16, and weights in float32."""
 _STATES = 6
 """Hidden sizes per token around the head: hidden states in float32 and bf16, and their gradients."""
 
@@ -50,6 +48,9 @@ class RoleMemory:
     - `weight_bytes`: bytes per parameter. `value_bytes`: bytes per activation.
     - `has_gpus`: False in processes on a CPU.
     - `is_fused`: whether layers use Liger's kernels, if there are any for this model.
+    - `keeps_scores`: whether attention with a softcap is eager, for lack of another kernel.
+    - `num_blocks`: float32 logit blocks that exist at a time: logits and their gradient; with an entropy bonus, also
+      log-probs.
 
     Example: Qwen2.5-7B with AdamW and ZeRO-2 on 8 GPUs has 15.2 GB of weights and (4 + 12) * 7.6 / 8 = 15.2 GB of
     gradients and optimizer states on each.
@@ -65,6 +66,8 @@ class RoleMemory:
     offloads_activations: bool = False
     has_gpus: bool = True
     is_fused: bool = False
+    keeps_scores: bool = False
+    num_blocks: int = 2
 
     @property
     def _split(self) -> int:
@@ -145,19 +148,28 @@ class RoleMemory:
         """Return the activation bytes per token that the largest layer keeps."""
         return (self.shape.layer_values - self._saved) * self.value_bytes
 
+    def scores(self, num_tokens: float) -> float:
+        """Return the bytes of attention scores that a layer keeps, of all tokens in a pack with each other."""
+        return _SCORE_BYTES * self.shape.capped_heads * num_tokens**2 if self.keeps_scores else 0
+
     def logits(self, num_tokens: float, *, trains: bool) -> float:
         """Return the bytes around the head: chunks of logits, gradients in float32 and per chunk, states."""
         place = "cuda" if self.has_gpus else "cpu"
         product = num_tokens * self.shape.vocabulary * self.value_bytes
-        blocks = _BLOCKS * min(num_tokens * self.shape.vocabulary * 4, BLOCK_BYTES[place])
+        # A softcap of logits, which such models have too, needs one more.
+        num_blocks = self.num_blocks + (self.shape.capped_heads > 0)
+        blocks = num_blocks * min(num_tokens * self.shape.vocabulary * 4, BLOCK_BYTES[place])
         chunk = min(product, CHUNK_BYTES[place])
         if not trains or self.num_trained < self.shape.head:
             return chunk + blocks
         if not self.has_gpus:
             return chunk + blocks + 4 * self.shape.head
         states = num_tokens * _STATES * self.shape.hidden * self.value_bytes
+        gradient = self.value_bytes * self.shape.head
+        if product <= CHUNK_BYTES[place]:
+            return chunk + max(blocks, gradient) + states
         # A chunk's gradients exist with the sum, and at the first sum, also in float32.
-        return chunk + max(blocks, 2 * self.value_bytes * self.shape.head) + 4 * self.shape.head + states
+        return chunk + max(blocks, 2 * gradient) + 4 * self.shape.head + states
 
     @property
     def process(self) -> float:
@@ -176,15 +188,23 @@ class RoleMemory:
 
     def training(self, num_tokens: float, *, recomputes: bool) -> Parts:
         """Return the peak during forward and backward passes of a micro-batch."""
+        scores = self.scores(num_tokens)
         activations = num_tokens * self.token_bytes(recomputes=recomputes)
+        activations += scores * (1 if recomputes else self.shape.attention_layers)
         logits = self.logits(num_tokens, trains=True)
         if self.has_gpus:
             # Logits are freed before the backward pass of the layers, which recomputes one at a time.
-            layer = num_tokens * self.layer_bytes
+            layer = num_tokens * self.layer_bytes + scores
             activations -= layer if recomputes else 0
-            backward = (_BACKWARD + recomputes) * layer + self._head_gradient
+            backward = recomputes * layer + self._backward(num_tokens) + self._head_gradient
             activations, logits = (activations, logits) if logits > backward else (activations + backward, 0)
         return {**self.resident(), "activations": activations, "logits": logits}
+
+    def _backward(self, num_tokens: float) -> float:
+        """Return the bytes of gradients in a layer: of activations, or of stacked experts if these are larger."""
+        values = self.shape.fused_backward_values if self.is_fused else self.shape.backward_values
+        stack = self.shape.largest if self.num_trained >= self.shape.largest > self.shape.head > 0 else 0
+        return max(num_tokens * values, stack) * self.value_bytes
 
     @property
     def _head_gradient(self) -> float:
@@ -195,7 +215,8 @@ class RoleMemory:
     def forward(self, num_tokens: float) -> Parts:
         """Return the peak during a forward pass without gradients."""
         # Within a layer, about half of the values that training would keep exist at a time.
-        activations = num_tokens * (2 * self.shape.hidden * self.value_bytes + self.layer_bytes / 2)
+        layer = num_tokens * self.layer_bytes + self.scores(num_tokens)
+        activations = num_tokens * 2 * self.shape.hidden * self.value_bytes + layer / 2
         return {**self.resident(), "activations": activations, "logits": self.logits(num_tokens, trains=False)}
 
     def asleep(self) -> Parts:

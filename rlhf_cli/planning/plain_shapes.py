@@ -4,7 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_cli.models.cost import head_size, key_value_width
-from rlhf_cli.planning.shapes import ModelShape, fused_savings, kept_values, largest_layer, recomputed_values
+from rlhf_cli.planning.shapes import (
+    ModelShape,
+    backward_values,
+    fused_savings,
+    kept_values,
+    largest_layer,
+    recomputed_values,
+)
 
 Values = dict[str, Any]
 """Contents of a config.json."""
@@ -61,6 +68,9 @@ def _shape(text: Any) -> ModelShape:
         recomputed_values=recomputed_values(text),
         layer_values=largest_layer(text),
         fused_savings=fused_savings(text),
+        backward_values=backward_values(text),
+        fused_backward_values=backward_values(text, is_fused=True),
+        capped_heads=0,
         linears=tuple((*layer, layers) for layer in linears),
     )
 

@@ -1,7 +1,7 @@
 """Sizes of a model that determine memory and time, from its configuration on PyTorch's meta device, without weights.
 
 Values that layers keep were counted on fake CUDA tensors in bf16, with and without Liger's kernels
-(docs/benchmarks.md). Values for recurrent layers and Gemma are approximate.
+(docs/benchmarks.md). Values for recurrent layers are those of PyTorch code without their kernels.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ KEPT_OF_HIDDEN = 12
 """Hidden sizes that a recurrent layer keeps per token in addition to its state and MLP."""
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
 """Types with norms of queries and keys."""
-_MORE_HIDDEN = {"phi3": 2, "olmo2": 4, "olmo3": 4, "gemma2": 8, "gemma3_text": 8}
+_MORE_HIDDEN = {"phi3": 2, "olmo2": 4, "olmo3": 4, "gemma2": 12, "gemma3_text": 12}
 """More hidden sizes per layer, by type: for norms of the outputs of attention and MLP, or joint projections (phi3)."""
 
 
@@ -42,6 +42,9 @@ class ModelShape:
     - `kept_values`, `recomputed_values`: activations per token, without and with gradient checkpointing.
     - `layer_values`: activations per token of the largest layer.
     - `fused_savings`: activations per token that a layer does not keep with Liger's kernels.
+    - `backward_values`, `fused_backward_values`: gradients per token in the backward pass of a layer, without and with
+      Liger's kernels.
+    - `capped_heads`: query heads per layer whose scores have a softcap, which few kernels support.
     - `linears`: linear layers of the decoder except the head: name in its layer, inputs, outputs, and their number.
 
     Example: Qwen2.5-7B has 7,615,616,512 parameters and 28 * 2 * 4 * 128 = 28,672 cache values per token.
@@ -63,6 +66,9 @@ class ModelShape:
     recomputed_values: int
     layer_values: int
     fused_savings: int
+    backward_values: int
+    fused_backward_values: int
+    capped_heads: int
     linears: tuple[tuple[str, int, int, int], ...] = ()
 
     def with_score_head(self) -> "ModelShape":
@@ -129,8 +135,15 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
         recomputed_values=recomputed_values(config),
         layer_values=largest_layer(text),
         fused_savings=fused_savings(text),
+        backward_values=backward_values(text),
+        fused_backward_values=backward_values(text, is_fused=True),
+        capped_heads=_capped_heads(text),
         linears=_linears(model, vision),
     )
+
+
+def _capped_heads(text: "PretrainedConfig") -> int:
+    return text.num_attention_heads if getattr(text, "attn_logit_softcapping", None) else 0
 
 
 def _on_meta(config: "PretrainedConfig", *, trust_remote_code: bool) -> Any:
@@ -236,8 +249,20 @@ def fused_savings(text: "PretrainedConfig") -> int:
     if "rms_norm" not in kernels:
         return 0
     heads = 2 * _head_values(text) if _has_head_norms(text) else 0
-    width = active_width(text) if {"swiglu", "geglu"}.intersection(kernels) else 0
-    return int(4 * text.hidden_size + heads + width)
+    return int(4 * text.hidden_size + heads + _fused_width(text))
+
+
+def _fused_width(text: "PretrainedConfig") -> int:
+    """Return the width of an MLP for which Liger has a kernel, otherwise 0."""
+    return active_width(text) if {"swiglu", "geglu"}.intersection(fused_kernels(text)) else 0
+
+
+def backward_values(text: "PretrainedConfig", *, is_fused: bool = False) -> int:
+    """Return the gradients per token in the backward pass of an MLP, where a layer has most: one per kept value.
+
+    Liger's kernels write three of four into kept values.
+    """
+    return int(_mlp_values(text) + 2 * text.hidden_size - (3 * _fused_width(text) if is_fused else 0))
 
 
 def recurrent_values(text: "PretrainedConfig") -> int:

@@ -98,8 +98,16 @@ def trained_role(
         offloads_activations=config.model.activation_offload,
         has_gpus=not hardware.is_cpu,
         is_fused=_is_fused(config, hardware),
+        keeps_scores=config.model.attn_implementation in ("auto", "eager") and not hardware.has_flash,
+        num_blocks=_num_blocks(config),
     )
     return with_trained(role, config)
+
+
+def _num_blocks(config: TrainingConfig) -> int:
+    """Return the float32 blocks of logits that exist at a time: one more for an entropy bonus, or a teacher's."""
+    has_bonus = config.setting("entropy_loss_coef") or config.setting("entropy_target")
+    return 3 if has_bonus or config.command == "distill" else 2
 
 
 def _is_fused(config: TrainingConfig, hardware: Hardware) -> bool:

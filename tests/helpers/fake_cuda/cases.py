@@ -88,22 +88,26 @@ def actor(
     return module, loss
 
 
-def critic(batch: MicroBatch) -> Result:
-    module = ValueModel(model_on_gpu(tiny_config("qwen2"), head="score"))
+def value_model(head: str = "score") -> ValueModel:
+    return ValueModel(model_on_gpu(tiny_config("qwen2"), head=head))
+
+
+def critic(module: ValueModel, batch: MicroBatch) -> Result:
     settings = SimpleNamespace(policy=PolicyConfig(), critic=CriticConfig(), max_new_tokens=64)
     loss, _ = CriticRank._loss(SimpleNamespace(settings=settings), TOTALS)(module, batch)  # type: ignore[arg-type]
     return module, loss
 
 
-def offline(task: Task, *, head: str = "score") -> Result:
+def offline(task: Task, module: Any = None, *, num_items: int = 3) -> Result:
     """Run an objective of tests/helpers/preference_training, with columns of a reference."""
     reads_scores = task.is_reward_model
-    module: Any = ValueModel(model_on_gpu(tiny_config("qwen2"), head=head)) if reads_scores else policy()
-    batch = task.items.collate([0, 1, 2])
+    module = module or (value_model() if reads_scores else policy())
+    batch = task.items.collate(list(range(num_items)))
     if isinstance(batch, kto.LabelledBatch):
-        batch = replace(batch.with_columns(**{kto.REF: torch.zeros(3)}), baseline=0.1)
+        batch = replace(batch.with_columns(**{kto.REF: torch.zeros(num_items)}), baseline=0.1)
     elif not reads_scores:
-        columns = {dpo.REF: torch.zeros(3, 2), dpo.PARTNER: torch.zeros(3), dpo.DELTA: torch.zeros(3)}
+        rows = torch.zeros(num_items)
+        columns = {dpo.REF: torch.zeros(num_items, 2), dpo.PARTNER: rows, dpo.DELTA: rows}
         batch = MicroBatch(batch.pack, batch.columns | columns)
     loss, _ = task.objective(module, batch.to(CUDA), TOTALS)
     return module, loss
@@ -154,12 +158,12 @@ CASES: dict[str, Callable[[], Result]] = {
         PolicyModel(with_adapter(model_on_gpu(tiny_config("qwen2"), checkpointing=True))),
         batch_of(sequences()).to(CUDA),
     ),
-    "critic": lambda: critic(batch_of(sequences()).to(CUDA)),
-    "critic with an idle pack": lambda: critic(batch_of([]).to(CUDA)),
+    "critic": lambda: critic(value_model(), batch_of(sequences()).to(CUDA)),
+    "critic with an idle pack": lambda: critic(value_model(), batch_of([]).to(CUDA)),
     "sft": lambda: (module := policy(), sft_objective(module, pack(sequences()).to(CUDA), TOTALS)[0]),
     "rm": lambda: offline(TASKS["rm"]()),
     "prm": lambda: offline(TASKS["prm"]()),
-    "prm with two classes": lambda: offline(TASKS["prm"](), head="classes"),
+    "prm with two classes": lambda: offline(TASKS["prm"](), value_model("classes")),
     **{f"dpo {loss}": lambda loss=loss: offline(dpo_task(loss)) for loss in PAIR_LOSSES},  # type: ignore[misc]
     **{f"kto {loss}": lambda loss=loss: offline(kto_task(loss)) for loss in UNPAIRED_LOSSES},  # type: ignore[misc]
     "distill forward KL": lambda: distill(DivergenceSettings(), 1.0),

@@ -49,9 +49,9 @@ def vision_model_on_gpu(folder: Path) -> Any:
     return model
 
 
-def with_adapter(model: Any) -> Any:
-    """Return the model with a new LoRA adapter of rank 8 on all linear layers."""
-    plan = AdapterPlan("fake", "", _new_config(LoraConfig(lora_rank=8)), None, False, 0)
+def with_adapter(model: Any, rank: int = 8) -> Any:
+    """Return the model with a new LoRA adapter on all linear layers."""
+    plan = AdapterPlan("fake", "", _new_config(LoraConfig(lora_rank=rank)), None, False, 0)
     torch.set_default_dtype(torch.bfloat16)
     # Modules cannot move fake parameters. They are created where and as PEFT would move them.
     with CUDA, patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
