@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -46,12 +46,12 @@ _CHUNK_TOKENS = 1 << 18  # a megabyte: few objects for the driver, and little th
 class StoredTokens:
     """Tokens of a sequence in an object store: elements `start` to `stop` of the array that `chunk` refers to."""
 
-    chunk: Any
+    chunk: object
     start: int
     stop: int
 
 
-def store(sequences: Sequence[TokenSequence], put: Callable[[object], Any]) -> list[TokenSequence]:
+def store(sequences: Sequence[TokenSequence], put: Callable[[object], object]) -> list[TokenSequence]:
     """Return the sequences with tokens and images in an object store, from which all ranks read them.
 
     Images with equal digests are stored once. `put` stores an object and returns a reference.
@@ -67,7 +67,7 @@ def store(sequences: Sequence[TokenSequence], put: Callable[[object], Any]) -> l
     return found
 
 
-def _stored(picture: Picture, known: dict[str, Picture], put: Callable[[object], Any]) -> Picture:
+def _stored(picture: Picture, known: dict[str, Picture], put: Callable[[object], object]) -> Picture:
     if picture.digest not in known:
         known[picture.digest] = replace(picture, read=_StoredRead(put(picture.read)))
     return known[picture.digest]
@@ -77,7 +77,7 @@ def _stored(picture: Picture, known: dict[str, Picture], put: Callable[[object],
 class _StoredRead:
     """`Picture.read` that is in Ray's object store, with the encoded image."""
 
-    reference: Any
+    reference: object
 
     def __call__(self) -> np.ndarray:
         # Ranks import this module before Ray.
@@ -102,7 +102,7 @@ class RankWork:
     totals: list[StepTotals] = field(default_factory=list)
 
     @property
-    def chunks(self) -> list[Any]:
+    def chunks(self) -> list[object]:
         """References to the stored tokens, each once."""
         sequences = chain.from_iterable(chain.from_iterable(self.steps))
         return list({sequence.stored.chunk: None for sequence in sequences if sequence.stored is not None})
