@@ -17,6 +17,15 @@ def results() -> dict[str, Any]:
 
 
 def test_every_pass_runs_on_one_device_without_waiting(results: dict[str, Any]) -> None:
+    check(results)
+
+
+@pytest.mark.slow  # their layers are similar to those of other cases
+def test_similar_models_run_too() -> None:
+    check(run_fake("cases.py", "similar "))
+
+
+def check(results: dict[str, Any]) -> None:
     failed = {name: result for name, result in results.items() if result["error"] or result["waits"]}
     assert not failed
     # A case that computed nothing would pass.
