@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
 
 from rlhf_cli.backends.doctor.gpus import Gpu, gpus
 from rlhf_cli.backends.process.killed import usable_memory
@@ -138,12 +137,12 @@ def _of_driver(here: list[Gpu]) -> Hardware:
         return replace(GPUS["a100-80"], name="own GPU")
     smallest = min(here, key=lambda gpu: gpu.memory)
     memory = smallest.memory * 2.0**20
-    return replace(_of_name(smallest.name), name=smallest.name, memory=memory, **_installed())
+    return replace(_with_packages(_of_name(smallest.name)), name=smallest.name, memory=memory)
 
 
-def _installed() -> dict[str, Any]:
-    """Return which packages with kernels this machine has."""
-    return {"has_liger": is_installed(), "has_flash": find_spec("flash_attn") is not None}
+def _with_packages(row: Hardware) -> Hardware:
+    """Return the row with the packages with kernels that this machine has."""
+    return replace(row, has_liger=is_installed(), has_flash=find_spec("flash_attn") is not None)
 
 
 def _of_name(name: str) -> Hardware:
@@ -168,7 +167,7 @@ def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware 
     if here:
         base = replace(_of_driver(here), host_memory=float(usable_memory()))
     elif rows and not any(row.assumption for row in rows):
-        base = replace(min(rows, key=lambda row: row.memory), **_installed())
+        base = _with_packages(min(rows, key=lambda row: row.memory))
     else:
         return None
     return replace(base, num_gpus=max(node_gpus), num_nodes=len(node_gpus))
