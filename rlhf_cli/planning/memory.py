@@ -30,7 +30,8 @@ _STEP = 512
 _GATHERED = 1_000_000_000
 """DeepSpeed's default for the parameters that ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`)."""
 _CPU_COPIES = 3
-"""Flat copies of weights and gradients that DeepSpeed keeps with ZeRO in a process on a CPU (docs/howto/one-gpu.md)."""
+"""Flat copies of weights and gradients that DeepSpeed keeps with ZeRO in a process on a CPU, except for float32 weights
+at stages 1 and 2 (docs/howto/one-gpu.md)."""
 _SCORE_BYTES = 8
 """Bytes that eager attention keeps per score: tanh and rounded weights in bf16, and weights in float32."""
 _STATES = 6
@@ -109,8 +110,15 @@ class RoleMemory:
             return 0
         shards = self._shards if self.settings.zero_stage else 1
         # At stage 0, AdamW updates float32 weights in place.
-        master = 4 if self.settings.zero_stage == 0 and self.weight_bytes == 4 and self.optimizer == "adamw" else 0
+        is_in_place = self.settings.zero_stage == 0 and self.weight_bytes == 4 and self.optimizer == "adamw"
+        master = 4 if is_in_place or self._is_plain_on_cpu else 0
         return self.num_trained * (OPTIMIZER_BYTES[self.optimizer] - master) / self._split / shards
+
+    @property
+    def _is_plain_on_cpu(self) -> bool:
+        """Whether float32 weights are master weights too, as in `fit_to_partitions`."""
+        in_parts = self.settings.zero_stage in (1, 2) and not self.settings.adam_offload
+        return in_parts and not self.has_gpus and self.value_bytes == 4
 
     @property
     def buffers(self) -> float:
@@ -120,11 +128,18 @@ class RoleMemory:
             number, size = reduce_buckets(self.settings, num_gpus=self.num_ranks if self.has_gpus else 0)
             found += number * size * self.value_bytes
         if self.num_trained and self.settings.zero_stage and not self.has_gpus:
-            found += _CPU_COPIES * self.num_trained * self.value_bytes
+            found += self._cpu_copies * self.num_trained * self.value_bytes
         if self.settings.zero_stage == 3 or self.settings.param_offload:
             gathered = min(self.shape.parameters, _GATHERED) + self.shape.largest
             found += gathered * self.weight_bytes / self._split
         return found
+
+    @property
+    def _cpu_copies(self) -> int:
+        if not self._is_plain_on_cpu:
+            return _CPU_COPIES
+        # Muon's gradients are summed in parts, and copied into one tensor for the step.
+        return 1 if self.optimizer == "muon" else 0
 
     @property
     def states(self) -> float:

@@ -80,6 +80,8 @@ class DeepSpeedEngine:
         if settings.tensor_parallel_size > 1:
             self._engine.first_dataloader_check.remove()
         self._stage = settings.zero_stage
+        # At stage 0, DeepSpeed would reduce a flat copy of all gradients even with one rank.
+        self._engine.enable_backward_allreduce = dist.get_world_size() > 1 or self._stage > 0
         self._ranks_per_pack = settings.ranks_per_pack
         self._ranks_per_layer = settings.tensor_parallel_size
         self._states = TrainedStates(self._engine, module, device=distributed.device())

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.cpp_extension import CUDA_HOME
@@ -74,14 +75,27 @@ def _muon_groups(groups: _Groups, matrices: list[nn.Parameter]) -> _Groups:
 
 def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: ZeROOptimizer) -> None:
     """Adapt an optimizer to the parameter partitions in DeepSpeed's optimizer `zero` for stage 1 or 2."""
-    if isinstance(optimizer, AdamWBf16):
+    is_plain = _is_float32_on_cpu(zero)
+    if isinstance(optimizer, AdamWBf16) or is_plain:
         _share_weights(zero)
     if isinstance(optimizer, Muon):
         optimizer.flat_parts = flat_parts(zero, rank=dist.get_rank())
+    elif is_plain and zero.gradient_accumulation_dtype == torch.float32:
+        # DeepSpeed sums gradients in the tensor that the optimizer reads only if their dtype is not that of the
+        # weights; otherwise, each step copies all gradients into it.
+        zero._use_compact_grad_partition_buffer = lambda _: True
+
+
+def _is_float32_on_cpu(zero: ZeROOptimizer) -> bool:
+    """Return whether weights are float32 on a CPU, where master weights equal them and no state moves."""
+    if not isinstance(zero, DeepSpeedZeroOptimizer) or zero.cpu_offload:
+        return False
+    weights: torch.Tensor = zero.bit16_groups_flat[0]
+    return weights.dtype == torch.float32 and weights.device.type == "cpu"
 
 
 def _share_weights(zero: ZeROOptimizer) -> None:
-    """Make the optimizer update the bf16 weights directly, instead of DeepSpeed's bf16 copy."""
+    """Make the optimizer update the weights directly, instead of DeepSpeed's copy in the same dtype."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
         copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.dp_process_group)].data
 

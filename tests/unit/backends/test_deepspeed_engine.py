@@ -75,6 +75,20 @@ def test_three_steps_equal_plain_pytorch(tiny_model_dir, items, stage):
     assert farthest(weights_of(engine, hf_model), expected_weights) < CLOSE
 
 
+def test_a_single_rank_in_float32_copies_neither_gradients_nor_weights(tiny_model_dir, items, monkeypatch):
+    engine = make_engine(load_policy(tiny_model_dir, 0)[1], 0)
+    monkeypatch.setattr(type(engine._engine), "buffered_allreduce_fallback", None)
+    assert math.isfinite(train(engine, items, STEPS[:1], Layout())[0]["loss"])
+
+    engine = make_engine(load_policy(tiny_model_dir, 2)[1], 2)
+    parts = engine._engine.optimizer
+    # The last rank would copy the sums of gradients into one tensor.
+    monkeypatch.setattr(parts, "flatten_dense_tensors_aligned", None)
+    assert math.isfinite(train(engine, items, STEPS[:1], Layout())[0]["loss"])
+    weights = [flat.data_ptr() for flat in parts.bit16_groups_flat]
+    assert [master.data_ptr() for master in parts.single_partition_of_fp32_groups] == weights
+
+
 @pytest.mark.parametrize("layout", [Layout(max_sequences=1), Layout(max_tokens=12), Layout(max_tokens=30)], ids=str)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_micro_batches_do_not_change_a_step(tiny_model_dir, items, stage, layout):

@@ -1,7 +1,7 @@
 """Bytes of a plan, compared with manual calculations for published models."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from plans import LARGE, SMALL, engine_of, plan_of
@@ -96,6 +96,22 @@ def test_states_are_partitioned_by_stage(stage, weights, gradients, optimizer):
     role = plan_of("sft", num_gpus=8, zero_stage=stage).work.roles["model"]
     found = (role.weights, role.gradients, role.optimizer_states)
     assert found == pytest.approx((weights * N, gradients * N, optimizer * N))
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "copies"),
+    [
+        ({}, 8, 0),  # weights are their own master weights, and gradients are summed where the optimizer reads them
+        ({"optim": "muon"}, 8, 4),
+        ({"zero_stage": 1}, 8, 0),
+        ({"param_dtype": "bf16"}, 12, 6),
+    ],
+)
+def test_float32_weights_on_a_cpu_have_no_copies(settings, optimizer, copies):
+    role = plan_of("sft", **{"param_dtype": "fp32"} | settings).work.roles["model"]
+    role = replace(role, has_gpus=False)
+    assert role.optimizer_states == optimizer * N
+    assert role.buffers == copies * N + 20_000_000 * role.value_bytes
 
 
 def test_offloaded_states_are_in_host_memory():
