@@ -7,18 +7,17 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
 import yaml
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
-from rlhf_cli.tracking.figures import GIB, PACK_TOKENS, Reading, duration, interval, number, prominent, scaled, title
+from rlhf_cli.tracking.figures import PACK_TOKENS, Reading, duration, interval, number, prominent, scaled, title
+from rlhf_cli.tracking.host_memory import HostMemory, root_of_run
 from rlhf_cli.tracking.sinks import (
     RUN_FILE,
     SETTINGS_FILE,
@@ -32,8 +31,6 @@ from rlhf_cli.tracking.terminal.live_view import LiveView
 from rlhf_cli.tracking.terminal.progress import Pace, PlainView, View
 from rlhf_cli.tracking.thumbnails import Thumbnails
 
-# Reading memory visits all child processes, which may take longer than a short step.
-_SECONDS_BETWEEN_MEMORY_READINGS = 2.0
 # Folder in the run directory.
 _LOGS = "logs"
 _SUMMARY_METRICS = 4
@@ -77,8 +74,7 @@ class Tracker:
         self._view: View = PlainView(console, self._pace, unit=unit, every=config.logging_steps)
         self._starting = True
         self._last_log = time.perf_counter()
-        self._memory: dict[str, float] = {}
-        self._memory_read = -math.inf
+        self._memory = HostMemory(root_of_run())
         self._flagged: set[str] = set()
         self._pack_tokens: dict[str, float] = {}
 
@@ -93,6 +89,7 @@ class Tracker:
         """
         self._facts["facts"] = dict(facts)
         self._write_facts("running")
+        self._memory.start()
         logs = self._output / _LOGS
         rows = dict(facts)
         if is_kept:
@@ -124,7 +121,8 @@ class Tracker:
             measured["perf/tokens_per_second"] = metrics["num_tokens"] / busy
         plain = {name: plain_number(value) for name, value in metrics.items()}
         # Memory metrics from the trainer (GPU workers) take precedence over measurements in this process.
-        full = plain | measured | self._read_memory(now) | {k: v for k, v in plain.items() if k.startswith("memory/")}
+        own = {k: v for k, v in plain.items() if k.startswith("memory/")}
+        full = plain | measured | {"memory/host_gib": self._memory.peak()} | own
         for log in self._each("log"):
             log(step, full)
         self._flag(step, full)
@@ -180,6 +178,7 @@ class Tracker:
         """
         # Stop redrawing first, so that the summary is printed below the view.
         self._view.close()
+        self._memory.close()
         for close in self._each("close"):
             close()
         self._write_facts(outcome)
@@ -195,13 +194,6 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.close(outcome="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-
-    def _read_memory(self, now: float) -> dict[str, float]:
-        """Return the latest memory reading, refreshed at intervals."""
-        if now - self._memory_read >= _SECONDS_BETWEEN_MEMORY_READINGS:
-            self._memory_read = now
-            self._memory = {"memory/host_gib": _host_gib()}
-        return self._memory
 
     def _flag(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once for each metric that is NaN or infinite."""
@@ -291,22 +283,3 @@ class SilentTracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """No-op."""
-
-
-def _host_gib() -> float:
-    """Measure resident memory of this process and all descendants in GiB.
-
-    Shared memory counts once, as the largest shared part of any single process: libraries and object stores are mapped
-    by all of them.
-    """
-    private, shared = 0, 0
-    this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        # A process may exit, or deny access, between listing and reading.
-        with suppress(psutil.Error):
-            usage = process.memory_info()
-            # Linux only; other systems report no shared memory.
-            common = getattr(usage, "shared", 0)
-            private += usage.rss - common
-            shared = max(shared, common)
-    return (private + shared) / GIB

@@ -71,10 +71,7 @@ class DeepSpeedEngine:
         optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
         self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            config=config,
+            model=module, optimizer=optimizer, lr_scheduler=scheduler, config=config
         )
         # DeepSpeed's hook compares the inputs of tensor-parallel ranks, but supports only tensors, not packs.
         if settings.tensor_parallel_size > 1:
