@@ -100,7 +100,9 @@ _SHORTAGES: dict[MemoryKind, str] = {
     "space in /dev/shm": r"/dev/shm.*No space left|No space left.*/dev/shm|Bus error|SIGBUS|shared memory \(shm\)"
     r"|creating shared memory segment",
     "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc"
-    r"|less than desired CPU memory utilization|less than requested memory for kv",
+    r"|less than desired CPU memory utilization|less than requested memory for kv"
+    # std::thread's error, as in Gloo. Python's errors of non-blocking files have a number before these words.
+    r"|^Resource temporarily unavailable|can't start new thread",
 }
 """Patterns in out-of-memory messages from libraries, by memory kind. A full /dev/shm kills with SIGBUS."""
 

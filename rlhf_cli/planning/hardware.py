@@ -10,7 +10,7 @@ from rlhf_cli.backends.doctor.gpus import Gpu, gpus
 from rlhf_cli.backends.process.killed import usable_memory
 from rlhf_cli.config.plan import GpuName, PlanConfig
 from rlhf_cli.environment import processor_name
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, full_memory
 from rlhf_cli.models.fused import is_installed
 
 GIB = 2**30
@@ -173,11 +173,21 @@ def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware 
     return replace(base, num_gpus=max(node_gpus), num_nodes=len(node_gpus))
 
 
+_ASSUMED_SPEED = (1e11, 1e10)
+"""Operations and bytes per second of a CPU that cannot be measured: a few cores with two channels of memory."""
+
+
 def this_cpu() -> Hardware:
-    """Measure this machine's CPU, for about 0.2 seconds."""
+    """Measure this machine's CPU, for about 0.2 seconds. If host memory is full, its speed is assumed."""
     cores = len(os.sched_getaffinity(0))
     memory = float(usable_memory())
-    flops, bandwidth = _measured_speed()
+    try:
+        flops, bandwidth = _measured_speed()
+    except (MemoryError, RuntimeError) as error:
+        if full_memory(error) is None:
+            raise
+        # A plan for an out-of-memory error compares changes with each other, which needs no exact speed.
+        flops, bandwidth = _ASSUMED_SPEED
     link = bandwidth / 4  # a copy between processes reads and writes twice
     return Hardware(
         processor_name() or "CPU", memory, flops, bandwidth, link, link, link, cores, 1, memory, is_cpu=True

@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from rlhf_cli.backends.process.killed import is_shm_full
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.errors import OutOfMemory, RunError, Shortage, full_memory, one_line
+
+_LOST_RANK = "by peer"
+"""Part of Gloo's messages when a rank is gone: connection reset, or closed, by peer."""
 
 
 @contextmanager
@@ -24,12 +28,23 @@ def with_memory_fixes(config: CommandConfig, node_gpus: Sequence[int] = ()) -> I
         _explain(error, config, node_gpus)
         raise
     except Exception as error:
-        kind = full_memory(error)
-        if kind is None:
+        found = _shortage(error)
+        if found is None:
             raise
-        shortage = OutOfMemory(Shortage(kind, detail=one_line(error)))
+        shortage = OutOfMemory(found)
         _explain(shortage, config, node_gpus)
         raise shortage from error
+
+
+def _shortage(error: Exception) -> Shortage | None:
+    """Return what memory was full, None for other errors."""
+    kind = full_memory(error)
+    if kind is not None:
+        return Shortage(kind, detail=one_line(error))
+    # SIGBUS leaves no message: the ranks that are left only see a closed connection.
+    if _LOST_RANK in str(error) and is_shm_full():
+        return Shortage("space in /dev/shm", doubt="the connection to a rank was lost while /dev/shm was full")
+    return None
 
 
 def _explain(error: RunError, config: CommandConfig, node_gpus: Sequence[int]) -> None:

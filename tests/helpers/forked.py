@@ -96,6 +96,10 @@ class Command:
         self._output = output
         self._status: int | None = None
 
+    @property
+    def pid(self) -> int:
+        return self._pid
+
     def is_running(self) -> bool:
         return psutil.pid_exists(self._pid)  # the server reaps commands at once
 

@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_cli.backends.cluster.placement import Layout, Seat, on_nodes
-from rlhf_cli.backends.process.killed import kernel_has_killed
+from rlhf_cli.backends.process.killed import is_shm_full, kernel_has_killed
 from rlhf_cli.backends.process.signals import children_apart
 from rlhf_cli.errors import RunError, Shortage, UsageError, first_line, full_memory
 
@@ -63,6 +63,8 @@ def death_reason(error: Exception, role: str) -> str | Shortage:
             kind = "host memory"
         elif _ENDED_SILENTLY in str(error):
             kind, doubt = "host memory", "killed from outside, or crashed with an error at the end of its log"
+            if is_shm_full():
+                kind, doubt = "space in /dev/shm", "ended while /dev/shm was full"
     return first_line(error) if kind is None else Shortage(kind, role=role, doubt=doubt)
 
 

@@ -1,4 +1,4 @@
-"""Detects whether the kernel's OOM killer was active in this container or on this machine, and the memory limit."""
+"""Detects whether the kernel has killed a process for memory, here or in this container, and the memory limits."""
 
 import os
 from collections.abc import Iterator
@@ -22,6 +22,14 @@ def num_killed(root: Path = Path("/")) -> int:
     counters = [_counter(folder / name) for folder in _cgroups(root) for name in _KILLS]
     found = [counter for counter in counters if counter is not None]
     return sum(found) if found else _counter(root / _VMSTAT) or 0
+
+
+def is_shm_full(folder: str = "/dev/shm") -> bool:
+    """Return whether /dev/shm has no room for another page. A process that writes there then dies of SIGBUS."""
+    with suppress(OSError):
+        # Huge pages of 2 MiB may be larger than what is left.
+        return os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < 2 << 20
+    return False
 
 
 def total_memory() -> int:

@@ -1,6 +1,7 @@
 """Out-of-memory errors of all sources are recognised."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -12,7 +13,7 @@ from torch import nn
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.cluster.ray_cluster import death_reason
-from rlhf_cli.backends.process.killed import num_killed, usable_memory
+from rlhf_cli.backends.process.killed import is_shm_full, num_killed, usable_memory
 from rlhf_cli.backends.process.launch import check_killed
 from rlhf_cli.backends.rollout.engine import EngineDead, EngineSettings
 from rlhf_cli.backends.rollout.engine_failures import cause_of, reason_of
@@ -44,6 +45,8 @@ RAY = "Task was killed due to the node running low on memory.\nMemory on the nod
         (ray.exceptions.OutOfMemoryError(RAY), "host memory"),
         (ValueError("Memory on node 0 (0.5/24 GiB) is less than requested memory for kv (1.0 GiB)"), "host memory"),
         (MemoryError(), "host memory"),
+        (RuntimeError("Resource temporarily unavailable"), "host memory"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), None),
         (OSError(12, "Cannot allocate memory"), "host memory"),
         (OSError(28, "No space left on device", "/dev/shm/rlhf-1"), "space in /dev/shm"),
         (RuntimeError("DataLoader worker is killed by signal: Bus error. It is possible that"), "space in /dev/shm"),
@@ -154,6 +157,19 @@ def test_a_rank_that_ray_lost_without_a_word_was_probably_killed_for_memory():
     )
     other = ray.exceptions.RayActorError(error_msg="The actor was ended by ray.kill")
     assert death_reason(other, "actor") == "The actor was ended by ray.kill"
+
+
+def test_a_rank_that_ray_lost_while_shared_memory_was_full_had_a_bus_error(monkeypatch):
+    monkeypatch.setattr("rlhf_cli.backends.cluster.ray_cluster.is_shm_full", lambda: True)
+    reason = death_reason(ray.exceptions.RayActorError(error_msg="exits with a connection error code 2"), "actor")
+    assert str(reason).startswith("ended while /dev/shm was full, probably out of space in /dev/shm: remove leftover")
+
+
+def test_shared_memory_is_full_without_room_for_a_page(monkeypatch):
+    for num_free, full in ((0, True), (511, True), (512, False)):
+        sizes = SimpleNamespace(f_bavail=num_free, f_frsize=4096)
+        monkeypatch.setattr("os.statvfs", lambda folder, sizes=sizes: sizes)
+        assert is_shm_full() == full
 
 
 def files(root, **texts):

@@ -170,3 +170,51 @@ def test_an_error_keeps_its_own_fix_if_no_plan_is_possible(monkeypatch):
     with pytest.raises(OutOfMemory) as caught, with_memory_fixes(config):
         raise OutOfMemory(Shortage("GPU memory", TRAINING, "set --own_flag"))
     assert str(caught.value) == f"out of GPU memory {TRAINING}: set --own_flag"
+
+
+def test_a_lost_rank_while_shared_memory_is_full_names_its_size(monkeypatch):
+    monkeypatch.setattr("rlhf_cli.runs.memory_fixes.is_shm_full", lambda: True)
+    config = build_config(
+        COMMANDS["sft"].config_class, {"pretrain": SMALL, "dataset": "rows", "output": "run", "num_processes": 2}
+    )
+    with pytest.raises(OutOfMemory) as caught, with_memory_fixes(config):
+        raise RuntimeError("Read error [127.0.0.1]:19346: Connection reset by peer.")
+    assert str(caught.value).startswith(
+        "the connection to a rank was lost while /dev/shm was full, probably out of space in /dev/shm: start the "
+        "container with --shm-size 1g (ranks 0.1 GiB planned)"
+    )
+
+
+def test_a_plan_is_possible_where_no_memory_is_left_to_measure_the_cpu(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError(f"{CPU} 33554432 bytes")
+
+    monkeypatch.setattr("rlhf_cli.planning.hardware._measured_speed", fail)
+    config = build_config(COMMANDS["sft"].config_class, {"pretrain": SMALL, "dataset": "rows", "output": "run"})
+    with pytest.raises(OutOfMemory, match=r"out of host memory: set --.* GiB planned\)"), with_memory_fixes(config):
+        raise RuntimeError(f"{CPU} 17000000 bytes")
+
+
+@pytest.mark.parametrize(
+    ("command", "role", "where"),
+    [
+        ("dpo", "", "while computing a forward pass on a pack of 8192 tokens"),
+        ("kto", "", "while computing a forward pass on a pack of 8192 tokens"),
+        ("ppo", "reward", "while computing a forward pass on a pack of 8192 tokens"),
+        ("ppo", "critic", "while computing a forward pass on a pack of 8192 tokens"),
+        ("ppo", "ref", "while computing a forward pass on a pack of 8192 tokens"),
+        ("ppo", "actor", "while taking an optimizer step"),
+        ("ppo", "actor", ""),
+        ("grpo", "engine", "in vLLM"),
+    ],
+)
+def test_a_flag_is_named_for_each_role_and_phase(command, role, where):
+    message, before, after = fixed(command, Shortage("GPU memory", where, role=role), num_gpus=8, pretrain=SMALL)
+    phase = "forward" if "forward" in where else "train" if "step" in where else None
+    peaks = [
+        plan.peak_in(phase) if phase else sum(plan.peak_in(one) for one in plan.gpus[0].phases)
+        for plan in (before, after)
+    ]
+    assert message.count(": ") == 1
+    assert after.fits
+    assert peaks[1] < peaks[0] or (role == "engine" and engine_of(after).share < engine_of(before).share)
