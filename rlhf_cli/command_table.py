@@ -138,6 +138,18 @@ COMMANDS = {
         "Create a small untrained model and tokenizer for offline tests.",
         "scratch:scratch",
     ),
+    "why": Command(
+        "why:WhyConfig",
+        _HELP,
+        "Explain how a sampled token entered the loss, with the formulas and numbers of its iteration.",
+        "online.why:explain",
+    ),
+    "replay": Command(
+        "replay:ReplayConfig",
+        _HELP,
+        "Run an iteration again with other settings, on the same samples, and compare.",
+        "online.replay:run_replay",
+    ),
     "plan": Command(
         "plan:PlanCommandConfig",
         _HELP,

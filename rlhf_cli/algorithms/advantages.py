@@ -91,7 +91,13 @@ def whiten(x_N: Tensor, *, scale: float | None = None) -> Tensor:
     """
     if x_N.numel() < 2:
         return torch.zeros_like(x_N)
+    mean, root = whiten_moments(x_N, scale=scale)
+    return ((x_N.double() - mean) / root).to(x_N.dtype)
+
+
+def whiten_moments(x_N: Tensor, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return the mean and `sqrt(var + 1e-8 scale^2)` of `whiten`, float64."""
     # float64: a float32 mean over millions of tokens would lose the last digits.
     variance, mean = torch.var_mean(x_N.double(), correction=1)
     eps = _WHITEN_EPS * (scale_of(x_N) if scale is None else scale) ** 2
-    return ((x_N.double() - mean) / torch.sqrt(variance + eps)).to(x_N.dtype)
+    return mean, torch.sqrt(variance + eps)

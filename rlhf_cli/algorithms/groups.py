@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Keeps a tiny standard deviation from blowing up the quotient (arXiv 2402.03300, as in later code by the authors).
 # Multiplied by the score range: rewards of 0 and 1e-6 train like rewards of 0 and 1.
-_STD_EPS = 1e-6
+STD_EPS = 1e-6
 
 # Scores within this relative difference are equal: two units in the last place of float32, the precision of reward
 # models. Float64 rounding, such as 0.1 + 0.2 against 0.3, is far smaller.
@@ -49,7 +49,7 @@ def group_normalised(scores_B: Tensor, groups_B: Tensor, *, scale: float | None 
     `scale` defaults to the score range. Pass it if the scores include a term on a different scale.
     """
     group_B = _numbered(groups_B)
-    eps = _STD_EPS * (scale_of(scores_B) if scale is None else scale)
+    eps = STD_EPS * (scale_of(scores_B) if scale is None else scale)
     return (_centred(scores_B, group_B) / (_stds(scores_B, group_B)[group_B] + eps)).to(scores_B.dtype)
 
 
@@ -65,7 +65,7 @@ def best_over_second(scores_B: Tensor, groups_B: Tensor, *, scale: float | None 
     second_G = _extreme(scores.masked_fill(is_best_B, -torch.inf), group_B, "amax")
     alone_G = (torch.bincount(group_B) == 1) | (torch.bincount(group_B, weights=is_best_B.double()) > 1)
     is_nothing_G = alone_G | _alike_groups(scores, group_B)
-    eps = _STD_EPS * (scale_of(scores) if scale is None else scale)
+    eps = STD_EPS * (scale_of(scores) if scale is None else scale)
     lead_G = torch.where(is_nothing_G, 0.0, best_G - second_G) / (_stds(scores, group_B) + eps)
     return torch.where(is_best_B, lead_G[group_B], 0.0).to(scores_B.dtype)
 

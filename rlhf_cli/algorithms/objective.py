@@ -35,6 +35,43 @@ class LossWeights:
     entropy: EntropyState
 
 
+@dataclass(frozen=True)
+class TokenTerms:
+    """Parts of the actor loss per token, `[K]`, before the mean over the optimizer step.
+
+    - `anchor_K`: log-probs that ratios are relative to.
+    - `loss_K`, `flags`: policy loss and its metrics (policy_loss.py).
+    - `weight_K`, `corrected_K`: rollout correction (importance_correction.py).
+    - `kl_K`: KL estimate by role.
+    """
+
+    anchor_K: Tensor
+    loss_K: Tensor
+    flags: Mapping[str, Tensor]
+    weight_K: Tensor
+    corrected_K: Tensor
+    kl_K: Mapping[str, Tensor]
+
+
+def token_terms(
+    logprobs_K: Tensor, columns: PolicyColumns, *, settings: PolicyConfig, weights: LossWeights
+) -> TokenTerms:
+    """Compute the parts of the actor loss per token, with gradient."""
+    # No old_K: this is the first update since the rollout, and a second forward pass would return the same log-probs.
+    anchor_K = logprobs_K.detach() if columns.old_K is None else columns.old_K
+    loss_K, flags = _token_loss(logprobs_K, anchor_K, columns, settings)
+    weight_K, corrected_K = correction_weights(
+        anchor_K,
+        columns.rollout_K,
+        columns.cu,
+        kind=settings.rollout_correction,
+        cap=settings.rollout_correction_cap,
+        keep_range=settings.rollout_correction_range,
+    )
+    kl_K = {role: kl_estimate(logprobs_K, columns.frozen_K[role], term.estimator) for role, term in weights.kl.items()}
+    return TokenTerms(anchor_K, loss_K, flags, weight_K, corrected_K, kl_K)
+
+
 def policy_objective(
     logprobs_K: Tensor,
     entropy_K: Tensor | None,
@@ -53,19 +90,9 @@ def policy_objective(
     def mean(values_K: Tensor) -> Tensor:
         return aggregate(values_K, columns.cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
 
-    # No old_K: this is the first update since the rollout, and a second forward pass would return the same log-probs.
-    anchor_K = logprobs_K.detach() if columns.old_K is None else columns.old_K
-    loss_K, flags = _token_loss(logprobs_K, anchor_K, columns, settings)
-    weight_K, corrected_K = correction_weights(
-        anchor_K,
-        columns.rollout_K,
-        columns.cu,
-        kind=settings.rollout_correction,
-        cap=settings.rollout_correction_cap,
-        keep_range=settings.rollout_correction_range,
-    )
+    terms = token_terms(logprobs_K, columns, settings=settings, weights=weights)
     # Weight tokens before aggregation: zero-weight tokens must still count in the denominator.
-    loss = mean(loss_K * weight_K)
+    loss = mean(terms.loss_K * terms.weight_K)
     metrics = {"policy_loss": loss.detach()}
     if entropy_K is not None:
         # At weight 0, skip the term: the backward pass for entropy is as expensive as for log-probs.
@@ -75,11 +102,10 @@ def policy_objective(
     elif weights.entropy.weight:
         raise ValueError("the entropy has a weight but was not computed")
     for role, term in weights.kl.items():
-        kl_K = kl_estimate(logprobs_K, columns.frozen_K[role], term.estimator)
-        loss = loss + term.coef * mean(kl_K)
-        metrics[kl_metric(role)] = sequence_mean(kl_K.detach(), totals)
-    metrics |= _ratio_metrics(logprobs_K.detach(), anchor_K, flags, totals)
-    metrics |= _correction_metrics(anchor_K, columns.rollout_K, weight_K, corrected_K, totals)
+        loss = loss + term.coef * mean(terms.kl_K[role])
+        metrics[kl_metric(role)] = sequence_mean(terms.kl_K[role].detach(), totals)
+    metrics |= _ratio_metrics(logprobs_K.detach(), terms.anchor_K, terms.flags, totals)
+    metrics |= _correction_metrics(terms.anchor_K, columns.rollout_K, terms.weight_K, terms.corrected_K, totals)
     return loss, metrics
 
 
@@ -175,7 +201,7 @@ def _split_moments(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict
     return means, moments
 
 
-def _ratio_metrics(logprobs_K: Tensor, anchor_K: Tensor, flags: dict[str, Tensor], totals: StepTotals) -> Metrics:
+def _ratio_metrics(logprobs_K: Tensor, anchor_K: Tensor, flags: Mapping[str, Tensor], totals: StepTotals) -> Metrics:
     """Measure how far the model has moved from the anchor.
 
     `approx_kl` and `approx_k3` are the k1 and k3 estimates of KL(anchor || model).

@@ -18,8 +18,9 @@ from rlhf_cli.planning.hardware import hardware_of
 from rlhf_cli.planning.memory import GIB, Parts, total
 from rlhf_cli.planning.planner import Plan
 from rlhf_cli.runs.plan import planner_of
+from rlhf_cli.runs.run_directory import recorded_command
 from rlhf_cli.settings_file import read_yaml
-from rlhf_cli.tracking.sinks import PLAN_FILE, RUN_FILE, read_metrics
+from rlhf_cli.tracking.sinks import PLAN_FILE, read_metrics
 
 if TYPE_CHECKING:
     from rlhf_cli.backends.cluster.ray_cluster import Cluster
@@ -135,10 +136,7 @@ def gpu_settings(node_gpus: Sequence[int]) -> dict[str, object]:
 
 
 def _command(directory: Path, source: str) -> str:
-    try:
-        command = str(json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))["command"])
-    except (OSError, ValueError, KeyError):
-        raise UsageError(f"{source}: not a run directory, it has no readable {RUN_FILE}") from None
+    command = recorded_command(directory, source=source)
     if command not in PLANNED:
         raise UsageError(f"{source}: rlhf {command} has no plan")
     return command

@@ -104,6 +104,14 @@ def check_run_directory(settings: CheckpointConfig) -> None:
         )
 
 
+def recorded_command(root: Path, *, source: str) -> str:
+    """Return the command of a run. Raises UsageError, which names `source`, if the folder is not a run directory."""
+    try:
+        return str(json.loads((root / RUN_FILE).read_text(encoding="utf-8"))["command"])
+    except (OSError, ValueError, KeyError):
+        raise UsageError(f"{source}: not a run directory, it has no readable {RUN_FILE}") from None
+
+
 @contextmanager
 def held_output(settings: CheckpointConfig) -> Iterator[None]:
     """Lock all folders of the run. Raises UsageError if another run uses one, or has left files there."""

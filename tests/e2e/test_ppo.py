@@ -130,6 +130,31 @@ def test_a_run_leaves_a_model_metrics_samples_and_a_report(finished_run):
     assert AutoTokenizer.from_pretrained(output / "model").chat_template
 
 
+def last_response(output: Path) -> str:
+    """Return the id of the last response, whose iteration has a checkpoint directly before it."""
+    return json.loads((output / "samples.jsonl").read_text().splitlines()[-1])["id"]
+
+
+def test_a_response_is_explained_with_the_numbers_of_the_run(finished_run):
+    _, output = finished_run
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.name != ".lock"}
+    printed = run_rlhf("why", output, "--sample", last_response(output), "--token", "1")
+    assert "Equal to the run: all " in printed
+    assert "GAE, arXiv 1506.02438, eq. 16" in printed
+    assert "Token 1, " in printed
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.name != ".lock"} == before
+
+
+@pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
+def test_an_iteration_is_replayed_with_other_settings(finished_run):
+    _, output = finished_run
+    printed = run_rlhf("replay", output, "--iteration", "4", "--set", "eps_clip=0.001,actor_learning_rate=1e-4")
+    assert "Equal to the run: all metrics of the iteration" in printed
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.startswith("  ")}
+    assert float(rows["clip_high"][1]) > float(rows["clip_high"][0])
+    assert "reward" not in rows  # the samples are the same
+
+
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
 def test_responses_are_episodes_with_an_environment_in_its_processes(finished_run):
     _, output = finished_run

@@ -22,7 +22,7 @@ from rlhf_cli.options import build_config, to_yaml
 FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py"
 # Settings that a command needs besides its required ones, for checks that look at several settings at once.
-ALSO_NEEDED = {"reward_funcs": "gsm8k"}
+ALSO_NEEDED = {"iteration": "1", "reward_funcs": "gsm8k"}
 # Settings that are only valid together with others, which no `Needs` names.
 TOGETHER: dict[str, dict[str, Any]] = {
     "best_metric_key": {"eval_dataset": "x"},

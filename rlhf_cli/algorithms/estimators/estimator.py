@@ -116,6 +116,8 @@ class Estimator:
     - `rewards_apart`: whether the estimator normalizes each reward separately instead of their sum.
     - `steps`: "tokens" adds step rewards to token rewards, "groups" normalizes them within the group; None if step
       rewards are not supported.
+    - `formula`: lines with the formula of an advantage before whitening and its numbers, from (experience, settings,
+      response, token), for `rlhf why`; None names only the estimator.
     """
 
     name: str = ""
@@ -127,3 +129,4 @@ class Estimator:
     greedy: bool = False
     rewards_apart: bool = False
     steps: Literal["tokens", "groups"] | None = None
+    formula: Callable[[Experience, Any, int, int], list[str]] | None = None

@@ -32,4 +32,24 @@ def ppo(experience: Experience, settings: ActorCriticPolicyConfig) -> Advantages
     )
 
 
-PPO = Estimator("ppo", ppo, critic=True, whiten=True, steps="tokens")
+def gae_formula(experience: Experience, settings: ActorCriticPolicyConfig, sample: int, token: int) -> list[str]:
+    """Return the formula of GAE with numbers."""
+    from rlhf_cli.algorithms.formulas import number
+
+    assert experience.values_N is not None, "GAE needs a critic"
+    first, end = experience.cu[sample : sample + 2].tolist()
+    rewards, values = experience.rewards_N[first:end].tolist(), experience.values_N[first:end].tolist()
+    values.append(0.0 if experience.bootstrap_B is None else float(experience.bootstrap_B[sample]))
+    gamma, lambd = settings.gamma, settings.lambd
+    deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+    total = sum((gamma * lambd) ** later * delta for later, delta in enumerate(deltas[token:]))
+    return [
+        f"delta = r + gamma V' - V = {number(rewards[token])} + {number(gamma)} x {number(values[token + 1])} - "
+        f"{number(values[token])} = {number(deltas[token])}",
+        f"A = sum of (gamma lambda)^s delta_(t+s) over {end - first - token} tokens, lambda {number(lambd)} = "
+        f"{number(total)}",
+        "GAE, arXiv 1506.02438, eq. 16",
+    ]
+
+
+PPO = Estimator("ppo", ppo, critic=True, whiten=True, steps="tokens", formula=gae_formula)

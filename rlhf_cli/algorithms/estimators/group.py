@@ -97,6 +97,38 @@ def gdpo(experience: Experience, _: object) -> Advantages:
     return Advantages(per_response_B=whiten(torch.stack(apart_B).sum(0)))
 
 
-GRPO = Estimator("grpo", grpo, min_group=2, steps="groups")
-GRPO_PASSK = Estimator("grpo_passk", passk, min_group=2)
-GDPO = Estimator("gdpo", gdpo, min_group=2, rewards_apart=True)
+def grpo_formula(experience: Experience, settings: GroupPolicyConfig, sample: int, token: int) -> list[str]:
+    """Return the formula of `grpo` with numbers."""
+    from rlhf_cli.algorithms.formulas import group_of, less_mean_formula, mean_of, number, shown_group, std_of
+    from rlhf_cli.algorithms.groups import STD_EPS, is_alike, scale_of
+
+    if settings.advantage_std == "none":
+        return [*less_mean_formula(experience, sample), "Dr. GRPO, arXiv 2503.20783"]
+    rewards, place = group_of(experience, sample)
+    eps = STD_EPS * (scale_of(experience.rewards_B) if experience.scale is None else experience.scale)
+    own, mean, std = rewards[place], mean_of(rewards), std_of(rewards)
+    value = 0.0 if is_alike(min(rewards), max(rewards)) else (own - mean) / (std + eps)
+    return [
+        shown_group(rewards, place),
+        f"A = (R - mean) / (std + eps) = ({number(own)} - {number(mean)}) / ({number(std)} + {number(eps)}) = "
+        f"{number(value)}",
+        "GRPO, arXiv 2402.03300",
+    ]
+
+
+def passk_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `passk`."""
+    from rlhf_cli.algorithms.formulas import group_of, shown_group
+
+    formula = "A = (best - second) / (std + eps) for the best response, 0 for the rest"
+    return [shown_group(*group_of(experience, sample)), formula, "arXiv 2503.19595"]
+
+
+def gdpo_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `gdpo`."""
+    return ["A = sum over rewards of weight (R - mean) / (std + eps), whitened over all responses"]
+
+
+GRPO = Estimator("grpo", grpo, min_group=2, steps="groups", formula=grpo_formula)
+GRPO_PASSK = Estimator("grpo_passk", passk, min_group=2, formula=passk_formula)
+GDPO = Estimator("gdpo", gdpo, min_group=2, rewards_apart=True, formula=gdpo_formula)

@@ -37,5 +37,28 @@ def reinforce_group(experience: Experience, _: object) -> Advantages:
     return Advantages(per_response_B=less_group_mean(experience.rewards_B, experience.groups_B))
 
 
-REINFORCE = Estimator("reinforce++", reinforce, whiten=True, steps="tokens")
-REINFORCE_GROUP = Estimator("reinforce++_group", reinforce_group, min_group=2, whiten=True, steps="groups")
+def reinforce_formula(experience: Experience, settings: ReinforcePolicyConfig, sample: int, token: int) -> list[str]:
+    """Return the formula of `reinforce` with numbers."""
+    from rlhf_cli.algorithms.formulas import number
+
+    first, end = experience.cu[sample : sample + 2].tolist()
+    rest = experience.rewards_N[first + token : end].tolist()
+    total = sum(settings.gamma**later * reward for later, reward in enumerate(rest))
+    return [
+        f"A = sum of gamma^s r_(t+s) over {len(rest)} tokens to the end, gamma {number(settings.gamma)} = "
+        f"{number(total)}",
+        "REINFORCE++, arXiv 2501.03262",
+    ]
+
+
+def reinforce_group_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `reinforce_group` with numbers."""
+    from rlhf_cli.algorithms.formulas import less_mean_formula
+
+    return [*less_mean_formula(experience, sample), "REINFORCE++ with baseline, arXiv 2501.03262"]
+
+
+REINFORCE = Estimator("reinforce++", reinforce, whiten=True, steps="tokens", formula=reinforce_formula)
+REINFORCE_GROUP = Estimator(
+    "reinforce++_group", reinforce_group, min_group=2, whiten=True, steps="groups", formula=reinforce_group_formula
+)

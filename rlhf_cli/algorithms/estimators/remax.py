@@ -9,4 +9,16 @@ def remax(experience: Experience, _: object) -> Advantages:
     return Advantages(per_response_B=experience.rewards_B - experience.greedy_B)
 
 
-REMAX = Estimator("remax", remax, greedy=True)
+def remax_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `remax` with numbers."""
+    from rlhf_cli.algorithms.formulas import number
+
+    assert experience.greedy_B is not None, "ReMax needs greedy responses"
+    own, greedy = float(experience.rewards_B[sample]), float(experience.greedy_B[sample])
+    return [
+        f"A = R - R of the greedy response = {number(own)} - {number(greedy)} = {number(own - greedy)}",
+        "ReMax, arXiv 2310.10505",
+    ]
+
+
+REMAX = Estimator("remax", remax, greedy=True, formula=remax_formula)

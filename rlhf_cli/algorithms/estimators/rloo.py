@@ -10,4 +10,18 @@ def rloo(experience: Experience, _: object) -> Advantages:
     return Advantages(per_response_B=less_mean_of_others(experience.rewards_B, experience.groups_B))
 
 
-RLOO = Estimator("rloo", rloo, min_group=2, steps="groups")
+def rloo_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `rloo` with numbers."""
+    from rlhf_cli.algorithms.formulas import group_of, mean_of, number, shown_group
+
+    rewards, place = group_of(experience, sample)
+    own, rest = rewards[place], [*rewards[:place], *rewards[place + 1 :]]
+    mean = mean_of(rest) if rest else own
+    return [
+        shown_group(rewards, place),
+        f"A = R - mean of the others = {number(own)} - {number(mean)} = {number(own - mean)}",
+        "RLOO, arXiv 2402.14740, eq. 8",
+    ]
+
+
+RLOO = Estimator("rloo", rloo, min_group=2, steps="groups", formula=rloo_formula)

@@ -3,7 +3,7 @@
 Sequences are sent to the ranks as micro-batches (planner.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 
 from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, finish_value_metrics
 from rlhf_cli.algorithms.shaping import normalised_scores
+from rlhf_cli.algorithms.token_trace import PLACE, SAMPLE, TOKEN
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import PickledCall, RankWork, SentWork, store
@@ -282,7 +283,14 @@ class TrainedRole(RoleGroup[_TrainedT]):
 
 
 class ActorRole(TrainedRole["ActorRank"]):
-    """The trained policy."""
+    """The trained policy.
+
+    - `traces`: whether updates record their tokens in `trace`, one mapping of columns per optimizer step
+      (algorithms/token_trace.py).
+    """
+
+    traces = False
+    trace: Sequence[dict[str, np.ndarray]] = ()
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens per sequence, in nats."""
@@ -295,9 +303,37 @@ class ActorRole(TrainedRole["ActorRank"]):
 
         Returns metrics per step.
         """
-        shares = self.planner.steps(samples, steps)
-        metrics = self.run_awake(lambda rank, share: rank.update(share, on_policy, weights), shares, rest=_keep_weights)
+        if self.traces:
+            samples = [with_place(sample, number) for number, sample in enumerate(samples)]
+        shares, traces = self.planner.steps(samples, steps), self.traces
+        metrics = self.run_awake(
+            lambda rank, share: rank.update(share, on_policy, weights, traces=traces), shares, rest=_keep_weights
+        )
+        if traces:
+            self.trace = joined_trace(self.group.all(lambda rank: rank.trace.steps if rank.trace else []))
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
+
+
+def with_place(sample: TokenSequence, number: int) -> TokenSequence:
+    """Return the sequence with columns that identify its tokens in a trace."""
+    # float32 like all columns: exact up to 16 million.
+    tokens_K = np.arange(sample.num_trained, dtype=np.float32)
+    place = {SAMPLE: np.full_like(tokens_K, number), TOKEN: tokens_K}
+    return replace(sample, columns={**sample.columns, **place})
+
+
+def joined_trace(ranks: Sequence[Sequence[Sequence[Mapping[str, torch.Tensor]]]]) -> list[dict[str, np.ndarray]]:
+    """Return the columns of each optimizer step over all ranks and micro-batches, ordered by sequence and token.
+
+    Ranks in a sequence- or tensor-parallel group record the same tokens, of which one is kept.
+    """
+    joined = []
+    for of_ranks in zip(*ranks, strict=True):
+        parts = [part for micro_batches in of_ranks for part in micro_batches]
+        columns = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
+        _, kept = np.unique(np.stack([columns[name] for name in PLACE]), axis=1, return_index=True)
+        joined.append({name: values[kept] for name, values in columns.items()})
+    return joined
 
 
 class StudentRole(TrainedRole["StudentRank"]):

@@ -19,6 +19,7 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
+from rlhf_cli.algorithms.token_trace import PLACE, TokenTrace
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings
 from rlhf_cli.backends.training import distributed
@@ -229,22 +230,29 @@ class SampledRank(TrainedRank):
 
 
 class ActorRank(SampledRank):
-    """One rank of the trained policy."""
+    """One rank of the trained policy. `trace`: tokens of the last update with `traces`, None without."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, partial(PolicyModel, replays_routing=settings.policy.rollout_routing_replay))
+        self.trace: TokenTrace | None = None
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
-    def update(self, work: RankWork, on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
-        """Run the optimizer steps. Returns metrics per step. If `on_policy`, ratios use current log-probs."""
+    def update(
+        self, work: RankWork, on_policy: bool, weights: LossWeights, *, traces: bool = False
+    ) -> list[dict[str, float]]:
+        """Run the optimizer steps. Returns metrics per step. `on_policy`: ratios use current log-probs; see `trace`."""
+        self.trace = TokenTrace() if traces else None
         anchor = () if on_policy else ("old_logprobs",)
-        names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl))
+        place = PLACE if traces else ()
+        names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl), *place)
         _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
         for packed, totals in self.packer.steps(work, names):
+            if self.trace is not None:
+                self.trace.begin_step()
             found = self.train_step(packed, self._loss(totals, weights))
             self.update_average()
             weights = next_weights(weights, found, settings=self.settings.policy)
@@ -279,15 +287,11 @@ class ActorRank(SampledRank):
                 old_K=batch.columns.get("old_logprobs"),
                 frozen_K={role: batch.columns[f"{role}_logprobs"] for role in weights.kl},
             )
-            return policy_objective(
-                logprobs_K,
-                entropy_K,
-                columns,
-                settings=settings.policy,
-                totals=totals,
-                weights=weights,
-                max_new_tokens=settings.max_new_tokens,
-            )
+            step: dict[str, Any] = {"totals": totals, "weights": weights, "max_new_tokens": settings.max_new_tokens}
+            if self.trace is not None:
+                place = {name: batch.columns[name] for name in PLACE}
+                self.trace.record(place, logprobs_K, entropy_K, columns, settings=settings.policy, **step)
+            return policy_objective(logprobs_K, entropy_K, columns, settings=settings.policy, **step)
 
         return loss
 

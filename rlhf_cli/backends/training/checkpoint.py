@@ -6,6 +6,7 @@ written last.
 
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
@@ -61,13 +62,13 @@ class CheckpointStore:
         names = [path.parent.name.removeprefix("step_") for path in self._root.glob(f"step_*/{MANIFEST}")]
         return sorted(int(name) for name in names if name.isdigit())
 
-    def latest(self) -> Checkpoint | None:
-        """Return the latest complete checkpoint, or None.
+    def latest(self, *, at_most: float = math.inf) -> Checkpoint | None:
+        """Return the latest complete checkpoint up to a step, or None.
 
         Raises:
             UsageError: the checkpoint is damaged.
         """
-        steps = self.steps()
+        steps = [step for step in self.steps() if step <= at_most]
         if not steps:
             return None
         path = self.path(steps[-1])

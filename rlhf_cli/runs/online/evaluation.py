@@ -15,7 +15,7 @@ from rlhf_cli.runs.episodes import EpisodePlan
 from rlhf_cli.runs.online.start_roles import OnlineRoles
 from rlhf_cli.runs.run_directory import BEST_FILE, RunDirectory, set_later_best_aside
 from rlhf_cli.tracking.figures import number
-from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, EvaluationTask, Evaluator
 
 
@@ -79,7 +79,7 @@ def make_evaluator(
     task: EvaluationTask,
     started: OnlineRoles,
     scorer: Scorer,
-    tracker: Tracker,
+    tracker: Tracker | SilentTracker,
     *,
     paths: RunDirectory,
     resume: Checkpoint | None,

@@ -42,11 +42,11 @@ from rlhf_cli.runs.run_directory import begin_logs, held_output, prepare_run_dir
 from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
-from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.distilling import train_student
 from rlhf_cli.trainers.online.evaluation import Evaluator
-from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.loop import OnlineHooks, ScoredBatch, train_online
 from rlhf_cli.trainers.online.prompt_source import RolloutSource, prompt_at
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
@@ -84,23 +84,16 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), _STOP))
         is_busy = load_notice()  # measured before Ray adds to the load
-        run, where = _reserve(run, stack)
+        run, where = reserve(run, stack)
         # The plan of an error needs the sizes that were chosen for this cluster.
         stack.enter_context(with_memory_fixes(run.config, where.cluster.node_gpus if where.cluster.has_gpus else ()))
         hints = [] if where.cluster.has_gpus else [*is_busy, *crowd_notice(where.layout, where.cluster.num_cpus)]
         for line in [*notices(run), *hints, f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
-        roles = stack.enter_context(_build(run, where))
+        roles = stack.enter_context(build(run, where))
         if run.episodes is not None:
             roles.rollout = stack.enter_context(run.episodes.played_by(roles.engines))
-        scorer = stack.enter_context(
-            Scorer(
-                config.reward,
-                tell=lambda text: tracker.message(text),
-                decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
-                needs_environment=run.models.teacher is None and config.reward.asks_environment,
-            )
-        )
+        scorer = stack.enter_context(scorer_of(run, lambda text: tracker.message(text)))
         resume_collector()
         # Only now: a failed start must not remove an earlier run.
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
@@ -109,7 +102,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         if run.resume is not None:
             forget_later_best(run.paths, run.resume, tracker.message)
         with stop_announced(stop, tracker.message, _STOP):
-            train, evaluator = _prepared(run, roles, scorer, tracker, stop)
+            train, evaluator = prepared(run, roles, scorer, tracker, stop)
             finished = train()
         # An interrupted run has saved a checkpoint; its model is not final.
         if not finished.interrupted:
@@ -121,6 +114,16 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
     # Outside the block: the report reads files that the tracker closes at its end.
     write_report(run.paths.root)
     return finished
+
+
+def scorer_of(run: OnlineRun, tell: Callable[[str], None]) -> Scorer:
+    """Return the scorer of the run's responses, which reports failures to `tell`."""
+    return Scorer(
+        run.config.reward,
+        tell=tell,
+        decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
+        needs_environment=run.models.teacher is None and run.config.reward.asks_environment,
+    )
 
 
 def _tracker(run: OnlineRun, console: Console) -> Tracker:
@@ -136,7 +139,7 @@ def _tracker(run: OnlineRun, console: Console) -> Tracker:
     )
 
 
-def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
+def reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     """Fill in the run's sizes for the cluster, and reserve resources."""
     cluster = stack.enter_context(ray_cluster())
     node_gpus = cluster.node_gpus if cluster.has_gpus else []
@@ -149,7 +152,8 @@ def _reserve(run: OnlineRun, stack: ExitStack) -> tuple[OnlineRun, Processes]:
     return run, Processes(cluster, reservation, run.paths.logs)
 
 
-def _build(run: OnlineRun, where: Processes) -> OnlineRoles:
+def build(run: OnlineRun, where: Processes) -> OnlineRoles:
+    """Start all roles and engines."""
     try:
         return OnlineRoles(
             run.config, where, run.backend, run.models, total_steps=run.total_steps, end_ids=run.data.end_ids
@@ -206,10 +210,22 @@ def _sleep_fact(run: OnlineRun, where: Processes) -> dict[str, str]:
     return sleep_memory_fact(work, has_gpus=where.cluster.has_gpus)
 
 
-def _prepared(
-    run: OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
+def prepared(
+    run: OnlineRun,
+    started: OnlineRoles,
+    scorer: Scorer,
+    tracker: Tracker | SilentTracker,
+    stop: Callable[[], bool],
+    *,
+    updated: Callable[[ScoredBatch, LoopState], None] = lambda batch, state: None,
+    saves: bool = True,
 ) -> tuple[Callable[[], Finished], Evaluator]:
-    """Load the state of the run. Returns the function that trains from it, and the evaluator."""
+    """Load the state of the run. Returns the function that trains from it, and the evaluator.
+
+    Args:
+        updated: called after each update.
+        saves: whether checkpoints are written.
+    """
     state = first_state(run.config.policy)
     if run.resume is not None:
         # Prompts are not checkpointed, so groups find them by their position.
@@ -224,6 +240,8 @@ def _prepared(
     evaluator = make_evaluator(task, started, scorer, tracker, paths=run.paths, resume=run.resume)
 
     def save_checkpoint(state: LoopState) -> None:
+        if not saves:
+            return
         saved = {
             "identity": run.identity,
             REWARD_FILE: reward_file,
@@ -243,11 +261,11 @@ def _prepared(
         train = partial(train_student, started.with_scorer(actor, scorer), run.student.mixture, source)
     else:
         train = partial(train_online, started.with_scorer(actor, scorer), source)
-    prepared = partial(
+    run_loop = partial(
         train,
         state=state,
         total_iterations=run.total_iterations,
         save_steps=run.config.checkpoint.save_steps,
-        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator, evaluator.is_due),
+        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator, evaluator.is_due, updated),
     )
-    return prepared, evaluator
+    return run_loop, evaluator

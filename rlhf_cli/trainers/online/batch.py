@@ -56,14 +56,9 @@ def learning_samples(
     `greedy` are greedy responses to the same prompts, used as baselines. `kl` is the per-response KL divergence
     averaged over responses, which the adaptive controller targets. It is a metric here if it is part of the reward.
     """
-    policy, cu = settings.policy, rollout.cu
-    # With a KL loss the divergence is part of the objective instead of the reward.
-    kl_N = None if "ref" in settings.kl_losses else _kl(rollout, policy)
-    scores_B = _rewards(rollout, settings)
-    only_scores = kl_N is None and settings.estimator.steps != "tokens"
-    shaped_N = None if only_scores else _shaped(rollout, settings, token_rewards(scores_B, kl_N, cu, kl_coef=kl_coef))
-    experience = _experience(rollout, greedy, settings, shaped_N=shaped_N, scores_B=scores_B)
-    found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or policy)
+    cu = rollout.cu
+    experience, kl_N = experience_of(rollout, greedy, settings, kl_coef=kl_coef)
+    found = compute_advantages(settings.estimator, experience, settings=settings.estimator_settings or settings.policy)
     metrics = {f"advantage/{name}": value for name, value in found.metrics.items()}
     # Add the teacher's term after normalization, whose scale depends on rewards only.
     if settings.distill_coef is not None:
@@ -87,6 +82,19 @@ def learning_samples(
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics
+
+
+def experience_of(
+    rollout: Rollout, greedy: Rollout | None, settings: OnlineSettings, *, kl_coef: float
+) -> tuple[Experience, torch.Tensor | None]:
+    """Return (input for the estimator, KL divergence per token `[N]` if it is part of the reward)."""
+    # With a KL loss the divergence is part of the objective instead of the reward.
+    kl_N = None if "ref" in settings.kl_losses else _kl(rollout, settings.policy)
+    scores_B = _rewards(rollout, settings)
+    only_scores = kl_N is None and settings.estimator.steps != "tokens"
+    rewards_N = None if only_scores else token_rewards(scores_B, kl_N, rollout.cu, kl_coef=kl_coef)
+    shaped_N = None if rewards_N is None else _shaped(rollout, settings, rewards_N)
+    return _experience(rollout, greedy, settings, shaped_N=shaped_N, scores_B=scores_B), kl_N
 
 
 def _shaped(rollout: Rollout, settings: OnlineSettings, rewards_N: torch.Tensor) -> torch.Tensor:

@@ -45,13 +45,14 @@ from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
 @dataclass(frozen=True)
 class OnlineHooks:
-    """Callbacks of the loop, in addition to the roles."""
+    """Callbacks of the loop, in addition to the roles. `updated`: of a batch with all model outputs, and the state."""
 
     tracker: RunTracker
     save_checkpoint: Callable[[LoopState], None]
     should_stop: Callable[[], bool]
     evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
     evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
+    updated: Callable[["ScoredBatch", LoopState], None] = lambda batch, state: None
 
 
 _BatchT = TypeVar("_BatchT")
@@ -92,7 +93,7 @@ def train_online(
     settings = source.settings
     with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
         return run_iterations(
-            _PolicyGradient(roles, settings, schedule, hooks.tracker),
+            _PolicyGradient(roles, settings, schedule, hooks),
             state=state,
             total_iterations=total_iterations,
             save_steps=save_steps,
@@ -262,7 +263,7 @@ class _PolicyGradient:
     roles: Roles[Actor]
     settings: OnlineSettings
     schedule: Schedule
-    tracker: RunTracker
+    hooks: OnlineHooks
 
     def collect(self, state: LoopState, timer: PhaseTimer) -> ScoredBatch | None:
         """Return sampled and scored responses; None if the last prompts left nothing to train on."""
@@ -273,7 +274,7 @@ class _PolicyGradient:
 
         The order of sleep and wake-up minimizes peak memory on shared GPUs.
         """
-        roles, settings, schedule, tracker = self.roles, self.settings, self.schedule, self.tracker
+        roles, settings, schedule, tracker = self.roles, self.settings, self.schedule, self.hooks.tracker
         iteration, rollout = state.iteration + 1, batch.trainable
         is_skipped = batch.is_empty(settings.policy)
         if is_skipped:
@@ -286,6 +287,7 @@ class _PolicyGradient:
             roles.actor.wake_weights()  # as after an update: engines need weights after sleeping
         else:
             metrics, updates = self._update_models(batch, state, timer)
+            self.hooks.updated(batch, state)
         waited, found = schedule.wait(batch.state, timer, version=iteration)
         with schedule.engines(timer):
             if settings.staleness:
@@ -314,7 +316,7 @@ class _PolicyGradient:
         """
         roles, settings = self.roles, self.settings
         iteration, rollout = state.iteration + 1, batch.trainable
-        _report_clipping(settings, rollout, self.tracker, iteration=iteration)
+        _report_clipping(settings, rollout, self.hooks.tracker, iteration=iteration)
         plan = _plan(settings, rollout, iteration=iteration, num_sampled=len(batch.sampled))
         # Carried-over and asynchronous batches were sampled by older weights, so ratios need the current policy's
         # log-probs.

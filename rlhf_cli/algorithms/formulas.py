@@ -1,0 +1,180 @@
+"""Formulas of policy losses, corrections and means with the numbers of one token filled in, for `rlhf why`.
+
+Formulas of advantages are with their estimators (estimators/). Each is a list of lines: the formula, the same with
+numbers, and the paper.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_cli.algorithms.advantages import whiten_moments
+from rlhf_cli.algorithms.estimators.estimator import Estimator, Experience
+from rlhf_cli.algorithms.ragged import segment_ids
+from rlhf_cli.config.policy import PolicyConfig
+
+Values = Mapping[str, float]
+"""Columns of one token in a trace (token_trace.py)."""
+
+
+def number(value: float) -> str:
+    """Format a number with six significant digits."""
+    return f"{value + 0.0:.6g}"  # no "-0"
+
+
+def group_of(experience: Experience, sample: int) -> tuple[list[float], int]:
+    """Return the rewards of the responses to the same prompt, and the sample's place in them."""
+    places = (experience.groups_B == experience.groups_B[sample]).nonzero().squeeze(1).tolist()
+    rewards_B = experience.rewards_B
+    return [float(rewards_B[place]) for place in places], places.index(sample)
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean."""
+    return sum(values) / len(values)
+
+
+def std_of(values: Sequence[float]) -> float:
+    """Return the unbiased standard deviation; 0 for a single value."""
+    mean = mean_of(values)
+    return (sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)) ** 0.5
+
+
+def shown_group(rewards: Sequence[float], place: int) -> str:
+    """Return the line with the rewards of a group; the one at `place` in brackets."""
+    marked = [f"[{number(one)}]" if index == place else number(one) for index, one in enumerate(rewards)]
+    return f"rewards of the group: {' '.join(marked)}"
+
+
+def less_mean_formula(experience: Experience, sample: int) -> list[str]:
+    """Return the formula of the reward minus the group's mean."""
+    rewards, place = group_of(experience, sample)
+    own, mean = rewards[place], mean_of(rewards)
+    return [shown_group(rewards, place), f"A = R - mean = {number(own)} - {number(mean)} = {number(own - mean)}"]
+
+
+def advantage_formula(
+    estimator: Estimator, experience: Experience, settings: Any, *, sample: int, token: int
+) -> list[str]:
+    """Return the formula of an estimator for a token, before whitening."""
+    if estimator.formula is None:
+        return [f"A from {estimator.name}"]
+    return estimator.formula(experience, settings, sample, token)
+
+
+def whitening_formula(raw_N: Tensor, experience: Experience, *, place: int) -> str:
+    """Return the formula of whitening for the token at `place` of raw advantages `raw_N`."""
+    trained_N = experience.trained_B[segment_ids(experience.cu, len(raw_N))]
+    mean, root = map(float, whiten_moments(raw_N[trained_N], scale=experience.scale))
+    value = (float(raw_N[place]) - mean) / root if trained_N[place] else 0.0
+    return (
+        f"whitened over {int(trained_N.sum())} tokens: (A - mean) / sqrt(var + eps) = ({number(float(raw_N[place]))} - "
+        f"{number(mean)}) / {number(root)} = {number(value)}"
+    )
+
+
+def loss_formula(settings: PolicyConfig, values: Values) -> list[str]:
+    """Return the formula of the policy loss for a token."""
+    explain = _LOSSES.get(settings.policy_loss)
+    return (
+        [f"loss from {settings.policy_loss} = {number(values['loss'])}"]
+        if explain is None
+        else explain(settings, values)
+    )
+
+
+def _clip(settings: PolicyConfig, values: Values) -> list[str]:
+    ratio, advantage = values["ratio"], values["advantage"]
+    low, high = 1 - settings.eps_clip_low, 1 + settings.eps_clip_high
+    clipped = min(max(ratio, low), high)
+    lines = [
+        f"loss = -min(r A, clip(r, {number(low)}, {number(high)}) A) = -min({number(ratio * advantage)}, "
+        f"{number(clipped * advantage)}) = {number(values['loss'])}",
+        _bound(values, low=low, high=high),
+    ]
+    if settings.dual_clip is not None and settings.policy_loss == "clip":
+        bound = f"A < 0: the loss is at most {number(settings.dual_clip)} x -A (arXiv 1912.09729)"
+        lines.append(f"{bound}{', which applies: no gradient' if values['clip_dual'] else ''}")
+    paper = "PPO, arXiv 1707.06347, eq. 7" if settings.policy_loss == "clip" else "GSPO, arXiv 2507.18071, eq. 13"
+    return [*lines, paper]
+
+
+def _bound(values: Values, *, low: float, high: float) -> str:
+    if values["clip_low"]:
+        return f"A < 0 and r below {number(low)}: clipped, no gradient"
+    if values["clip_high"]:
+        return f"A > 0 and r above {number(high)}: clipped, no gradient"
+    return "not clipped"
+
+
+def _cispo(settings: PolicyConfig, values: Values) -> list[str]:
+    highest = settings.cispo_eps_high
+    capped = f"capped at {number(highest)}" if values["clip_high"] else "not capped"
+    return [
+        f"loss = -min(r, {number(highest)}) A log-prob = -{number(min(values['ratio'], highest))} x "
+        f"{number(values['advantage'])} x {number(values['logprob'])} = {number(values['loss'])}; r is {capped}",
+        "CISPO, arXiv 2506.13585, eq. 4",
+    ]
+
+
+def _sapo(settings: PolicyConfig, values: Values) -> list[str]:
+    tau = settings.sapo_tau[0] if values["advantage"] > 0 else settings.sapo_tau[1]
+    return [
+        f"loss = -(4 / tau) sigmoid(tau (r - 1)) A with tau {number(tau)} = {number(values['loss'])}",
+        "SAPO, arXiv 2511.20347, eq. 5",
+    ]
+
+
+def _reinforce_loss(settings: PolicyConfig, values: Values) -> list[str]:
+    return [
+        f"loss = -A log-prob = -{number(values['advantage'])} x {number(values['logprob'])} = {number(values['loss'])}"
+    ]
+
+
+_LOSSES: dict[str, Callable[[PolicyConfig, Values], list[str]]] = {
+    "clip": _clip,
+    "gspo": _clip,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "reinforce": _reinforce_loss,
+}
+
+
+def ratio_formula(settings: PolicyConfig, values: Values) -> str:
+    """Return the formula of the probability ratio for a token."""
+    ratio = number(values["ratio"])
+    if settings.policy_loss == "gspo":
+        return f"r = exp(mean over the response of (log-prob - old)) = {ratio}"
+    return f"r = exp(log-prob - old) = exp({number(values['logprob'])} - {number(values['anchor'])}) = {ratio}"
+
+
+def correction_formula(settings: PolicyConfig, values: Values) -> str:
+    """Return the formula of the rollout correction for a token."""
+    kind, weight = settings.rollout_correction, number(values["weight"])
+    exponent = f"exp(old - engine) = exp({number(values['anchor'])} - {number(values['rollout'])})"
+    if kind == "off":
+        return "w = 1 (rollout_correction off)"
+    if kind == "token_clip":
+        cap = f", capped at {number(settings.rollout_correction_cap)}" if values["corrected"] else ""
+        return f"w = {exponent} = {weight}{cap} (truncated importance sampling)"
+    low, high = settings.rollout_correction_range
+    gate = "the ratio of the token" if kind == "token_mask" else "the mean ratio of the response"
+    outside = f": {gate} is outside {number(low)} to {number(high)}" if values["corrected"] else ""
+    return f"w = {exponent} = {weight}{outside} ({kind})"
+
+
+def mean_formula(
+    settings: PolicyConfig, *, num_tokens: int, num_sequences: int, length: int, max_new_tokens: int
+) -> str:
+    """Return the weight of a token in the mean of an optimizer step.
+
+    Args:
+        num_tokens, num_sequences: in the step.
+        length: trained tokens of the sequence.
+    """
+    if settings.loss_agg == "token_mean":
+        return f"1 / {num_tokens} tokens of the step"
+    if settings.loss_agg == "seq_mean":
+        return f"1 / ({num_sequences} responses of the step x {length} tokens of this one)"
+    return f"1 / ({num_sequences} responses of the step x max_new_tokens {max_new_tokens})"

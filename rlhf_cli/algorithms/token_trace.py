@@ -1,0 +1,72 @@
+"""Records how each token entered the actor loss, in the optimizer steps of one update."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.algorithms.objective import LossWeights, policy_objective, token_terms
+from rlhf_cli.algorithms.policy_loss import PolicyColumns
+from rlhf_cli.config.policy import PolicyConfig
+
+SAMPLE, TOKEN = "sample", "token"
+"""Columns that identify a token: number of the sequence in the update, and of the trained token in it."""
+PLACE = (SAMPLE, TOKEN)
+
+
+class TokenTrace:
+    """Columns of all trained tokens, one mapping per optimizer step; values as in the loss, without gradient.
+
+    - `logprob`, `anchor`, `rollout`: log-probs at this step, of the policy that ratios are relative to, and of the
+      rollout engine. `ROLE`: log-probs of the frozen policy of each KL term.
+    - `advantage`, `ratio`, `clip_low`, `clip_high`, `clip_dual`, `loss`: policy loss.
+    - `weight`, `corrected`: rollout correction.
+    - `entropy`; `ROLE_kl` and `ROLE_coef`: KL estimate and coefficient of each KL term.
+    - `gradient`: derivative of the step's total loss with respect to the token's log-prob, except through the entropy:
+      the gradient of the loss is the sum of `gradient` times the gradient of the log-prob over all tokens.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[list[dict[str, Tensor]]] = []
+
+    def begin_step(self) -> None:
+        """Begin an optimizer step."""
+        self.steps.append([])
+
+    def record(
+        self,
+        place: Mapping[str, Tensor],
+        logprobs_K: Tensor,
+        entropy_K: Tensor,
+        columns: PolicyColumns,
+        *,
+        settings: PolicyConfig,
+        totals: StepTotals,
+        weights: LossWeights,
+        max_new_tokens: int,
+    ) -> None:
+        """Record a micro-batch; arguments as of `policy_objective`, and the columns `PLACE`."""
+        own_K, entropy_K = logprobs_K.detach().requires_grad_(), entropy_K.detach()
+        common: dict[str, Any] = {"settings": settings, "weights": weights}
+        loss, _ = policy_objective(own_K, entropy_K, columns, totals=totals, max_new_tokens=max_new_tokens, **common)
+        (gradient_K,) = torch.autograd.grad(loss, own_K)
+        terms = token_terms(own_K, columns, **common)
+        found = {
+            **place,
+            "logprob": own_K,
+            "anchor": terms.anchor_K,
+            "rollout": columns.rollout_K,
+            "advantage": columns.advantages_K,
+            **terms.flags,
+            "loss": terms.loss_K,
+            "weight": terms.weight_K,
+            "corrected": terms.corrected_K,
+            "entropy": entropy_K,
+            "gradient": gradient_K,
+        }
+        for role, term in weights.kl.items():
+            found |= {role: columns.frozen_K[role], f"{role}_kl": terms.kl_K[role]}
+            found[f"{role}_coef"] = torch.full_like(own_K, term.coef)
+        self.steps[-1].append({name: values.detach().float().cpu() for name, values in found.items()})

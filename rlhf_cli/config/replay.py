@@ -1,0 +1,27 @@
+"""Settings of `rlhf replay` and `rlhf why`."""
+
+from pydantic import Field
+
+from rlhf_cli.config.base import SettingsGroup
+
+
+class ReplayGroup(SettingsGroup):
+    """Replay"""
+
+    run: str
+    """Run directory of an online command."""
+    iteration: int = Field(gt=0)
+    """Iteration to run again."""
+    set: list[str] | None = None
+    """Settings of the iteration to change, as NAME=VALUE: `eps_clip=0.3,init_kl_coef=0`."""
+
+
+class WhyGroup(SettingsGroup):
+    """Why"""
+
+    run: str
+    """Run directory of an online command."""
+    sample: str
+    """`id` of a response in samples.jsonl."""
+    token: int | None = Field(None, ge=0)
+    """Number of a sampled token in the response, from 0. Default: a table of all tokens."""

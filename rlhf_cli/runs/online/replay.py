@@ -1,0 +1,333 @@
+"""Runs iterations of an online run again, from its checkpoint. Writes nothing to the run directory."""
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlhf_cli.algorithms.formulas import number
+from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
+from rlhf_cli.backends.process.signals import StopSignal
+from rlhf_cli.backends.roles.groups import ActorRole
+from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.command_table import COMMANDS, ONLINE_TRAINING
+from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.commands.replay import ReplayConfig
+from rlhf_cli.config.base import default_settings
+from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.roles import CriticConfig
+from rlhf_cli.config.scoring import RewardConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.environment import resume_collector
+from rlhf_cli.errors import UsageError, listed
+from rlhf_cli.options import build_config
+from rlhf_cli.runs.online.checked_run import OnlineRun, check_run
+from rlhf_cli.runs.online.estimator import estimator_of
+from rlhf_cli.runs.online.run import build, prepared, reserve, scorer_of
+from rlhf_cli.runs.run_directory import CONFIG, begin_logs, recorded_command, run_directory
+from rlhf_cli.settings_file import read_yaml
+from rlhf_cli.tracking.sinks import read_metrics
+from rlhf_cli.tracking.terminal.console import quiet_process
+from rlhf_cli.tracking.tracker import SilentTracker
+from rlhf_cli.trainers.online.loop import ScoredBatch
+from rlhf_cli.trainers.online.state import LoopState
+
+if TYPE_CHECKING:
+    from rlhf_cli.backends.roles.ranks import ActorRank
+
+_MEASURED = ("time/", "perf/", "memory/")
+"""Prefixes of metrics that differ between two runs of the same iteration."""
+_WITHOUT_OUTPUT: dict[str, object] = {
+    "ckpt_path": None,
+    "save_path": None,
+    "save_steps": -1,
+    "load_checkpoint": False,
+    "overwrite": False,
+    "max_restarts": 0,
+    "eval_dataset": None,
+    "write_pass_rate": None,
+}
+"""Settings of a replay: nothing is saved, evaluated or resumed by itself."""
+_OF_THE_UPDATE = (PolicyConfig, CriticConfig, OptimConfig, BatchConfig, RewardConfig)
+"""Groups of settings that a replay can change."""
+_NOT_OF_THE_UPDATE = {"seed", "critic_pretrain", "reward_pretrain", "prm_pretrain"}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """An iteration that was run again.
+
+    - `recorded`, `metrics`: metrics of the run and of the replay.
+    - `rows`: rows of samples.jsonl.
+    - `batch`, `state`: responses with all model outputs, and the loop's state before the iteration; None if no response
+      could be trained on.
+    - `trace`: columns of all trained tokens by optimizer step (algorithms/token_trace.py).
+    - `update`: change of the actor's weights by name, only directly after a checkpoint or the start.
+    """
+
+    root: Path
+    run: OnlineRun
+    iteration: int
+    recorded: Mapping[str, float]
+    metrics: Mapping[str, float]
+    rows: Sequence[Mapping[str, object]]
+    batch: ScoredBatch | None
+    state: LoopState | None
+    trace: Sequence[dict[str, np.ndarray]]
+    update: Mapping[str, torch.Tensor]
+
+    @property
+    def differences(self) -> dict[str, tuple[float, float]]:
+        """(metric of the run, of the replay) by name where they differ, except for measured times and memory."""
+        names = [name for name in self.recorded if name in self.metrics and not name.startswith(_MEASURED)]
+        pairs = {name: (self.recorded[name], self.metrics[name]) for name in names}
+        return {
+            name: (old, new) for name, (old, new) in pairs.items() if not (old == new or (old != old and new != new))
+        }
+
+
+def run_replay(config: ReplayConfig) -> None:
+    """Print an iteration of a run, the same again, and the same with other settings."""
+    settings = config.replay
+    root, changes = Path(settings.run).expanduser(), _changes(settings.set or [])
+    own = recorded_config(root)
+    changed = _changed(root, own, changes) if changes else None
+    # Before the first of two replays, which can take minutes.
+    _checkpoint_before(own, settings.iteration, is_next=changed is not None)
+    again = replay(own, settings.iteration)
+    other = None if changed is None else replay(own, settings.iteration, changed=changed)
+    print("\n".join(comparison(again, other, changes)))
+
+
+def _changes(words: Sequence[str]) -> dict[str, str]:
+    """Return settings by name. Raises UsageError if a word is not NAME=VALUE."""
+    for word in words:
+        if "=" not in word:
+            raise UsageError(f"--set {word}: write NAME=VALUE, like --set eps_clip=0.3,init_kl_coef=0")
+    return {name.strip().lstrip("-"): value.strip() for name, _, value in (word.partition("=") for word in words)}
+
+
+def _changed(root: Path, own: OnlineConfig, changes: Mapping[str, str]) -> OnlineConfig:
+    """Return the settings with changes. Raises UsageError if one affects more than the update."""
+    for name in changes:
+        groups = [settings for group, settings in own if name in own.supported(group)]
+        if groups and (not isinstance(groups[0], _OF_THE_UPDATE) or name in _NOT_OF_THE_UPDATE):
+            raise UsageError(
+                f"--set {name}: it affects models, prompts or sampling, but the samples stay those of the run; set "
+                "settings of the update, such as eps_clip, init_kl_coef, actor_learning_rate or train_batch_size"
+            )
+    return recorded_config(root, changes)
+
+
+def comparison(again: Replayed, other: Replayed | None, changes: Mapping[str, str]) -> list[str]:
+    """Return a table of the metrics that differ, and how far apart the updates are."""
+    head = f"iteration {again.iteration} of rlhf {again.run.config.command} in {again.root}"
+    same = (
+        "Equal to the run: all metrics of the iteration"
+        if not again.differences
+        else f"Different from the run in {listed(again.differences)}: on another machine or with other versions"
+    )
+    if other is None:
+        return [head, same, *(f"  {name:28}{number(value):>14}" for name, value in sorted(_own(again.metrics).items()))]
+    names = [name for name in _own(again.metrics) if again.metrics[name] != other.metrics.get(name)]
+    rows = [
+        f"  {name:28}{number(again.metrics[name]):>14}{number(other.metrics.get(name, math.nan)):>14}"
+        for name in sorted(names)
+    ]
+    settings = " ".join(f"{name}={value}" for name, value in changes.items())
+    return [head, same, "", f"  {'':28}{'run':>14}{'changed':>14}   {settings}", *rows, "", *_apart(again, other)]
+
+
+def _own(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(_MEASURED)}
+
+
+def _apart(again: Replayed, other: Replayed) -> Iterator[str]:
+    """Yield how many tokens are clipped or corrected differently, and the cosine of the weight updates."""
+    if again.update and other.update:
+        first, second = (torch.cat([one.update[name].flatten() for name in again.update]) for one in (again, other))
+        cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
+        lengths = (number(float(first.norm())), number(float(second.norm())))
+        yield f"  cosine of the weight updates {number(float(cosine))}, norms {lengths[0]} and {lengths[1]}"
+    marks = ("clip_low", "clip_high", "clip_dual", "corrected")
+    flags = [_by_token(one, marks) for one in (again, other)]
+    common = flags[0].keys() & flags[1].keys()
+    differing = sum(flags[0][place] != flags[1][place] for place in common)
+    yield f"  {differing} of {len(common)} tokens are clipped or corrected differently"
+
+
+def _by_token(replayed: Replayed, names: Sequence[str]) -> dict[tuple[float, float], list[tuple[float, ...]]]:
+    """Return these columns of each token by sequence and token, over the optimizer steps."""
+    found: dict[tuple[float, float], list[tuple[float, ...]]] = {}
+    for columns in replayed.trace:
+        values = zip(*(columns[name].tolist() for name in names), strict=True)
+        for sample, token, flags in zip(columns[SAMPLE].tolist(), columns[TOKEN].tolist(), values, strict=True):
+            found.setdefault((sample, token), []).append(flags)
+    return found
+
+
+def recorded_config(root: Path, changes: Mapping[str, object] | None = None) -> OnlineConfig:
+    """Return the settings of an online run, with changes. Raises UsageError if they or the folder are invalid."""
+    command = recorded_command(root, source=str(root))
+    if command not in ONLINE_TRAINING:
+        raise UsageError(f"{root} is a run of rlhf {command}: only {listed(ONLINE_TRAINING)} have iterations")
+    values = {**read_yaml(root / CONFIG, named=str(root / CONFIG)), **(changes or {})}
+    config: OnlineConfig = build_config(COMMANDS[command].config_class, values, spelled="{}")
+    # The folder may have been moved since.
+    return config.updated({"output": str(root)})
+
+
+def replay(config: OnlineConfig, iteration: int, *, changed: OnlineConfig | None = None) -> Replayed:
+    """Run an iteration again, with the samples and weights that the run had.
+
+    Args:
+        config: settings of the run, with its directory as `output`.
+        iteration: number of the iteration, from 1.
+        changed: settings of this iteration. The iterations between the checkpoint and this one must have the run's, so
+            a checkpoint directly before it is required.
+
+    Raises:
+        UsageError: the run has no such iteration, or its model or data have changed.
+    """
+    root = Path(config.checkpoint.output)
+    resume = _checkpoint_before(config, iteration, is_next=changed is not None)
+    # Removed only after a success: errors name the logs in it.
+    folder = Path(tempfile.mkdtemp(prefix="rlhf-replay-"))
+    run = _checked(config, folder)
+    if resume is not None:
+        check_same_run(resume, run.identity, default_settings(run.config))
+    if changed is not None:
+        run = _checked(changed, folder)
+        resume = resume and _with_coefficients(resume, config, changed)
+    watch = _Watch()
+    _run_again(replace(run, resume=resume), watch, last=iteration)
+    shutil.rmtree(folder)
+    return Replayed(
+        root,
+        run,
+        iteration,
+        read_metrics(root)[iteration],
+        watch.metrics,
+        watch.rows,
+        watch.batch,
+        watch.before,
+        watch.trace,
+        watch.update,
+    )
+
+
+def _checkpoint_before(config: OnlineConfig, iteration: int, *, is_next: bool) -> Checkpoint | None:
+    """Return the last checkpoint before an iteration, None for the start of the run.
+
+    Raises:
+        UsageError: the run has no such iteration, or with `is_next`, no checkpoint directly before it.
+    """
+    root = Path(config.checkpoint.output)
+    numbers = sorted(read_metrics(root))
+    if iteration not in numbers:
+        known = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has none"
+        raise UsageError(f"{root} has no iteration {iteration}: {known}")
+    store = CheckpointStore(run_directory(config.checkpoint).checkpoints, max_num=1)
+    resume = store.latest(at_most=iteration - 1)
+    if is_next and (resume.step if resume else 0) != iteration - 1:
+        raise UsageError(
+            f"--iteration {iteration}: with --set, it must follow a checkpoint or the start of {root}: set "
+            f"{listed((str(step + 1) for step in [0, *store.steps()]), 'or')}"
+        )
+    return resume
+
+
+def _checked(config: OnlineConfig, folder: Path) -> OnlineRun:
+    own = config.updated({**_WITHOUT_OUTPUT, "output": str(folder)})
+    return check_run(own, estimator_of(own))
+
+
+def _with_coefficients(resume: Checkpoint, config: OnlineConfig, changed: OnlineConfig) -> Checkpoint:
+    """Replace the controlled coefficients in the state of the loop by changed initial ones."""
+    pairs = (("kl_coef", "init_kl_coef"), ("entropy_coef", "entropy_loss_coef"))
+    own = {
+        coef: getattr(changed.policy, name)
+        for coef, name in pairs
+        if getattr(changed.policy, name) != getattr(config.policy, name)
+    }
+    return replace(resume, state={**resume.state, "loop": {**resume.state["loop"], **own}})
+
+
+@dataclass
+class _Watch(SilentTracker):
+    """Keeps the results of the last iteration that ran."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, object]] = ()
+    batch: ScoredBatch | None = None
+    before: LoopState | None = None
+    trace: Sequence[dict[str, np.ndarray]] = ()
+    step: int = 0
+    update: dict[str, torch.Tensor] = field(default_factory=dict)
+    say: Callable[[str], None] = print
+
+    def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
+        """Keep the metrics."""
+        self.step, self.metrics = step, metrics
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Keep the rows."""
+        self.rows = rows
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        self.say(text)
+
+
+def _run_again(run: OnlineRun, watch: _Watch, *, last: int) -> None:
+    """Run the iterations after the checkpoint, up to `last`."""
+    stop = StopSignal()
+    begin_logs(run.paths, keep=False)
+    with ExitStack() as stack:
+        terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
+        watch.say = terminal.console.print
+        run, where = reserve(run, stack)
+        roles = stack.enter_context(build(run, where))
+        if run.episodes is not None:
+            roles.rollout = stack.enter_context(run.episodes.played_by(roles.engines))
+        scorer = stack.enter_context(scorer_of(run, watch.message))
+        resume_collector()
+        actor = roles.actor
+        if isinstance(actor, ActorRole):
+            actor.traces = True
+
+        def updated(batch: ScoredBatch, state: LoopState) -> None:
+            watch.batch, watch.before = batch, state
+            if isinstance(actor, ActorRole):
+                watch.trace = actor.trace
+
+        def ends() -> bool:
+            return watch.step == last or bool(stop)
+
+        train, _ = prepared(run, roles, scorer, watch, ends, updated=updated, saves=False)
+        is_next = last == (run.resume.step if run.resume else 0) + 1
+        before = _weights(actor) if is_next and isinstance(actor, ActorRole) else {}
+        train()
+        if isinstance(actor, ActorRole) and before:
+            watch.update = {name: weight - before[name] for name, weight in _weights(actor).items()}
+
+
+def _weights(actor: ActorRole) -> dict[str, torch.Tensor]:
+    """Return the trained weights in host memory, float32."""
+    buckets = []
+    with actor.awake():
+        for place in range(actor.group.all(lambda rank: rank.num_buckets())[0]):
+            buckets.append(actor.group.all(partial(_bucket, place))[0])
+    return {name: weight.float() for bucket in buckets for name, weight in bucket.items()}
+
+
+def _bucket(number: int, rank: "ActorRank") -> dict[str, torch.Tensor]:
+    return rank.bucket(number)

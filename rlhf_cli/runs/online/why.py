@@ -1,0 +1,264 @@
+"""`rlhf why`: how a sampled token entered the loss, with the numbers of an iteration that is run again."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_cli.algorithms.estimators.estimator import Experience
+from rlhf_cli.algorithms.formulas import (
+    advantage_formula,
+    correction_formula,
+    loss_formula,
+    mean_formula,
+    number,
+    ratio_formula,
+    whitening_formula,
+)
+from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
+from rlhf_cli.commands.why import WhyConfig
+from rlhf_cli.data.tokenizing.decoding import text_of
+from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.model_scores import weights_of_all_parts
+from rlhf_cli.runs.online.replay import Replayed, recorded_config, replay
+from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_lines
+from rlhf_cli.trainers.online.batch import experience_of
+from rlhf_cli.trainers.online.samples import Rollout, Sample
+
+_SHOWN_DIFFERENCES = 8
+
+
+def explain(config: WhyConfig) -> None:
+    """Print how a response or one of its tokens changed the model."""
+    settings = config.why
+    root = Path(settings.run).expanduser()
+    own = recorded_config(root)
+    row = _row(root, settings.sample)
+    again = replay(own, int(str(row["step"])))
+    print("\n".join(lines(again, row, settings.token)))
+
+
+def _row(root: Path, sample: str) -> Mapping[str, object]:
+    rows = [row for row in read_lines(root / SAMPLES_FILE) if row.get("id") == sample]
+    if not rows:
+        raise UsageError(
+            f"--sample: {root / SAMPLES_FILE} has no response {sample!r}: copy an `id` from that file or the report"
+        )
+    return rows[-1]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A response in an iteration that was run again.
+
+    - `number`: its place in the trained responses of the iteration.
+    """
+
+    again: Replayed
+    rollout: Rollout
+    number: int
+
+    @property
+    def sample(self) -> Sample:
+        """The response."""
+        return self.rollout.samples[self.number]
+
+    @cached_property
+    def experience(self) -> Experience:
+        """Input for the estimator."""
+        assert self.again.batch is not None
+        assert self.again.state is not None
+        batch, state = self.again.batch, self.again.state
+        return experience_of(self.rollout, batch.greedy, self.again.run.settings, kl_coef=state.kl_coef)[0]
+
+    @cached_property
+    def sequences(self) -> range:
+        """Numbers of its sequences in the update, which contains only trained responses."""
+        trained = self.rollout.trained_B(self.again.run.config.policy).tolist()
+        counts = [len(sample.branches) + 1 for sample in self.rollout.samples]
+        first = sum(count for count, is_trained in zip(counts[: self.number], trained, strict=False) if is_trained)
+        return range(first, first + counts[self.number] if trained[self.number] else first)
+
+    @cached_property
+    def steps(self) -> dict[int, list[dict[str, float]]]:
+        """Columns of its tokens in order, by number of the optimizer step."""
+        found: dict[int, list[dict[str, float]]] = {}
+        for step, columns in enumerate(self.again.trace, start=1):
+            for place in np.flatnonzero(np.isin(columns[SAMPLE], self.sequences)).tolist():
+                found.setdefault(step, []).append({name: float(values[place]) for name, values in columns.items()})
+        return found
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of each sampled token."""
+        tokenizer = self.again.run.tokenizer
+        ids = [
+            int(token)
+            for sequence in self.sample.sequences
+            for token in sequence.token_ids[np.flatnonzero(sequence.loss_mask)]
+        ]
+        return [text_of(tokenizer, [token], skip_special_tokens=False) for token in ids]
+
+
+def lines(again: Replayed, row: Mapping[str, object], token: int | None) -> list[str]:
+    """Return the explanation of a response, or of one of its tokens."""
+    if again.batch is None:
+        return [f"iteration {again.iteration} was skipped: no response could be trained on"]
+    rollout = again.batch.trainable
+    places = [number for number, sample in enumerate(rollout.samples) if sample.id == row["id"]]
+    head = [f"{row['id']}, iteration {again.iteration} of rlhf {again.run.config.command}", *_response(row)]
+    if not places:
+        return [*head, "", "not trained on: its reward failed, or its group was filtered", "", *_equality(again, row)]
+    explained = Explained(again, rollout, places[0])
+    if token is not None and token >= len(explained.texts):
+        raise UsageError(f"--token {token}: the response has tokens 0 to {len(explained.texts) - 1}")
+    body = list(_table(explained)) if token is None else list(_token(explained, token))
+    return [*head, "", *_rewards(explained), "", *_advantage(explained, token), "", *body, "", *_equality(again, row)]
+
+
+def _response(row: Mapping[str, object]) -> list[str]:
+    return [f"  prompt    {row['prompt']!r}", f"  response  {row['response']!r}"]
+
+
+def _rewards(explained: Explained) -> Iterator[str]:
+    """Yield the reward by part, and what shaping made of it."""
+    reward, score = explained.again.run.config.reward, explained.sample.score
+    weights = weights_of_all_parts(reward)
+    yield "Reward"
+    for name, value in score.parts.items():
+        yield f"  {name}: {number(value)} x weight {number(weights.get(name, 1.0))}"
+    reason = f": {score.detail}" if score.detail else ""
+    yield f"  score {number(float(score.value or 0.0))}, {score.status}{reason}"
+    shaped = float(explained.experience.rewards_B[explained.number])
+    if shaped != score.value:
+        yield f"  {number(shaped)} after clipping, length penalties, and KL penalties per token"
+
+
+def _advantage(explained: Explained, token: int | None) -> Iterator[str]:
+    """Yield the formula of the advantage at a token, by default the last."""
+    run, experience = explained.again.run, explained.experience
+    settings, estimator = run.settings, run.estimator
+    first, end = experience.cu[explained.number : explained.number + 2].tolist()
+    at = end - first - 1 if token is None else token
+    yield "Advantage" if token is not None else f"Advantage of the last token, {at}"
+    own = settings.estimator_settings or settings.policy
+    formula = advantage_formula(estimator, experience, own, sample=explained.number, token=at)
+    yield from (f"  {line}" for line in formula)
+    assert estimator.advantages is not None
+    if estimator.whiten:
+        raw_N = estimator.advantages(experience, own).at_tokens(experience.cu)
+        yield f"  {whitening_formula(raw_N, experience, place=first + at)}"
+    if settings.distill_coef is not None:
+        yield f"  less {number(settings.distill_coef)} x (log-prob - teacher's), for the teacher"
+    assert explained.rollout.advantages is not None
+    yield f"  advantage in the loss {number(float(explained.rollout.advantages[explained.number][at]))}"
+
+
+def _table(explained: Explained) -> Iterator[str]:
+    """Yield one line per token and optimizer step."""
+    if not explained.steps:
+        yield "not in an optimizer step: truncated and excluded by mask_truncated"
+    for step, tokens in explained.steps.items():
+        total = float(np.abs(explained.again.trace[step - 1]["gradient"]).sum())
+        yield f"Optimizer step {step} of {len(explained.again.trace)}"
+        yield "  token                      engine       old       now     ratio  advantage      loss   share  "
+        for place, (text, values) in enumerate(zip(explained.texts, tokens, strict=True)):
+            share = abs(values["gradient"]) / total if total else 0.0
+            shown = (values["rollout"], values["anchor"], values["logprob"], values["ratio"])
+            yield (
+                f"  {place:4d} {text!r:16.16}"
+                + "".join(f"{value:10.4f}" for value in shown)
+                + f"{values['advantage']:11.4f}{values['loss']:10.4f}{share:8.2%}  {_marks(values)}"
+            )
+
+
+def _marks(values: Mapping[str, float]) -> str:
+    names = {
+        "clip_low": "clipped below",
+        "clip_high": "clipped above",
+        "clip_dual": "dual clip",
+        "corrected": "corrected",
+    }
+    return ", ".join(words for name, words in names.items() if values[name])
+
+
+def _token(explained: Explained, token: int) -> Iterator[str]:
+    """Yield everything about one token."""
+    run, again = explained.again.run, explained.again
+    config, policy = run.config, run.config.policy
+    version = _version(explained.sample, token)
+    yield f"Token {token}, {explained.texts[token]!r}, sampled by the weights after iteration {version}"
+    sampling = config.rollout
+    limits = [f"temperature {number(sampling.temperature)}"]
+    limits += [f"top_p {number(sampling.top_p)}"] if sampling.top_p < 1 else []
+    limits += [f"top_k {sampling.top_k}"] if sampling.top_k and sampling.top_k > 0 else []
+    limits += [f"min_p {number(sampling.min_p)}"] if sampling.min_p > 0 else []
+    engine = float(explained.rollout.rollout_logprobs[explained.number][token])
+    probability = number(float(np.exp(engine)))
+    yield f"  log-prob of the engine {number(engine)} (probability {probability}, {', '.join(limits)})"
+    if explained.rollout.old_logprobs is not None:
+        old = float(explained.rollout.old_logprobs[explained.number][token])
+        yield f"  log-prob of the policy before the update {number(old)}"
+    for role, logprobs in explained.rollout.frozen_logprobs.items():
+        yield f"  log-prob of {role} {number(float(logprobs[explained.number][token]))}"
+    for step, tokens in explained.steps.items():
+        values, columns = tokens[token], again.trace[step - 1]
+        yield ""
+        yield f"Optimizer step {step} of {len(again.trace)}"
+        yield f"  log-prob now {number(values['logprob'])}, entropy {number(values['entropy'])}"
+        yield f"  {ratio_formula(policy, values)}"
+        yield from (f"  {line}" for line in loss_formula(policy, values))
+        yield f"  {correction_formula(policy, values)}"
+        for role in again.run.settings.kl_losses:
+            coef, kl = values[f"{role}_coef"], values[f"{role}_kl"]
+            yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({config.policy.kl_estimator})"
+        mean = mean_formula(
+            policy,
+            num_tokens=len(columns[TOKEN]),
+            num_sequences=len(np.unique(columns[SAMPLE])),
+            length=int((columns[SAMPLE] == values[SAMPLE]).sum()),
+            max_new_tokens=sampling.max_new_tokens,
+        )
+        yield f"  weight in the mean ({policy.loss_agg}): {mean}"
+        total = float(np.abs(columns["gradient"]).sum())
+        share = abs(values["gradient"]) / total if total else 0.0
+        yield (
+            f"  gradient of the loss with respect to the log-prob {number(values['gradient'])}, {share:.3%} of the sum "
+            "of their magnitudes in the step"
+        )
+
+
+def _version(sample: Sample, token: int) -> int:
+    """Return the number of the weights that sampled a token."""
+    end = 0
+    for version, count in sample.response.runs:
+        end += count
+        if token < end:
+            return int(version)
+    return sample.response.weight_version
+
+
+def _equality(again: Replayed, row: Mapping[str, object]) -> list[str]:
+    """Say whether the replay equals the run."""
+    rows = {one["id"]: one for one in again.rows}
+    own = rows.get(row["id"], {})
+    names = [name for name in row if name in own and name != "images"]
+    differing = [name for name in names if row[name] != own[name]]
+    differences = again.differences
+    if not differing and not differences and own:
+        return [
+            f"Equal to the run: all {len(again.recorded) - _num_measured(again.recorded)} metrics of iteration "
+            f"{again.iteration}, and the {len(names)} values of this response."
+        ]
+    if not own:
+        return ["The replay did not sample this response: this machine or its versions differ from the run's."]
+    pairs = [f"{name} {number(old)} in the run, {number(new)} here" for name, (old, new) in differences.items()]
+    pairs = [*(f"{name} of the response" for name in differing), *pairs]
+    more = f" and {len(pairs) - _SHOWN_DIFFERENCES} more" if len(pairs) > _SHOWN_DIFFERENCES else ""
+    return [f"Different from the run: {'; '.join(pairs[:_SHOWN_DIFFERENCES])}{more}."]
+
+
+def _num_measured(metrics: Mapping[str, float]) -> int:
+    return sum(name.startswith(("time/", "perf/", "memory/")) for name in metrics)

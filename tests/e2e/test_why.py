@@ -1,0 +1,53 @@
+"""`rlhf why` and `rlhf replay` give the numbers of the run for all algorithms, an adapter and two ranks."""
+
+import json
+
+import pytest
+from forked import run_rlhf
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+RUNS = {
+    "reinforce++": ("reinforce++ --gamma 0.9", "REINFORCE++, arXiv 2501.03262"),
+    "reinforce++ group": ("reinforce++ --baseline group", "REINFORCE++ with baseline"),
+    "grpo": ("grpo --use_kl_loss --kl_estimator k3", "GRPO, arXiv 2402.03300"),
+    "dr_grpo": ("grpo --preset dr_grpo", "Dr. GRPO, arXiv 2503.20783"),
+    "gspo": ("grpo --preset gspo", "GSPO, arXiv 2507.18071"),
+    "cispo": ("grpo --preset cispo", "CISPO, arXiv 2506.13585"),
+    "sapo": ("grpo --preset sapo", "SAPO, arXiv 2511.20347"),
+    "gdpo": ("grpo --aggregate normalize_then_sum --init_kl_coef 0", "whitened over all responses"),
+    "rloo": ("rloo --rollout_correction seq_mask", "RLOO, arXiv 2402.14740"),
+    "remax": ("remax --policy_loss reinforce", "ReMax, arXiv 2310.10505"),
+    "adapter": ("grpo --lora_rank 4", "GRPO, arXiv 2402.03300"),
+    "two ranks": ("grpo --actor_num_gpus_per_node 2 --zero_stage 2", "GRPO, arXiv 2402.03300"),
+    "two ranks a sequence": ("grpo --actor_num_gpus_per_node 2 --sequence_parallel_size 2", "GRPO, arXiv 2402.03300"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_response_is_explained_with_the_numbers_of_the_run(name, model, problems, tmp_path):
+    command, paper = RUNS[name]
+    reward, output = tmp_path / "digits.py", tmp_path / "run"
+    reward.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]\n"
+        "    return [sum(c.isdigit() for c in a) / max(len(a), 1) for a in answers]\n"
+    )
+    run_rlhf(
+        *command.split(),
+        *f"--pretrain {model} --prompt_data {problems} --label_key answer --max_len 64 --max_new_tokens 6".split(),
+        *["--rollout_batch_size", "4", "--n_samples_per_prompt", "3", "--train_batch_size", "6"],
+        *["--max_iterations", "3"],
+        *f"--actor_learning_rate 1e-3 --output {output} --rollout_backend transformers --save_steps 1".split(),
+        *["--reward_func", reward],
+    )
+    rows = [json.loads(line) for line in (output / "samples.jsonl").open()]
+    printed = run_rlhf("why", output, "--sample", rows[-1]["id"], "--token", "0")
+    assert "Equal to the run: all " in printed
+    assert paper in printed
+    # From the start of the run, over two iterations.
+    for checkpoint in (output / "checkpoints").iterdir():
+        checkpoint.rename(checkpoint.with_name(f"aside_{checkpoint.name}"))
+    printed = run_rlhf("why", output, "--sample", next(row["id"] for row in rows if row["step"] == 2))
+    assert "Equal to the run: all " in printed
+    assert "Optimizer step " in printed

@@ -1,0 +1,107 @@
+"""`rlhf replay` and `rlhf why`: what they read, refuse and compare, without starting a run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_cli.backends.roles.groups import joined_trace, with_place
+from rlhf_cli.commands.grpo import GRPOConfig
+from rlhf_cli.commands.replay import ReplayConfig
+from rlhf_cli.commands.why import WhyConfig
+from rlhf_cli.config.replay import ReplayGroup, WhyGroup
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config, to_yaml
+from rlhf_cli.runs.online.replay import recorded_config, run_replay
+from rlhf_cli.runs.online.why import explain
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run directory of one iteration, without checkpoints."""
+    root = tmp_path / "run"
+    root.mkdir()
+    values = {"pretrain": "model", "prompt_data": "data.jsonl", "reward_funcs": "exact", "output": "elsewhere"}
+    (root / "config.yaml").write_text(to_yaml(build_config(GRPOConfig, values)))
+    (root / "run.json").write_text(json.dumps({"command": "grpo"}))
+    lines = [json.dumps({"step": step, "policy_loss": 0.5}) for step in (1, 2, 3)]
+    (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "samples.jsonl").write_text(json.dumps({"step": 1, "id": "data.jsonl:0/4.0@0"}) + "\n")
+    return root
+
+
+def replayed(run, iteration=1, *changes):
+    run_replay(ReplayConfig(replay=ReplayGroup(run=str(run), iteration=iteration, set=[*changes])))
+
+
+def test_settings_of_a_run_are_read_with_changes(run):
+    config = recorded_config(run, {"eps_clip": "0.3"})
+    assert (config.policy.eps_clip, config.checkpoint.output) == (0.3, str(run))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("eps_clip", r"--set eps_clip: write NAME=VALUE"),
+        ("max_new_tokens=4", r"--set max_new_tokens: it affects models, prompts or sampling"),
+        ("seed=3", r"--set seed: it affects"),
+        ("pretrain=other", r"--set pretrain: it affects"),
+        ("eps_klip=0.3", r"unknown setting eps_klip|eps_klip.*did you mean eps_clip"),
+        ("eps_clip=wide", r"eps_clip"),
+    ],
+)
+def test_changes_that_cannot_be_replayed_are_refused(run, change, message):
+    with pytest.raises(UsageError, match=message):
+        replayed(run, 1, change)
+
+
+def test_an_iteration_that_the_run_does_not_have_is_refused(run):
+    with pytest.raises(UsageError, match="has no iteration 9: it has 1 to 3"):
+        replayed(run, 9)
+
+
+def test_changes_need_a_checkpoint_directly_before(run):
+    with pytest.raises(UsageError, match=r"must follow a checkpoint or the start of .*: set 1$"):
+        replayed(run, 3, "eps_clip=0.3")
+
+
+def test_a_folder_that_is_no_run_and_a_command_without_iterations_are_refused(run, tmp_path):
+    with pytest.raises(UsageError, match=r"not a run directory, it has no readable run\.json"):
+        replayed(tmp_path)
+    (run / "run.json").write_text(json.dumps({"command": "sft"}))
+    with pytest.raises(UsageError, match=r"is a run of rlhf sft: only .* have iterations"):
+        replayed(run)
+
+
+def test_a_response_that_the_run_does_not_have_is_refused(run):
+    config = WhyConfig(why=WhyGroup(run=str(run), sample="data.jsonl:0/4.1@0"))
+    with pytest.raises(UsageError, match=r"has no response 'data.jsonl:0/4.1@0': copy an `id`"):
+        explain(config)
+
+
+def test_traces_of_ranks_are_joined_by_sequence_and_token():
+    """Rank 0 and 1 share a sequence; rank 2 has another, in two micro-batches with an idle one."""
+
+    def part(sample: float, tokens: list[float], logprobs: list[float]) -> dict[str, torch.Tensor]:
+        columns = ([sample] * len(tokens), tokens, logprobs)
+        return dict(zip(("sample", "token", "logprob"), map(torch.tensor, columns), strict=True))
+
+    both = [[part(1, [0, 1], [-0.3, -0.4])]]
+    other = [[part(0, [1], [-0.2]), part(0, [], []), part(0, [0], [-0.1])]]
+    (step,) = joined_trace([both, both, other])
+    assert step["sample"].tolist() == [0, 0, 1, 1]
+    assert step["logprob"].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+
+
+def test_places_identify_the_tokens_of_a_sequence():
+    sequence = TokenSequence(
+        np.array([1, 2, 3], np.int32), np.array([False, True, True]), columns={"advantages": np.ones(2)}
+    )
+    placed = with_place(sequence, 7)
+    assert {name: values.tolist() for name, values in placed.columns.items()} == {
+        "advantages": [1, 1],
+        "sample": [7, 7],
+        "token": [0, 1],
+    }
