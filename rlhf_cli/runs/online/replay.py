@@ -310,7 +310,7 @@ def _run_again(run: OnlineRun, watch: _Watch, *, last: int) -> None:
                 watch.trace = actor.trace
 
         def ends() -> bool:
-            return watch.step == last or bool(stop)
+            return watch.step == last or stop()
 
         train, _ = prepared(run, roles, scorer, watch, ends, updated=updated, saves=False)
         is_next = last == (run.resume.step if run.resume else 0) + 1

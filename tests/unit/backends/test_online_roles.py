@@ -32,7 +32,7 @@ class SleepingRank:
         self._error = error
 
     def __getattr__(self, name: str) -> Callable[..., list[Any]]:
-        def record(*args: object) -> list[Any]:
+        def record(*args: object, **options: object) -> list[Any]:
             self.calls.append(name)
             if self._error is not None and name == "logprobs":
                 raise self._error
