@@ -38,7 +38,11 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: opened.read(name) for name in opened.names()}
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+def slow(kind: str) -> object:
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [slow("lfm2"), "qwen3_5_text", slow("granitemoehybrid")])
 def test_a_hybrid_model_trains_on_rows_and_pairs(kind, tiny_hybrid_dir, problems, tmp_path):
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     examples, pairs = tmp_path / "examples.jsonl", tmp_path / "pairs.jsonl"
@@ -79,7 +83,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("kind", [slow("lfm2"), slow("qwen3_5_text"), "granitemoehybrid"])
 def test_a_hybrid_model_is_pushed_to_the_engine_that_samples(kind, tiny_hybrid_dir, problems, reward_file, tmp_path):
     run_rlhf(
         *f"grpo --pretrain {tiny_hybrid_dir(kind)} --prompt_data {problems} --label_key answer --max_len 64".split(),

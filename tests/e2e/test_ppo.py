@@ -302,7 +302,12 @@ def interrupted(tmp_path_factory) -> Callable[[str], Path]:
 
 # Each engine is tested with both ways of delivery: a terminal signals the process group, `kill` one process.
 @pytest.mark.parametrize(
-    ("command", "signum"), [("ppo", signal.SIGTERM), ("grpo", signal.SIGINT), ("grpo", signal.SIGHUP)]
+    ("command", "signum"),
+    [
+        ("ppo", signal.SIGTERM),
+        ("grpo", signal.SIGINT),
+        pytest.param("grpo", signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_finishes_its_iteration_saves_and_leaves_no_process(
     interrupted, model, problems, command, signum

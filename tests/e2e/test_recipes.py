@@ -55,13 +55,15 @@ def run(script: str, *words: object, folder: Path, **environment: str) -> None:
     ("script", "own", "roles"),
     [
         ("orz_ppo.sh", {}, {"actor-0", "critic-0", "engine-0"}),
-        ("r1_zero_grpo.sh", {}, {"actor-0", "ref-0", "engine-0"}),
+        pytest.param("r1_zero_grpo.sh", {}, {"actor-0", "ref-0", "engine-0"}, marks=pytest.mark.slow),
         (
             "dapo.sh",
             {"NODES": "1", "ENGINES": "1", "TENSOR_PARALLEL": "1", "TRAIN_BATCH_SIZE": "6", "FLAGS": ANY_GROUP},
             {"actor-0", "engine-0"},
         ),
-        ("skywork_or1.sh", {"STAGES": "6", "FLAGS": ANY_GROUP}, {"actor-0", "engine-0"}),
+        pytest.param(
+            "skywork_or1.sh", {"STAGES": "6", "FLAGS": ANY_GROUP}, {"actor-0", "engine-0"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_recipe_trains(script, own, roles, model, problems, tmp_path):
