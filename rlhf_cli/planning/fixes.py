@@ -97,7 +97,7 @@ def _limits(shortage: Shortage, plan: Plan) -> dict[str, float]:
         phases, size = [HOST], hardware.host_memory or plan.peak_in(HOST)
     else:
         named = next((phase for words, phase in _PHASES.items() if words in shortage.where), None)
-        # Of an unknown phase, such as loading: those of trained and frozen models, without the engines'.
+        # In an unknown phase, such as loading: trained and frozen models, without engines.
         own = [phase for phase in plan.gpus[0].phases if phase in _PHASES.values()] or [*plan.gpus[0].phases]
         phases, size = [named] if named else own, USABLE * hardware.memory
     peaks = {phase: plan.peak_in(phase) for phase in phases}
