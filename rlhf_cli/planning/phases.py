@@ -11,9 +11,9 @@ from rlhf_cli.planning.workload import Workload
 
 _HOST_PROCESS = 2.0 * 2**30
 """Host memory of a process with torch and CUDA; an assumption, not measured."""
-_CPU_PROCESS, _CPU_VLLM, _CPU_DRIVER = 0.6 * 2**30, 1.5 * 2**30, 1.3 * 2**30
-"""Memory on a CPU of a rank and of vLLM without models, and of driver, Ray and reward workers; from two measured runs
-(docs/howto/one-gpu.md)."""
+_CPU_LIBRARIES, _CPU_PROCESS, _CPU_VLLM, _CPU_RAY = 0.12 * GIB, 0.36 * GIB, 1.0 * GIB, 0.69 * GIB
+"""Memory on a CPU without models: libraries that processes share, a rank or transformers engine, vLLM, and the driver
+with Ray; proportional set sizes of runs with 0.4M parameters (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,12 @@ def _pushing(work: Workload, role: RoleMemory) -> Parts:
 def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
     """Return the bytes of host memory on the fullest node, by purpose. On a CPU, all models are in host memory."""
     if work.hardware.is_cpu:
-        ranks = len([seat for seat in work.layout.seats if seat.role != ENGINE])
+        roles = [seat.role for seat in work.layout.seats if seat.role != ENGINE]
+        # A hosted model has no process.
+        ranks = sum(work.host(role) == role for role in roles)
         engines = len(work.layout.of(ENGINE))
         of_engine = _CPU_VLLM if work.engine is not None and work.engine.is_vllm else _CPU_PROCESS
-        processes = ranks * _CPU_PROCESS + engines * of_engine + (_CPU_DRIVER if engines else 0)
+        processes = _CPU_LIBRARIES + ranks * _CPU_PROCESS + engines * of_engine + (_CPU_RAY if engines else 0)
         return {"processes": processes, "models": sum(gpu.count * gpu.peak for gpu in gpus)}
     by_role = {name: work.layout.ranks_by_node(work.host(name)) for name in [*work.roles, ENGINE]}
     # Nodes with equal ranks have equal needs.
