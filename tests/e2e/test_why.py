@@ -20,7 +20,10 @@ RUNS = {
     "remax": ("remax --policy_loss reinforce", "ReMax, arXiv 2310.10505"),
     "adapter": ("grpo --lora_rank 4", "GRPO, arXiv 2402.03300"),
     "two ranks": ("grpo --actor_num_gpus_per_node 2 --zero_stage 2", "GRPO, arXiv 2402.03300"),
-    "two ranks a sequence": ("grpo --actor_num_gpus_per_node 2 --sequence_parallel_size 2", "GRPO, arXiv 2402.03300"),
+    "two ranks a sequence": (
+        "grpo --actor_num_gpus_per_node 2 --sequence_parallel_size 2 --init_kl_coef 0",
+        "GRPO, arXiv 2402.03300",
+    ),
 }
 
 
