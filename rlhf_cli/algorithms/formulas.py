@@ -5,12 +5,14 @@ numbers, and the paper.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from torch import Tensor
 
 from rlhf_cli.algorithms.advantages import whiten_moments
 from rlhf_cli.algorithms.estimators.estimator import Estimator, Experience
+from rlhf_cli.algorithms.groups import STD_EPS, group_normalised, scale_of
 from rlhf_cli.algorithms.ragged import segment_ids
 from rlhf_cli.config.policy import PolicyConfig
 
@@ -23,22 +25,10 @@ def number(value: float) -> str:
     return f"{value + 0.0:.6g}"  # no "-0"
 
 
-def group_of(experience: Experience, sample: int) -> tuple[list[float], int]:
+def group_of(rewards_B: Tensor, groups_B: Tensor, sample: int) -> tuple[list[float], int]:
     """Return the rewards of the responses to the same prompt, and the sample's place in them."""
-    places = (experience.groups_B == experience.groups_B[sample]).nonzero().squeeze(1).tolist()
-    rewards_B = experience.rewards_B
+    places = (groups_B == groups_B[sample]).nonzero().squeeze(1).tolist()
     return [float(rewards_B[place]) for place in places], places.index(sample)
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """Return the mean."""
-    return sum(values) / len(values)
-
-
-def std_of(values: Sequence[float]) -> float:
-    """Return the unbiased standard deviation; 0 for a single value."""
-    mean = mean_of(values)
-    return (sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)) ** 0.5
 
 
 def shown_group(rewards: Sequence[float], place: int) -> str:
@@ -49,9 +39,22 @@ def shown_group(rewards: Sequence[float], place: int) -> str:
 
 def less_mean_formula(experience: Experience, sample: int) -> list[str]:
     """Return the formula of the reward minus the group's mean."""
-    rewards, place = group_of(experience, sample)
-    own, mean = rewards[place], mean_of(rewards)
+    rewards, place = group_of(experience.rewards_B, experience.groups_B, sample)
+    own, mean = rewards[place], fmean(rewards)
     return [shown_group(rewards, place), f"A = R - mean = {number(own)} - {number(mean)} = {number(own - mean)}"]
+
+
+def normalised_formula(
+    rewards_B: Tensor, groups_B: Tensor, sample: int, *, scale: float | None = None
+) -> tuple[list[str], float]:
+    """Return the formula of `group_normalised` for a response, and its value."""
+    rewards, place = group_of(rewards_B, groups_B, sample)
+    value = float(group_normalised(rewards_B, groups_B, scale=scale)[sample])
+    eps = STD_EPS * (scale_of(rewards_B) if scale is None else scale)
+    std = stdev(rewards) if len(rewards) > 1 else 0.0
+    quotient = f"({number(rewards[place])} - {number(fmean(rewards))}) / ({number(std)} + {number(eps)})"
+    lines = [shown_group(rewards, place), f"A = (R - mean) / (std + eps) = {quotient} = {number(value)}"]
+    return lines, value
 
 
 def advantage_formula(

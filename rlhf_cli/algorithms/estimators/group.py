@@ -1,5 +1,6 @@
 """GRPO and variants: advantages relative to the other responses to the prompt (arXiv 2402.03300)."""
 
+from statistics import stdev
 from typing import Literal
 
 from pydantic import model_validator
@@ -99,34 +100,43 @@ def gdpo(experience: Experience, _: object) -> Advantages:
 
 def grpo_formula(experience: Experience, settings: GroupPolicyConfig, sample: int, token: int) -> list[str]:
     """Return the formula of `grpo` with numbers."""
-    from rlhf_cli.algorithms.formulas import group_of, less_mean_formula, mean_of, number, shown_group, std_of
-    from rlhf_cli.algorithms.groups import STD_EPS, is_alike, scale_of
+    from rlhf_cli.algorithms.formulas import less_mean_formula, normalised_formula
 
     if settings.advantage_std == "none":
         return [*less_mean_formula(experience, sample), "Dr. GRPO, arXiv 2503.20783"]
-    rewards, place = group_of(experience, sample)
-    eps = STD_EPS * (scale_of(experience.rewards_B) if experience.scale is None else experience.scale)
-    own, mean, std = rewards[place], mean_of(rewards), std_of(rewards)
-    value = 0.0 if is_alike(min(rewards), max(rewards)) else (own - mean) / (std + eps)
+    lines, _ = normalised_formula(experience.rewards_B, experience.groups_B, sample, scale=experience.scale)
+    return [*lines, "GRPO, arXiv 2402.03300"]
+
+
+def passk_formula(experience: Experience, settings: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `passk` with numbers."""
+    from rlhf_cli.algorithms.formulas import group_of, number, shown_group
+
+    rewards, place = group_of(experience.rewards_B, experience.groups_B, sample)
+    found = passk(experience, settings).per_response_B
+    assert found is not None
+    std = stdev(rewards) if len(rewards) > 1 else 0.0
+    second = max((reward for reward in rewards if reward < max(rewards)), default=max(rewards))
     return [
         shown_group(rewards, place),
-        f"A = (R - mean) / (std + eps) = ({number(own)} - {number(mean)}) / ({number(std)} + {number(eps)}) = "
-        f"{number(value)}",
-        "GRPO, arXiv 2402.03300",
+        f"best {number(max(rewards))}, second {number(second)}, std {number(std)}",
+        f"A = (best - second) / (std + eps) for the best response, 0 for the rest: here {number(float(found[sample]))}",
+        "arXiv 2503.19595",
     ]
 
 
-def passk_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
-    """Return the formula of `passk`."""
-    from rlhf_cli.algorithms.formulas import group_of, shown_group
+def gdpo_formula(experience: Experience, settings: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `gdpo` with numbers."""
+    from rlhf_cli.algorithms.formulas import normalised_formula, number
 
-    formula = "A = (best - second) / (std + eps) for the best response, 0 for the rest"
-    return [shown_group(*group_of(experience, sample)), formula, "arXiv 2503.19595"]
-
-
-def gdpo_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
-    """Return the formula of `gdpo`."""
-    return ["A = sum over rewards of weight (R - mean) / (std + eps), whitened over all responses"]
+    lines, total = list[str](), 0.0
+    for weight, part_B in experience.parts:
+        own, value = normalised_formula(part_B, experience.groups_B, sample)
+        lines += [own[0], f"weight {number(weight)} x {own[1]}"]
+        total += weight * value
+    found = gdpo(experience, settings).per_response_B
+    assert found is not None
+    return [*lines, f"A = the sum {number(total)}, whitened over all responses: {number(float(found[sample]))}"]
 
 
 GRPO = Estimator("grpo", grpo, min_group=2, steps="groups", formula=grpo_formula)

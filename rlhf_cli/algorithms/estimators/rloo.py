@@ -1,5 +1,7 @@
 """RLOO: reward minus the mean reward of the other responses (arXiv 2402.14740)."""
 
+from statistics import fmean
+
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 
 
@@ -12,11 +14,11 @@ def rloo(experience: Experience, _: object) -> Advantages:
 
 def rloo_formula(experience: Experience, _: object, sample: int, token: int) -> list[str]:
     """Return the formula of `rloo` with numbers."""
-    from rlhf_cli.algorithms.formulas import group_of, mean_of, number, shown_group
+    from rlhf_cli.algorithms.formulas import group_of, number, shown_group
 
-    rewards, place = group_of(experience, sample)
+    rewards, place = group_of(experience.rewards_B, experience.groups_B, sample)
     own, rest = rewards[place], [*rewards[:place], *rewards[place + 1 :]]
-    mean = mean_of(rest) if rest else own
+    mean = fmean(rest) if rest else own
     return [
         shown_group(rewards, place),
         f"A = R - mean of the others = {number(own)} - {number(mean)} = {number(own - mean)}",

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ import torch
 
 from rlhf_cli.algorithms.formulas import number
 from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
-from rlhf_cli.backends.process.signals import StopSignal
+from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import ActorRole
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.command_table import COMMANDS, ONLINE_TRAINING
@@ -43,8 +44,8 @@ from rlhf_cli.trainers.online.state import LoopState
 if TYPE_CHECKING:
     from rlhf_cli.backends.roles.ranks import ActorRank
 
-_MEASURED = ("time/", "perf/", "memory/")
-"""Prefixes of metrics that differ between two runs of the same iteration."""
+_NOT_REPEATED = ("time/", "perf/", "memory/", "eval/")
+"""Prefixes of metrics that a replay does not repeat: measurements, and evaluations, which it leaves out."""
 _WITHOUT_OUTPUT: dict[str, object] = {
     "ckpt_path": None,
     "save_path": None,
@@ -70,14 +71,14 @@ class Replayed:
     - `batch`, `state`: responses with all model outputs, and the loop's state before the iteration; None if no response
       could be trained on.
     - `trace`: columns of all trained tokens by optimizer step (algorithms/token_trace.py).
-    - `update`: change of the actor's weights by name, only directly after a checkpoint or the start.
+    - `update`: change of the actor's weights by name; empty unless requested.
     """
 
     root: Path
     run: OnlineRun
     iteration: int
-    recorded: Mapping[str, float]
-    metrics: Mapping[str, float]
+    recorded: dict[str, float]
+    metrics: dict[str, float]
     rows: Sequence[Mapping[str, object]]
     batch: ScoredBatch | None
     state: LoopState | None
@@ -85,12 +86,18 @@ class Replayed:
     update: Mapping[str, torch.Tensor]
 
     @property
+    def compared(self) -> list[str]:
+        """Names of the metrics that run and replay must have in common."""
+        return list(_own(self.recorded | self.metrics))
+
+    @property
     def differences(self) -> dict[str, tuple[float, float]]:
-        """(metric of the run, of the replay) by name where they differ, except for measured times and memory."""
-        names = [name for name in self.recorded if name in self.metrics and not name.startswith(_MEASURED)]
-        pairs = {name: (self.recorded[name], self.metrics[name]) for name in names}
+        """(metric of the run, of the replay) by name if they differ; NaN for a missing one."""
+        pairs = {name: (self.recorded.get(name), self.metrics.get(name)) for name in self.compared}
         return {
-            name: (old, new) for name, (old, new) in pairs.items() if not (old == new or (old != old and new != new))
+            name: (math.nan if old is None else old, math.nan if new is None else new)
+            for name, (old, new) in pairs.items()
+            if old != new and not (old is not None and new is not None and math.isnan(old) and math.isnan(new))
         }
 
 
@@ -102,8 +109,8 @@ def run_replay(config: ReplayConfig) -> None:
     changed = _changed(root, own, changes) if changes else None
     # Before the first of two replays, which can take minutes.
     _checkpoint_before(own, settings.iteration, is_next=changed is not None)
-    again = replay(own, settings.iteration)
-    other = None if changed is None else replay(own, settings.iteration, changed=changed)
+    again = replay(own, settings.iteration, keeps_update=changed is not None)
+    other = None if changed is None else replay(own, settings.iteration, changed=changed, keeps_update=True)
     print("\n".join(comparison(again, other, changes)))
 
 
@@ -147,7 +154,7 @@ def comparison(again: Replayed, other: Replayed | None, changes: Mapping[str, st
 
 
 def _own(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(_MEASURED)}
+    return {name: value for name, value in metrics.items() if not name.startswith(_NOT_REPEATED)}
 
 
 def _apart(again: Replayed, other: Replayed) -> Iterator[str]:
@@ -157,11 +164,16 @@ def _apart(again: Replayed, other: Replayed) -> Iterator[str]:
         cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
         lengths = (number(float(first.norm())), number(float(second.norm())))
         yield f"  cosine of the weight updates {number(float(cosine))}, norms {lengths[0]} and {lengths[1]}"
+    texts = [[row["response"] for row in one.rows] for one in (again, other)]
+    if texts[0] != texts[1]:
+        yield "  the engine sampled different responses, so the settings are not the only cause"
     marks = ("clip_low", "clip_high", "clip_dual", "corrected")
     flags = [_by_token(one, marks) for one in (again, other)]
-    common = flags[0].keys() & flags[1].keys()
-    differing = sum(flags[0][place] != flags[1][place] for place in common)
-    yield f"  {differing} of {len(common)} tokens are clipped or corrected differently"
+    if flags[0].keys() != flags[1].keys():  # such as with mask_truncated
+        yield "  different responses are trained on, so tokens are not compared"
+        return
+    differing = sum(flags[0][place] != flags[1][place] for place in flags[0])
+    yield f"  {differing} of {len(flags[0])} tokens are clipped or corrected differently"
 
 
 def _by_token(replayed: Replayed, names: Sequence[str]) -> dict[tuple[float, float], list[tuple[float, ...]]]:
@@ -185,7 +197,9 @@ def recorded_config(root: Path, changes: Mapping[str, object] | None = None) -> 
     return config.updated({"output": str(root)})
 
 
-def replay(config: OnlineConfig, iteration: int, *, changed: OnlineConfig | None = None) -> Replayed:
+def replay(
+    config: OnlineConfig, iteration: int, *, changed: OnlineConfig | None = None, keeps_update: bool = False
+) -> Replayed:
     """Run an iteration again, with the samples and weights that the run had.
 
     Args:
@@ -193,6 +207,7 @@ def replay(config: OnlineConfig, iteration: int, *, changed: OnlineConfig | None
         iteration: number of the iteration, from 1.
         changed: settings of this iteration. The iterations between the checkpoint and this one must have the run's, so
             a checkpoint directly before it is required.
+        keeps_update: whether to return the change of the weights, which requires a checkpoint directly before it.
 
     Raises:
         UsageError: the run has no such iteration, or its model or data have changed.
@@ -208,7 +223,7 @@ def replay(config: OnlineConfig, iteration: int, *, changed: OnlineConfig | None
         run = _checked(changed, folder)
         resume = resume and _with_coefficients(resume, config, changed)
     watch = _Watch()
-    _run_again(replace(run, resume=resume), watch, last=iteration)
+    _run_again(replace(run, resume=resume), watch, last=iteration, keeps_update=keeps_update)
     shutil.rmtree(folder)
     return Replayed(
         root,
@@ -265,7 +280,7 @@ def _with_coefficients(resume: Checkpoint, config: OnlineConfig, changed: Online
 class _Watch(SilentTracker):
     """Keeps the results of the last iteration that ran."""
 
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     rows: Sequence[Mapping[str, object]] = ()
     batch: ScoredBatch | None = None
     before: LoopState | None = None
@@ -276,7 +291,7 @@ class _Watch(SilentTracker):
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
         """Keep the metrics."""
-        self.step, self.metrics = step, metrics
+        self.step, self.metrics = step, dict(metrics)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Keep the rows."""
@@ -287,7 +302,7 @@ class _Watch(SilentTracker):
         self.say(text)
 
 
-def _run_again(run: OnlineRun, watch: _Watch, *, last: int) -> None:
+def _run_again(run: OnlineRun, watch: _Watch, *, last: int, keeps_update: bool) -> None:
     """Run the iterations after the checkpoint, up to `last`."""
     stop = StopSignal()
     begin_logs(run.paths, keep=False)
@@ -313,9 +328,10 @@ def _run_again(run: OnlineRun, watch: _Watch, *, last: int) -> None:
             return watch.step == last or stop()
 
         train, _ = prepared(run, roles, scorer, watch, ends, updated=updated, saves=False)
-        is_next = last == (run.resume.step if run.resume else 0) + 1
-        before = _weights(actor) if is_next and isinstance(actor, ActorRole) else {}
+        before = _weights(actor) if keeps_update and isinstance(actor, ActorRole) else {}
         train()
+        if watch.step != last:  # interrupted: these are the results of another iteration
+            sys.exit(INTERRUPTED)
         if isinstance(actor, ActorRole) and before:
             watch.update = {name: weight - before[name] for name, weight in _weights(actor).items()}
 

@@ -211,9 +211,9 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
         yield f"  {ratio_formula(policy, values)}"
         yield from (f"  {line}" for line in loss_formula(policy, values))
         yield f"  {correction_formula(policy, values)}"
-        for role in again.run.settings.kl_losses:
+        for role, term in again.run.settings.kl_losses.items():
             coef, kl = values[f"{role}_coef"], values[f"{role}_kl"]
-            yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({config.policy.kl_estimator})"
+            yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({term.estimator})"
         mean = mean_formula(
             policy,
             num_tokens=len(columns[TOKEN]),
@@ -249,7 +249,7 @@ def _equality(again: Replayed, row: Mapping[str, object]) -> list[str]:
     differences = again.differences
     if not differing and not differences and own:
         return [
-            f"Equal to the run: all {len(again.recorded) - _num_measured(again.recorded)} metrics of iteration "
+            f"Equal to the run: all {len(again.compared)} metrics of iteration "
             f"{again.iteration}, and the {len(names)} values of this response."
         ]
     if not own:
@@ -258,7 +258,3 @@ def _equality(again: Replayed, row: Mapping[str, object]) -> list[str]:
     pairs = [*(f"{name} of the response" for name in differing), *pairs]
     more = f" and {len(pairs) - _SHOWN_DIFFERENCES} more" if len(pairs) > _SHOWN_DIFFERENCES else ""
     return [f"Different from the run: {'; '.join(pairs[:_SHOWN_DIFFERENCES])}{more}."]
-
-
-def _num_measured(metrics: Mapping[str, float]) -> int:
-    return sum(name.startswith(("time/", "perf/", "memory/")) for name in metrics)

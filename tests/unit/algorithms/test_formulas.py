@@ -37,6 +37,8 @@ SETTINGS = {
     "grpo": GroupPolicyConfig(),
     "rloo": PolicyConfig(),
     "remax": PolicyConfig(),
+    "grpo_passk": GroupPolicyConfig(advantage="passk"),
+    "gdpo": GroupPolicyConfig(aggregate="normalize_then_sum", init_kl_coef=0.0),
 }
 WEIGHTS = LossWeights({"ref": KLTerm(0.3, "k3")}, EntropyState(0.0, True))
 
@@ -45,7 +47,7 @@ def experience() -> Experience:
     """Return four responses of 2, 1, 2 and 1 tokens to two prompts, with rewards 1, 0, 0.5 and 2."""
     return Experience(
         shaped_N=torch.tensor([-0.1, 1.0, 0.0, 0.2, 0.5, 2.0], dtype=torch.float64),
-        parts=(),
+        parts=((1.0, torch.tensor([1.0, 0.0, 0.5, 2.0])), (0.5, torch.tensor([0.0, 1.0, 1.0, 3.0]))),
         values_N=torch.tensor([0.3, 0.6, 0.1, 0.2, 0.4, 0.9]),
         bootstrap_B=torch.tensor([0.0, 0.7, 0.0, 0.0]),
         cu=CU,

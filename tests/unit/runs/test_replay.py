@@ -1,6 +1,10 @@
 """`rlhf replay` and `rlhf why`: what they read, refuse and compare, without starting a run."""
 
 import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +18,10 @@ from rlhf_cli.config.replay import ReplayGroup, WhyGroup
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config, to_yaml
-from rlhf_cli.runs.online.replay import recorded_config, run_replay
+from rlhf_cli.runs.online.replay import Replayed, recorded_config, run_replay
 from rlhf_cli.runs.online.why import explain
+
+EMPTY = Replayed(Path("run"), cast("Any", None), 1, {}, {}, [], None, None, [], {})
 
 
 @pytest.fixture
@@ -105,3 +111,21 @@ def test_places_identify_the_tokens_of_a_sequence():
         "sample": [7, 7],
         "token": [0, 1],
     }
+
+
+@pytest.mark.parametrize(
+    ("recorded", "metrics", "differing"),
+    [
+        ({"loss": 1.0, "time/step": 2.0, "eval/reward": 0.5}, {"loss": 1.0, "time/step": 3.0}, set()),
+        ({"loss": math.nan}, {"loss": math.nan}, set()),
+        ({"loss": 1.0}, {"loss": 1.0 + 1e-15}, {"loss"}),
+        ({"loss": 1.0, "kl": 0.1}, {"loss": 1.0}, {"kl"}),
+        ({"loss": 1.0}, {"loss": 1.0, "kl": 0.1}, {"kl"}),
+    ],
+)
+def test_a_missing_metric_is_a_difference_and_an_evaluation_or_measurement_is_not_compared(
+    recorded, metrics, differing
+):
+    replayed = replace(EMPTY, recorded=recorded, metrics=metrics)
+    assert replayed.differences.keys() == differing
+    assert not {name for name in replayed.compared if "/" in name}
