@@ -30,6 +30,7 @@ class SeededEngines:
         self.num_begun = 0
         self.begun_beside: list[int] = []
         self.cuts: list[int] = []
+        self.only_first_turns = False
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         assert not self.open, "a batch begins while another one is generated"
@@ -46,9 +47,11 @@ class SeededEngines:
         return bool(self.open)
 
     async def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        if timeout is not None and self._order.random() < 0.7:
+        ready = [one for one in self.open if not self.only_first_turns or SEPARATOR not in one[1].prompt_ids]
+        if timeout is not None and (not ready or self._order.random() < 0.7):
             return []
-        number, request = self.open.pop(self._order.randrange(len(self.open)))
+        number, request = ready[self._order.randrange(len(ready))]
+        self.open.remove((number, request))
         return [(number, self._sampled(request))]
 
     def _sampled(self, request: GenerationRequest) -> Generation:
@@ -181,9 +184,11 @@ def test_a_cut_of_all_episodes_drains_the_turns_that_are_sampled_yet():
     episodes = episode_engines(engines, environments, max_turns=9, max_len=90, in_step=False)
 
     async def cut_in_the_middle() -> list[Generation]:
+        engines.only_first_turns = True  # or all could end before three are in their second turn
         episodes.begin(requests_of(6), SAMPLING)
         while sum(SEPARATOR in request.prompt_ids for _, request in engines.open) < 3:
             await episodes.collect(0.0001)
+        engines.only_first_turns = False
         environments.held = set(range(6))
         episodes.cut(0)
         while episodes.is_generating:
