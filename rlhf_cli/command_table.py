@@ -138,6 +138,12 @@ COMMANDS = {
         "Create a small untrained model and tokenizer for offline tests.",
         "scratch:scratch",
     ),
+    "view": Command(
+        "view:ViewConfig",
+        _HELP,
+        "Show runs in the browser: curves, samples, groups, histograms and settings.",
+        "view:run_view",
+    ),
     "why": Command(
         "why:WhyConfig",
         _HELP,

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, TypeVar
@@ -244,7 +245,11 @@ def _resolve(
     typed = {name: value for name, value in given.items() if value is not None}
     positional = config_cls.positional
     if positional and positional not in typed and stray and not stray[0].startswith("-"):
-        typed[positional], *stray = stray
+        if flags[positional].is_list:
+            items = list(takewhile(lambda word: not word.startswith("-"), stray))
+            typed[positional], stray = items, stray[len(items) :]
+        else:
+            typed[positional], *stray = stray
     values = {**written.values, **typed}
     spelled = {**written.spelled, **dict.fromkeys(typed, "--{}")}
     # If a flag consumed the next flag as its value, other problems are consequences: report only this.

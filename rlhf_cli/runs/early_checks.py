@@ -35,6 +35,7 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.scratch import ScratchConfigGroup
 from rlhf_cli.config.serve import ServeConfig
 from rlhf_cli.config.train import CheckpointConfig
+from rlhf_cli.config.view import ViewGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import adapter_folder, resolve_model_path
 from rlhf_cli.models.gguf import find_gguf
@@ -93,11 +94,15 @@ def _check_output(group: object) -> None:
 
             server_key(group)
             # Bind and release the port; the run binds it again after loading the model.
-            with listening(group):
+            with listening(group.host, group.port):
                 pass
             missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
             if missing:
                 raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
+        case ViewGroup():
+            from rlhf_cli.tracking.view.runs import checked_folders
+
+            checked_folders(group.runs)
 
 
 def _check_models(group: Any) -> None:

@@ -30,7 +30,7 @@ def run_server(config: ServeRMConfig) -> None:
     key, is_made = server_key(config.server)
     with ExitStack() as stack:
         # Bind before loading the model, so that a port in use is reported at once.
-        listener = stack.enter_context(listening(config.server))
+        listener = stack.enter_context(listening(config.server.host, config.server.port))
         score = stack.enter_context(scoring(config.reward, config.model))
         app = reward_app(score, config.server, key=key, takes_images=score.takes_images)
         server = StoppableServer(app, stop)

@@ -30,15 +30,15 @@ def server_key(config: ServeConfig) -> tuple[str, bool]:
 
 
 @contextmanager
-def listening(config: ServeConfig) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
     """Bind the address and yield the socket. Raises UsageError if the address is in use."""
     # create_server defaults to IPv4.
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((config.host, config.port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         reason = error.strerror or error
-        raise UsageError(f"cannot listen on --host {config.host} --port {config.port}: {reason}") from None
+        raise UsageError(f"cannot listen on {host}, --port {port}: {reason}") from None
     with listener:
         yield listener
 

@@ -17,9 +17,12 @@ from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.thumbnails import FOLDER as THUMBNAILS
 
-_METRICS_FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+INDEX_ENDING = ".index"
+"""Ending of the index of a samples file, which `rlhf view` writes."""
+INDEX_FILES = (f"{SAMPLES_FILE}{INDEX_ENDING}", f"{EVAL_SAMPLES_FILE}{INDEX_ENDING}")
 _TENSORBOARD = "tensorboard"
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
@@ -72,7 +75,7 @@ def read_samples(path: Path) -> Iterator[dict[str, Any]]:
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
     """Read all metrics by step, in order. Lines with the same step are merged."""
     by_step: dict[int, dict[str, float]] = {}
-    for record in read_lines(output / _METRICS_FILE):
+    for record in read_lines(output / METRICS_FILE):
         metrics = by_step.setdefault(record.pop("step"), {})
         metrics |= {key: _NON_FINITE[value] if isinstance(value, str) else value for key, value in record.items()}
     return dict(sorted(by_step.items()))
@@ -132,7 +135,7 @@ class MetricsFile:
     """metrics.jsonl"""
 
     def __init__(self, output: Path, *, resume_step: int | None) -> None:
-        self._lines = JsonLines(output / _METRICS_FILE, resume_step=resume_step)
+        self._lines = JsonLines(output / METRICS_FILE, resume_step=resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._lines.write(step, {name: _json_number(value) for name, value in metrics.items()})
@@ -311,7 +314,7 @@ class _SinkRow:
 
 # In order of writing: the run's own files come first, so that a failing service loses no metrics.
 SINKS = (
-    _SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step), (_METRICS_FILE,)),
+    _SinkRow("", lambda run: MetricsFile(run.output, resume_step=run.resume_step), (METRICS_FILE,)),
     _SinkRow(
         "",
         lambda run: _SampleFiles(run.output, resume_step=run.resume_step),

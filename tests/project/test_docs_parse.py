@@ -7,7 +7,7 @@ Commands are found in the code blocks and code spans of Markdown and in the line
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -167,7 +167,10 @@ def parse(
     in_full = "..." not in words and "--config" not in words
     words = [word for word in words if word != "..."]
     if words and not words[0].startswith("-") and cls.positional:
-        words = [f"--{cls.positional}", *words]
+        count = (
+            len(list(takewhile(lambda word: not word.startswith("-"), words))) if known[cls.positional].is_list else 1
+        )
+        words = [f"--{cls.positional}", ",".join(words[:count]), *words[count:]]
     if "--config" in words:
         place = words.index("--config")
         files = [REPOSITORY / name for name in words[place + 1].split(",")]

@@ -14,12 +14,12 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
-from rlhf_cli.tracking.sinks import PLAN_FILE, RUN_FILE, SAMPLES_FILE, files_of, sinks_of
+from rlhf_cli.tracking.sinks import INDEX_FILES, PLAN_FILE, RUN_FILE, SAMPLES_FILE, files_of, sinks_of
 
 SELECTED, FIGURES, _IDENTITY = "selected.jsonl", "eval.json", "generation.json"
 TRACKING = TrackingConfig(use_tensorboard=False)
 """Tracking of a generation or evaluation: only its own files."""
-_ANSWERS = (*files_of(sinks_of(TRACKING)), SELECTED)
+_ANSWERS = (*files_of(sinks_of(TRACKING)), *INDEX_FILES, SELECTED)
 WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
 _LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, PLAN_FILE, CONFIG, "error.log", _IDENTITY)

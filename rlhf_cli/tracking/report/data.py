@@ -32,8 +32,8 @@ _MAX_SAMPLES_PER_STEP = 16
 _MAX_TEXT = 12_000
 # Characters per episode, divided equally among its messages.
 _MAX_EPISODE = 48_000
-# Samples come from files: accept no path that leaves the run's image folder.
-_THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
+THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
+"""Names come from files: no other path is read, and none that leaves the run's image folder."""
 # Finds the step without decoding the line: JsonLines writes it first.
 _STEP = re.compile(rb'\{"step": (\d+)')
 JsonObject = dict[str, Any]
@@ -75,7 +75,7 @@ class Stage:
 
 def read_stage(path: Path) -> Stage:
     """Read everything that the report shows about a run. Missing files leave their section empty."""
-    run = _read_object(path / RUN_FILE)
+    run = read_object(path / RUN_FILE)
     metrics = read_metrics(path)
     return Stage(
         path=path,
@@ -89,11 +89,11 @@ def read_stage(path: Path) -> Stage:
         rollouts=read_rollouts(path / SAMPLES_FILE),
         evaluated=read_rollouts(path / EVAL_SAMPLES_FILE),
         summary=summarise(path),
-        plan=_read_object(path / PLAN_FILE),
+        plan=read_object(path / PLAN_FILE),
     )
 
 
-def _read_object(path: Path) -> JsonObject:
+def read_object(path: Path) -> JsonObject:
     """Return the object in a JSON file; empty if it does not exist."""
     found: JsonObject = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
@@ -142,7 +142,7 @@ def read_rollouts(path: Path) -> ReportRollouts:
 def _images_of(rows: list[JsonObject], folder: Path) -> dict[str, str]:
     """Load existing thumbnails that the samples name, as data URLs."""
     names = [name for row in rows for name in row.get(IMAGES) or ()]
-    ours = {name for name in names if isinstance(name, str) and _THUMBNAIL.fullmatch(name)}
+    ours = {name for name in names if isinstance(name, str) and THUMBNAIL.fullmatch(name)}
     return {
         name: f"data:image/png;base64,{b64encode((folder / name).read_bytes()).decode()}"
         for name in sorted(ours)

@@ -397,6 +397,32 @@ def test_a_setting_may_be_called_by_a_word_of_python(tmp_path):
         parse_gift("--to", "ada", "--from", "you")
 
 
+class Gifts(SettingsGroup):
+    """Gifts"""
+
+    to: list[str]
+    """Who gets one."""
+    number: int = 1
+    """Gifts for each."""
+
+
+class GiftsConfig(CommandConfig):
+    positional = "to"
+
+    gifts: Gifts
+
+
+def test_a_list_may_be_given_as_words_without_its_flag():
+    seen: list[GiftsConfig] = []
+    for words in (["ada", "eve, bob"], ["--number", "2", "ada", "eve, bob"], ["ada", "eve, bob", "--number", "2"]):
+        typer_command("give", GiftsConfig, seen.append).main(words, standalone_mode=False)
+    assert [(config.gifts.to, config.gifts.number) for config in seen] == [
+        (["ada", "eve, bob"], 1),
+        (["ada", "eve, bob"], 2),
+        (["ada", "eve, bob"], 2),
+    ]
+
+
 def test_one_setting_may_be_given_without_its_flag():
     assert parse_gift("ada", "--from", "me") == parse_gift("--from", "me", "ada") == parse_gift("--to=ada", "--from=me")
     with pytest.raises(UsageError, match=r"^unexpected 'bob': pass settings as --NAME VALUE$"):

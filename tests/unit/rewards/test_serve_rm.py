@@ -89,7 +89,7 @@ def served(
 ) -> Iterator[str]:
     """Run a server in a thread and yield its URL; stop it as a signal would."""
     settings, stop = ServeConfig(port=0, **config), threading.Event()
-    with listening(settings) as listener:
+    with listening(settings.host, settings.port) as listener:
         app = reward_app(score, settings, key=KEY, takes_images=takes_images)
         server = StoppableServer(app, stop.is_set, connection, max_connections=max_connections)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -409,7 +409,7 @@ def test_a_request_whose_client_is_gone_is_not_scored():
 def test_what_was_begun_is_answered_when_the_server_is_stopped():
     gate = Gate()
     settings, stop = ServeConfig(port=0), threading.Event()
-    with listening(settings) as listener:
+    with listening(settings.host, settings.port) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/get_reward"
         server = StoppableServer(reward_app(gate, settings, key=KEY), stop.is_set)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -470,12 +470,12 @@ def test_addresses_that_others_reach(host):
 
 
 def test_a_port_that_is_taken_or_an_address_that_is_not_here_is_told():
-    with listening(ServeConfig(port=0)) as taken:
+    with listening("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"cannot listen on --host 127.0.0.1 --port {port}: Address already"):
-            listening(ServeConfig(port=port)).__enter__()
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1, --port {port}: Address already"):
+            listening("127.0.0.1", port).__enter__()
     with pytest.raises(UsageError, match="cannot listen on"):
-        listening(ServeConfig(host="192.0.2.1", port=0)).__enter__()
+        listening("192.0.2.1", 0).__enter__()
 
 
 def test_a_reward_that_goes_by_rows_is_refused_and_has_no_settings_here(capsys):

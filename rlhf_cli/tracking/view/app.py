@@ -1,0 +1,231 @@
+"""HTTP application of `rlhf view`: the page, and its data as JSON.
+
+All addresses begin with a random key. Requests are answered only with it, and only under a loopback host name: another
+site could otherwise resolve its own name to 127.0.0.1 and read the answers (DNS rebinding).
+"""
+
+import asyncio
+import base64
+import hmac
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from rlhf_cli.tracking import report
+from rlhf_cli.tracking.view.index import COLUMNS, Query
+from rlhf_cli.tracking.view.runs import SAMPLE_FILES, ViewedRun, ViewedRuns
+
+PAGE = Path(__file__).with_name("page")
+_STYLE = Path(report.__file__).with_name("page.css")
+"""Style of report.html. The page adds to it."""
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
+_IMPORT_MAP = re.compile(r'<script type="importmap">(.*?)</script>', re.DOTALL)
+_HOSTS = ("127.0.0.1", "localhost", "::1")
+_INDEX_SECONDS = 0.25
+"""Time per request for indexing new samples, and for searching texts. The page requests the rest."""
+_ROWS, _MAX_ROWS = 50, 200
+_SHOWN_CHARACTERS = 240
+"""Characters of a text in a list of samples."""
+_LISTED = ("number", "id", *COLUMNS[:-1], "verdict", "finish_reason", "response", "messages")
+"""Keys of a sample in a list. The rest is in the response for one sample."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def view_app(runs: ViewedRuns, *, key: str) -> web.Application:
+    """Build the application for the runs, at the addresses `/KEY/...`."""
+    app = web.Application(middlewares=[_guarded(key)])
+    files = {path.name: path for path in PAGE.rglob("*") if path.suffix in _TYPES} | {"report.css": _STYLE}
+    policy = _content_security_policy((PAGE / "index.html").read_text(encoding="utf-8"))
+
+    async def file(request: web.Request) -> web.Response:
+        path = files[request.match_info.get("name") or "index.html"]
+        text = await asyncio.to_thread(path.read_text, encoding="utf-8")
+        return web.Response(text=text, content_type=_TYPES[path.suffix])
+
+    async def secured(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(
+            {
+                "Content-Security-Policy": policy,
+                "X-Content-Type-Options": "nosniff",
+                # The address contains the key.
+                "Referrer-Policy": "no-referrer",
+                "Cache-Control": "no-store",
+                "Cross-Origin-Resource-Policy": "same-origin",
+                "Server": "rlhf",
+            }
+        )
+
+    app.on_response_prepare.append(secured)
+    app.router.add_get("/{key}/", file)
+    app.router.add_get("/{key}/page/{name}", file)
+    for name in _ANSWERS:
+        app.router.add_get(f"/{{key}}/api/{name}", _answered(name, runs))
+    app.router.add_get("/{key}/api/image", _image(runs))
+    return app
+
+
+def _guarded(key: str) -> Any:
+    """Refuse requests without the key or under another host name, and report invalid parameters."""
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if urlsplit(f"//{request.host}").hostname not in _HOSTS:
+            return web.Response(status=421, text="open this page at 127.0.0.1")
+        given = request.path.split("/", 2)[1]
+        # Constant-time comparison: response times must not reveal the key.
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            return web.Response(status=403, text="open the address that rlhf view printed: it contains a key")
+        try:
+            return await handler(request)
+        except (KeyError, ValueError) as error:
+            return web.json_response({"detail": f"not found or invalid: {error}"}, status=404)
+
+    return guarded
+
+
+def _content_security_policy(page: str) -> str:
+    """Allow this server's files and the page's import map, which cannot be a file, by its hash."""
+    (imports,) = _IMPORT_MAP.findall(page)
+    digest = base64.b64encode(sha256(imports.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+Parameters = Mapping[str, str]
+
+
+def answer(name: str, runs: ViewedRuns, parameters: Parameters) -> str:
+    """Return the JSON at /api/NAME. Raises KeyError or ValueError if a parameter is missing or invalid."""
+    return _json(_ANSWERS[name](runs, parameters))
+
+
+def _answered(name: str, runs: ViewedRuns) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        # In a thread: a large file must not delay other requests.
+        text = await asyncio.to_thread(answer, name, runs, request.query)
+        return web.Response(text=text, content_type="application/json")
+
+    return handler
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _run_of(runs: ViewedRuns, parameters: Parameters) -> ViewedRun:
+    return runs[int(parameters["run"])]
+
+
+def _runs(runs: ViewedRuns, _: Parameters) -> list[dict[str, Any]]:
+    return [run.description() for run in runs.current()]
+
+
+def _metrics(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    return _run_of(runs, parameters).metrics(parameters.get("cursor", ""))
+
+
+def _settings(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    return _run_of(runs, parameters).settings()
+
+
+def _query(parameters: Parameters, *, orders: tuple[str, ...] = ("number", *COLUMNS)) -> Query:
+    """Return the query of a request: `COLUMN_min`, `COLUMN_max`, `order`, `descending`, `text`."""
+    bounds = {
+        name: (_number(parameters.get(f"{name}_min")), _number(parameters.get(f"{name}_max"))) for name in COLUMNS
+    }
+    order = parameters.get("order", orders[0])
+    if order not in orders:
+        raise ValueError(f"order {order}")
+    return Query(
+        {name: ends for name, ends in bounds.items() if ends != (None, None)},
+        order,
+        parameters.get("descending") == "1",
+        parameters.get("text", ""),
+    )
+
+
+def _number(text: str | None) -> float | None:
+    value = float(text) if text else None
+    if value is not None and not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _part(parameters: Parameters) -> dict[str, int]:
+    skip, limit = int(parameters.get("skip", 0)), int(parameters.get("limit", _ROWS))
+    return {"skip": max(0, skip), "limit": max(1, min(limit, _MAX_ROWS))}
+
+
+def _samples(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
+    done, size = index.extend(_INDEX_SECONDS)
+    page = index.page(_query(parameters), **_part(parameters), seconds=_INDEX_SECONDS)
+    return {
+        "rows": list(map(_listed, page.rows)),
+        "next": page.next,
+        "total": page.total,
+        "indexed": done / (size or 1),
+    }
+
+
+def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample for a list, with the beginning of its text."""
+    shown = {name: row[name] for name in _LISTED if name in row}
+    text = shown.get("response") or _json(shown.get("messages", ""))
+    return {**shown, "response": str(text)[:_SHOWN_CHARACTERS], "messages": None}
+
+
+def _sample(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
+    return index.row(int(parameters["number"]))
+
+
+def _groups(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
+    done, size = index.extend(_INDEX_SECONDS)
+    query = _query(parameters, orders=("step", "mean", "spread"))
+    return {"groups": index.groups(query, **_part(parameters)), "indexed": done / (size or 1)}
+
+
+def _histogram(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    column = parameters["column"]
+    if column not in COLUMNS:
+        raise KeyError(column)
+    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
+    done, size = index.extend(_INDEX_SECONDS)
+    return {**index.histogram(_query(parameters), column), "indexed": done / (size or 1)}
+
+
+_ANSWERS: dict[str, Callable[[ViewedRuns, Parameters], Any]] = {
+    "runs": _runs,
+    "metrics": _metrics,
+    "settings": _settings,
+    "samples": _samples,
+    "sample": _sample,
+    "groups": _groups,
+    "histogram": _histogram,
+}
+
+
+def _image(runs: ViewedRuns) -> Handler:
+    async def handler(request: web.Request) -> web.Response:
+        content = await asyncio.to_thread(_run_of(runs, request.query).image, request.query["name"])
+        return web.Response(body=content, content_type="image/png")
+
+    return handler

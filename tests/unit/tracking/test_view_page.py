@@ -1,0 +1,130 @@
+"""The page of `rlhf view` in a headless Chromium: what it shows, its keys, and that it loads nothing from elsewhere."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+from headless import CHROMIUM, Page, chromium, new_page
+from viewed_runs import add_image, make_run, sample, write
+
+from rlhf_cli.tracking.sinks import METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from rlhf_cli.tracking.view.app import view_app
+from rlhf_cli.tracking.view.runs import ViewedRuns
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium")) as address:
+        yield address
+
+
+def viewed(browser: str, folder: Path, fragment: str, check: Callable[[Page], Awaitable[None]]) -> None:
+    """Open the page on the runs in a folder and check it. Errors and requests to other servers fail."""
+
+    async def view() -> None:
+        runs = ViewedRuns([folder])
+        async with TestServer(view_app(runs, key="key")) as server, ClientSession() as session:
+            page = await new_page(session, browser)
+            await page.open(f"{server.make_url('/key/')}#{fragment}")
+            await page.until("document.querySelectorAll('main [role=tabpanel] > *').length > 0")
+            await check(page)
+            assert page.problems == []
+            assert len(page.requests) > 5
+            assert all(url.startswith(str(server.make_url("/key/"))) for url in page.requests)
+        runs.close()
+
+    asyncio.run(view())
+
+
+TEXT = "document.querySelector('main').innerText"
+
+
+def test_curves_of_runs_are_overlaid_and_follow_a_live_run(browser, tmp_path):
+    make_run(tmp_path / "one")
+    live = make_run(tmp_path / "two", outcome="running")
+
+    async def check(page: Page) -> None:
+        label = "document.querySelector('[aria-label^=\"reward. \"]')?.getAttribute('aria-label')"
+        assert await page.until(label) == (
+            "reward. one: 0.25 to 0.75 from iteration 1 to 3. two: 0.25 to 0.75 from iteration 1 to 3. "
+            "Arrow keys read values."
+        )
+        await page.until("document.querySelectorAll('canvas').length > 0")
+        write(live / METRICS_FILE, [{"step": 4, "reward": 1.0}])
+        await page.until(f"{label}.includes('two: 0.25 to 1 from iteration 1 to 4')")
+        await page.value("document.querySelector('[aria-label^=\"reward. \"]').focus()")
+        await page.press("ArrowRight", "ArrowRight")
+        await page.until("document.querySelector('.readout').textContent === 'iteration 2: one 0.5, two 0.5'")
+
+    viewed(browser, tmp_path, "curves", check)
+
+
+def test_samples_are_filtered_and_chosen_by_keys(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    image = add_image(run)
+    write(run / SAMPLES_FILE, [sample(12, step=9, response=HOSTILE, prompt=HOSTILE, images=[image])])
+
+    async def check(page: Page) -> None:
+        items = "[...document.querySelectorAll('.item')].map(item => item.innerText.split('\\n')[1])"
+        await page.until(f"{items}.length === 13")
+        await page.until("document.querySelector('.detail img')?.naturalWidth === 4")
+        assert HOSTILE in await page.value("[...document.querySelectorAll('.detail pre')].map(pre => pre.textContent)")
+        assert await page.value("document.title") == "Samples · rlhf view"
+        await page.value("document.querySelector('.item').focus()")
+        await page.press("ArrowDown", "ArrowDown")
+        await page.until("document.querySelector('.detail pre')?.textContent === 'question 5'")
+        assert await page.value("document.activeElement.innerText.includes('answer 10')")
+        await page.value("location.hash = 'samples?reward_min=1&length_max=4&order=length'")
+        await page.until(f"JSON.stringify({items}) === JSON.stringify(['answer 1', 'answer 3'])")
+
+    viewed(browser, tmp_path, "samples", check)
+
+
+def test_turns_of_an_episode_have_their_rewards(browser, tmp_path):
+    run = make_run(tmp_path / "run", samples=1)
+    messages = [
+        {"role": "assistant", "content": "let me see", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+        {"role": "tool", "name": "add", "content": "4"},
+        {"role": "assistant", "content": "it is 4"},
+    ]  # fmt: skip
+    write(run / SAMPLES_FILE, [sample(1, messages=messages, turn_rewards=[0.0, 0.75], response="")])
+
+    async def check(page: Page) -> None:
+        await page.until("document.querySelector('.detail').innerText.includes('it is 4')")
+        shown = await page.value("document.querySelector('.detail').innerText")
+        parts = ["Turn 1", "let me see", "Call of add", "Result of add", "4", "Turn 2", "reward 0.75", "it is 4"]
+        places = [shown.index(part) for part in parts]
+        assert places == sorted(places)
+
+    viewed(browser, tmp_path, "samples", check)
+
+
+def test_tabs_are_chosen_by_keys_and_runs_can_be_hidden(browser, tmp_path):
+    make_run(tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / RUN_FILE).write_text(json.dumps({"command": "sft", "outcome": "failed"}))
+
+    async def check(page: Page) -> None:
+        assert await page.value("[...document.querySelectorAll('.runs b')].map(one => one.textContent)") == [
+            "one",
+            "two",
+        ]
+        await page.value("document.querySelector('[role=tab]').focus()")
+        await page.press("ArrowRight")
+        await page.until("document.querySelector('[role=tab][aria-selected=true]').textContent === 'Samples'")
+        assert await page.value("document.activeElement.textContent") == "Samples"
+        unnamed = """[...document.querySelectorAll('button, input, select, a[href]')].filter(node => !(
+            node.textContent.trim() || node.getAttribute('aria-label') || node.closest('label')?.textContent.trim()))"""
+        assert await page.value(f"{unnamed}.map(node => node.outerHTML)") == []
+        await page.value("document.querySelectorAll('.runs input').forEach(input => input.click())")
+        await page.until(f"{TEXT}.includes('No run is selected')")
+
+    viewed(browser, tmp_path, "curves", check)
