@@ -44,7 +44,7 @@ class Page:
         values = event.get("params", {})
         match event.get("method"):
             case "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(values["exceptionDetails"])[:600])
+                self.problems.append(values["exceptionDetails"].get("exception", {}).get("description", "exception"))
             case "Log.entryAdded" if values["entry"]["level"] == "error":
                 self.problems.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
             case "Network.requestWillBeSent":

@@ -177,11 +177,15 @@ def _samples(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
     done, size = index.extend(_INDEX_SECONDS)
     page = index.page(_query(parameters), **_part(parameters), seconds=_INDEX_SECONDS)
     return {
-        "rows": list(map(_listed, page.rows)),
+        "rows": page.rows if parameters.get("texts") == "1" else list(map(_listed, page.rows)),
         "next": page.next,
         "total": page.total,
-        "indexed": done / (size or 1),
+        "indexed": _share(done, size),
     }
+
+
+def _share(done: int, size: int) -> float:
+    return done / size if size else 1.0
 
 
 def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +204,7 @@ def _groups(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
     index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
     done, size = index.extend(_INDEX_SECONDS)
     query = _query(parameters, orders=("step", "mean", "spread"))
-    return {"groups": index.groups(query, **_part(parameters)), "indexed": done / (size or 1)}
+    return {"groups": index.groups(query, **_part(parameters)), "indexed": _share(done, size)}
 
 
 def _histogram(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
@@ -209,7 +213,7 @@ def _histogram(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
         raise KeyError(column)
     index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
     done, size = index.extend(_INDEX_SECONDS)
-    return {**index.histogram(_query(parameters), column), "indexed": done / (size or 1)}
+    return {**index.histogram(_query(parameters), column), "indexed": _share(done, size)}
 
 
 _ANSWERS: dict[str, Callable[[ViewedRuns, Parameters], Any]] = {

@@ -40,13 +40,13 @@ class ViewedRun:
         return path
 
     def description(self) -> dict[str, Any]:
-        """Return name, command, progress, and the sample files that exist."""
+        """Return path, command, outcome, and the sample files with samples."""
         run = read_object(self.file(RUN_FILE))
         return {
             **{name: run.get(name) for name in ("command", "unit", "total_steps", "facts", "outcome")},
             "number": self.number,
             "path": str(self.path),
-            "files": [name for name in SAMPLE_FILES if self._has(name)],
+            "files": [name for name in SAMPLE_FILES if self._has(name) and self.file(name).stat().st_size],
         }
 
     def settings(self) -> dict[str, Any]:

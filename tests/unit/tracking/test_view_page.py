@@ -128,3 +128,49 @@ def test_tabs_are_chosen_by_keys_and_runs_can_be_hidden(browser, tmp_path):
         await page.until(f"{TEXT}.includes('No run is selected')")
 
     viewed(browser, tmp_path, "curves", check)
+
+
+def test_groups_are_next_to_each_other_with_their_common_beginning_faint(browser, tmp_path):
+    make_run(tmp_path / "run")
+
+    async def check(page: Page) -> None:
+        await page.until("document.querySelectorAll('.column .card').length === 2")
+        faint = "[...document.querySelectorAll('.column article pre .faint')].map(part => part.textContent)"
+        assert await page.value(faint) == ["", "answer "]
+        await page.value(
+            "[...document.querySelectorAll('.item')].find(item => item.innerText.includes('group 4')).click()"
+        )
+        await page.until("document.querySelectorAll('.column').length === 2")
+        await page.until("document.querySelectorAll('.column .card').length === 4")
+        assert await page.value("[...document.querySelectorAll('.column .prompt')].map(part => part.textContent)") == [
+            "question 0",
+            "question 4",
+        ]
+        await page.value("document.querySelector('[aria-label=\"Open sample 1\"]').click()")
+        await page.until("document.querySelector('.detail')?.innerText.includes('answer 1')")
+
+    viewed(browser, tmp_path, "groups?open=1.0", check)
+
+
+def test_histograms_times_and_differences_of_settings_are_shown(browser, tmp_path):
+    make_run(tmp_path / "one")
+    make_run(tmp_path / "two", lr=0.2)
+    (tmp_path / "two" / SAMPLES_FILE).write_text("")
+
+    async def check(page: Page) -> None:
+        await page.until("document.querySelectorAll('.heat canvas').length === 1")
+        label = await page.value("document.querySelector('.heat [role=img]').getAttribute('aria-label')")
+        assert label == "length of one: from 1 to 12, iteration 1 to 3. Darker: more samples."
+        assert "Indexing" not in await page.value(TEXT)
+        await page.value("location.hash = 'time'")
+        await page.until(f"{TEXT}.includes('Time by phase: one')")
+        cells = "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
+        rows = await page.value(cells)
+        assert rows[:2] == [["train", "3 s", "1 s", "50.0 %"], ["other", "3 s", "1 s", "50.0 %"]]
+        await page.value("location.hash = 'settings'")
+        await page.until(f"{TEXT}.includes('actor_learning_rate')")
+        assert await page.value("[...document.querySelectorAll('td')].map(cell => cell.innerText)") == ["0.1", "0.2"]
+        await page.value("document.querySelectorAll('.controls [type=checkbox]')[0].click()")
+        await page.until(f"{TEXT}.includes('pretrain')")
+
+    viewed(browser, tmp_path, "distribution?column=length", check)

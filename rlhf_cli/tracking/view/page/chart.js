@@ -34,10 +34,10 @@ function range(_, low, high) {
 function options({lines, smoothing, isLog, width, unit, group, readout, height}) {
   const series = [{label: unit}];
   for (const line of lines) {
-    const points = {show: line.x.length <= 40 || line.isMarked, size: 5};
+    const points = {show: !line.isHistogram && (line.x.length <= 40 || line.isMarked), size: 5};
     const faint = smoothing > 0 && !line.isMarked;
     series.push({label: line.name, stroke: colour(line.colour), width: faint ? 1 : 2, alpha: faint ? 0.3 : 1, points,
-      spanGaps: true, dash: line.dash, fill: line.fill && colour(line.colour)});
+      spanGaps: true, ...(line.isHistogram && {paths: uPlot.paths.stepped({align: 1}), fill: `${colour(line.colour)}22`})});
     if (faint) series.push({label: line.name, stroke: colour(line.colour), width: 2, points: {show: false},
       spanGaps: true});
   }
@@ -100,7 +100,7 @@ export function LineChart({title, name, lines, version, smoothing = 0, isLog = f
     const place = Math.max(0, Math.min(plot.data[0].length - 1, (plot.cursor.idx ?? (move > 0 ? -1 : plot.data[0].length)) + move));
     plot.setCursor({left: plot.valToPos(plot.data[0][place], "x"), top: 10});
   };
-  const last = drawn.length === 1 ? drawn[0].y.findLast(value => value !== null) : undefined;
+  const last = drawn.length === 1 && !drawn[0].isHistogram ? drawn[0].y.findLast(value => value !== null) : undefined;
   return html`<figure class="card" aria-label=${title}>
     <figcaption class="cardhead"><h3 title=${name}>${title}</h3>
       <span class="now">${last === undefined ? "" : number(last)}</span></figcaption>

@@ -3,12 +3,20 @@
 import {render} from "preact";
 import {useEffect, useRef, useState} from "preact/hooks";
 import {Curves} from "./curves.js";
+import {Distribution} from "./distribution.js";
+import {Groups} from "./groups.js";
 import {Samples} from "./samples.js";
+import {Settings} from "./settings.js";
 import {colourOf, Failed, go, html, nameOf, onArrows, request, useAddress, useRequest} from "./shared.js";
+import {Time} from "./time.js";
 
 const TABS = {
   curves: ["Curves", Curves],
   samples: ["Samples", Samples],
+  groups: ["Groups", Groups],
+  distribution: ["Histograms", Distribution],
+  time: ["Time", Time],
+  settings: ["Settings", Settings],
 };
 const POLL = 2000;
 
