@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -188,23 +189,29 @@ def _tell(command: str | None, message: str) -> None:
     sys.stderr.write(f"rlhf{f' {command}' if command else ''}: {sentence}\n")
 
 
+def _nothing() -> None:
+    """No-op, instead of the report that a run begins."""
+
+
 def _with_trace(run: Callable[..., None], *, checks: bool = True) -> Callable[..., None]:
     """Wrap a command: unexpected exceptions write a traceback to the run directory and become one sentence.
 
-    With `checks`, files and paths of the settings are checked first.
+    With `checks`, files and paths of the settings are checked first, and events of the run are reported.
     """
 
     @functools.wraps(run)
     def guarded(config: "CommandConfig") -> None:
+        from rlhf_cli.runs.events import with_events
         from rlhf_cli.runs.memory_fixes import with_memory_fixes
 
         prepare_environment()
         try:
-            with with_memory_fixes(config):
+            with with_events(config) if checks else nullcontext(_nothing) as begin, with_memory_fixes(config):
                 if checks:
                     from rlhf_cli.runs.early_checks import check_early
 
                     check_early(config)
+                begin()
                 run(config)
         except UsageError:
             raise

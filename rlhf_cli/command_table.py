@@ -138,6 +138,12 @@ COMMANDS = {
         "Create a small untrained model and tokenizer for offline tests.",
         "scratch:scratch",
     ),
+    "runs": Command(
+        "runs:RunsConfig",
+        _HELP,
+        "List the runs in a folder: state, progress, metrics, and the command that resumes each.",
+        "run_list:list_runs",
+    ),
     "view": Command(
         "view:ViewConfig",
         _HELP,

@@ -3,6 +3,7 @@
 import gc
 import glob
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,11 @@ _QUIET = {
     "TOKENIZERS_PARALLELISM": "true",
     "TRANSFORMERS_VERBOSITY": "error",
 }
+
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+"""Pattern in names of environment variables whose values must not appear in files."""
+_SHORTEST_SECRET = 6
+"""Shorter values, such as `TOKENIZERS_PARALLELISM=true`, are ordinary words."""
 
 SPIN_COUNT = "100000"
 """Spin iterations before an idle OpenMP thread sleeps, about 0.2 ms. By default, threads spin forever, and processes
@@ -39,6 +45,14 @@ def prepare_environment() -> None:
         # Otherwise DeepSpeed warns about a missing GPU on import.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def without_secrets(text: str) -> str:
+    """Replace the values of environment variables that hold secrets."""
+    values = [value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= _SHORTEST_SECRET]
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "(hidden)")
+    return text
 
 
 def _has_gpu_device() -> bool:

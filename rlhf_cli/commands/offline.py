@@ -24,6 +24,7 @@ NEVER_OFFLINE = OF_PROMPTS | {
     "checkpoint.max_restarts",
     "adapter.lora_push",
     "model.keep_dropout",
+    "tracking.print_samples",
 }
 """Settings that no offline command supports."""
 

@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from rlhf_cli.config.base import Excludes, Needs, SettingsGroup
 
 
@@ -15,6 +17,8 @@ class AnswersOutputConfig(SettingsGroup):
     """Resume after the existing responses; starts from scratch if there are none."""
     overwrite: Annotated[bool, Needs("output"), Excludes("load_checkpoint")] = False
     """Replace existing content of the folder."""
+    print_samples: int = Field(0, ge=0)
+    """Print this many responses of each chunk to the terminal, with prompt and reward."""
     write_pass_rate: str | None = None
     """Write the prompt rows with their pass_rate as JSON lines, for --pass_rate_range. Requires a single model."""
     select: Literal["none", "best", "best_worst", "all"] = "none"

@@ -189,6 +189,10 @@ class TrackingConfig(SettingsGroup):
 
     logging_steps: int = Field(1, gt=0)
     """Print every N steps to the terminal. metrics.jsonl always contains all steps."""
+    print_samples: int = Field(0, ge=0)
+    """Print this many responses of each iteration to the terminal, with prompt, reward and advantage."""
+    on_event: str | None = None
+    """Shell command to run at the start, end and failure of the run. It reads the event as JSON from stdin."""
     use_tensorboard: bool = True
     """Write TensorBoard events to <output>/tensorboard."""
     use_wandb: bool = False

@@ -22,6 +22,7 @@ from rlhf_cli.backends.doctor.machine import machine_findings
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_cuda, torch_extras_finding
 from rlhf_cli.backends.doctor.smoke import smoke_findings
 from rlhf_cli.commands.doctor import DoctorConfig, DoctorGroup
+from rlhf_cli.environment import SECRET
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.version import __version__
 
@@ -29,7 +30,6 @@ MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERR
 # Only these prefixes: other variables may contain private data.
 _REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|TRANSFORMERS|PYTORCH|GLOO)_")
 """Environment variables that affect runs."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 # Importing vllm on a slow disk takes tens of seconds.
 _IMPORT_SECONDS = 60.0
@@ -112,7 +112,7 @@ def markdown(findings: Iterable[Finding], environment: Mapping[str, str]) -> str
     """Format the findings as a Markdown table, followed by environment variables that affect runs."""
     rows = [f"| {one.status} | {_cell(one.part)} | {_cell(one.message)} |" for one in findings]
     names = sorted(name for name in environment if _REPORTED_VARIABLES.match(name))
-    variables = [f"{name}={'(hidden)' if _SECRET.search(name) else environment[name]}" for name in names]
+    variables = [f"{name}={'(hidden)' if SECRET.search(name) else environment[name]}" for name in names]
     table = "\n".join([f"rlhf-cli {__version__}", "", "| status | part | finding |", "|---|---|---|", *rows])
     return table + ("\n\n```text\n" + "\n".join(variables) + "\n```" if variables else "")
 

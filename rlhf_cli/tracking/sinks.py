@@ -6,6 +6,7 @@ terminal/progress.py writes to the terminal, and report/page.py renders the file
 import importlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def plain_number(value: Any) -> float | int | bool:
     return value.item()
 
 
-def _json_number(value: float | int | bool) -> float | int | bool | str:
+def json_number(value: float | int | bool) -> float | int | bool | str:
     """Encode for JSON, which has no NaN and infinities: they become the strings "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -79,6 +80,23 @@ def read_metrics(output: Path) -> dict[int, dict[str, float]]:
         metrics = by_step.setdefault(record.pop("step"), {})
         metrics |= {key: _NON_FINITE[value] if isinstance(value, str) else value for key, value in record.items()}
     return dict(sorted(by_step.items()))
+
+
+def last_metrics(output: Path) -> tuple[int, dict[str, float]]:
+    """Return the last step, with its metrics and those of the last evaluation. Reads only the end of the file."""
+    path = output / METRICS_FILE
+    if not path.is_file() or not path.stat().st_size:
+        return 0, {}
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        records = [_last_line(lines, mark) for mark in (b'"eval/', b'"time/step"')]
+    step = max(record.pop("step", 0) for record in records)
+    return step, {name: _NON_FINITE.get(value, value) for record in records for name, value in record.items()}
+
+
+def _last_line(lines: mmap.mmap, mark: bytes) -> dict[str, Any]:
+    """Return the last complete line with a mark; {} if there is none."""
+    place = lines.rfind(mark, 0, lines.rfind(b"\n") + 1)
+    return json.loads(lines[lines.rfind(b"\n", 0, place) + 1 : lines.find(b"\n", place)]) if place >= 0 else {}
 
 
 def _without_non_finite(value: Any) -> Any:
@@ -138,7 +156,7 @@ class MetricsFile:
         self._lines = JsonLines(output / METRICS_FILE, resume_step=resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._lines.write(step, {name: _json_number(value) for name, value in metrics.items()})
+        self._lines.write(step, {name: json_number(value) for name, value in metrics.items()})
 
     def close(self) -> None:
         self._lines.close()

@@ -5,6 +5,7 @@ It never influences training. Only rank 0 has a `Tracker`; other ranks have a `S
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,11 +29,14 @@ from rlhf_cli.tracking.sinks import (
 )
 from rlhf_cli.tracking.summary import Summary, summarise
 from rlhf_cli.tracking.terminal.live_view import LiveView
+from rlhf_cli.tracking.terminal.printed_samples import sample_lines
 from rlhf_cli.tracking.terminal.progress import Pace, PlainView, View
 from rlhf_cli.tracking.thumbnails import Thumbnails
 
 # Folder in the run directory.
 _LOGS = "logs"
+_PLAIN_CELLS = 500
+"""Width of printed samples in log files."""
 _SUMMARY_METRICS = 4
 _SUMMARY_PHASES = 6
 
@@ -62,8 +66,9 @@ class Tracker:
     ) -> None:
         self._output = output
         self._console = console
-        self._facts = {"command": command, "unit": unit, "total_steps": total_steps}
+        self._facts = {"command": command, "unit": unit, "total_steps": total_steps, "folder": os.getcwd()}
         self._unit = unit
+        self._num_printed = config.print_samples
         self._resume_step = resume_step
         self._thumbnails = Thumbnails(output)
         settings_file = output / SETTINGS_FILE
@@ -154,6 +159,9 @@ class Tracker:
         kept = self._thumbnails.rows(rows)
         for write in self._each("samples"):
             write(step, kept)
+        cells = self._console.width - 1 if self._console.is_terminal else _PLAIN_CELLS
+        for line in sample_lines(rows, self._num_printed, cells=cells):
+            self._view.message(line)
 
     def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Record evaluation responses, like `samples`, in a separate file."""

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from two_turns import game_file, with_many_ends
 
 from rlhf_cli.backends.process.signals import INTERRUPTED
+from rlhf_cli.tracking.figures import number
 from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -114,7 +115,9 @@ def run_words(model: Path, problems: Path, output: Path, *, backend: str) -> lis
 def finished_run(request, tmp_path_factory, model, problems) -> tuple[str, Path]:
     """Return (backend, run directory) of an uninterrupted run."""
     backend, output = request.param, tmp_path_factory.mktemp("ppo") / "whole"
-    run_rlhf(*run_words(model, problems, output, backend=backend))
+    events = f"(cat; echo) >> {output.parent}/events.jsonl"
+    shown = ["--print_samples", "1", "--on_event", events]
+    (output.parent / "printed.txt").write_text(run_rlhf(*run_words(model, problems, output, backend=backend), *shown))
     assert_nothing_left(output)
     return backend, output
 
@@ -128,6 +131,18 @@ def test_a_run_leaves_a_model_metrics_samples_and_a_report(finished_run):
     assert (output / "report.html").stat().st_size > 10_000
     AutoModelForCausalLM.from_pretrained(output / "model")
     assert AutoTokenizer.from_pretrained(output / "model").chat_template
+
+
+def test_events_and_responses_are_those_of_the_run(finished_run):
+    _, output = finished_run
+    start, end = map(json.loads, (output.parent / "events.jsonl").read_text().splitlines())
+    assert (start["event"], end["event"], end["message"]) == ("start", "end", "finished")
+    assert (end["run"]["state"], end["run"]["step"], end["run"]["checkpoint"]) == ("finished", ITERATIONS, ITERATIONS)
+    printed = (output.parent / "printed.txt").read_text()
+    rows = list(map(json.loads, (output / "samples.jsonl").read_text().splitlines()))
+    for row in rows[::8]:
+        head = next(line for line in printed.splitlines() if line.startswith(row["id"]))
+        assert f"reward {number(row['reward'])}  advantage {number(row['advantage'])}" in head
 
 
 def last_response(output: Path) -> str:

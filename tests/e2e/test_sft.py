@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from extending_page import page_file
 from forked import run_rlhf
 
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
+from rlhf_cli.runs.recorded_runs import read_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -235,6 +237,17 @@ def test_several_ranks_show_their_progress_once(place, finished):
     assert {path.name for path in (place.folder / "num_processes" / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
+def start_reported(place: Place, name: str, launcher: str, *flags: str) -> Running:
+    """Start a run that appends its events to a file."""
+    return place.start(name, launcher, *flags, on_event=f"(cat; echo) >> {place.folder}/{name}-events.jsonl")
+
+
+def events(place: Place, name: str) -> list[tuple[str, str]]:
+    """Return kind and message of each event of the runs with this name."""
+    lines = (place.folder / f"{name}-events.jsonl").read_text().splitlines()
+    return [(event["event"], event["message"]) for event in map(json.loads, lines)]
+
+
 def kill_in_a_step(place: Place, name: str, running: Running) -> None:
     """Kill one rank with SIGKILL at a random moment after the first checkpoint."""
     wait_until(lambda: place.last_checkpoint(name) >= SAVE_STEPS, what="there is a checkpoint", running=running)
@@ -255,7 +268,7 @@ def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
     def is_writing() -> bool:
         return any(checkpoints.glob(".writing-*"))
 
-    running = place.start(name, launcher, "--load_checkpoint")
+    running = start_reported(place, name, launcher, "--load_checkpoint")
     running.wait_for_a_step()
     processes = running.processes()
     ranks = running.ranks() or processes
@@ -275,7 +288,7 @@ def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
 
 def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], None]) -> None:
     """Request a stop after a step and check that the run ends, saves and reports it."""
-    running = place.start(name, launcher, "--load_checkpoint")
+    running = start_reported(place, name, launcher, "--load_checkpoint")
     running.wait_for_a_step()
     press(running)
     assert running.wait() == 130, running.log.read_text()[-3000:]
@@ -286,7 +299,7 @@ def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], N
 
 
 def finish(place: Place, name: str, *, launcher: str) -> None:
-    running = place.start(name, launcher, "--load_checkpoint")
+    running = start_reported(place, name, launcher, "--load_checkpoint")
     assert running.wait() == 0, running.log.read_text()[-3000:]
 
 
@@ -297,10 +310,18 @@ def finish(place: Place, name: str, *, launcher: str) -> None:
 )
 def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, launcher, press):
     reference, name = finished(launcher), place.new_name("stopped")
-    kill_in_a_step(place, name, place.start(name, launcher))
+    kill_in_a_step(place, name, start_reported(place, name, launcher))
+    # A command that is killed itself reports nothing, but `rlhf` survives the ranks that it has started.
+    killed = [("start", "")] if launcher == "one process" else [("start", ""), ("failure", ANY)]
+    assert events(place, name) == killed
     kill_while_writing(place, name, launcher=launcher)
+    assert read_run(place.folder / name).state == "killed"
     stop(place, name, launcher=launcher, press=press)
+    assert read_run(place.folder / name).state == "stopped"
     finish(place, name, launcher=launcher)
+    assert read_run(place.folder / name).state == "finished"
+    later = [("start", ""), ("start", ""), ("end", "interrupted"), ("start", ""), ("end", "finished")]
+    assert events(place, name) == [*killed, *later]
     assert place.metrics(name) == place.metrics(reference)
     assert place.weights(name) == place.weights(reference)
     assert not list((place.folder / name / "checkpoints").glob(".writing*"))

@@ -15,7 +15,7 @@ import psutil
 
 from rlhf_cli.backends.process.killed import kernel_has_killed
 from rlhf_cli.backends.process.signals import INTERRUPTED, stop_signals
-from rlhf_cli.backends.training.distributed_env import free_port
+from rlhf_cli.backends.training.distributed_env import REPORTED_BY_PARENT, free_port
 from rlhf_cli.errors import OutOfMemory, Shortage, UsageError
 
 _GRACE_SECONDS = 5
@@ -32,6 +32,7 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
         launch_command(num_processes, arguments, devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
         start_new_session=True,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, REPORTED_BY_PARENT: "1"},
     )
     received: list[int] = []
 

@@ -8,14 +8,49 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 from rlhf_cli.errors import UsageError
 
 _LOCK_FILE = ".lock"
+_CLOCK_SECONDS = 2.0
+"""Precision of start times of processes, which the kernel counts from the boot."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that a lock file names, and when it locked the folder, in seconds since the epoch."""
+
+    pid: int
+    host: str
+    since: float
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process belongs to this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is running on this machine."""
+        try:
+            process = psutil.Process(self.pid)
+            # A later process may have the same number.
+            is_same = process.create_time() <= self.since + _CLOCK_SECONDS
+            return self.is_here and is_same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def lock_holder(folder: Path) -> Holder | None:
+    """Return the process that uses the folder or was killed while it did. None if all have released it."""
+    return _holder(folder / _LOCK_FILE)
 
 
 @contextmanager
@@ -123,15 +158,18 @@ def _held(lock: Path, folder: Path, *, flag: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{flag} {folder} is in use by another run ({_holder(lock)})") from None
+            raise UsageError(f"{flag} {folder} is in use by another run ({_described(lock)})") from None
         # Some network file systems do not support locks.
         except OSError as error:
             logger.warning("%s cannot be locked (%s): do not start two runs with this %s", folder, error.strerror, flag)
-        # For the error message of other runs (see `_holder`).
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            # A file that still names a process is that of a killed run.
+            file.truncate(0)
 
 
 def _opened(lock: Path, flag: str) -> IO[str]:
@@ -143,11 +181,15 @@ def _opened(lock: Path, flag: str) -> IO[str]:
         raise UsageError(f"{flag}: {lock} cannot be written: {(error.strerror or str(error)).lower()}") from None
 
 
-def _holder(lock: Path) -> str:
-    """Describe the process in the lock file."""
-    try:
-        holder = json.loads(lock.read_text(encoding="utf-8"))
-        return f"process {holder['pid']} on {holder['host']}"
+def _described(lock: Path) -> str:
+    holder = _holder(lock)
     # The other process may be writing the file at this moment.
-    except (OSError, ValueError, KeyError):
-        return "unknown process"
+    return "unknown process" if holder is None else f"process {holder.pid} on {holder.host}"
+
+
+def _holder(lock: Path) -> Holder | None:
+    try:
+        named = json.loads(lock.read_text(encoding="utf-8"))
+        return Holder(int(named["pid"]), str(named["host"]), lock.stat().st_mtime)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

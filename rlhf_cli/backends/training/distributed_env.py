@@ -28,6 +28,15 @@ def is_under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+REPORTED_BY_PARENT = "RLHF_REPORTED_BY_PARENT"
+"""Set for ranks that `rlhf --num_processes N` has started, which reports their end itself."""
+
+
+def is_reported_by_parent() -> bool:
+    """Return whether this rank was started by another `rlhf` process."""
+    return REPORTED_BY_PARENT in os.environ
+
+
 def ranks_per_node() -> int:
     """Return the number of ranks on this machine. Call it after the process group was joined."""
     return int(os.environ["LOCAL_SIZE"])

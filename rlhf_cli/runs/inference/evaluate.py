@@ -29,11 +29,11 @@ from rlhf_cli.runs.inference.asking import Asking
 from rlhf_cli.runs.inference.model_groups import describe_groups, grouped_models
 from rlhf_cli.runs.inference.output_folder import (
     FIGURES,
-    TRACKING,
     answers_folder,
     check_folder,
     prepare_folder,
     rows_done,
+    tracking_of,
 )
 from rlhf_cli.runs.inference.run import (
     STEP_SCORES,
@@ -92,7 +92,7 @@ def run_evaluation(config: EvalConfig) -> None:
         prepare_folder(root, to_yaml(config), run.identity, keep=run.rows is not None)
         terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
         tracker = Tracker(
-            TRACKING,
+            tracking_of(config.out),
             root,
             command="eval",
             total_steps=sum(len(tested.chunks) for tested in run.models),

@@ -15,7 +15,7 @@ from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.data.selection import select_samples, summary, write_rows
 from rlhf_cli.errors import RunError
 from rlhf_cli.options import to_yaml
-from rlhf_cli.runs.inference.output_folder import SELECTED, TRACKING, check_folder, prepare_folder, rows_done
+from rlhf_cli.runs.inference.output_folder import SELECTED, check_folder, prepare_folder, rows_done, tracking_of
 from rlhf_cli.runs.inference.run import (
     InferenceHooks,
     ModelUnderTest,
@@ -59,7 +59,7 @@ def run_generation(config: GenerateConfig) -> None:
         prepare_folder(root, to_yaml(config), run.identity, keep=run.done is not None)
         terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
         tracker = Tracker(
-            TRACKING,
+            tracking_of(config.out),
             root,
             command="generate",
             total_steps=len(run.tested.chunks),

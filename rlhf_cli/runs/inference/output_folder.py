@@ -17,13 +17,18 @@ from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
 from rlhf_cli.tracking.sinks import INDEX_FILES, PLAN_FILE, RUN_FILE, SAMPLES_FILE, files_of, sinks_of
 
 SELECTED, FIGURES, _IDENTITY = "selected.jsonl", "eval.json", "generation.json"
-TRACKING = TrackingConfig(use_tensorboard=False)
+_TRACKING = TrackingConfig(use_tensorboard=False)
 """Tracking of a generation or evaluation: only its own files."""
-_ANSWERS = (*files_of(sinks_of(TRACKING)), *INDEX_FILES, SELECTED)
+_ANSWERS = (*files_of(sinks_of(_TRACKING)), *INDEX_FILES, SELECTED)
 WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
 _LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, PLAN_FILE, CONFIG, "error.log", _IDENTITY)
 _BLOCK = 1 << 20
+
+
+def tracking_of(out: AnswersOutputConfig) -> TrackingConfig:
+    """Return the tracking settings of a generation or evaluation."""
+    return _TRACKING.model_copy(update={"print_samples": out.print_samples})
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,6 +317,7 @@ def test_run_file_says_what_ran_and_how_it_ended(tmp_path):
         "command": "ppo",
         "unit": "step",
         "total_steps": 6,
+        "folder": os.getcwd(),
         "facts": {"Model": "tiny"},
         "outcome": "failed",
     }
