@@ -42,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the runs of tests out of the developer's calibration file; started commands inherit the variable."""
+    os.environ["RLHF_CALIBRATION"] = str(tmp_path_factory.mktemp("calibration") / "calibration.jsonl")
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

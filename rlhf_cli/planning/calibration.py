@@ -1,7 +1,8 @@
 """Measured times of earlier runs on this machine, which scale the forecasts of later plans.
 
-Each run appends one JSON line to `$XDG_CACHE_HOME/rlhf-cli/calibration.jsonl`: a key, the time of its end, and pairs of
-planned and measured values. A plan is scaled by the median ratio of the newest runs with its key.
+Each run appends one JSON line to `calibration.jsonl` in the cache folder, or to the file in `RLHF_CALIBRATION`: a key,
+the time of its end, and pairs of planned and measured values. A plan is scaled by the median ratio of the newest runs
+with its key.
 """
 
 import fcntl
@@ -29,7 +30,8 @@ _MAX_BYTES = 1 << 20
 
 def calibration_file() -> Path:
     """Return the path of the calibration file."""
-    return user_cache("calibration.jsonl")
+    given = os.environ.get("RLHF_CALIBRATION")
+    return Path(given) if given else user_cache("calibration.jsonl")
 
 
 def seconds_of(phase: str) -> str:

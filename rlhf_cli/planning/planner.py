@@ -19,6 +19,7 @@ from rlhf_cli.planning.offline import offline_work
 from rlhf_cli.planning.online import online_work
 from rlhf_cli.planning.phases import Batching, GpuMemory, batching_of, disk_bytes, gpu_memory, host_memory
 from rlhf_cli.planning.shapes import ModelShape
+from rlhf_cli.planning.shared_memory import shared_memory
 from rlhf_cli.planning.times import PhaseTime, phase_times, step_seconds
 from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Workload
 
@@ -133,6 +134,7 @@ class Plan:
                 "sequences_at_once": engine.running(self.work.tokens.prompt + self.work.tokens.response),
             },
             "host_memory_gib": _in_gib(self.host),
+            "shared_memory_gib": _in_gib(shared_memory(self.work)),
             "disk_gib": _in_gib(self.disk),
             "calibrated_by": self.num_calibrating,
             "seconds": {name: round(time.seconds, 3) for name, time in self.times.items()},

@@ -16,6 +16,7 @@ from rlhf_cli.planning.hardware import Hardware, hardware_of
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.phases import GpuMemory
 from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
+from rlhf_cli.planning.shared_memory import shared_memory
 
 _UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "environment", "agent_command")
 """Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
@@ -87,7 +88,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     if work.engine is not None:
         lines.append(f"  engine: {_cache(work.engine, work.tokens.prompt + work.tokens.response)}")
     lines += [f"  {plan.batching.reason}"] if plan.batching.reason else []
-    return [*lines, *_sizes("Host memory per node", plan.host), *_sizes("Disk", plan.disk), ""]
+    lines += _sizes("Host memory per node", plan.host)
+    lines += _sizes("/dev/shm per node, without Ray's objects", shared_memory(plan.work))
+    return [*lines, *_sizes("Disk", plan.disk), ""]
 
 
 def _phase_table(gpu: GpuMemory) -> list[str]:

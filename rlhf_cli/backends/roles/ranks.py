@@ -53,6 +53,7 @@ from rlhf_cli.models.adapters import (
 )
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
 from rlhf_cli.models.compat import attention_name
+from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone
 from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.mixers.layers import layers_in
@@ -341,9 +342,9 @@ class _FrozenRank(FrozenModel):
         wrap: Callable[[Any, SequenceRanks | None], nn.Module],
     ) -> None:
         self.settings = settings
-        super().__init__(
-            join_and_load(settings, load), wrap, settings.deepspeed, param_dtype=settings.model.param_dtype
-        )
+        hf_model = join_and_load(settings, load)
+        super().__init__(hf_model, wrap, settings.deepspeed, param_dtype=settings.model.param_dtype)
+        keep_freed_memory()
         self.packer = _Packer(settings, self.hf_model)
 
 

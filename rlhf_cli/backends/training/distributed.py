@@ -19,7 +19,6 @@ import torch.distributed as dist
 from rlhf_cli.backends.training.distributed_env import free_port
 from rlhf_cli.backends.training.extension_builds import plain_architectures, remove_stale_locks, use_own_ninja
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.host_memory import keep_freed_memory
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 """DeepSpeed's operator for shared-memory communication between CPU ranks. Compiling it takes over a minute."""
@@ -36,9 +35,7 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if not torch.cuda.is_available():
-        keep_freed_memory()
-    else:
+    if torch.cuda.is_available():
         # Before NCCL starts, which uses the current device.
         if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
             raise UsageError(

@@ -15,6 +15,7 @@ from rlhf_cli.backends.training.adamw_bf16 import AdamWBf16
 from rlhf_cli.backends.training.deepspeed_config import check_compiler
 from rlhf_cli.backends.training.muon import Muon, flat_parts
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.policy import hidden_matrices, parameter_groups
 
 _Groups = list[dict[str, Any]]
@@ -24,6 +25,15 @@ def make_optimizer(
     module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool = False
 ) -> torch.optim.Optimizer:
     """Create the optimizer for all trainable parameters, without weight decay on vectors (biases, norms)."""
+    optimizer = _new_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
+    # Not earlier: until then, states above 32 MiB are mapped, and stay out of the gaps between freed activations.
+    optimizer.register_step_post_hook(lambda *_: keep_freed_memory())
+    return optimizer
+
+
+def _new_optimizer(
+    module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool
+) -> torch.optim.Optimizer:
     groups = parameter_groups(module, optim.l2)
     lr, betas, eps = learning_rate, optim.adam_betas, optim.adam_eps
     # At stage 0 all ranks hold the same weights, so the rounding noise must not depend on the rank.
@@ -98,6 +108,8 @@ def _share_weights(zero: ZeROOptimizer) -> None:
     """Make the optimizer update the weights directly, instead of DeepSpeed's copy in the same dtype."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
         copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.dp_process_group)].data
+    # Each weight has a view of its master weights, which would keep the copy.
+    zero._link_all_hp_params()
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:

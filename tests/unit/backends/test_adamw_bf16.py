@@ -138,7 +138,11 @@ def test_weights_and_states_take_six_bytes_a_parameter(tiny_model_dir, stage):
     train(engine, Items(make_sequences(3)), [[0, 1, 2]], Layout())
     weights = [getattr(p, "ds_tensor", p) for p in module.parameters()]
     masters = [p for group in engine._engine.basic_optimizer.param_groups for p in group["params"]]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in [*weights, *masters]}
+    mappings = [getattr(p, "_hp_mapping", None) for p in module.parameters()]
+    fragments = [one.hp_fragment for one in mappings if one is not None]
+    assert bool(fragments) == (stage in (1, 2))
+    storages = [tensor.untyped_storage() for tensor in [*weights, *masters, *fragments]]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
     states = states_of(engine)
     assert {tensor.dtype for tensor in [*weights, *masters, *states]} == {torch.bfloat16}
     num = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())

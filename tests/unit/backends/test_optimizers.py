@@ -8,8 +8,9 @@ from tiny_training import LEARNING_RATE, OPTIM, make_engine
 from torch import nn
 from transformers import get_scheduler
 
+from rlhf_cli.backends.training import optimizers
 from rlhf_cli.backends.training.optimizers import make_schedule, set_rates
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 
 SCHEDULES: dict[str, list[float]] = {
     # Ten steps, two of them warm-up. Step k of the remaining eight has decayed by (k - 1) / 8.
@@ -95,3 +96,15 @@ def test_epsilon_is_added_to_the_root_of_the_second_moment(stage):
     engine.train_step([torch.tensor([0.03])], lambda model, x: (model(x).sum(), {}))
     (weight,) = [weight.item() for _, weight in engine.named_weights(model)]
     assert weight == pytest.approx(1 - LEARNING_RATE * 3 / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_bf16", "muon"])
+def test_freed_memory_is_kept_from_the_first_step_on(name, monkeypatch, group_of_one):
+    module, kept = nn.Linear(2, 2), []
+    monkeypatch.setattr(optimizers, "keep_freed_memory", lambda: kept.append("kept"))
+    optim = OptimConfig(optim=name)
+    optimizer = optimizers.make_optimizer(module, DeepSpeedConfig(), learning_rate=LEARNING_RATE, optim=optim)
+    assert kept == []
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert kept == ["kept"]

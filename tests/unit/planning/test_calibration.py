@@ -20,6 +20,7 @@ from rlhf_cli.tracking.report.page import write_report
 def own_cache(tmp_path_factory, monkeypatch):
     """Use an empty cache folder, and return it."""
     folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.delenv("RLHF_CALIBRATION")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
 
@@ -40,10 +41,12 @@ def test_times_are_scaled_by_the_median_of_runs_with_the_same_key():
     assert calibrated(plan, [run_of(plan, 3.0, "generate, s")]).times == plan.times
 
 
-def test_the_file_keeps_its_newer_half_and_damaged_lines_are_skipped(own_cache):
+def test_the_file_keeps_its_newer_half_and_damaged_lines_are_skipped(own_cache, monkeypatch):
     file = calibration_file()
     assert file == own_cache / "rlhf-cli" / "calibration.jsonl"
     assert read_runs(file) == []
+    monkeypatch.setenv("RLHF_CALIBRATION", str(own_cache / "chosen.jsonl"))
+    assert calibration_file() == own_cache / "chosen.jsonl"
     for number in range(40):
         append_run({"number": number, "values": {"long": "x" * 50_000}}, file)
     assert file.stat().st_size <= 1 << 20

@@ -222,7 +222,7 @@ def test_where_nothing_fits_the_layout_is_the_default_and_a_run_names_flags_that
 
 
 def test_the_layout_depends_on_no_measurement_of_earlier_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("RLHF_CALIBRATION", str(tmp_path / "folder" / "calibration.jsonl"))
     config, hardware = settings_of("async grpo", LARGE), on("h100", 1, 8)
     plan = planner_of(config, PlanConfig())(config, hardware)
     slow = {seconds_of(phase): [time.seconds, 10 * time.seconds] for phase, time in plan.times.items()}

@@ -92,7 +92,7 @@ def test_json_has_every_number_of_the_plan(capsys):
     assert plan.keys() == {
         *("command", "fits", "hardware", "parameters", "placement", "gradient_checkpointing", "gpus", "engine"),
         *("train_max_tokens_per_gpu", "gpu_memory_gib", "host_memory_gib", "disk_gib", "seconds", "limits"),
-        "calibrated_by",
+        *("shared_memory_gib", "calibrated_by"),
         *("bottleneck", "tokens_per_second", "steps", "price_per_step", "changes"),
     }
     for gpu in plan["gpus"]:
