@@ -48,3 +48,10 @@ def after_marker(text: str) -> tuple[str, str]:
     """Return (`####`, first line after the last `####`), or ("", first line) without one."""
     _, marker, tail = text.rpartition("####")
     return marker, tail.strip().partition("\n")[0]
+
+
+def label_answer(label: str) -> str:
+    """Return the answer in a label: the line after the last `####`, the content of the last box, or all of it."""
+    marker, line = after_marker(label)
+    content = last_boxed(label)
+    return line if marker else (label if content is None else content).strip()

@@ -7,7 +7,7 @@ that require algebra are in mathematics.py.
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed
+from rlhf_cli.rewards.verifiers.answers import after_marker, label_answer, last_boxed
 from rlhf_cli.rewards.verifiers.number_parsing import Number, leading_number, parse_number, same_number
 
 # "#### 18 dollars, because ...": the number, with signs, is within the first words. Bounds the work on long lines.
@@ -80,9 +80,7 @@ def _compare(number: Number | None, answer: str | None, label: str | None, *, mi
 
 def label_number(label: str) -> Number | None:
     """Parse the number from a label: after the last `####`, in the last box, or the whole label."""
-    marker, line = after_marker(label)
-    content = last_boxed(label)
-    return parse_number(line if marker else label if content is None else content)
+    return parse_number(label_answer(label))
 
 
 def short(text: str, limit: int = 100) -> str:

@@ -20,7 +20,7 @@ import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.evalf import PrecisionExhausted
 
-from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed, tagged_answer
+from rlhf_cli.rewards.verifiers.answers import label_answer, tagged_answer
 from rlhf_cli.rewards.verifiers.builtin import NO_LABEL, Verdict, short
 from rlhf_cli.rewards.verifiers.formula_size import is_too_large
 from rlhf_cli.rewards.verifiers.number_parsing import (
@@ -42,11 +42,13 @@ _MAX_FORMULA_LENGTH = MAX_NUMBER_LENGTH
 _DIGITS = 100
 # Significant digits that a decimal needs to equal an irrational number: 3.14 is not pi, 3.14159 is.
 _LEAST_DIGITS = 6
+# Deepest nesting of brackets in a formula. The grammar needs up to half a second for each level.
+_DEEPEST = 16
 
 _FORMULA = [LatexExtractionConfig()]
 _IN_SENTENCE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)", re.DOTALL)
 _SENTENCE = re.compile(r"\b[A-Za-z]{2,}[ ,:]+[A-Za-z]{2}")
-_WRAPPED = re.compile(r"\$+(?P<dollars>[^$]*)\$+|\\\((?P<round>.*)\\\)|\\\[(?P<square>.*)\\\]", re.DOTALL)
+_WRAPPED = re.compile(r"\$+([^$]*)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*([^*]+)\*\*", re.DOTALL)
 _STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
 _NOISE = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[!,;: $]|\$|\^\s*\{?\\circ\}?|\{,\}")
@@ -88,7 +90,7 @@ def math(response: str, label: str | None) -> Verdict:
     """
     if label is None:
         return NO_LABEL
-    expected = _label_answer(label)
+    expected = label_answer(label)
     if not expected:
         return Verdict("failed", f"label {short(label)!r} has no answer")
     answer = find_answer(response)
@@ -210,6 +212,8 @@ def _parsed(text: str) -> list[object]:
     number = parse_number(text)
     if number is not None and not number.percent and not number.unit:
         return [sympy.Rational(number.value.numerator, number.value.denominator), text]
+    if max((depth for _, depth in _tokens(text)), default=0) > _DEEPEST:
+        return []
     return list(
         parse(f"${text}$", _FORMULA, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
     )
@@ -277,14 +281,6 @@ def _is_rounded(decimal: sympy.Expr, value: sympy.Expr) -> bool:
     return bool(value * decimal > 0 and -0.5 <= excess < 1)
 
 
-def _label_answer(label: str) -> str:
-    marker, line = after_marker(label)
-    if marker:
-        return line
-    content = last_boxed(label)
-    return label.strip() if content is None else content.strip()
-
-
 def _core(text: str) -> str:
     """Return the part of an `<answer>` to compare: the last formula or else number in a sentence, otherwise all."""
     if parse_number(text) is not None or _SENTENCE.search(text) is None:
@@ -297,7 +293,7 @@ def _plain(text: str) -> str:
     """Remove LaTeX typesetting for a text comparison."""
     text = text.strip()
     if wrapped := _WRAPPED.fullmatch(text):
-        text = wrapped["dollars"] or wrapped["round"] or wrapped["square"] or ""
+        text = next(filter(None, wrapped.groups()), "")
     text = _OF_DEGREES.sub(r"\1(\\frac{\2\\pi}{180})", _DASH.sub("-", without_repetend(text)))
     text = _NOISE.sub("", _FRACTION.sub(r"\\frac", _STYLE.sub(r"\1", text)))
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(FROM_SUPERSCRIPT)}}}", text)

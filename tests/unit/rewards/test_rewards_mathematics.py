@@ -211,3 +211,15 @@ def test_every_answer_of_math500_equals_itself_in_other_dress() -> None:
     neighbours = [pair for pair in itertools.pairwise(answers) if pair[0] != pair[1]]
     equal = [pair for pair in neighbours if math(rf"\boxed{{{pair[1]}}}", pair[0]).status != "wrong"]
     assert equal == [("5", "x=5")]
+
+
+def test_deep_brackets_are_no_formula_and_cost_no_time():
+    # The grammar would need more than half a minute for the first.
+    assert math(rf"\boxed{{{'(' * 1000}}}", "x").status == "wrong"
+    assert math(rf"\boxed{{{'(' * 17}x{')' * 17}}}", "2x").status == "wrong"
+    assert math(rf"\boxed{{{'(' * 17}x{')' * 17}}}", f"{'(' * 17}x{')' * 17}").status == "correct"
+
+
+@pytest.mark.parametrize(("answer", "label"), [("**x^2+1**", "1+x^2"), ("**Tuesday**", "Tuesday")])
+def test_bold_answers_are_compared_without_their_marks(answer, label):
+    assert math(rf"\boxed{{{answer}}}", label).status == "correct"
