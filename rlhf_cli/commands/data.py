@@ -6,9 +6,11 @@ from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.data import TemplateConfig
 from rlhf_cli.config.episodes import EpisodeConfig
-from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.inspection import RewardTestConfig, ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.rewards import ENVIRONMENT
+from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.errors import listed
 
 
@@ -16,11 +18,16 @@ class DataCommandConfig(CommandConfig):
     """Preview how a command reads a dataset: format, examples with trained tokens, lengths, and dropped rows.
 
     Accepts the command's data settings and reports the same errors, but loads only the tokenizer. For online commands,
-    DATASET replaces --prompt_data. With --environment, one episode is played.
+    DATASET replaces --prompt_data. With --environment, one episode is played. With --rewards, the rewards are tested.
     """
 
-    unsupported = frozenset(
-        {
+    unsupported = (
+        STEP_REWARDS
+        | SHAPING
+        | {
+            "reward.reward_pretrain",
+            "reward.reward_model_weight",
+            "reward.normalize_reward",
             "model.param_dtype",
             "episodes.agent_command",
             "episodes.environment_num_workers",
@@ -35,6 +42,8 @@ class DataCommandConfig(CommandConfig):
     template: TemplateConfig = TemplateConfig()
     pictures: PicturesConfig = PicturesConfig()
     episodes: EpisodeConfig = EpisodeConfig()
+    test: RewardTestConfig = RewardTestConfig()
+    reward: RewardConfig = RewardConfig()
 
     @model_validator(mode="after")
     def _check_episodes_read_prompts(self) -> "DataCommandConfig":
@@ -42,5 +51,21 @@ class DataCommandConfig(CommandConfig):
             raise ValueError(
                 "environment: an episode starts with a prompt for an online command: set --for "
                 f"{listed(POLICY_GRADIENT, 'or')}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> "DataCommandConfig":
+        if not self.test.rewards:
+            return self
+        if self.show.for_ not in POLICY_GRADIENT:
+            raise ValueError(f"rewards: set --for {listed(POLICY_GRADIENT, 'or')}, which use rewards")
+        if not self.reward.is_given:
+            raise ValueError(
+                "rewards: there is no reward to test: set --reward_funcs, --reward_func or --remote_rm_url"
+            )
+        if self.reward.asks_environment:
+            raise ValueError(
+                f"rewards: {ENVIRONMENT} in reward_funcs scores episodes, not text: play one without --rewards"
             )
         return self

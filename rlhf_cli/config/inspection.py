@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlhf_cli.command_table import ONLINE_TRAINING, TRAINING
-from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.base import Needs, SettingsGroup
 from rlhf_cli.config.data import (
     LABELLED_FORMATS,
     PAIR_FORMATS,
@@ -44,6 +44,25 @@ class ShowConfig(SettingsGroup):
     def room(self) -> int:
         """Maximum tokens in a micro-batch, and thus in a sequence."""
         return self.train_max_tokens_per_gpu * self.sequence_parallel_size
+
+
+class RewardTestConfig(SettingsGroup):
+    """Reward test"""
+
+    needs = Needs("rewards")
+
+    rewards: bool = False
+    """Test the rewards of an online command on right, wrong and meaningless responses to these prompts, instead of
+    showing the data. Exits with 1 if the rewards pay for junk, refuse right answers or fail.
+    """
+    reward_rows: int = Field(50, gt=0)
+    """Number of prompts to test, spread over the data; about 60 responses each. Lower it for a slow reward."""
+    expect: str | None = None
+    """JSONL file with responses and their expected reward: {"label": "42", "response": "It is 42.", "reward": 1}.
+    Select the prompt with row (from 0), prompt or label.
+    """
+    as_json: bool = Field(False, alias="json")
+    """Print the results of the reward test as JSON."""
 
 
 _ALL_FORMATS = tuple(

@@ -91,7 +91,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     """
     settings: Any = settings_of(config.show.for_, config.data, config.template)
     tokenizer = load_tokenizer(config.model)
-    found = _found_model(config)
+    found = found_model(config)
     reader = picture_reader(config.pictures, config.model, found, tokenizer)
     if config.show.reads_prompts:
         # Online commands read prompts, for which trained tokens and packing do not apply.
@@ -117,7 +117,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     return previews
 
 
-def _found_model(config: DataCommandConfig) -> FoundModel:
+def found_model(config: DataCommandConfig) -> FoundModel:
     """Find the model, or the base model of an adapter."""
     adapter = adapter_folder(config.model.pretrain)
     base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))

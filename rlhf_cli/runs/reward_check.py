@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 from rlhf_cli.config.scoring import RewardConfig
@@ -22,35 +23,48 @@ def check_rewards(reward: RewardConfig, *sets: Sequence[Prompt], is_episode: boo
     """
     # A separate scorer: the run starts another one later, when the output is redirected to a log.
     with Scorer(reward) as scorer:
-        for prompts in sets:
-            scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
-        warning = scorer.try_file(_trial_requests(sets[0], is_episode=is_episode))
-        for line in filter(None, (scorer.form, warning)):
-            print(f"rlhf: {line}", file=sys.stderr, flush=True)
+        check_with(scorer, *sets, is_episode=is_episode)
+
+
+def check_with(scorer: Scorer, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
+    """Run the checks with a scorer that stays open."""
+    for prompts in sets:
+        scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
+    warning = scorer.try_file(_trial_requests(sets[0], is_episode=is_episode))
+    for line in filter(None, (scorer.form, warning)):
+        print(f"rlhf: {line}", file=sys.stderr, flush=True)
 
 
 def _trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> list[ScoreRequest]:
-    """Create requests with sample responses to the first prompts. The prompt's tokens stand in for response tokens.
-
-    With `is_episode`, each request is an episode with one turn.
-    """
+    """Create requests with sample responses to the first prompts. The prompt's tokens stand in for response tokens."""
     return [
-        ScoreRequest(
-            query=prompt.text + response,
-            prompt=prompt.text,
-            response=response,
-            label=prompt.label,
-            num_tokens=len(prompt.prompt_ids),
-            truncated=False,
-            group=str(number),
+        replace(
+            made_up_request(prompt, response, prompt.prompt_ids, group=str(number), is_episode=is_episode),
             sample=sample,
             group_size=len(_MADE_UP),
-            source=prompt.data_source,
-            row=prompt.row,
-            token_ids=prompt.prompt_ids,
-            pictures=tuple(placed.picture for placed in prompt.pictures),
-            messages=({"role": "assistant", "content": response},) if is_episode else (),
         )
         for number, prompt in enumerate(islice(prompts, _TRIED_PROMPTS))
         for sample, response in enumerate(_MADE_UP)
     ]
+
+
+def made_up_request(
+    prompt: Prompt, response: str, token_ids: Sequence[int], *, group: str, is_episode: bool = False
+) -> ScoreRequest:
+    """Create a request with a made-up response, the only one of its group. An episode has one turn."""
+    return ScoreRequest(
+        query=prompt.text + response,
+        prompt=prompt.text,
+        response=response,
+        label=prompt.label,
+        num_tokens=len(token_ids),
+        truncated=False,
+        group=group,
+        sample=0,
+        group_size=1,
+        source=prompt.data_source,
+        row=prompt.row,
+        token_ids=token_ids,
+        pictures=tuple(placed.picture for placed in prompt.pictures),
+        messages=({"role": "assistant", "content": response},) if is_episode else (),
+    )
