@@ -119,6 +119,12 @@ COMMANDS = {
         "Evaluate models on prompts with labels: accuracy, pass@k, majority votes.",
         "inference.evaluate:run_evaluation",
     ),
+    "compare": Command(
+        "compare:CompareConfig",
+        _USE,
+        "Compare two models on the same prompts, or find the checkpoint at which a metric broke.",
+        "inference.compare:run_compare",
+    ),
     "chat": Command("chat:ChatConfig", _USE, "Chat with one or more models in the terminal.", "chat.run:run_chat"),
     "serve-rm": Command(
         "serve_rm:ServeRMConfig",

@@ -121,7 +121,7 @@ def describe(flag: Flag) -> str:
         return f"on by default; {turns_off}" if flag.default else "off by default"
     if flag.required:
         return f"{expected(flag)}; required"
-    if flag.default is None or flag.default == []:
+    if flag.default in (None, [], ""):
         return expected(flag)
     default = ",".join(map(str, flag.default)) if isinstance(flag.default, list) else shown(flag.default)
     return f"{expected(flag)}; default {default}"

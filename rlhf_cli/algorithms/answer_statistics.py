@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import groupby
 from operator import itemgetter
+from statistics import NormalDist, stdev
 
 _Z = 1.959964
 """Standard normal quantile for a two-sided 95% interval."""
+_MOST_SUMS = 20_000
+"""Above this number of distinct sums, p-values of sign flips use the normal approximation."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, *, k: int) -> float:
@@ -125,6 +128,42 @@ def share_interval(shares: Sequence[float]) -> tuple[float, float] | None:
         return wilson_interval(sum(shares) / len(shares), len(shares))
     interval = mean_interval(shares)
     return None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
+
+
+def sign_flip_p_value(differences: Sequence[float]) -> float:
+    """Compute the two-sided p-value of a sign-flip test: the probability that the sum of the differences is at least as
+    far from 0 if each difference has a random sign.
+
+    Exact as long as there are few distinct sums, else by the normal approximation. If all differences are -1, 0 or 1,
+    this is the exact McNemar test.
+    """
+    sizes = [abs(difference) for difference in differences if difference]
+    observed = abs(math.fsum(differences))
+    sums: dict[float, float] = {0.0: 1.0}  # probability by sum
+    for size in sizes:
+        after: dict[float, float] = {}
+        for total, probability in sums.items():
+            # Rounded, so that sums which differ by rounding errors are one.
+            for other in (round(total + size, 9), round(total - size, 9)):
+                after[other] = after.get(other, 0.0) + probability / 2
+        sums = after
+        if len(sums) > _MOST_SUMS:
+            spread = math.sqrt(math.fsum(one * one for one in sizes))
+            return 2 * NormalDist().cdf(-observed / spread)
+    far = (probability for total, probability in sums.items() if abs(total) >= observed - 1e-8)
+    return min(1.0, math.fsum(far))
+
+
+def prompts_needed(differences: Sequence[float], size: float) -> int | None:
+    """Return the number of prompts with which a mean difference of `size` is found with 80% power at the 5% level.
+
+    `((z_0.975 + z_0.8) * s / size)^2`, with the standard deviation s of the differences (Miller 2024, arXiv 2411.00640,
+    section 5). None if the differences do not determine it: fewer than two, or all equal.
+    """
+    spread = stdev(differences) if len(differences) > 1 else 0.0
+    if not spread or not size:
+        return None
+    return math.ceil(((_Z + NormalDist().inv_cdf(0.8)) * spread / size) ** 2)
 
 
 def _check_k(num_samples: int, k: int) -> None:

@@ -154,7 +154,7 @@ class CommandConfig(BaseModel):
     command: ClassVar[str] = ""
     """Name of the command; set for commands that train."""
     positional: ClassVar[str | None] = None
-    """Setting that may be passed as the first argument without a flag."""
+    """Setting that may be passed without a flag: the first argument, or for a list all of them."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod

@@ -64,7 +64,7 @@ class Evaluation:
         metrics: dict[str, float] = {}
         for name, figure in self.figures.items():
             metrics[name] = figure.value
-            if figure.interval is not None and name.startswith(_QUALITY):
+            if figure.interval is not None and is_quality(name):
                 metrics[f"{name}_low"], metrics[f"{name}_high"] = figure.interval
         return metrics | self.counts
 
@@ -103,6 +103,11 @@ def evaluate_answers(
         "num_failed": float(num_failed),
     }
     return Evaluation(figures, counts)
+
+
+def is_quality(metric: str) -> bool:
+    """Return whether higher values of a metric are better."""
+    return metric.startswith(_QUALITY)
 
 
 def pass_rate(samples: Sequence[Answer], *, pass_score: float | None = None) -> float | None:

@@ -16,6 +16,7 @@ from rlhf_cli.backends.doctor.gpus import check_usable_gpus
 from rlhf_cli.backends.process.output_lock import check_folder_can_be_made, require_new
 from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.backends.training.distributed_env import rank_and_world_size
+from rlhf_cli.commands.compare import CompareConfig
 from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.commands.merge import MergeGroup
 from rlhf_cli.commands.online import OnlineConfig
@@ -51,6 +52,9 @@ def check_early(config: CommandConfig) -> None:
     """Raise UsageError for errors in the settings."""
     # Only on rank 0: otherwise, the error would be printed by every rank.
     if rank_and_world_size()[0] != 0:
+        return
+    # A comparison checks each evaluation that it runs.
+    if isinstance(config, CompareConfig):
         return
     groups = [group for _, group in config]
     for group in groups:

@@ -278,6 +278,26 @@ print(json.dumps({"reward": len(messages)}))
 """
 
 
+@pytest.mark.slow
+def test_the_same_model_shows_no_difference_and_is_evaluated_once(inputs, evaluation, tmp_path):
+    output, words = evaluation
+    run_rlhf(*words)
+    call = ("compare", output, inputs[0], "--output", tmp_path / "kept", "--by", "source")
+    printed = run_rlhf(*call)
+    assert f"{PROMPTS} prompts with {SAMPLES} samples each" in printed
+    # Equal seeds give equal responses, also in another evaluation.
+    assert "accuracy: no difference shown (all prompts have equal values)" in printed
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert [row["response"] for row in rows_of(folder / "samples.jsonl")] == [
+        row["response"] for row in rows_of(output / "samples.jsonl")
+    ]
+    before = (folder / "samples.jsonl").stat().st_mtime_ns
+    run_rlhf(*call)
+    assert list((tmp_path / "kept").iterdir()) == [folder]
+    assert (folder / "samples.jsonl").stat().st_mtime_ns == before
+    assert "differ in temperature (1.0, 0.5)" in run_rlhf(*call, "--temperature", "0.5", status=2)
+
+
 def test_an_agent_program_plays_an_episode_for_each_response(inputs, tmp_path):
     output, program, problems = tmp_path / "played", tmp_path / "program.py", tmp_path / "problems.jsonl"
     program.write_text(PROGRAM)

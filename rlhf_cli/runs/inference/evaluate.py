@@ -198,10 +198,10 @@ def _answered(root: Path) -> Iterator[_Answered]:
     ):
         samples = list(rows)
         first = samples[0]
-        yield _Answered(pretrain, index, first["source"], first.get("data_source"), list(map(_answer_of, samples)))
+        yield _Answered(pretrain, index, first["source"], first.get("data_source"), list(map(answer_of, samples)))
 
 
-def _answer_of(row: dict[str, Any]) -> Answer:
+def answer_of(row: dict[str, Any]) -> Answer:
     score = Score(row["reward"], row["verdict"], row["detail"], answer=row["answer"])
     steps = tuple(row[STEP_SCORES]) if STEP_SCORES in row else None
     return Answer(score, length=row["length"], truncated=row["finish_reason"] == "length", steps=steps)

@@ -16,13 +16,13 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
 from rlhf_cli.tracking.sinks import INDEX_FILES, PLAN_FILE, RUN_FILE, SAMPLES_FILE, files_of, sinks_of
 
-SELECTED, FIGURES, _IDENTITY = "selected.jsonl", "eval.json", "generation.json"
+SELECTED, FIGURES, IDENTITY = "selected.jsonl", "eval.json", "generation.json"
 _TRACKING = TrackingConfig(use_tensorboard=False)
 """Tracking of a generation or evaluation: only its own files."""
 _ANSWERS = (*files_of(sinks_of(_TRACKING)), *INDEX_FILES, SELECTED)
 WHOLE_MODEL = ".whole_model"
 """Folder for a merged model while engines need it."""
-_LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, PLAN_FILE, CONFIG, "error.log", _IDENTITY)
+_LEFTOVERS = (*_ANSWERS, FIGURES, RUN_FILE, PLAN_FILE, CONFIG, "error.log", IDENTITY)
 _BLOCK = 1 << 20
 
 
@@ -77,7 +77,7 @@ def check_folder(root: Path, out: AnswersOutputConfig) -> None:
     """Raise UsageError if the responses would mix with other content. Changes nothing."""
     if root.exists() and not root.is_dir():
         raise UsageError(f"--output: {root} is a file, not a folder")
-    if not (root / _IDENTITY).exists():
+    if not (root / IDENTITY).exists():
         found = next((name for name in (CONFIG, *_ANSWERS) if (root / name).exists()), None)
         if found is not None:
             raise UsageError(f"--output {root} contains other files ({found}): choose another folder")
@@ -94,7 +94,7 @@ def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, objec
     Raises:
         UsageError: the responses used different settings, which the message names.
     """
-    file = root / _IDENTITY
+    file = root / IDENTITY
     if not out.load_checkpoint or not file.exists():
         return None
     if found := differences(json.loads(file.read_text(encoding="utf-8")), identity):
@@ -125,7 +125,7 @@ def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object],
         remove([*(root / name for name in _LEFTOVERS), *own_logs(root / LOGS)])
     (root / LOGS).mkdir(parents=True, exist_ok=True)
     # Write and rename: a partial identity would make the folder unusable.
-    temporary = root / f"{_IDENTITY}.tmp"
+    temporary = root / f"{IDENTITY}.tmp"
     temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, root / _IDENTITY)
+    os.replace(temporary, root / IDENTITY)
     (root / CONFIG).write_text(config_yaml, encoding="utf-8")

@@ -76,6 +76,11 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table)
 
 
+def is_share(metric: str) -> bool:
+    """Return whether a metric is a fraction, which is shown in percent."""
+    return metric.startswith(_SHARES)
+
+
 def _columns(result: EvaluatedModel) -> dict[str, Figure]:
     """Select the metrics to show, without redundant ones."""
     figures = result.evaluation.figures
@@ -95,12 +100,12 @@ def _cell(name: str, figures: Mapping[str, Figure], counts: Mapping[str, float])
     """Format a value, fractions in percent, with the interval below for quality metrics."""
 
     def written(value: float) -> str:
-        return f"{100 * value:.1f}" if name.startswith(_SHARES) else number(value)
+        return f"{100 * value:.1f}" if is_share(name) else number(value)
 
     if name not in figures:
         return Text("")
     figure = figures[name]
-    value, below = written(figure.value) + ("%" if name.startswith(_SHARES) else ""), ""
+    value, below = written(figure.value) + ("%" if is_share(name) else ""), ""
     if name == "response_length":
         below = f"max {counts['response_length_max']:.0f}"
     elif figure.interval is not None and (name == "reward" or name not in _LAST):

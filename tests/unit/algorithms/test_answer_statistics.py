@@ -13,7 +13,9 @@ from rlhf_cli.algorithms.answer_statistics import (
     majority_at_k,
     mean_interval,
     pass_at_k,
+    prompts_needed,
     share_interval,
+    sign_flip_p_value,
     wilson_interval,
 )
 from rlhf_cli.config import scoring
@@ -146,3 +148,40 @@ def test_steps_make_one_value_of_a_response():
     found = {name: value_of([0.9, 0.5, 0.8]) for name, value_of in STEP_AGGREGATIONS.items()}
     assert tuple(STEP_AGGREGATIONS) == scoring.STEP_AGGREGATIONS
     assert found == pytest.approx({"min": 0.5, "prod": 0.36, "last": 0.8, "mean": 2.2 / 3})
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([], 1.0),
+        ([0.0, 0.0], 1.0),
+        ([1.0, 1.0, 1.0], 2 / 8),
+        ([1.0] * 5 + [-1.0, 0.0], 14 / 64),  # McNemar: 2 (C(6, 0) + C(6, 1)) / 2^6
+        ([0.3, 0.2, 0.1], 2 / 8),
+        ([0.1, 0.2, -0.3], 1.0),  # the sum is 0 but for rounding
+    ],
+)
+def test_a_sign_flip_test_counts_the_signs_with_a_sum_as_far_from_zero(differences, expected):
+    assert sign_flip_p_value(differences) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_sign_flip_test_over_many_sums_is_close_to_the_count_of_random_signs():
+    generator = random.Random(3)
+    differences = [generator.gauss(0.4, 1) for _ in range(25)]
+    observed = abs(sum(differences))
+    flips = [abs(sum(generator.choice((-1, 1)) * one for one in differences)) >= observed for _ in range(20_000)]
+    assert sign_flip_p_value(differences) == pytest.approx(sum(flips) / len(flips), abs=0.015)
+
+
+def test_the_number_of_prompts_has_the_power_that_it_promises():
+    # Mean 0.5 and standard deviation 1: (1.959964 + 0.841621)^2 / 0.5^2 = 31.4.
+    assert prompts_needed([1.0, -1.0, 1.0, 1.0], 0.5) == 32
+    assert prompts_needed([1.0, -1.0, 1.0, 1.0], 0.25) == 126
+    assert prompts_needed([1.0, 1.0], 0.5) is None
+    assert prompts_needed([1.0], 0.5) is None
+    generator, found = random.Random(4), 0
+    for _ in range(1000):
+        interval = mean_interval([generator.gauss(0.25, 1) for _ in range(126)])
+        assert interval is not None
+        found += not interval[0] <= 0 <= interval[1]
+    assert 770 <= found <= 840
