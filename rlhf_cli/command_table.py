@@ -168,6 +168,12 @@ COMMANDS = {
         "Run an iteration again with other settings, on the same samples, and compare.",
         "online.replay:run_replay",
     ),
+    "rerun": Command(
+        "rerun:RerunConfig",
+        _HELP,
+        "Run a training run again, and prove that it is equal or name what differs and why.",
+        "rerun:rerun",
+    ),
     "plan": Command(
         "plan:PlanCommandConfig",
         _HELP,

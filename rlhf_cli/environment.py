@@ -41,7 +41,7 @@ def prepare_environment() -> None:
     """Set environment variables that the user has not set. Call it before importing torch, Ray or vLLM."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if not _has_gpu_device():
+    if not has_gpu_device():
         # Otherwise DeepSpeed warns about a missing GPU on import.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
@@ -55,7 +55,7 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def _has_gpu_device() -> bool:
+def has_gpu_device() -> bool:
     """Return whether this machine has a GPU device, without importing torch."""
     # /dev/dxg is the GPU in Windows Subsystem for Linux.
     return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
@@ -70,7 +70,7 @@ slower than float32."""
 def fast_dtype() -> tuple[Literal["bf16", "fp32"], str]:
     """Return the fastest dtype on this machine with the reason, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if _has_gpu_device() and not hidden:
+    if has_gpu_device() and not hidden:
         return "bf16", "bf16 is fast on a GPU"
     # This machine may be a head node without a GPU.
     if os.environ.get("RAY_ADDRESS"):
@@ -84,12 +84,17 @@ def dtype_of_processor(description: str) -> tuple[Literal["bf16", "fp32"], str]:
     Args:
         description: contents of /proc/cpuinfo.
     """
-    lines = (line.partition(":") for line in description.splitlines())
-    flags = {flag for name, _, value in lines if name.strip() in ("flags", "Features") for flag in value.split()}
+    flags = processor_flags(description)
     extension = next((name for flag, name in _FAST_BF16.items() if flag in flags), None)
     if extension is None:
         return "fp32", "this CPU has no fast bf16 instructions (AMX, AVX512-BF16)"
     return "bf16", f"this CPU has fast bf16 instructions ({extension})"
+
+
+def processor_flags(description: str | None = None) -> set[str]:
+    """Return the instruction sets of this machine's CPU, or those in a description like /proc/cpuinfo."""
+    lines = (line.partition(":") for line in (_processor() if description is None else description).splitlines())
+    return {flag for name, _, value in lines if name.strip() in ("flags", "Features") for flag in value.split()}
 
 
 def processor_name() -> str:

@@ -1,4 +1,4 @@
-"""Settings of `rlhf replay` and `rlhf why`."""
+"""Settings of `rlhf replay`, `rlhf rerun` and `rlhf why`."""
 
 from pydantic import Field
 
@@ -14,6 +14,17 @@ class ReplayGroup(SettingsGroup):
     """Iteration to run again."""
     set: list[str] | None = None
     """Settings of the iteration to change, as NAME=VALUE: `eps_clip=0.3,init_kl_coef=0`."""
+
+
+class RerunGroup(SettingsGroup):
+    """Rerun"""
+
+    run: str
+    """Run directory of a training command."""
+    output: str | None = None
+    """Run directory of the repetition, which must not exist. Default: RUN.rerun."""
+    until: int | None = Field(None, gt=0)
+    """Stop after this step (online: iteration). Default: the last one of the run."""
 
 
 class WhyGroup(SettingsGroup):

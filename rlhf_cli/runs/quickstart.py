@@ -3,18 +3,16 @@
 import json
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_cli.backends.process.output_lock import output_lock
-from rlhf_cli.backends.process.signals import stop_signals
+from rlhf_cli.backends.process.signals import stops_forwarded
 from rlhf_cli.commands.quickstart import QuickstartConfig, QuickstartGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.runs.calculator_walkthrough import CalculatorWalkthrough
@@ -82,20 +80,8 @@ def _run(console: Console, title: str, words: list[str]) -> None:
     console.print(f"$ rlhf {shlex.join(words)}", style="dim", soft_wrap=True, markup=False)
     # A new process per command, as in a terminal, so that memory and GPUs are released.
     command = subprocess.Popen([sys.executable, "-m", "rlhf_cli", *words])
-
-    def forward(signum: int, frame: FrameType | None) -> None:
-        # The terminal also sends Ctrl-C to the command, which would exit at once if it received a second one.
-        # SIGTERM reaches only this process, so pass it on.
-        if signum != signal.SIGINT:
-            command.send_signal(signum)
-
-    # The command finishes the step and saves, while this process waits.
-    previous = {signum: signal.signal(signum, forward) for signum in stop_signals()}
-    try:
+    with stops_forwarded(command):
         status = command.wait()
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
     # 130 is the status after Ctrl-C.
     if status == 130:
         raise KeyboardInterrupt

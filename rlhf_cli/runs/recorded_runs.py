@@ -7,10 +7,10 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -42,6 +42,7 @@ class RecordedRun:
     - `metrics`: the main metrics of the last step, and of the last evaluation.
     - `checkpoint`: step of the latest checkpoint.
     - `changed`: when the run has last written a file, in seconds since the epoch.
+    - `started_in`: folder in which the command was started, to which its paths are relative; empty if unknown.
     - `resume`: command line that resumes or repeats the run; empty if it is finished or running.
     """
 
@@ -55,6 +56,7 @@ class RecordedRun:
     metrics: Mapping[str, float]
     checkpoint: int | None
     changed: float
+    started_in: str
     resume: str
 
     def as_json(self) -> dict[str, object]:
@@ -99,13 +101,14 @@ def read_run(root: Path) -> RecordedRun:
     facts, settings = _read(root / RUN_FILE, json.loads), _read(root / CONFIG, _from_yaml)
     command, outcome, unit = (str(facts.get(name)) for name in ("command", "outcome", "unit"))
     if command not in COMMANDS:
-        raise UsageError(f"{root / RUN_FILE}: skipped, because it is not the record of an rlhf command")
+        raise UsageError(f"{root / RUN_FILE} is not the record of an rlhf command")
     try:
-        total_steps, (step, metrics) = int(facts["total_steps"]), last_metrics(root)
+        total_steps, (step, metrics) = int(str(facts["total_steps"])), last_metrics(root)
         changed = max(path.stat().st_mtime for path in _signs_of_life(root))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{root}: skipped, because its files are broken ({type(error).__name__}: {error})") from None
+        raise UsageError(f"{root} has broken files ({type(error).__name__}: {error})") from None
     state = _state(root, outcome, silent=time.time() - changed, step_seconds=metrics.get("time/step", 0.0))
+    started_in = str(facts.get("folder") or "")
     is_over = state in ("running", "finished")
     return RecordedRun(
         folder=root,
@@ -118,19 +121,20 @@ def read_run(root: Path) -> RecordedRun:
         metrics=_main(metrics),
         checkpoint=_checkpoint(root, settings),
         changed=changed,
-        resume="" if is_over else _resume(root, command, settings, str(facts.get("folder") or "")),
+        started_in=started_in,
+        resume="" if is_over else _resume(root, command, settings, started_in),
     )
 
 
-def _read(path: Path, parse: Any) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], object]) -> dict[str, object]:
     """Read a file with an object. Raises UsageError if it is broken."""
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UsageError(f"{path}: skipped, because it cannot be read ({reason})") from None
+        raise UsageError(f"{path} cannot be read ({reason})") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: skipped, because it holds no settings")
+        raise UsageError(f"{path} holds no settings")
     return found
 
 
@@ -167,32 +171,33 @@ def _main(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in (*training, *evaluation[:_EVALUATION_METRICS])}
 
 
-def _output_settings(root: Path, settings: Mapping[str, Any]) -> CheckpointConfig:
+def _output_settings(root: Path, settings: Mapping[str, object]) -> CheckpointConfig:
     """Return the folders of a training command, which may have been moved."""
     # Folders inside the run have moved with it.
-    named = {name: settings[name] for name in ("ckpt_path", "save_path") if settings.get(name)}
-    return CheckpointConfig.model_construct(output=str(root), load_checkpoint=True, overwrite=False, **named)
+    ckpt_path, save_path = (str(settings[name]) if settings.get(name) else None for name in ("ckpt_path", "save_path"))
+    return CheckpointConfig(output=str(root), load_checkpoint=True, ckpt_path=ckpt_path, save_path=save_path)
 
 
-def _checkpoint(root: Path, settings: Mapping[str, Any]) -> int | None:
+def _checkpoint(root: Path, settings: Mapping[str, object]) -> int | None:
     folder = run_directory(_output_settings(root, settings)).checkpoints
     return next(reversed(CheckpointStore(folder, max_num=1).steps()), None)
 
 
-def _resume(root: Path, command: str, settings: Mapping[str, Any], folder: str) -> str:
+def _resume(root: Path, command: str, settings: Mapping[str, object], started_in: str) -> str:
     """Return the command line that resumes a run, in the folder in which it was started."""
-    is_here = not folder or not Path(folder).is_dir() or Path(folder).samefile(Path.cwd())
+    folder = Path(started_in)
+    is_here = not started_in or not folder.is_dir() or folder.samefile(Path.cwd())
     path = root if is_here else root.resolve()
     words = ["rlhf", command, "--config", str(path / CONFIG)]
-    if not (Path(folder) / str(settings.get("output"))).exists() or not root.samefile(
-        Path(folder) / str(settings["output"])
-    ):
+    own = folder / str(settings.get("output"))
+    # The run may have been moved since.
+    if not own.exists() or not own.samefile(root):
         words += ["--output", str(path)]
     words += _flags(root, command, settings)
-    return ("" if is_here else f"cd {shlex.quote(folder)} && ") + shlex.join(words)
+    return ("" if is_here else f"cd {shlex.quote(started_in)} && ") + shlex.join(words)
 
 
-def _flags(root: Path, command: str, settings: Mapping[str, Any]) -> list[str]:
+def _flags(root: Path, command: str, settings: Mapping[str, object]) -> list[str]:
     """Return the flags that resume a run. One that cannot be resumed is replaced."""
     try:
         if command in TRAINING:

@@ -19,10 +19,11 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.sinks import INDEX_FILES, PLAN_FILE, RUN_FILE, SINKS, files_of
 
 CONFIG, LOGS, REPORT, _BEST, _EMA = "config.yaml", "logs", "report.html", "best", "ema"
+LOCK_FILE = "run.lock"
 # In `_BEST`: metric, value and iteration.
 BEST_FILE = "best.json"
 _ERRORS = ("error.log", "error_rank*.log")
-_OF_A_RUN = (CONFIG, RUN_FILE, PLAN_FILE, REPORT, _BEST, _EMA, *files_of(SINKS), *INDEX_FILES)
+_OF_A_RUN = (CONFIG, LOCK_FILE, RUN_FILE, PLAN_FILE, REPORT, _BEST, _EMA, *files_of(SINKS), *INDEX_FILES)
 _OF_A_MODEL = ("config.json", "adapter_config.json")
 _OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
 """Names of the logs written by runs. Other programs may use the folder too, such as Slurm with `logs/slurm-%j.out`."""

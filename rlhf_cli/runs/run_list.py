@@ -34,7 +34,7 @@ def list_runs(config: RunsConfig) -> None:
     if not runs:
         console.print(f"no runs in {config.runs.folder}", markup=False, soft_wrap=True)
     for sentence in skipped:
-        print(sentence, file=sys.stderr)
+        print(f"skipped: {sentence}", file=sys.stderr)
 
 
 def _table(runs: Sequence[RecordedRun], *, now: float) -> Table:

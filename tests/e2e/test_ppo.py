@@ -170,6 +170,15 @@ def test_an_iteration_is_replayed_with_other_settings(finished_run):
     assert "reward" not in rows  # the samples are the same
 
 
+@pytest.mark.slow  # another run of the same length
+@pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
+def test_a_run_repeats_bit_for_bit_with_its_samples(finished_run, tmp_path):
+    _, output = finished_run
+    printed = run_rlhf("rerun", output, "--output", tmp_path / "again")
+    assert f"Equal, bit for bit: all metrics up to iteration {ITERATIONS}" in printed
+    assert f"{ITERATIONS * 8} samples and the model" in printed
+
+
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
 def test_responses_are_episodes_with_an_environment_in_its_processes(finished_run):
     _, output = finished_run

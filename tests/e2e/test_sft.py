@@ -7,6 +7,7 @@ for bit. No process remains after any kind of exit.
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -325,6 +326,21 @@ def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, l
     assert place.metrics(name) == place.metrics(reference)
     assert place.weights(name) == place.weights(reference)
     assert not list((place.folder / name / "checkpoints").glob(".writing*"))
+
+
+def test_a_run_repeats_bit_for_bit_and_changed_data_are_named(place, finished, tmp_path):
+    run, data = place.folder / finished("one process"), place.folder / "sums.jsonl"
+    printed = run_rlhf("rerun", run, "--output", tmp_path / "same")
+    assert re.search(rf"Equal, bit for bit: all metrics up to step {STEPS} \(\d+ values\) and the model", printed)
+    rows = data.read_text()
+    try:
+        # The last row has other text, but the same number of tokens to train on.
+        data.write_text(rows[: rows.rindex('"') - 1] + ("1" if rows[rows.rindex('"') - 1] != "1" else "2") + '"}')
+        printed = run_rlhf("rerun", run, "--output", tmp_path / "changed", status=1)
+    finally:
+        data.write_text(rows)
+    assert "likely cause: the data have changed; data: " in printed
+    assert "contents of the training rows" in printed
 
 
 # Enough steps that the run must be interrupted; checkpoints are written only then.

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +44,29 @@ def children_apart() -> Iterator[None]:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def stops_forwarded(command: "subprocess.Popen[bytes]") -> Iterator[Callable[[], bool]]:
+    """Let a command of this terminal finish its step and save after a stop signal, while the block waits for it.
+
+    Yields a function that returns whether there was a signal.
+    """
+    received: list[int] = []
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        # The terminal also sends Ctrl-C to the command, which would exit at once if it received a second one.
+        # SIGTERM reaches only this process, so pass it on.
+        if signum != signal.SIGINT:
+            command.send_signal(signum)
+
+    previous = {signum: signal.signal(signum, forward) for signum in stop_signals()}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def _keep_quiet() -> None:

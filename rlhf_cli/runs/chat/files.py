@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.data.formats.conversations import MARK, Conversation, Message
 from rlhf_cli.data.formats.table import choose_format
@@ -21,7 +20,7 @@ from rlhf_cli.rewards.png import png_in_base64
 from rlhf_cli.runs.chat.session import Session, ShownPicture
 
 
-def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, Any]]:
+def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, object]]:
     """Return one row per model with its name and messages. Skips models with an empty answer, which cannot be trained
     on.
     """
@@ -33,19 +32,19 @@ def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _row(messages: Sequence[Message]) -> dict[str, Any]:
+def _row(messages: Sequence[Message]) -> dict[str, object]:
     """Return a conversation's columns. Images are marked in the text, as in datasets."""
-    row: dict[str, Any] = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
+    plain = [{"role": m.role, "content": m.content} for m in messages]
     sources = [shown.source for m in messages for shown in m.pictures if isinstance(shown, ShownPicture)]
     if not sources:
-        return row
+        return {"messages": plain}
     return {
-        "messages": [m | {"content": m["content"].replace(MARK, TEXT_MARK)} for m in row["messages"]],
+        "messages": [m | {"content": m["content"].replace(MARK, TEXT_MARK)} for m in plain],
         "images": sources,
     }
 
 
-def write_conversation(path: Path, rows: Sequence[dict[str, Any]], *, may_replace: bool) -> None:
+def write_conversation(path: Path, rows: Sequence[dict[str, object]], *, may_replace: bool) -> None:
     """Write the rows as JSON lines, or as a JSON list if the name ends with .json.
 
     Raises:

@@ -55,6 +55,7 @@ from rlhf_cli.runs.run_identity import (
     supported_identity,
     tokenizer_identity,
 )
+from rlhf_cli.runs.run_lock import write_lock
 from rlhf_cli.runs.shared_sequences import sharing, splitting, tokens_of_sequence
 from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.report.page import write_report
@@ -113,8 +114,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         if resume is not None:
             _restore(engine, reference, resume.path / "model")
         if rank == 0:  # only now: a failed start must not remove an earlier run
-            settings = to_yaml(given)
-            prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
+            _begin(given, items, identity, num_ranks=num_ranks, resume=resume)
         # The collector was paused during imports and loading, when it only costs time.
         resume_collector()
         files = contents_of_plugins(config)
@@ -134,6 +134,21 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             _report(given, items.data, paths.root, num_ranks=num_ranks)
         distributed.leave_process_group()
     return finished
+
+
+def _begin(
+    config: OfflineConfig,
+    items: Items[LoadedItems],
+    identity: dict[str, object],
+    *,
+    num_ranks: int,
+    resume: Checkpoint | None,
+) -> None:
+    """Prepare the run directory, and record what determines the results."""
+    paths = prepare_run_directory(config.checkpoint, to_yaml(config), keep=resume is not None, num_ranks=num_ranks)
+    if items.eval_data is not None:
+        identity = identity | {"contents of the evaluation rows": items.eval_data.data.fingerprint()}
+    write_lock(paths.root, identity, contents_of_plugins(config), step=resume.step if resume else 0)
 
 
 def _report(config: OfflineConfig, data: LoadedItems, root: Path, *, num_ranks: int) -> None:

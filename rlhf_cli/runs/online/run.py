@@ -39,6 +39,7 @@ from rlhf_cli.runs.plan_proof import record_plan, sampled_settings
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.runs.run_directory import begin_logs, held_output, prepare_run_directory
+from rlhf_cli.runs.run_lock import write_lock
 from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
@@ -97,6 +98,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         resume_collector()
         # Only now: a failed start must not remove an earlier run.
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
+        _lock(run)
         tracker = stack.enter_context(_tracker(run, terminal.console))
         tracker.start(_facts(run, where))
         if run.resume is not None:
@@ -114,6 +116,14 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
     # Outside the block: the report reads files that the tracker closes at its end.
     write_report(run.paths.root)
     return finished
+
+
+def _lock(run: OnlineRun) -> None:
+    """Write run.lock."""
+    evaluated = {} if run.eval_data is None else {"contents of the evaluation prompts": run.eval_data.fingerprint}
+    code = {**code_of_others(run.config), "reward_func": reward_file_hash(run.config.reward)}
+    step = run.resume.step if run.resume else 0
+    write_lock(run.paths.root, run.identity | evaluated, code, step=step)
 
 
 def scorer_of(run: OnlineRun, tell: Callable[[str], None]) -> Scorer:

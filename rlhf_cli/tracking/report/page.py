@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.report.charts import Series, line_chart, stacked_bars
@@ -308,7 +307,7 @@ def _browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
     )
 
 
-def _script_json(value: Any) -> str:
+def _script_json(value: object) -> str:
     """Encode JSON such that text from a model cannot close the surrounding script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -330,6 +329,6 @@ def settings(stage: Stage) -> str:
     return f'<details><summary>Settings</summary><div class="card"><div class="settings">{groups}</div></div></details>'
 
 
-def _setting_text(value: Any) -> str:
+def _setting_text(value: object) -> str:
     """Format a setting as in config.yaml."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

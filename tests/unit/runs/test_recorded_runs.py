@@ -139,13 +139,13 @@ def test_runs_are_found_in_subfolders_the_newest_first(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "reason"),
     [
-        ("run.json", '{"command": "sft"', "run.json: skipped, because it cannot be read (JSONDecodeError)"),
-        ("run.json", "[1]", "run.json: skipped, because it holds no settings"),
-        ("run.json", '{"command": "jog"}', "run.json: skipped, because it is not the record of an rlhf command"),
-        ("run.json", '{"command": "sft"}', "skipped, because its files are broken (KeyError: 'total_steps')"),
-        ("config.yaml", "a: [", "config.yaml: skipped, because it cannot be read (ParserError)"),
-        ("config.yaml", None, "config.yaml: skipped, because it cannot be read (No such file or directory)"),
-        ("metrics.jsonl", '"time/step" broken\n', "skipped, because its files are broken (JSONDecodeError"),
+        ("run.json", '{"command": "sft"', "run.json cannot be read (JSONDecodeError)"),
+        ("run.json", "[1]", "run.json holds no settings"),
+        ("run.json", '{"command": "jog"}', "run.json is not the record of an rlhf command"),
+        ("run.json", '{"command": "sft"}', " has broken files (KeyError: 'total_steps')"),
+        ("config.yaml", "a: [", "config.yaml cannot be read (ParserError)"),
+        ("config.yaml", None, "config.yaml cannot be read (No such file or directory)"),
+        ("metrics.jsonl", '"time/step" broken\n', " has broken files (JSONDecodeError"),
     ],
 )
 def test_broken_and_foreign_folders_are_skipped_with_a_sentence(tmp_path, file: str, text: str | None, reason: str):
