@@ -36,3 +36,5 @@ class WhyGroup(SettingsGroup):
     """`id` of a response in samples.jsonl."""
     token: int | None = Field(None, ge=0)
     """Number of a sampled token in the response, from 0. Default: a table of all tokens."""
+    json_file: str | None = None
+    """Also write the explanation and values of all tokens to this file, as JSON."""

@@ -5,11 +5,14 @@ import secrets
 import socket
 import sys
 from contextlib import closing
+from pathlib import Path
 
 from aiohttp import web
 
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.view import ViewConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.recorded_runs import read_run
 from rlhf_cli.runs.server_address import listening
 from rlhf_cli.tracking.view.app import view_app
 from rlhf_cli.tracking.view.runs import ViewedRuns, checked_folders
@@ -22,10 +25,18 @@ _LOOK_SECONDS = 0.2
 def run_view(config: ViewConfig) -> None:
     """Serve until Ctrl-C or SIGTERM, then exit with status 130."""
     stop = StopSignal()
-    with closing(ViewedRuns(checked_folders(config.view.runs))) as runs, listening(_HOST, config.view.port) as listener:
+    viewed = ViewedRuns(checked_folders(config.view.runs), _state)
+    with closing(viewed) as runs, listening(_HOST, config.view.port) as listener:
         key = secrets.token_urlsafe(24)
         asyncio.run(_serve(view_app(runs, key=key), listener, key, stop))
     sys.exit(INTERRUPTED)
+
+
+def _state(root: Path) -> str:
+    try:
+        return read_run(root).state
+    except UsageError:  # it is being written
+        return "running"
 
 
 async def _serve(app: web.Application, listener: socket.socket, key: str, stop: StopSignal) -> None:

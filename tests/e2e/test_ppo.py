@@ -150,10 +150,17 @@ def last_response(output: Path) -> str:
     return json.loads((output / "samples.jsonl").read_text().splitlines()[-1])["id"]
 
 
-def test_a_response_is_explained_with_the_numbers_of_the_run(finished_run):
+def test_a_response_is_explained_with_the_numbers_of_the_run(finished_run, tmp_path):
     _, output = finished_run
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.name != ".lock"}
-    printed = run_rlhf("why", output, "--sample", last_response(output), "--token", "1")
+    file = tmp_path / "explanation.json"
+    printed = run_rlhf("why", output, "--sample", last_response(output), "--token", "1", "--json_file", file)
+    explained = json.loads(file.read_text())
+    row = json.loads((output / "samples.jsonl").read_text().splitlines()[-1])
+    assert len(explained["tokens"]) == row["length"]
+    assert "\n".join(explained["tokens"][1]["lines"]) in printed
+    rollout = sum(token["values"]["rollout"] for token in explained["tokens"])
+    assert rollout == pytest.approx(row["rollout_logprob"], abs=1e-4)
     assert "Equal to the run: all " in printed
     assert "GAE, arXiv 1506.02438, eq. 16" in printed
     assert "Token 1, " in printed

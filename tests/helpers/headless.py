@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -101,7 +102,7 @@ def chromium(folder: Path) -> Iterator[str]:
     ]  # fmt: skip
     errors = folder / "chromium.log"
     with errors.open("wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log)
+        process = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(folder)})
     try:
         end = time.monotonic() + _START_SECONDS
         while not (found := re.search(r"ws://([\d.:]+)/", errors.read_text())):

@@ -1,5 +1,7 @@
 """`rlhf why`: how a sampled token entered the loss, with the numbers of an iteration that is run again."""
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +40,9 @@ def explain(config: WhyConfig) -> None:
     row = _row(root, settings.sample)
     again = replay(own, int(str(row["step"])))
     print("\n".join(lines(again, row, settings.token)))
+    if settings.json_file is not None:
+        text = json.dumps(explanation(again, row), ensure_ascii=False, allow_nan=False)
+        Path(settings.json_file).write_text(text, encoding="utf-8")
 
 
 def _row(root: Path, sample: str) -> Mapping[str, object]:
@@ -90,7 +95,7 @@ class Explained:
                 found.setdefault(step, []).append({name: float(values[place]) for name, values in columns.items()})
         return found
 
-    @property
+    @cached_property
     def texts(self) -> list[str]:
         """Text of each sampled token."""
         tokenizer = self.again.run.tokenizer
@@ -102,16 +107,46 @@ class Explained:
         return [text_of(tokenizer, [token], skip_special_tokens=False) for token in ids]
 
 
-def lines(again: Replayed, row: Mapping[str, object], token: int | None) -> list[str]:
+def explanation(again: Replayed, row: Mapping[str, object]) -> dict[str, object]:
+    """Return the explanation of a response for other programs.
+
+    Returns:
+        - `lines`: text for the response; `equality`: its comparison with the run.
+        - `tokens`: `text`, `lines`, and `values` in the last optimizer step (algorithms/token_trace.py) of each token;
+          empty if the response was not trained on. Values that are not finite are None.
+    """
+    explained = _explained(again, row)
+    tokens = [] if explained is None else [_token_of(explained, row, place) for place in range(len(explained.texts))]
+    return {"lines": lines(again, row, None, explained), "equality": _equality(again, row), "tokens": tokens}
+
+
+def _token_of(explained: Explained, row: Mapping[str, object], place: int) -> dict[str, object]:
+    values = list(explained.steps.values())[-1][place] if explained.steps else {}
+    text = lines(explained.again, row, place, explained)
+    return {"text": explained.texts[place], "lines": text, "values": _finite(values)}
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _explained(again: Replayed, row: Mapping[str, object]) -> Explained | None:
+    """Return the response; None if it was not trained on."""
+    samples = again.batch.trainable.samples if again.batch is not None else []
+    places = [number for number, sample in enumerate(samples) if sample.id == row["id"]]
+    return Explained(again, again.batch.trainable, places[0]) if again.batch is not None and places else None
+
+
+def lines(
+    again: Replayed, row: Mapping[str, object], token: int | None, explained: Explained | None = None
+) -> list[str]:
     """Return the explanation of a response, or of one of its tokens."""
     if again.batch is None:
         return [f"iteration {again.iteration} was skipped: no response could be trained on"]
-    rollout = again.batch.trainable
-    places = [number for number, sample in enumerate(rollout.samples) if sample.id == row["id"]]
+    explained = explained or _explained(again, row)
     head = [f"{row['id']}, iteration {again.iteration} of rlhf {again.run.config.command}", *_response(row)]
-    if not places:
+    if explained is None:
         return [*head, "", "not trained on: its reward failed, or its group was filtered", "", *_equality(again, row)]
-    explained = Explained(again, rollout, places[0])
     if token is not None and token >= len(explained.texts):
         raise UsageError(f"--token {token}: the response has tokens 0 to {len(explained.texts) - 1}")
     body = list(_table(explained)) if token is None else list(_token(explained, token))

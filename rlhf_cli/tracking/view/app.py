@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from rlhf_cli.tracking import report
-from rlhf_cli.tracking.view.index import COLUMNS, Query
+from rlhf_cli.tracking.view.explanations import Explanations
+from rlhf_cli.tracking.view.index import COLUMNS, Query, SampleIndex
 from rlhf_cli.tracking.view.runs import SAMPLE_FILES, ViewedRun, ViewedRuns
 
 PAGE = Path(__file__).with_name("page")
@@ -75,6 +76,14 @@ def view_app(runs: ViewedRuns, *, key: str) -> web.Application:
     for name in _ANSWERS:
         app.router.add_get(f"/{{key}}/api/{name}", _answered(name, runs))
     app.router.add_get("/{key}/api/image", _image(runs))
+    explanations = Explanations()
+    app.router.add_get("/{key}/api/explanation", _explanation(runs, explanations))
+    app.router.add_post("/{key}/api/explanation", _explanation(runs, explanations))
+
+    async def close(_: web.Application) -> None:
+        await explanations.close()
+
+    app.on_cleanup.append(close)
     return app
 
 
@@ -172,20 +181,22 @@ def _part(parameters: Parameters) -> dict[str, int]:
     return {"skip": max(0, skip), "limit": max(1, min(limit, _MAX_ROWS))}
 
 
-def _samples(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+def _indexed(runs: ViewedRuns, parameters: Parameters) -> tuple[SampleIndex, float]:
+    """Return the index of a samples file, extended for some time, and the share of the file that is indexed."""
     index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
     done, size = index.extend(_INDEX_SECONDS)
+    return index, done / size if size else 1.0
+
+
+def _samples(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
+    index, indexed = _indexed(runs, parameters)
     page = index.page(_query(parameters), **_part(parameters), seconds=_INDEX_SECONDS)
     return {
         "rows": page.rows if parameters.get("texts") == "1" else list(map(_listed, page.rows)),
         "next": page.next,
         "total": page.total,
-        "indexed": _share(done, size),
+        "indexed": indexed,
     }
-
-
-def _share(done: int, size: int) -> float:
-    return done / size if size else 1.0
 
 
 def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,24 +207,22 @@ def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sample(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
-    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
+    index, _ = _indexed(runs, parameters)
     return index.row(int(parameters["number"]))
 
 
 def _groups(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
-    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
-    done, size = index.extend(_INDEX_SECONDS)
+    index, indexed = _indexed(runs, parameters)
     query = _query(parameters, orders=("step", "mean", "spread"))
-    return {"groups": index.groups(query, **_part(parameters)), "indexed": _share(done, size)}
+    return {"groups": index.groups(query, **_part(parameters)), "indexed": indexed}
 
 
 def _histogram(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
     column = parameters["column"]
     if column not in COLUMNS:
         raise KeyError(column)
-    index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
-    done, size = index.extend(_INDEX_SECONDS)
-    return {**index.histogram(_query(parameters), column), "indexed": _share(done, size)}
+    index, indexed = _indexed(runs, parameters)
+    return {**index.histogram(_query(parameters), column), "indexed": indexed}
 
 
 _ANSWERS: dict[str, Callable[[ViewedRuns, Parameters], Any]] = {
@@ -231,5 +240,20 @@ def _image(runs: ViewedRuns) -> Handler:
     async def handler(request: web.Request) -> web.Response:
         content = await asyncio.to_thread(_run_of(runs, request.query).image, request.query["name"])
         return web.Response(body=content, content_type="image/png")
+
+    return handler
+
+
+def _explanation(runs: ViewedRuns, explanations: Explanations) -> Handler:
+    """Answer with the state of a training sample's explanation. POST starts it."""
+
+    async def handler(request: web.Request) -> web.Response:
+        run = _run_of(runs, request.query)
+        if not run.is_explained:
+            raise KeyError("explanation")
+        row = await asyncio.to_thread(_sample, runs, {**request.query, "file": SAMPLE_FILES[0]})
+        if request.method == "POST":
+            explanations.start(run.path, str(row["id"]))
+        return web.json_response(explanations.state(run.path, str(row["id"])), dumps=_json)
 
     return handler

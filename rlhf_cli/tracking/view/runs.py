@@ -3,11 +3,12 @@
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.figures import prominent, title
 from rlhf_cli.tracking.report.data import THUMBNAIL, read_object, read_settings
@@ -24,10 +25,12 @@ class ViewedRun:
     """A run directory. Files are read from it only by name, and never from outside it.
 
     - `number`: its name in addresses.
+    - `state`: function that returns the state of a run that has not written its end, such as "killed".
     """
 
     number: int
     path: Path
+    state: Callable[[Path], str]
     _indexes: dict[str, SampleIndex] = field(default_factory=dict)
     _names: dict[str, None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,12 +45,20 @@ class ViewedRun:
     def description(self) -> dict[str, Any]:
         """Return path, command, outcome, and the sample files with samples."""
         run = read_object(self.file(RUN_FILE))
+        outcome = run.get("outcome")
         return {
-            **{name: run.get(name) for name in ("command", "unit", "total_steps", "facts", "outcome")},
+            **{name: run.get(name) for name in ("command", "unit", "total_steps", "facts")},
+            "outcome": self.state(self.path) if outcome == "running" else outcome,
             "number": self.number,
+            "is_explained": self.is_explained,
             "path": str(self.path),
             "files": [name for name in SAMPLE_FILES if self._has(name) and self.file(name).stat().st_size],
         }
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether `rlhf why` explains its samples."""
+        return read_object(self.file(RUN_FILE)).get("command") in POLICY_GRADIENT
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by group."""
@@ -118,14 +129,14 @@ class ViewedRun:
 class ViewedRuns:
     """All runs of a view: run directories, and folders with run directories, where new runs may appear."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders = folders
+    def __init__(self, folders: Sequence[Path], state: Callable[[Path], str] = lambda run: "running") -> None:
+        self._folders, self._state = folders, state
         self._runs: dict[Path, ViewedRun] = {}
 
     def current(self) -> list[ViewedRun]:
         """Return the runs, also those that appeared since the last call."""
         for path in run_directories(self._folders):
-            self._runs.setdefault(path, ViewedRun(len(self._runs), path))
+            self._runs.setdefault(path, ViewedRun(len(self._runs), path, self._state))
         return [run for run in self._runs.values() if (run.path / RUN_FILE).is_file()]
 
     def __getitem__(self, number: int) -> ViewedRun:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from headless import CHROMIUM, Page, chromium, new_page
 from viewed_runs import add_image, make_run, sample, write
 
 from rlhf_cli.tracking.sinks import METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from rlhf_cli.tracking.view import explanations
 from rlhf_cli.tracking.view.app import view_app
 from rlhf_cli.tracking.view.runs import ViewedRuns
 
@@ -174,3 +176,38 @@ def test_histograms_times_and_differences_of_settings_are_shown(browser, tmp_pat
         await page.until(f"{TEXT}.includes('pretrain')")
 
     viewed(browser, tmp_path, "distribution?column=length", check)
+
+
+EXPLANATION = {
+    "lines": [],
+    "equality": ["Equal to the run."],
+    "tokens": [
+        {"text": "an", "lines": ["r = 1"], "values": {"anchor": -1.0, "rollout": -1.5, "ratio": 1.0, "entropy": 0.5}},
+        {"text": "swer", "lines": ["r = 2", "clipped"], "values": {"anchor": -1.0, "rollout": -0.75, "ratio": 2.0}},
+    ],
+}
+
+
+def test_tokens_are_explained_on_request_and_colored(browser, tmp_path, monkeypatch):
+    make_run(tmp_path / "run")
+    program = f"import sys; open(sys.argv[-1].split('=')[1], 'w').write({json.dumps(EXPLANATION)!r})"
+    monkeypatch.setattr(explanations, "_COMMAND", (sys.executable, "-c", program))
+
+    async def check(page: Page) -> None:
+        await page.until("[...document.querySelectorAll('button')].some(one => one.textContent === 'Explain tokens')")
+        await page.value("document.querySelector('.explain button').click()")
+        await page.until("document.querySelectorAll('.tokens button').length === 2")
+        labels = "[...document.querySelectorAll('.tokens button')].map(one => one.getAttribute('aria-label'))"
+        assert await page.value(labels) == [
+            "token 0 an, log-prob difference, trainer - engine 0.5",
+            "token 1 swer, log-prob difference, trainer - engine -0.25",
+        ]
+        colors = "[...document.querySelectorAll('.tokens button')].map(one => one.style.background)"
+        blue, red = await page.value(colors)
+        assert ("--c1) 70%" in blue, "--bad) 35%" in red) == (True, True)
+        await page.value("document.querySelector('.tokens button').focus()")
+        await page.press("ArrowRight")
+        await page.until(f"{TEXT}.includes('clipped')")
+        assert "Equal to the run." in await page.value(TEXT)
+
+    viewed(browser, tmp_path, "samples?number=3", check)

@@ -15,6 +15,7 @@ from viewed_runs import add_image, make_run, sample, write
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.sinks import METRICS_FILE, SAMPLES_FILE
+from rlhf_cli.tracking.view import explanations
 from rlhf_cli.tracking.view.app import PAGE, view_app
 from rlhf_cli.tracking.view.runs import ViewedRuns, checked_folders
 
@@ -166,6 +167,63 @@ def test_samples_are_listed_with_the_beginning_of_their_text_and_read_in_full(tm
     assert full["response"] == "long " * 1000
 
 
+PROGRAM = """
+import json, sys
+values = dict(word.split("=", 1) for word in sys.argv[2:])
+if values["--sample"].endswith("5.1@0"):
+    sys.exit("rlhf why: no such iteration")
+token = {"text": values["--sample"], "lines": [sys.argv[1]], "values": {}}
+open(values["--json_file"], "w").write(json.dumps({"lines": [], "equality": [], "tokens": [token]}))
+"""
+
+
+def explained(folder: Path, number: int):
+    """Return the states of a sample's explanation before and after it is requested, until it is done."""
+
+    async def get():
+        runs = ViewedRuns([folder])
+        async with TestClient(TestServer(view_app(runs, key=KEY))) as client:
+            await client.get(f"/{KEY}/api/runs")
+            path = f"/{KEY}/api/explanation?run=0&number={number}"
+            found = [await (await client.get(path)).json(), await (await client.post(path)).json()]
+            while found[-1]["state"] != "done":
+                await asyncio.sleep(0.02)
+                found.append(await (await client.get(path)).json())
+        runs.close()
+        return found
+
+    return asyncio.run(get())
+
+
+def test_an_explanation_runs_in_the_background(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr(explanations, "_COMMAND", (sys.executable, "-c", PROGRAM))
+    before, requested, *_, done = explained(tmp_path, 3)
+    assert before == {"state": "none"}
+    assert requested["state"] in ("waiting", "running")
+    assert done["tokens"] == [{"text": "data.jsonl:1/1.0@0", "lines": [str(run)], "values": {}}]
+    assert explained(tmp_path, 12)[-1] == {"state": "done", "error": "rlhf why: no such iteration"}
+
+
+def test_an_explanation_in_progress_ends_with_the_server(tmp_path, monkeypatch):
+    make_run(tmp_path / "run")
+    program = "import os, pathlib, time; pathlib.Path(__import__('sys').argv[1], 'pid').write_text(str(os.getpid()))"
+    monkeypatch.setattr(explanations, "_COMMAND", (sys.executable, "-c", f"{program}; time.sleep(60)"))
+
+    async def get():
+        runs = ViewedRuns([tmp_path])
+        async with TestClient(TestServer(view_app(runs, key=KEY))) as client:
+            await client.get(f"/{KEY}/api/runs")
+            await client.post(f"/{KEY}/api/explanation?run=0&number=1")
+            while not (tmp_path / "run" / "pid").exists() or not (tmp_path / "run" / "pid").read_text():
+                await asyncio.sleep(0.02)
+        runs.close()
+
+    asyncio.run(get())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "run" / "pid").read_text()), 0)
+
+
 def test_parameters_that_are_invalid_are_refused(tmp_path):
     make_run(tmp_path / "run")
     paths = ["samples?run=0&order=id;DROP", "samples?run=0&step_min=nan", "samples?run=x", "histogram?run=0&column=id"]
@@ -185,6 +243,13 @@ def test_new_runs_in_a_folder_appear_and_keep_their_numbers(tmp_path):
     assert [(run.number, run.path.name) for run in runs.current()] == [(0, "b")]
     make_run(tmp_path / "a")
     assert [(run.number, run.path.name) for run in runs.current()] == [(0, "b"), (1, "a")]
+
+
+def test_the_state_of_a_run_that_has_not_written_its_end_is_looked_up(tmp_path):
+    make_run(tmp_path / "a", outcome="running")
+    make_run(tmp_path / "b", outcome="failed")
+    runs = ViewedRuns([tmp_path], lambda path: f"{path.name} killed")
+    assert [run.description()["outcome"] for run in runs.current()] == ["a killed", "failed"]
 
 
 def test_folders_without_a_run_are_named(tmp_path):

@@ -80,7 +80,7 @@ function RunList({runs, hidden, setHidden}) {
       <input type="checkbox" checked=${!hidden.has(run.number)} onChange=${() => toggle(run)}/>
       <i style=${{background: `var(${colourOf(run)})`}}></i>
       <b>${nameOf(run)}</b> <span class="soft">${run.command}</span>
-      <span class=${`chip ${{finished: "good", failed: "bad"}[run.outcome] ?? "warn"}`}>${run.outcome}</span>
+      <span class=${`chip ${{finished: "good", failed: "bad", killed: "bad"}[run.outcome] ?? "warn"}`}>${run.outcome}</span>
     </label></li>`)}</ul>`;
 }
 

@@ -1,5 +1,6 @@
 // One sample: its numbers, prompt, response or turns, and images. Text is only inserted as text, never as markup.
 
+import {Tokens} from "./tokens.js";
 import {Chip, Failed, go, html, number, useRequest} from "./shared.js";
 
 const HEADINGS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
@@ -30,6 +31,8 @@ export function Sample({run, file, number: chosen}) {
     ${Object.entries(HEADINGS).map(([name, heading]) => name === "response" && Array.isArray(row.messages)
       ? html`<${Episode} row=${row}/>`
       : row[name] !== null && row[name] !== undefined && html`<h3>${heading}</h3><pre>${asText(row[name])}</pre>`)}
+    ${run.is_explained && file === "samples.jsonl" && html`<${Tokens} key=${`${run.number} ${chosen}`} run=${run}
+      number=${chosen} step=${row.step}/>`}
     <h3>Values</h3>
     <dl class="values">${values.map(([name, value]) => html`<div><dt>${name}</dt><dd>${plain(value)}</dd></div>`)}</dl>`;
 }
