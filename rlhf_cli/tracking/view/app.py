@@ -207,8 +207,15 @@ def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sample(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
-    index, _ = _indexed(runs, parameters)
-    return index.row(int(parameters["number"]))
+    index, number = (
+        _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0])),
+        int(parameters["number"]),
+    )
+    try:
+        return index.row(number)
+    except KeyError:
+        index.extend(_INDEX_SECONDS)
+        return index.row(number)
 
 
 def _groups(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:

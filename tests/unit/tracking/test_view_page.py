@@ -90,6 +90,20 @@ def test_samples_are_filtered_and_chosen_by_keys(browser, tmp_path):
     viewed(browser, tmp_path, "samples", check)
 
 
+def test_an_open_sample_stays_while_samples_are_added(browser, tmp_path):
+    run = make_run(tmp_path / "run", outcome="running", samples=2)
+
+    async def check(page: Page) -> None:
+        await page.until("document.querySelector('.detail')?.innerText.includes('answer 1')")
+        write(run / SAMPLES_FILE, [sample(2)])
+        await page.until("document.querySelectorAll('.item').length === 3")
+        assert await page.value("document.querySelector('.item').innerText.includes('answer 2')")
+        assert await page.value("document.querySelector('.detail').innerText.includes('answer 1')")
+        assert "answer 1" in await page.value("document.querySelector('[aria-current=true]').innerText")
+
+    viewed(browser, tmp_path, "samples", check)
+
+
 def test_turns_of_an_episode_have_their_rewards(browser, tmp_path):
     run = make_run(tmp_path / "run", samples=1)
     messages = [

@@ -39,15 +39,23 @@ export function Range({name, title, parameters, change}) {
 export const boundsOf = parameters => Object.fromEntries(
   Object.entries(parameters).filter(([name]) => /_(min|max)$/.test(name)));
 
+// The first sample of a query. It stays while samples are added, so that an open one is not replaced.
+function useFirst(rows, query) {
+  const first = useRef({query: null, number: ""});
+  if (query && rows.length && first.current.query !== query) first.current = {query, number: String(rows[0].number)};
+  return first.current.number;
+}
+
 export function Samples({runs, parameters}) {
   const {run, file} = sourceOf(runs, parameters);
   const change = values => go("samples", {...parameters, ...values});
   const [order, descending] = (parameters.order ?? "number 1").split(" ");
   const skip = +(parameters.skip ?? 0);
-  const {data, error} = useRequest(file && "samples",
+  const {data, error, of, isCurrent} = useRequest(file && "samples",
     {run: run.number, file, order, descending, skip, text: parameters.text, ...boundsOf(parameters)},
     found => found.indexed < 1 ? INDEX_AGAIN : run.outcome === "running" ? LIVE_AGAIN : null);
-  const rows = data?.rows ?? [], chosen = parameters.number ?? String(rows[0]?.number ?? "");
+  const rows = data?.rows ?? [], first = useFirst(rows, isCurrent ? of : null);
+  const chosen = parameters.number ?? first;
   if (!file) return html`<p class="soft">This run has no samples yet.</p>`;
   return html`
     <form class="controls" aria-label="Filters" onSubmit=${event => event.preventDefault()}>
