@@ -115,12 +115,16 @@ class SampleIndex:
         return Page(rows, place if place < total else None, total)
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return a sample by its number in the file, from 1. Raises KeyError if there is none."""
+        """Return a sample by its number in the file, from 1, with `prompt_number` as in the column `prompt`.
+
+        Raises:
+            KeyError: there is none.
+        """
         with self._lock:
-            found = self._one("SELECT number, start FROM samples WHERE number = ?", [number])
+            found = self._one("SELECT number, start, prompt FROM samples WHERE number = ?", [number])
             if found is None:
                 raise KeyError(number)
-            return self._read([found])[0]
+            return {**self._read([found[:2]])[0], "prompt_number": found[2]}
 
     def groups(self, query: Query, *, skip: int, limit: int) -> list[dict[str, Any]]:
         """Return up to `limit` groups of the selected samples: step, group, count, and mean and range of rewards.

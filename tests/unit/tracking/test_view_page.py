@@ -76,6 +76,7 @@ def test_samples_are_filtered_and_chosen_by_keys(browser, tmp_path):
 
     async def check(page: Page) -> None:
         items = "[...document.querySelectorAll('.item')].map(item => item.innerText.split('\\n')[1])"
+        button = "[...document.querySelectorAll('button')].find(one => one.textContent"
         await page.until(f"{items}.length === 13")
         await page.until("document.querySelector('.detail img')?.naturalWidth === 4")
         assert HOSTILE in await page.value("[...document.querySelectorAll('.detail pre')].map(pre => pre.textContent)")
@@ -86,6 +87,13 @@ def test_samples_are_filtered_and_chosen_by_keys(browser, tmp_path):
         assert await page.value("document.activeElement.innerText.includes('answer 10')")
         await page.value("location.hash = 'samples?reward_min=1&length_max=4&order=length'")
         await page.until(f"JSON.stringify({items}) === JSON.stringify(['answer 1', 'answer 3'])")
+        await page.value("document.querySelectorAll('.item')[1].click()")
+        await page.until("document.querySelector('.detail pre')?.textContent === 'question 1'")
+
+        await page.value(f"{button} === 'Same prompt').click()")
+        await page.until(f"JSON.stringify({items}) === JSON.stringify(['answer 2', 'answer 3'])")
+        await page.value(f"{button} === 'Show all prompts').click()")
+        await page.until(f"{items}.length === 13")
 
     viewed(browser, tmp_path, "samples", check)
 

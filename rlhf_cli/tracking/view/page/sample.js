@@ -6,7 +6,7 @@ import {Chip, Failed, go, html, number, useRequest} from "./shared.js";
 const HEADINGS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
 // Shown in other places than the list of values.
 const SHOWN = ["number", "step", "prompt", "opening", "response", "label", "reward", "verdict", "images", "messages",
-  "turn_rewards", "branches", "tools"];
+  "turn_rewards", "branches", "tools", "prompt_number"];
 
 const asText = value => typeof value === "string" ? value : JSON.stringify(value, null, 1);
 
@@ -26,6 +26,8 @@ export function Sample({run, file, number: chosen}) {
       ${row.group !== undefined && html`<button onClick=${() =>
         go("groups", {run: run.number, file, step_min: row.step, step_max: row.step, open: `${row.step}.${row.group}`})}>
         Group ${row.group}</button>`}
+      <button onClick=${() => go("samples", {run: run.number, file, prompt_min: row.prompt_number,
+        prompt_max: row.prompt_number, order: "number"})}>Same prompt</button>
     </div>
     <${Images} run=${run} row=${row}/>
     ${Object.entries(HEADINGS).map(([name, heading]) => name === "response" && Array.isArray(row.messages)
