@@ -15,7 +15,7 @@ from rlhf_cli.tracking.terminal.console import LastingStream, open_console
 
 
 def show_data(config: DataCommandConfig) -> None:
-    """Print a preview of each dataset, and play an episode if there is an environment; or test the rewards."""
+    """Print a preview of each dataset, and play an episode with an environment; or test the rewards."""
     console = open_console(LastingStream(1))
     if config.test.rewards:
         _test_rewards(config, console)

@@ -58,7 +58,7 @@ class Preview:
     - `limit`: longer rows are truncated or dropped; `limit_is` describes the limit.
     - `most_tokens`: largest number of tokens that an item uses in a micro-batch, described by `most_is`.
     - `room`: tokens that fit in a micro-batch, described by `room_is`.
-    - `rehearsal`: an episode to play, if there is an environment.
+    - `rehearsal`: an episode to play with an environment.
     """
 
     title: str
@@ -118,7 +118,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
 
 
 def found_model(config: DataCommandConfig) -> FoundModel:
-    """Find the model, or the base model of an adapter."""
+    """Find the model, or the adapter's base model."""
     adapter = adapter_folder(config.model.pretrain)
     base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))
     return find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
@@ -237,7 +237,7 @@ def _prompts(
 
 def _rehearsal(config: DataCommandConfig, plan: EnvironmentPlan, data: PromptData, decode: Decode) -> Rehearsal:
     """Prepare an episode with the first prompt. Raises UsageError if the row or the script is invalid."""
-    # Check here, because the preview would otherwise fail in the middle of its output.
+    # Check here, because the preview would otherwise fail after half the output.
     plan.check_rows(data)
     first = data.prompts[0]
     script = None if config.episodes.turns is None else read_turns(config.episodes.turns)

@@ -23,7 +23,7 @@ _MADE_UP = "The answer is 1."
 """Last turn of the default script."""
 
 Author = Callable[[Sequence[int], int], str | None]
-"""(tokens so far, index of the first new token) -> text of the next turn, or None if there is none."""
+"""(tokens so far, index of the first new token) -> text of the next turn, or None."""
 
 
 class WrittenEngines:

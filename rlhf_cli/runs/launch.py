@@ -1,4 +1,4 @@
-"""Start of an offline command, in the user's process and in each rank."""
+"""Starts offline commands, in the user's process and in each rank."""
 
 import sys
 from pkgutil import resolve_name

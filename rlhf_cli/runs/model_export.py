@@ -62,7 +62,7 @@ class Parts:
 
     def file(self, names: tuple[str, ...]) -> Path | None:
         """Return the folder that contains any of these files: the model's folder, or the base model."""
-        # An adapter's own file takes precedence over that of its base model.
+        # An adapter's own file takes precedence over the base model's.
         folders = [self.description, *([self.base] if self.base else [])]
         return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 
@@ -109,7 +109,7 @@ def _engine_folder(path: Path, flag: str) -> Path | None:
     if not engines or not (checkpoint / MANIFEST).is_file():
         return None
     verify(checkpoint)
-    # A checkpoint of an online run contains several models; the path may name one of them.
+    # An online run's checkpoint contains several models; the path may name one of them.
     chosen = [engine for engine in engines if path in (checkpoint, engine)]
     if len(chosen) != 1:
         raise UsageError(f"{flag} {path} contains multiple models: pass {' or '.join(map(str, engines))}")
@@ -206,7 +206,7 @@ def read_back(folder: Path, config: object, *, device_map: str | None, trust_rem
 
 
 def _separate_head(config: Any, folder: Path) -> None:
-    """Untie the head from the embedding if the adapter in the folder trains the head as a layer of its own.
+    """Untie the head from the embedding if the adapter in the folder trains the head as a separate layer.
 
     Raises:
         UsageError: it trains the embedding alone, while PEFT leaves the head as it was.
@@ -225,7 +225,7 @@ def _separate_head(config: Any, folder: Path) -> None:
 
 
 def _foreign_head(folder: Path) -> int | None:
-    """Return the outputs of the scalar head among an adapter's weights, if there is one."""
+    """Return the outputs of the scalar head among an adapter's weights, if any."""
     weights = SafetensorsFiles([_adapter_file(folder)])
     name = file_name("score.weight")
     return weights.shape(name)[0] if name in weights.names() else None

@@ -36,7 +36,7 @@ def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None
     """
     weights = configuration = None
     if model is not None:
-        # An adapter run starts from the adapter's weights, if there are any.
+        # An adapter run starts from the adapter's weights, if any.
         weights = plan.start_fingerprint() if plan else model.fingerprint()
         configuration = configuration_fingerprint(model.path)
     return {f"weights of the {role}": weights, f"configuration of the {role}": configuration}

@@ -53,7 +53,7 @@ _Action = Ask | Save | Load | Attach | End
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """Result of an input line: new state, text to show, and action."""
+    """Result for an input line: new state, text to show, and action."""
 
     session: Session
     text: str = ""

@@ -35,7 +35,7 @@ class Screen(Protocol):
         """Print an error about an input line."""
 
     def begin(self, name: str | None, *, opens_thought: bool) -> None:
-        """Begin an answer. `name` is the model's name if there are multiple models."""
+        """Begin an answer. `name` is the model's name with multiple models."""
 
     def write(self, piece: str) -> None:
         """Print the next piece of the answer."""

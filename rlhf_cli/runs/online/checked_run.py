@@ -272,7 +272,7 @@ def _load_data(
 
 
 def continued_run(run: OnlineRun) -> OnlineRun:
-    """Check the run again to resume it from the latest checkpoint, or from the start if there is none."""
+    """Check the run again to resume it from the latest checkpoint, or else from the start."""
     checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
     return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.estimator)
 

@@ -1,4 +1,4 @@
-"""Consistency checks for the sizes and settings of an online command.
+"""Consistency checks for the sizes and settings in an online command.
 
 No module-level import of torch: these checks run before anything heavy is loaded.
 """

@@ -46,7 +46,7 @@ def _misfit(own: Estimator, row: Estimator) -> str | None:
     """Return why the user's estimator does not fit the command with the estimator `row`, or None."""
     if own.advantages is None:
         return "the Estimator has no function: set advantages"
-    # A built-in estimator reads the policy settings of its command. A new one may have no command yet.
+    # A built-in estimator reads the command's policy settings. A new one may have no command yet.
     if own in ESTIMATORS.values() and _algorithm(own) != _algorithm(row):
         algorithms = {_algorithm(ESTIMATORS[COMMANDS[name].estimator]): name for name in POLICY_GRADIENT}
         if command := algorithms.get(_algorithm(own)):

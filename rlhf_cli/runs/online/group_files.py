@@ -92,7 +92,7 @@ def _array_object(array: np.ndarray) -> dict[str, object]:
 
 
 def _array_of(plain: dict[str, Any]) -> Any:
-    """Return the array of an object by `_array_object`, or another object unchanged."""
+    """Return the array encoded by `_array_object`, or any other object unchanged."""
     if _DTYPE not in plain:
         return plain
     return np.frombuffer(base64.b64decode(plain["base64"]), plain[_DTYPE]).reshape(plain["shape"])

@@ -1,4 +1,4 @@
-"""Identity of an online run: facts that must match to resume a checkpoint."""
+"""Online run identity: facts that must match to resume a checkpoint."""
 
 from pathlib import Path
 

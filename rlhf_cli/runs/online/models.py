@@ -1,4 +1,4 @@
-"""Models of an online command: discovery and compatibility checks before weights are read."""
+"""Models for online commands: discovery and compatibility checks before weights are read."""
 
 import os
 from collections.abc import Mapping, Sequence

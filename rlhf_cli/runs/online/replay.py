@@ -1,4 +1,4 @@
-"""Runs iterations of an online run again, from its checkpoint. Writes nothing to the run directory."""
+"""Runs iterations again, from a checkpoint. Writes nothing to the run directory."""
 
 import math
 import shutil
@@ -187,7 +187,7 @@ def _by_token(replayed: Replayed, names: Sequence[str]) -> dict[tuple[float, flo
 
 
 def recorded_config(root: Path, changes: Mapping[str, object] | None = None) -> OnlineConfig:
-    """Return the settings of an online run, with changes. Raises UsageError if they or the folder are invalid."""
+    """Return an online run's settings, with changes. Raises UsageError if they or the folder are invalid."""
     command = recorded_command(root, source=str(root))
     if command not in ONLINE_TRAINING:
         raise UsageError(f"{root} is a run of rlhf {command}: only {listed(ONLINE_TRAINING)} have iterations")
@@ -330,7 +330,7 @@ def _run_again(run: OnlineRun, watch: _Watch, *, last: int, keeps_update: bool) 
         train, _ = prepared(run, roles, scorer, watch, ends, updated=updated, saves=False)
         before = _weights(actor) if keeps_update and isinstance(actor, ActorRole) else {}
         train()
-        if watch.step != last:  # interrupted: these are the results of another iteration
+        if watch.step != last:  # interrupted: these are the results of a different iteration
             sys.exit(INTERRUPTED)
         if isinstance(actor, ActorRole) and before:
             watch.update = {name: weight - before[name] for name, weight in _weights(actor).items()}

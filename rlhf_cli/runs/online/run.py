@@ -86,7 +86,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), _STOP))
         is_busy = load_notice()  # measured before Ray adds to the load
         run, where = reserve(run, stack)
-        # The plan of an error needs the sizes that were chosen for this cluster.
+        # The plan in an error needs the sizes that were chosen for this cluster.
         stack.enter_context(with_memory_fixes(run.config, where.cluster.node_gpus if where.cluster.has_gpus else ()))
         hints = [] if where.cluster.has_gpus else [*is_busy, *crowd_notice(where.layout, where.cluster.num_cpus)]
         for line in [*notices(run), *hints, f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:

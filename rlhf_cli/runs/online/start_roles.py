@@ -38,7 +38,7 @@ from rlhf_cli.trainers.online.update_plan import StepCounts
 
 
 class OnlineRoles(Started):
-    """All roles and engines of an online run."""
+    """All roles and engines in an online run."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ def _engine_plan(config: OnlineConfig, policy: ModelPlan, backend: str, processe
         ),
         max_lora_rank=None if adapter is None else vllm_rank(adapter),
         record_routed_experts=config.policy.rollout_routing_replay,
-        # Turns of an episode are decoded by its player.
+        # The player decodes an episode's turns.
         decodes_for=None if config.episodes.plays_episodes else config.model,
     )
     return EnginePlan(backend, policy.found.path, settings, engine.vllm_gpu_memory_utilization)

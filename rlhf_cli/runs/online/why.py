@@ -1,4 +1,4 @@
-"""`rlhf why`: how a sampled token entered the loss, with the numbers of an iteration that is run again."""
+"""`rlhf why`: how a sampled token entered the loss, with numbers from a repeated iteration."""
 
 import json
 import math
@@ -33,7 +33,7 @@ _SHOWN_DIFFERENCES = 8
 
 
 def explain(config: WhyConfig) -> None:
-    """Print how a response or one of its tokens changed the model."""
+    """Print how a response or one token changed the model."""
     settings = config.why
     root = Path(settings.run).expanduser()
     own = recorded_config(root)
@@ -140,7 +140,7 @@ def _explained(again: Replayed, row: Mapping[str, object]) -> Explained | None:
 def lines(
     again: Replayed, row: Mapping[str, object], token: int | None, explained: Explained | None = None
 ) -> list[str]:
-    """Return the explanation of a response, or of one of its tokens."""
+    """Return the explanation of a response, or of one token."""
     if again.batch is None:
         return [f"iteration {again.iteration} was skipped: no response could be trained on"]
     explained = explained or _explained(again, row)
