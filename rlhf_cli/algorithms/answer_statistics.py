@@ -25,7 +25,7 @@ def pass_at_k(num_samples: int, num_correct: int, *, k: int) -> float:
     which avoids large binomials. Raises ValueError for fewer than k samples.
     """
     _check_k(num_samples, k)
-    # Any k samples include a correct one. The product below would need a negative factor.
+    # Each choice of k samples includes a correct one. The product below would need a negative factor.
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 # Reward workers must start fast, so nothing here imports torch at run time.
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ScoreRequest:
     pictures: "tuple[Picture, ...]" = ()
     episode_reward: float | None = None
     episode_failure: str | None = None
-    messages: tuple[dict[str, Any], ...] = ()
+    messages: tuple[dict[str, object], ...] = ()
     lacks_reward: bool = False
 
 

@@ -49,7 +49,7 @@ def answer_of(label: str | None) -> Answer | None:
 def has_tests(label: str) -> bool:
     """Return whether a label has tests of programs, or is another JSON object."""
     content = _json(label)
-    # Any words are valid Python, but only assertions are tests.
+    # Single words are valid Python, but only assertions are tests.
     if isinstance(content, list):
         return any("assert" in str(piece) for piece in content)
     try:

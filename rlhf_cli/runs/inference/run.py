@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -34,6 +33,7 @@ from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import ENVIRONMENT_FILE, environment_file_hash
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel
 from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.rollout import Sampler, sample_and_score, scored_by_all
@@ -83,7 +83,7 @@ class InferenceRun:
 class InferenceHooks:
     """Callbacks between chunks: tracking and stop requests."""
 
-    tracker: Any
+    tracker: Tracker
     should_stop: Callable[[], bool]
 
 

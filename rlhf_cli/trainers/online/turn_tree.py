@@ -8,7 +8,7 @@ Each sampled token is trained in one branch.
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -158,7 +158,7 @@ class TurnTree:
         return np.concatenate(known) if known else None
 
 
-def entries(messages: Iterable[Message]) -> tuple[dict[str, Any], ...]:
+def entries(messages: Iterable[Message]) -> tuple[dict[str, object], ...]:
     """Return messages in OpenAI format, as in samples and reward files."""
     return tuple(map(_AS_OPENAI.entry, messages))
 
