@@ -1,5 +1,6 @@
 """Implementation of `rlhf rerun`: runs a training run again and compares metrics, samples and model, bit for bit."""
 
+import math
 import os
 import signal
 import subprocess
@@ -126,7 +127,8 @@ def _run_again(again: _Rerun, metrics: MetricsComparison) -> Difference | None:
         words = [sys.executable, "-m", "rlhf_cli", again.run.command, "--config", file.name]
         process = subprocess.Popen(words, cwd=again.run.started_in or None, env=_environment(again.starts[0]))
         with stops_forwarded(process) as is_interrupted:
-            difference, is_stopped = _followed(process, again, metrics)
+            last = math.inf if again.is_whole else again.until
+            difference, is_stopped = followed(process, again.folder, metrics, last=last)
     if is_interrupted():
         raise SystemExit(INTERRUPTED)
     if process.returncode and not is_stopped:
@@ -140,20 +142,23 @@ def _environment(start: Start) -> dict[str, str]:
     return {**recorded, **os.environ}
 
 
-def _followed(
-    process: "subprocess.Popen[bytes]", again: _Rerun, metrics: MetricsComparison
+def followed(
+    process: "subprocess.Popen[bytes]", folder: Path, metrics: MetricsComparison, *, last: float
 ) -> tuple[Difference | None, bool]:
-    """Compare each step until the process ends. Returns the first difference, and whether it was stopped."""
+    """Compare each step until the process ends, and stop it after a difference or step `last`.
+
+    Returns the first difference, and whether the process was stopped.
+    """
     difference, is_stopped, seen = None, False, 0
     while process.poll() is None:
         step = seen
         with suppress(ValueError):
-            step, _ = last_metrics(again.folder)
+            step, _ = last_metrics(folder)
         if step > seen and difference is None:
             # A later evaluation may add metrics to the last step.
             seen, difference = step, metrics.first_difference(before=step)
         # The run saves a checkpoint of its next step, and ends.
-        if not is_stopped and (difference is not None or (not again.is_whole and seen > again.until)):
+        if not is_stopped and (difference is not None or seen > last):
             is_stopped = True
             process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

@@ -2,14 +2,18 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import chdir
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from rlhf_cli import cli
+from rlhf_cli.runs.rerun import followed
 from rlhf_cli.runs.run_comparison import Difference, MetricsComparison, first_sample_difference, model_difference
 from rlhf_cli.runs.run_lock import write_lock
 
@@ -71,6 +75,29 @@ def test_a_step_that_the_repetition_lacks_is_a_difference(tmp_path):
     assert comparison.first_difference() == Difference(
         2, "loss 1.5 -> missing, KL from reference 0.0 -> missing, evaluation loss 3.0 -> missing"
     )
+
+
+ENDLESS_RUN = """
+import json, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+with open(sys.argv[1], "w") as file:
+    for step in range(1, 4):
+        print(json.dumps({"step": step, "loss": 3.5 - step, "kl": "NaN", "time/step": 1.0}), file=file, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "difference"),
+    [(math.inf, Difference(2, "KL from reference 0.0 -> nan, evaluation loss 3.0 -> missing")), (1, None)],
+)
+def test_a_repetition_is_stopped_at_a_difference_and_after_the_last_step(tmp_path, last: float, difference):
+    metrics = compared(tmp_path, until=last)
+    file = tmp_path / "new" / "metrics.jsonl"
+    file.unlink()
+    with subprocess.Popen([sys.executable, "-c", ENDLESS_RUN, str(file)]) as process:
+        assert followed(process, file.parent, metrics, last=last) == (difference, True)
+    assert process.returncode == 130
 
 
 def sample(number: int, **values: object) -> dict[str, object]:
