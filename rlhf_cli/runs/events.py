@@ -1,4 +1,4 @@
-"""Runs the command of --on_event at the start, end and failure of a run."""
+"""Runs the --on_event command when a run starts, ends or fails."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _SIGNAL_STATUS = 128
 
 @contextmanager
 def with_events(config: CommandConfig) -> Iterator[Callable[[], None]]:
-    """Report the end or failure of the block, and yield a function that reports the start.
+    """Report when the block ends or fails, and yield a function that reports the start.
 
     Does nothing without --on_event, and in ranks whose launcher or first rank reports.
     """
@@ -55,7 +55,7 @@ def _ignore() -> None:
 
 
 def _kind_of(error: BaseException) -> tuple[Kind, str]:
-    """Return the kind of event and its message."""
+    """Return event kind and message."""
     if isinstance(error, SystemExit):
         interrupted = {INTERRUPTED, *(_SIGNAL_STATUS + signum for signum in stop_signals())}
         if not error.code:
@@ -80,14 +80,14 @@ def _raising_signals() -> Iterator[None]:
         yield
     finally:
         for signum in default:
-            # The run may have set a handler of its own, which stays.
+            # Keep handlers that the run has set.
             if signal.getsignal(signum) is raised:
                 signal.signal(signum, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
 class _Events:
-    """Events of a run. `began`: start of this process's run, in seconds since the epoch."""
+    """Reports events. `began`: start time in seconds since the epoch."""
 
     command: str
     config: CommandConfig
@@ -112,9 +112,9 @@ class _Events:
             print(f"rlhf {self.config.command}: --on_event at the {kind}: {problem}", file=sys.stderr, flush=True)
 
     def _record(self, root: Path) -> dict[str, object] | None:
-        """Return the record of the run; None if it has not written one."""
+        """Return the run's record; None if it has not written one."""
         try:
-            # A run that fails early leaves the record of an earlier run in the folder.
+            # A run that fails early leaves an earlier record in the folder.
             is_own = (root / RUN_FILE).stat().st_mtime >= self.began
             return read_run(root).as_json() if is_own else None
         except (OSError, UsageError):
@@ -124,7 +124,7 @@ class _Events:
 def run_event(
     command: str, event: Mapping[str, object], variables: Mapping[str, str], *, seconds: float = EVENT_SECONDS
 ) -> str:
-    """Run a shell command with an event as JSON on its stdin. Returns a phrase if it fails or exceeds the time limit.
+    """Run a shell command with an event as JSON on stdin. Returns a phrase if it fails or exceeds the time limit.
 
     Args:
         command: the user's command.
@@ -137,7 +137,7 @@ def run_event(
         given.write(json.dumps(event).encode())
         given.seek(0)
         try:
-            # In a session of its own, the command gets no Ctrl-C and can be killed with its children.
+            # A separate session: the command gets no Ctrl-C, and can be killed with all children.
             process = subprocess.Popen(
                 command,
                 shell=True,

@@ -25,10 +25,10 @@ from rlhf_cli.tracking.sinks import RUN_FILE, json_number, last_metrics
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
 _STATES: dict[str, State] = {"finished": "finished", "interrupted": "stopped", "failed": "failed"}
-"""States by outcome in run.json. A run that has not ended has the outcome "running"."""
+"""State by outcome in run.json. Until it ends, a run has the outcome "running"."""
 _PARTS_OF_A_RUN = {"checkpoints", "model", "best", "ema", "tensorboard", LOGS}
 _SILENT_SECONDS = 900.0
-"""A run on another host is assumed to be running if it has written a file within this time, or three steps."""
+"""A run on a different host is assumed to be running if it has written a file within this time, or three steps."""
 _TRAINING_METRICS, _EVALUATION_METRICS = 2, 1
 
 
@@ -37,9 +37,9 @@ class RecordedRun:
     """A run in a folder.
 
     - `state`: `stopped` by Ctrl-C or SIGTERM with a checkpoint, `failed` with an error, `killed` without one; `unknown`
-      if it belongs to another host and has been silent.
+      if it runs on a different host and has been silent.
     - `step` of `total_steps`, in `unit`.
-    - `metrics`: the main metrics of the last step, and of the last evaluation.
+    - `metrics`: main metrics from the last step and the last evaluation.
     - `checkpoint`: step of the latest checkpoint.
     - `changed`: when the run has last written a file, in seconds since the epoch.
     - `started_in`: folder in which the command was started, to which its paths are relative; empty if unknown.
@@ -97,11 +97,11 @@ def _run_folders(folder: Path, skipped: list[str]) -> Iterator[Path]:
 
 
 def read_run(root: Path) -> RecordedRun:
-    """Read the record of a run. Raises UsageError, which names the folder and the file, if it is broken."""
+    """Read a run's record. Raises UsageError, which names the folder and the file, if it is broken."""
     facts, settings = _read(root / RUN_FILE, json.loads), _read(root / CONFIG, _from_yaml)
     command, outcome, unit = (str(facts.get(name)) for name in ("command", "outcome", "unit"))
     if command not in COMMANDS:
-        raise UsageError(f"{root / RUN_FILE} is not the record of an rlhf command")
+        raise UsageError(f"{root / RUN_FILE} was not written by rlhf")
     try:
         total_steps, (step, metrics) = int(str(facts["total_steps"])), last_metrics(root)
         changed = max(path.stat().st_mtime for path in _signs_of_life(root))
@@ -151,9 +151,9 @@ def _signs_of_life(root: Path) -> Iterator[Path]:
 
 
 def _state(root: Path, outcome: str, *, silent: float, step_seconds: float) -> State:
-    """Return the state of a run that has been `silent` for some seconds."""
+    """Return the state. `silent`: seconds since the run last wrote a file."""
     holder = lock_holder(root)
-    # Includes a run that is starting in the folder of an earlier one.
+    # Includes a run that replaces an earlier one and is starting.
     if holder is not None and holder.is_alive:
         return "running"
     if outcome in _STATES:
@@ -164,7 +164,7 @@ def _state(root: Path, outcome: str, *, silent: float, step_seconds: float) -> S
 
 
 def _main(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Select the main metrics of a step and of an evaluation."""
+    """Select the main training and evaluation metrics."""
     names = prominent(metrics)
     training = [name for name in names if not name.startswith("eval/")][:_TRAINING_METRICS]
     evaluation = [name for name in names if name.startswith("eval/") and not name.startswith("eval/num_")]
@@ -172,7 +172,7 @@ def _main(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _output_settings(root: Path, settings: Mapping[str, object]) -> CheckpointConfig:
-    """Return the folders of a training command, which may have been moved."""
+    """Return a training command's folders, which may have been moved."""
     # Folders inside the run have moved with it.
     ckpt_path, save_path = (str(settings[name]) if settings.get(name) else None for name in ("ckpt_path", "save_path"))
     return CheckpointConfig(output=str(root), load_checkpoint=True, ckpt_path=ckpt_path, save_path=save_path)

@@ -39,14 +39,14 @@ _OF_A_RERUN: dict[str, object] = {
     "tracker": None,
     "on_event": None,
 }
-"""Settings of a rerun: its own folders, and no trackers. None of them changes results."""
+"""Settings for the repetition: separate folders and no trackers. None changes results."""
 _LOOK_SECONDS = 0.2
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class _Rerun:
-    """A run, and the folder and settings of its repetition up to step `until`."""
+    """A run, and folder and settings for the repetition up to step `until`."""
 
     root: Path
     run: RecordedRun
@@ -68,7 +68,7 @@ class _Rerun:
 
 
 def rerun(config: RerunConfig) -> None:
-    """Run a training run again. Raises RunError with the first difference and its likely cause if it differs."""
+    """Run a training run again. Raises RunError with the first difference and the likely cause if it differs."""
     again = _checked(Path(config.rerun.run).expanduser(), config.rerun.output, config.rerun.until)
     print(f"rlhf {again.run.command} in {again.root} runs again in {again.folder}", flush=True)
     metrics = MetricsComparison(again.root, again.folder, until=again.until)
@@ -96,7 +96,7 @@ def _checked(root: Path, output: str | None, until: int | None) -> _Rerun:
     starts = read_lock(root)
     if not starts:
         raise UsageError(f"{root} has no {LOCK_FILE}: it was made by an earlier version")
-    # A killed run may have written only a part of its last step.
+    # A killed run may have written its last step only in part.
     last = run.step if run.state in ("finished", "stopped") else run.step - 1
     if last < 1:
         raise UsageError(f"{root} has no complete {run.unit}, so there is nothing to compare")
@@ -157,7 +157,7 @@ def followed(
         if step > seen and difference is None:
             # A later evaluation may add metrics to the last step.
             seen, difference = step, metrics.first_difference(before=step)
-        # The run saves a checkpoint of its next step, and ends.
+        # The run then saves a checkpoint and exits.
         if not is_stopped and (difference is not None or seen > last):
             is_stopped = True
             process.send_signal(signal.SIGTERM)
@@ -167,7 +167,7 @@ def followed(
 
 
 def _explained(again: _Rerun, found: Sequence[Difference]) -> Iterator[str]:
-    """Yield the first difference and its likely cause."""
+    """Yield the first difference and the likely cause."""
     first = min(difference.step for difference in found)
     yield f"different from {again.run.unit} {first} on"
     yield from (difference.what for difference in found if difference.step == first)

@@ -1,4 +1,4 @@
-"""Compares the metrics, samples and model of two runs, bit for bit."""
+"""Compares two runs bit for bit: metrics, samples and model."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ class Difference:
 
 
 class MetricsComparison:
-    """Compares metrics of a finished run with those of a run in progress."""
+    """Compares a finished run's metrics with those of a run in progress."""
 
     def __init__(self, old: Path, new: Path, *, until: float) -> None:
         self._old = {step: values for step, values in read_metrics(old).items() if step <= until}
@@ -33,7 +33,7 @@ class MetricsComparison:
         self.num_values = 0
 
     def first_difference(self, *, before: float = math.inf) -> Difference | None:
-        """Return the first difference in steps below `before` that have not been compared; None if there is none."""
+        """Return the first difference in steps below `before` that have not been compared, or None."""
         new = read_metrics(self._new)
         for step in itertools.islice(self._old, self.num_steps, None):
             if step >= before:
@@ -89,7 +89,7 @@ def _of_rows(first: Mapping[str, object], second: Mapping[str, object]) -> Diffe
 
 
 def model_difference(old: Path, new: Path) -> str | None:
-    """Return a phrase about the first tensor of two model folders that differs, None if all bits are equal."""
+    """Return a phrase about the first tensor that differs between two model folders, None if all bits are equal."""
     first, second = (SafetensorsFiles(sorted(folder.glob("*.safetensors"))) for folder in (old, new))
     for name in sorted({*first.names(), *second.names()}):
         if name not in first.names() or name not in second.names():

@@ -59,11 +59,11 @@ def _table(runs: Sequence[RecordedRun], *, now: float) -> Table:
 
 
 def _short(model: str) -> str:
-    """Return the last two parts of a model's path or name."""
+    """Shorten a model's path or name to two parts."""
     return "/".join(Path(model).parts[-2:])
 
 
 def age(seconds: float) -> str:
-    """Format the time since an event in its largest unit: 3 d, 5 h, 12 min, 8 s."""
+    """Format seconds in the largest unit: 3 d, 5 h, 12 min, 8 s."""
     unit, size = next(((unit, size) for unit, size in _UNITS if seconds >= size), _UNITS[-1])
     return f"{max(0, seconds) // size:.0f} {unit}"

@@ -63,7 +63,7 @@ def write_lock(root: Path, identity: Mapping[str, object], code: Mapping[str, st
     Args:
         root: run directory.
         identity: facts that must match to resume, by name.
-        code: hashes of the user's files by setting.
+        code: hash by setting that names a user's file.
         step: step after which the run resumes, 0 at the start.
     """
     earlier = [start for start in read_lock(root) if start.step < step]
@@ -72,7 +72,7 @@ def write_lock(root: Path, identity: Mapping[str, object], code: Mapping[str, st
 
 
 def read_lock(root: Path) -> list[Start]:
-    """Return the starts of a run, [] without a lock. Raises UsageError if it is damaged."""
+    """Return a run's starts, [] without a lock. Raises UsageError if it is damaged."""
     path = root / LOCK_FILE
     if not path.exists():
         return []
@@ -84,7 +84,7 @@ def read_lock(root: Path) -> list[Start]:
 
 
 def facts_of(identity: Mapping[str, object], code: Mapping[str, str | None]) -> Facts:
-    """Return the facts of a run on this machine."""
+    """Return facts about a run on this machine."""
     groups: Facts = {name: {} for name in CAUSES}
     for name, value in identity.items():
         groups[_group_of(name)][name] = value
@@ -145,8 +145,8 @@ def lock_differences(earlier: Sequence[Start], later: Facts) -> dict[str, list[s
     """Return phrases about facts that differ, by group, the most likely cause first.
 
     Args:
-        earlier: starts of a run.
-        later: facts about another run.
+        earlier: a run's starts.
+        later: facts about the repetition.
     """
     found: dict[str, list[str]] = {}
     for group in CAUSES:

@@ -141,7 +141,7 @@ def test_runs_are_found_in_subfolders_the_newest_first(tmp_path):
     [
         ("run.json", '{"command": "sft"', "run.json cannot be read (JSONDecodeError)"),
         ("run.json", "[1]", "run.json holds no settings"),
-        ("run.json", '{"command": "jog"}', "run.json is not the record of an rlhf command"),
+        ("run.json", '{"command": "jog"}', "run.json was not written by rlhf"),
         ("run.json", '{"command": "sft"}', " has broken files (KeyError: 'total_steps')"),
         ("config.yaml", "a: [", "config.yaml cannot be read (ParserError)"),
         ("config.yaml", None, "config.yaml cannot be read (No such file or directory)"),
