@@ -26,6 +26,7 @@ from rlhf_cli.rewards.probes.judging import (
     compares_text,
     constant_parts,
     depends_on_row,
+    earning_junk,
     failures_of,
     lines_of,
     without_spelling_faults,
@@ -280,13 +281,14 @@ class _Test:
         junk = [probe for row in range(len(self._rows)) for probe in self._junk(row, form)]
         forms = [one for one in _of_forms(trials, form) if one.probe.role != "wrong"]
         scored = [*forms, *self._scored(junk)]
+        lines = lines_of(scored, None)
         note = "the reward does not depend on the label: right and wrong answers, and many answers, are not tested"
         return replace(
             report,
-            lines=lines_of(scored, None),
+            lines=lines,
             failures=failures_of(scored),
             faults=[*self._constant(scored), *self._blind_verifiers(dependent)],
-            notes=[note, *self._part_notes(scored, dependent)],
+            notes=[note, *earning_junk(lines), *self._part_notes(scored, dependent)],
         )
 
     def _blind_verifiers(self, dependent: set[str]) -> Iterator[str]:

@@ -186,6 +186,16 @@ def _verdict(
     return "fault" if is_fault else "note", f"paid: {len(paying)} of {len(scored)}", paying
 
 
+def earning_junk(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence if a response without an answer earns as much as an answer in any form, on average."""
+    answers = [line.mean for line in lines if line.role in _EARNING and line.mean is not None]
+    junk = [(line.mean, line.name) for line in lines if line.role == "junk" and line.mean is not None]
+    if not answers or not junk or max(junk)[0] < max(answers):
+        return []
+    mean, name = max(junk, key=lambda one: round(one[0], 9))
+    return [f'"{name}" earns {mean:.3g}, an answer at most {max(answers):.3g}']
+
+
 def depends_on_row(same_text: Iterable[tuple[Score, Score]]) -> set[str]:
     """Return the rewards that differ for equal responses to two rows, with "" for the sum."""
     pairs = [(_values(one), _values(other)) for one, other in same_text]

@@ -12,6 +12,7 @@ from rlhf_cli.rewards.probes.judging import (
     compares_text,
     constant_parts,
     depends_on_row,
+    earning_junk,
     failures_of,
     lines_of,
 )
@@ -242,6 +243,14 @@ def test_rewards_that_depend_on_the_row_are_told_from_constant_ones():
     ones = [Scored(Probe(0, "junk", "", ""), score) for pair in pairs for score in pair]
     assert constant_parts(ones) == {}
     assert constant_parts(ones[:2]) == {"format": 0.5}
+
+
+def test_junk_that_earns_as_much_as_an_answer_is_named():
+    answers, junk = scored("form", "box", 1.0, 0.5), [*scored("junk", "empty", 0.5, 0.9), *scored("junk", "dots", 0.0)]
+    assert earning_junk(lines_of([*answers, *junk], None)) == []
+    assert earning_junk(lines_of([*scored("form", "box", 0.7), *junk], None)) == [
+        '"empty" earns 0.7, an answer at most 0.7'
+    ]
 
 
 def test_the_value_of_a_number_is_exact():
