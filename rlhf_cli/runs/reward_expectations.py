@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.data.pictures.marks import TEXT_MARK
 from rlhf_cli.data.prompts import Prompt, PromptData
@@ -14,6 +13,7 @@ from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.rewards.records import Score
 
 _SELECTING = ("row", "prompt", "label")
+_Entry = dict[str, object]
 _EXAMPLE = '{"label": "42", "response": "The answer is 42.", "reward": 1}'
 
 
@@ -33,16 +33,16 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """An expectation with another score."""
+    """An expectation with a different score."""
 
     expected: Expectation
     score: Score
 
 
 def read_expectations(path: str, data: PromptData) -> list[Expectation]:
-    """Read expectations. The prompt is selected by `row` (with `source`, if there are several), `prompt` or `label`.
+    """Read expectations, whose prompt is selected by `row` (with `source`, for several datasets), `prompt` or `label`.
 
-    A label that the data do not have replaces that of the first prompt.
+    A label that the data do not have replaces the first prompt's.
 
     Raises:
         UsageError: the file cannot be read, or a line is not valid or selects no prompt.
@@ -58,7 +58,7 @@ def read_expectations(path: str, data: PromptData) -> list[Expectation]:
     return found
 
 
-def _read(where: str, line: str, select: Callable[[dict[str, Any]], Prompt | None]) -> Expectation:
+def _read(where: str, line: str, select: Callable[[_Entry], Prompt | None]) -> Expectation:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -86,12 +86,12 @@ def _fault(entry: object) -> str:
     return ""
 
 
-def _selector(data: PromptData) -> Callable[[dict[str, Any]], Prompt | None]:
-    """Return a function that finds the prompt of a line."""
-    by_row: dict[tuple[str | None, int], int] = {}
+def _selector(data: PromptData) -> Callable[[_Entry], Prompt | None]:
+    """Return a function that finds the prompt for a line."""
+    by_row: dict[tuple[object, object], int] = {}
     by_text: dict[str, int] = {}
     by_label: dict[str | None, int] = {}
-    # Backwards, so that the first of equal ones counts.
+    # Backwards, so that the first match wins.
     for place in reversed(range(len(data.prompts))):
         prompt = data.prompts[place]
         by_row[prompt.source, prompt.index] = by_row[None, prompt.index] = place
@@ -109,10 +109,10 @@ def _texts(data: PromptData, prompt: Prompt) -> Iterator[str]:
 
 def _selected(
     data: PromptData,
-    by_row: dict[tuple[str | None, int], int],
+    by_row: dict[tuple[object, object], int],
     by_text: dict[str, int],
     by_label: dict[str | None, int],
-    entry: dict[str, Any],
+    entry: _Entry,
 ) -> Prompt | None:
     if (row := entry.get("row")) is not None:
         place = by_row.get((entry.get("source"), row))

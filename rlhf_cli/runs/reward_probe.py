@@ -1,4 +1,4 @@
-"""`rlhf data --rewards`: scores responses of known quality with the rewards of a run, before any training."""
+"""`rlhf data --rewards`: scores right, wrong and empty responses with the configured rewards, before any training."""
 
 import asyncio
 from bisect import bisect_right
@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.commands.data import DataCommandConfig
+from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import verifier_of
 from rlhf_cli.config.scoring import RewardConfig
@@ -45,7 +47,7 @@ from rlhf_cli.runs.reward_expectations import Expectation, Missed, read_expectat
 _LONG_ROWS = 3
 """Rows with long responses, which do not depend on the label."""
 _CANDIDATES = 20
-"""Answers of other rows to choose wrong ones from."""
+"""Rows to choose wrong responses from."""
 _SORTED_LABELS = 5_000
 """Most labels to sort, spread over the data, to find similar ones."""
 _OPENED = "<think>"
@@ -55,15 +57,15 @@ _SOMETHING = "this"
 
 @dataclass(frozen=True)
 class RewardReport:
-    """Result for the rows of one verifier.
+    """Result for all rows with the same verifier.
 
     - `verifier`: the rows' verifier under by_row, otherwise "".
     - `form`: how responses state their answer; None if no label has an answer to write. `is_wanted`: prompts ask
       for it.
-    - `labels`: answer of each row, or its label if it has none. `where`: place of each row.
-    - `right`, `wrong`: typical rewards of right and wrong answers in this form.
+    - `labels`: answer or label per row. `where`: file and line per row.
+    - `right`, `wrong`: typical reward for a right and a wrong answer in this form.
     - `failures`: responses without a reward.
-    - `faults`, `notes`: findings that are not about one kind of response.
+    - `faults`, `notes`: findings not tied to a line.
     """
 
     verifier: str
@@ -82,13 +84,13 @@ class RewardReport:
 
     @property
     def num_faults(self) -> int:
-        """Number of faults."""
+        """Total number, including failures."""
         return len(self.faults) + len(self.failures) + sum(line.level == "fault" for line in self.lines)
 
 
 @dataclass(frozen=True)
 class RewardTest:
-    """Results for all verifiers, and expectations that were missed, of how many."""
+    """Results for all verifiers, the number of expectations, and those that were missed."""
 
     reports: list[RewardReport]
     num_expected: int
@@ -120,8 +122,10 @@ def probe_rewards(config: DataCommandConfig) -> RewardTest:
         return RewardTest(reports, len(expected), scoring.missed(expected))
 
 
-def _load(config: DataCommandConfig, tokenizer: Any) -> PromptData:
-    settings: Any = settings_of(config.show.for_, config.data, config.template)
+def _load(config: DataCommandConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
+    settings = settings_of(config.show.for_, config.data, config.template)
+    # Only commands that sample have rewards.
+    assert isinstance(settings, PromptConfig)
     found = found_model(config)
     plan = find_environment(config.episodes, settings, config.template, found, tokenizer)
     return load_prompts(
@@ -137,7 +141,7 @@ def _load(config: DataCommandConfig, tokenizer: Any) -> PromptData:
 
 
 def _by_verifier(reward: RewardConfig, data: PromptData) -> dict[str, list[int]]:
-    """Return the places of prompts by their verifier under by_row; otherwise all under ""."""
+    """Group prompt indices by verifier under by_row; otherwise all under ""."""
     if not reward.is_by_row:
         return {"": list(range(len(data.prompts)))}
     places: dict[str, list[int]] = {}
@@ -148,16 +152,16 @@ def _by_verifier(reward: RewardConfig, data: PromptData) -> dict[str, list[int]]
 
 
 class _Scoring:
-    """Scores made-up responses, each in a group of one, so that a failure belongs to one response."""
+    """Scores made-up responses, each in a separate group, so that a failure affects only one."""
 
-    def __init__(self, scorer: Scorer, tokenizer: Any, *, is_episode: bool) -> None:
+    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, *, is_episode: bool) -> None:
         self._scorer, self._tokenizer, self._is_episode = scorer, tokenizer, is_episode
 
     def scores(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
-        """Return the scores of prompts with responses, in order."""
+        """Return a score per (prompt, response) pair, in order."""
         requests = []
         for number, (prompt, response) in enumerate(pairs):
-            # A template that opens the tag in the prompt leaves it out of the response.
+            # Some chat templates open the tag in the prompt, so the response must not.
             written = response.removeprefix(_OPENED) if prompt.text.rstrip().endswith(_OPENED) else response
             ids = self._tokenizer.encode(written, add_special_tokens=False)
             requests.append(made_up_request(prompt, written, ids, group=str(number), is_episode=self._is_episode))
@@ -173,7 +177,7 @@ class _Scoring:
 
 
 class _Test:
-    """Test of the rows of one verifier."""
+    """Tests all rows with the same verifier."""
 
     def __init__(
         self, reward: RewardConfig, scoring: _Scoring, data: PromptData, verifier: str, places: list[int], count: int
@@ -185,12 +189,12 @@ class _Test:
         self._verifiers = [call.name for call in reward.rewards if call.row.kind == "verifier"]
         self._labels = [row.label for row in self._rows if row.label is not None]
         self._has_tests = [row.label is not None and (runs_code or has_tests(row.label)) for row in self._rows]
-        self._answers = {
+        self._right = {
             place: answer
             for place, row in enumerate(self._rows)
             if not self._has_tests[place] and (answer := answer_of(row.label)) is not None
         }
-        self._others = {row: other for row in self._answers if (other := self._other_row(row)) is not None}
+        self._others = {row: other for row in self._right if (other := self._other_row(row)) is not None}
 
     def report(self) -> RewardReport:
         """Score all probes and judge them."""
@@ -198,28 +202,25 @@ class _Test:
             self._verifier,
             len(self._rows),
             len(self._places),
-            [
-                self._answers[place].text if place in self._answers else row.label
-                for place, row in enumerate(self._rows)
-            ],
+            [self._right[place].text if place in self._right else row.label for place, row in enumerate(self._rows)],
             [self._data.where(row) for row in self._rows],
         )
-        return self._with_answers(report) if self._answers else self._without_answers(report)
+        return self._with_labels(report) if self._right else self._without_labels(report)
 
     def _other_row(self, row: int) -> int | None:
-        """Return another row whose answer is wrong for this one, preferably for certain; None if all are equal."""
-        mine, rows = self._answers[row], list(self._answers)
+        """Return a row whose answer is wrong for this one, preferably for certain; None if all are equal."""
+        mine, rows = self._right[row], list(self._right)
         place = rows.index(row)
         others = [*rows[place + 1 :], *rows[:place]]
-        sure = (other for other in others if surely_differ(mine, self._answers[other]))
-        differing = (other for other in others if self._answers[other].text != mine.text)
+        sure = (other for other in others if surely_differ(mine, self._right[other]))
+        differing = (other for other in others if self._right[other].text != mine.text)
         return next(sure, next(differing, None))
 
     def _scored(self, probes: Sequence[Probe]) -> list[Scored]:
         found = self._scoring.scores([(self._rows[probe.row], probe.response) for probe in probes])
         return [Scored(probe, score) for probe, score in zip(probes, found, strict=True)]
 
-    def _without_answers(self, report: RewardReport) -> RewardReport:
+    def _without_labels(self, report: RewardReport) -> RewardReport:
         """Test with responses that are not right, because no label has an answer that can be written."""
         has_tests = any(self._has_tests)
         probes = [probe for row in range(len(self._rows)) for probe in self._junk(row, self._wanted() or FORMS[0])]
@@ -246,13 +247,13 @@ class _Test:
         return any(one.score.parts.get(name, 0.0) > 0 for name in self._verifiers)
 
     def _constant(self, scored: Sequence[Scored]) -> list[str]:
-        """Return the fault of a reward that is always the same. One test of code passes for no made-up program."""
+        """Return a fault if the reward is constant, except for code, which no made-up program solves."""
         value = constant_parts(scored).get("")
         if value is None or any(self._has_tests):
             return []
         return [f"all {len(scored)} responses get the reward {value:g}: nothing can be learned from it"]
 
-    def _with_answers(self, report: RewardReport) -> RewardReport:
+    def _with_labels(self, report: RewardReport) -> RewardReport:
         wanted = self._wanted()
         trials = self._trials()
         scales = {form: _scale(scored) for form, scored in trials.items()}
@@ -268,7 +269,7 @@ class _Test:
         notes = [*_form_notes(scales, form, wanted), *self._part_notes(scored, dependent)]
         if compares_text(lines):
             lines = without_spelling_faults(lines)
-            notes = ["the reward compares text: right answers that are written in another way are not paid", *notes]
+            notes = ["the reward compares text: right answers in a different spelling are not paid", *notes]
         right, wrong = scale.typical
         faults = [*self._constant(scored), *self._blind_verifiers(dependent), *_refusals(scales, form, wanted)]
         found = replace(report, lines=lines, failures=failures_of(scored), faults=faults, notes=notes)
@@ -302,43 +303,43 @@ class _Test:
         return form
 
     def _trials(self) -> dict[Form, list[Scored]]:
-        """Score the right answers and a wrong one for each row, in all forms."""
+        """Score the right answer and a wrong one for each row, in all forms."""
         probes = [probe for form in FORMS for probe in self._stated(form)]
         scored = iter(self._scored(probes))
         return {form: [next(scored) for _ in self._stated(form)] for form in FORMS}
 
     def _stated(self, form: Form) -> list[Probe]:
-        rights = [Probe(row, "right", form.name, form.with_answer(one.text)) for row, one in self._answers.items()]
-        return rights + [self._wrong(row, form) for row in self._answers]
+        rights = [Probe(row, "right", form.name, form.with_answer(one.text)) for row, one in self._right.items()]
+        return rights + [self._wrong(row, form) for row in self._right]
 
     def _wrong(self, row: int, form: Form) -> Probe:
-        answer = self._answers[row]
+        answer = self._right[row]
         if row not in self._others:
             return next(responses.wrong(row, answer, form))
-        other = self._answers[self._others[row]]
-        name = "answer of another row"
+        other = self._right[self._others[row]]
+        name = "answer of a different row"
         return Probe(row, "wrong", name, form.with_answer(other.text), surely_differ(answer, other))
 
     def _same_text(self, trials: Mapping[Form, list[Scored]]) -> Iterator[tuple[Score, Score]]:
-        """Yield the scores of equal responses to two rows, for one of which it is right.
+        """Yield score pairs for the same response text in two rows; it is right in only one.
 
-        If all rows have the same answer: the scores of the right and of a wrong response to each row.
+        If all rows have the same answer, compare a right and a wrong response to the same row.
         """
-        rights = self._others or {row: row for row in self._answers}
+        rights = self._others or {row: row for row in self._right}
         for scored in trials.values():
             right = {one.probe.row: one.score for one in scored if one.probe.role == "right"}
             wrong = {one.probe.row: one.score for one in scored if one.probe.role == "wrong"}
             yield from ((wrong[row], right[other]) for row, other in rights.items())
 
     def _probes(self, row: int, form: Form) -> Iterator[Probe]:
-        if (answer := self._answers.get(row)) is not None:
+        if (answer := self._right.get(row)) is not None:
             label = self._rows[row].label or ""
             if label != answer.text:
                 yield Probe(row, "form", "the label itself", label)
             yield from responses.spelled(row, answer, form)
             yield from responses.wrong(row, answer, form)
             yield from self._similar(row, answer, form)
-            yield from responses.sprays(row, answer, form, list(self._answers.values())[:_CANDIDATES])
+            yield from responses.sprays(row, answer, form, list(self._right.values())[:_CANDIDATES])
         yield from self._junk(row, form)
 
     def _junk(self, row: int, form: Form) -> Iterator[Probe]:
@@ -349,10 +350,10 @@ class _Test:
 
     @cached_property
     def _sorted(self) -> list[Answer]:
-        """Distinct answers of the data, with similar ones next to each other."""
+        """Distinct label values, with similar ones next to each other."""
         labels = {self._data.prompts[self._places[place]].label for place in spread(len(self._places), _SORTED_LABELS)}
-        answers = {answer.text: answer for label in labels if (answer := answer_of(label)) is not None}
-        return sorted(answers.values(), key=sort_key)
+        distinct = {answer.text: answer for label in labels if (answer := answer_of(label)) is not None}
+        return sorted(distinct.values(), key=sort_key)
 
     def _similar(self, row: int, answer: Answer, form: Form) -> Iterator[Probe]:
         """Yield the label that comes next in sorted order, which may be the same answer in other words."""
@@ -363,7 +364,7 @@ class _Test:
             yield Probe(row, "wrong", "most similar label in the data", form.with_answer(other.text), is_sure)
 
     def _part_notes(self, scored: Sequence[Scored], dependent: set[str]) -> Iterator[str]:
-        """Yield what is known about each of the rewards in a sum."""
+        """Describe each component if the reward is a sum."""
         constant = constant_parts(scored)
         names = list(dict.fromkeys(name for one in scored for name in one.score.parts))
         groups = {call.name for call in self._reward.rewards if call.row.kind == "group"}
@@ -372,7 +373,7 @@ class _Test:
                 yield f"{name} compares the responses to a prompt; here each is scored by itself, which gives 0"
             elif name in constant:
                 yield f"{name} gives {constant[name]:g} for all responses"
-            elif self._answers and name not in dependent:
+            elif self._right and name not in dependent:
                 yield f"{name} does not depend on the label: right and wrong answers get the same value"
 
 
@@ -385,7 +386,7 @@ def _scale(scored: Sequence[Scored]) -> Scale:
 
 
 def _of_forms(trials: Mapping[Form, list[Scored]], form: Form) -> Iterator[Scored]:
-    """Yield all scores in the chosen form, then the right answers in other forms."""
+    """Yield all scores in the chosen form, then right responses in all remaining forms."""
     yield from trials[form]
     for other, scored in trials.items():
         if other != form:

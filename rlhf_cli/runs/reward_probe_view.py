@@ -1,8 +1,7 @@
-"""Prints the results of `rlhf data --rewards`: a table of responses with their rewards, then faults with examples."""
+"""Prints the results of `rlhf data --rewards`: a table with the mean reward per kind, then faults with examples."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -16,7 +15,7 @@ from rlhf_cli.runs.reward_probe import RewardReport, RewardTest
 
 _SECTIONS: dict[str, tuple[Role, ...]] = {
     "Answers in these forms": ("right", "form"),
-    "Right answers, written in other ways": ("spelling",),
+    "Right answers in other spellings": ("spelling",),
     "Wrong answers": ("wrong",),
     "Many answers": ("spray",),
     "No answer": ("junk",),
@@ -126,7 +125,7 @@ def _first(detail: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text in one line, without its middle if it is long."""
+    """Quote a text in one line, omitting the middle if it is long."""
     shown = visible(text).replace("\n", "\\n").replace("\t", "\\t")
     half = _SHOWN // 2
     return f'"{shown}"' if len(shown) <= _SHOWN else f'"{shown[:half]} ... {shown[-half:]}" ({len(text):,} characters)'
@@ -143,8 +142,8 @@ def _expectation_lines(test: RewardTest) -> Iterator[Text]:
         yield Text("FAULT: ", "bold red").append(f"{expected.where}: expected {expected.reward:g}; {case}", "")
 
 
-def as_json(test: RewardTest) -> dict[str, Any]:
-    """Return all results, with the first cases of each finding."""
+def as_json(test: RewardTest) -> dict[str, object]:
+    """Return all results, with the first cases per finding."""
     return {
         "faults": test.num_faults,
         "reports": [_report_json(report) for report in test.reports],
@@ -153,7 +152,7 @@ def as_json(test: RewardTest) -> dict[str, Any]:
     }
 
 
-def _report_json(report: RewardReport) -> dict[str, Any]:
+def _report_json(report: RewardReport) -> dict[str, object]:
     return {
         "verifier": report.verifier,
         "rows": report.num_rows,
@@ -175,13 +174,13 @@ def _report_json(report: RewardReport) -> dict[str, Any]:
     }
 
 
-def _case_json(case: Scored, report: RewardReport) -> dict[str, Any]:
+def _case_json(case: Scored, report: RewardReport) -> dict[str, object]:
     row = case.probe.row
     where = {"where": report.where[row], "label": report.labels[row]}
     return where | {"response": case.probe.response, "reward": case.score.value, "detail": case.score.detail}
 
 
-def _missed_json(missed: Missed) -> dict[str, Any]:
+def _missed_json(missed: Missed) -> dict[str, object]:
     expected = missed.expected
     return {
         "where": expected.where,
