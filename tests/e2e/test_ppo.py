@@ -186,6 +186,21 @@ def test_a_run_repeats_bit_for_bit_with_its_samples(finished_run, tmp_path):
     assert f"{ITERATIONS * 8} samples and the model" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
+def test_a_run_is_bisected_with_its_own_rewards(finished_run, problems, tmp_path):
+    _, output = finished_run
+    printed = run_rlhf(
+        *("compare", output, "--bisect", "--prompt_data", problems, "--max_samples", 8, "--output", tmp_path / "kept")
+    )
+    # Checkpoints of ppo hold a critic, too.
+    assert any("actor" in folder.name for folder in (tmp_path / "kept").iterdir())
+    assert "the reference (first checkpoint of " in printed
+    assert "broke" in printed
+    for folder in (tmp_path / "kept").iterdir():
+        assert len((folder / "samples.jsonl").read_text().splitlines()) == 8
+
+
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
 def test_responses_are_episodes_with_an_environment_in_its_processes(finished_run):
     _, output = finished_run

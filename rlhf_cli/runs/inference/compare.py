@@ -45,7 +45,8 @@ def _outputs(config: CompareConfig) -> list[EvalOutput]:
     known = {name: read_outputs(name) for name in names if output_folder(name) is not None}
     if (number := sum(len(known.get(name, [name])) for name in names)) != 2:
         raise UsageError(
-            f"{' '.join(names)}: {number} models, but two are compared; name one of an output with OUTPUT:MODEL"
+            f"{' '.join(names)}: number of models {number}, but two are compared; name one model of an "
+            "output as OUTPUT:MODEL"
         )
     adopted = next((outputs[0].settings for outputs in known.values()), {})
     values = settings_of_evaluation(config, adopted)
