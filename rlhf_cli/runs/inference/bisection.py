@@ -1,4 +1,4 @@
-"""Finds the checkpoint of a run at which a metric broke, by binary search on paired evaluations."""
+"""Finds the checkpoint at which a metric broke, by binary search on paired evaluations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,9 +30,9 @@ _OF_TRAINING = (
     "prm_pretrain",
     "prm_aggregation",
 )
-"""Settings of a run that its evaluation does not have in common."""
+"""Training settings that an evaluation does not share."""
 OF_THE_OUTPUT = ("pretrain", "output", "load_checkpoint", "overwrite", "write_pass_rate", "print_samples")
-"""Settings of an evaluation that another evaluation does not adopt."""
+"""Evaluation settings that are never adopted."""
 _RENAMED = {
     "prompt_data": "eval_dataset",
     "prompt_split": "eval_split",
@@ -40,9 +40,9 @@ _RENAMED = {
     "n_samples_per_prompt": "eval_n_samples_per_prompt",
     "temperature": "eval_temperature",
 }
-"""Settings of `rlhf eval` by the names that they have in an online run."""
+"""`rlhf eval` settings, and their names in online training."""
 _OF_ANY_RUN = ("tokenizer_chat_template", "trust_remote_code", "param_dtype", "max_len", "seed")
-"""Settings of an offline run that an evaluation has, too."""
+"""Offline training settings that an evaluation shares."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class Point:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run with its checkpoints in order. The final model is the last one, unless the last checkpoint equals it."""
+    """A run and sorted checkpoints. The final model is the last one, unless the last checkpoint equals it."""
 
     command: str
     settings: Mapping[str, Any]
     points: Sequence[Point]
 
     def without_logged(self) -> "RecordedRun":
-        """Return the run without its logged metrics."""
+        """Return the run without logged metrics."""
         return replace(self, points=[replace(point, logged={}) for point in self.points])
 
     def evaluation_settings(self) -> dict[str, Any]:
-        """Return settings for evaluations like those of the run, as far as it has them."""
+        """Return settings for evaluations like those during training."""
         if self.command not in ONLINE_TRAINING:
             return {name: self.settings[name] for name in _OF_ANY_RUN if self.settings.get(name) is not None}
         names = flags_of(EvalConfig).keys() - {*_OF_TRAINING, *_RENAMED, *OF_THE_OUTPUT}
@@ -83,7 +83,7 @@ class RecordedRun:
 
 @dataclass
 class Bisection:
-    """Evaluations of some checkpoints, each compared with the reference.
+    """Some evaluated checkpoints, each compared with the reference.
 
     - `metric`: the decisive metric. `is_best`: the reference has the best logged value, otherwise it is the first.
     - `compared`: comparison by point; A is the reference.
@@ -98,7 +98,7 @@ class Bisection:
     broken: Point | None = None
 
     def paired(self, point: Point) -> Paired:
-        """Return the comparison of the decisive metric at a point."""
+        """Compare the decisive metric at a point."""
         return self.compared[point.step].decisive
 
     def as_dict(self) -> dict[str, object]:
@@ -142,7 +142,7 @@ def recorded_run(root: Path) -> RecordedRun:
 
 
 def _policy(checkpoint: Path) -> Path:
-    """Return the path of the policy in a checkpoint, which may hold several models."""
+    """Return the policy path in a checkpoint, which may hold a critic, too."""
     engines = list(checkpoint.glob(f"*/{DEEPSPEED}"))
     return checkpoint / "actor" if len(engines) > 1 else checkpoint
 
@@ -194,7 +194,7 @@ def first_true(low: int, high: int, is_true: Callable[[int], bool], hints: Seque
 
 
 def _drops(values: Sequence[float | None]) -> list[int]:
-    """Return the index after the largest drop of logged values, and the one before it."""
+    """Return the index after the largest logged drop, and the one before it."""
     drops = {
         at: before - after
         for at, (before, after) in enumerate(pairwise(values), 1)

@@ -22,7 +22,7 @@ from rlhf_cli.runs.inference.paired import compared
 
 
 def run_compare(config: CompareConfig) -> None:
-    """Print the comparison of two models, or the checkpoint of a run at which a metric broke."""
+    """Compare two models, or find the checkpoint at which a metric broke."""
     settings = config.compare
     if settings.bisect:
         _bisect(config)
@@ -54,7 +54,7 @@ def _outputs(config: CompareConfig) -> list[EvalOutput]:
 
 
 def settings_of_evaluation(config: CompareConfig, adopted: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of evaluations to run: adopted ones, replaced by the command's own.
+    """Return the settings of evaluations to run: adopted ones, overridden by flags.
 
     A setting with the command's default counts as not set.
     """
@@ -113,7 +113,7 @@ def _bisect(config: CompareConfig) -> None:
     run = recorded_run(Path(settings.models[0]).expanduser())
     adopted = run.evaluation_settings()
     values = settings_of_evaluation(config, adopted)
-    # Logged metrics are of the run's own prompts, rewards and samples.
+    # Logged metrics used the run's own prompts, rewards and sampling.
     if values != adopted:
         run = run.without_logged()
     found = bisected(run, lambda point: evaluated(config, str(point.path), values), metric=settings.metric)

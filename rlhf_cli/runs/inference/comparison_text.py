@@ -1,4 +1,4 @@
-"""Text and JSON of a comparison of two models."""
+"""Formats comparisons as text and JSON."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rlhf_cli.tracking.figures import number
 from rlhf_cli.tracking.terminal.evaluation_table import is_share
 
 _WIDTH = 160
-"""Characters of a quoted text."""
+"""Maximum characters in a quote."""
 
 
 def comparison_lines(comparison: Comparison, settings: CompareGroup) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _typical(rows: Sequence[dict[str, Any]], metric: str, value: float) -> str:
 
 
 def _text(prompt: object) -> str:
-    """Return the last message of a prompt, or its text."""
+    """Return the last message, or the prompt itself if it is text."""
     if isinstance(prompt, list) and prompt:
         content = prompt[-1]["content"]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
@@ -133,7 +133,7 @@ def _start(text: str) -> str:
 
 
 def _end(text: str, width: int = _WIDTH) -> str:
-    """Quote the end of a text, where a response has its answer."""
+    """Quote the end, where a response has the result."""
     line = " ".join(text.split())
     return repr(line if len(line) <= width else f"...{line[3 - width :]}")
 

@@ -1,4 +1,4 @@
-"""Outputs of `rlhf eval`, read for comparisons: one value per prompt and metric."""
+"""Reads `rlhf eval` outputs for comparisons: one value per prompt and metric."""
 
 import hashlib
 import json
@@ -18,15 +18,15 @@ from rlhf_cli.settings_file import read_yaml
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_samples
 
 Key = tuple[str, int]
-"""Digest of a prompt's content, and its occurrence among equal prompts, from 0."""
+"""Prompt digest, and occurrence among equal prompts, from 0."""
 _OF_THE_MODEL = ("fingerprint of the weights", "fingerprint of the prompts", "number of prompts")
 _NO_INFLUENCE = {"command", "pretrain", "rollout_batch_size", "rollout_backend", "enforce_eager", "prm_pretrain"}
-"""Facts of an output's identity that may differ: the model, and settings that change no score by design."""
+"""Recorded facts that may differ: the model, and settings that change no score by design."""
 
 
 @dataclass(frozen=True)
 class EvaluatedPrompt:
-    """A prompt with the values of its metrics, each over its samples: `{"accuracy": 0.75, "reward": 0.75, ...}`.
+    """A prompt with one value per metric, over all samples: `{"accuracy": 0.75, "reward": 0.75, ...}`.
 
     `source` and `row` locate it in the data, `group` in samples.jsonl.
     """
@@ -40,7 +40,7 @@ class EvaluatedPrompt:
 
 @dataclass(frozen=True)
 class EvalOutput:
-    """One model's part of an output of `rlhf eval`. `facts` are those that two outputs must have in common."""
+    """One evaluated model. `facts` are those that two outputs must have in common."""
 
     root: Path
     pretrain: str
@@ -49,7 +49,7 @@ class EvalOutput:
     prompts: Mapping[Key, EvaluatedPrompt]
 
     def rows(self, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-        """Return the rows of samples.jsonl of these groups."""
+        """Return the samples.jsonl rows for these groups."""
         wanted, found = set(groups), dict[int, list[dict[str, Any]]]()
         for row in read_samples(self.root / SAMPLES_FILE):
             if row["group"] in wanted and row["pretrain"] == self.pretrain:
@@ -58,7 +58,7 @@ class EvalOutput:
 
 
 def output_folder(name: str) -> tuple[Path, str | None] | None:
-    """Return the folder of an output and the name of a model in it, if given; None if it is no output of `rlhf eval`.
+    """Return an output folder, and a model name in it if given; None if `name` is no evaluation output.
 
     `name` is the folder, a file in it, or either with `:MODEL`.
     """
@@ -74,10 +74,10 @@ def output_folder(name: str) -> tuple[Path, str | None] | None:
 
 
 def read_outputs(name: str) -> list[EvalOutput]:
-    """Read the output of `rlhf eval` that `name` names: one entry per model in it, or of the named model.
+    """Read the `rlhf eval` output that `name` names: one entry per model in it, or only the named model.
 
     Raises:
-        UsageError: the output is incomplete, of `rlhf generate`, or has no such model.
+        UsageError: the output is incomplete, is from `rlhf generate`, or has no such model.
     """
     place = output_folder(name)
     assert place is not None, "checked by the caller"
@@ -91,7 +91,7 @@ def read_outputs(name: str) -> list[EvalOutput]:
     # Without spaces, so that `--may_differ` can list them.
     facts = {fact.replace(" ", "_"): value for fact, value in identity.items() if not _may_differ(fact)}
     facts["pass_score"] = settings.get("pass_score")
-    # The rows of a model are adjacent, so the file is never loaded as a whole.
+    # Rows with the same model are adjacent, so the file is never loaded as a whole.
     by_model = groupby(read_samples(root / SAMPLES_FILE), key=lambda row: row["pretrain"])
     found = [
         EvalOutput(root, pretrain, settings, facts, _prompts(rows, settings))
@@ -100,7 +100,7 @@ def read_outputs(name: str) -> list[EvalOutput]:
     ]
     if not found:
         names = listed(dict.fromkeys(row["pretrain"] for row in read_samples(root / SAMPLES_FILE)))
-        raise UsageError(f"{root} has no evaluation of {model}, but of {names}")
+        raise UsageError(f"{root} contains no model {model}, but {names}")
     return found
 
 

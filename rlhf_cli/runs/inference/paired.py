@@ -1,4 +1,4 @@
-"""Paired statistics of two outputs of `rlhf eval`: metrics, categories, and the prompts that differ most."""
+"""Paired statistics for two `rlhf eval` outputs: metrics, categories, and the prompts that differ most."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FEW = 30
 
 @dataclass(frozen=True)
 class Paired:
-    """Values of a metric for the same prompts under A and B, one per prompt: the mean over the samples."""
+    """Metric values for the same prompts under A and B, one per prompt: the mean over the samples."""
 
     first: Sequence[float]
     second: Sequence[float]
@@ -43,7 +43,7 @@ class Paired:
 
     @cached_property
     def p_value(self) -> float | None:
-        """P-value of a sign-flip test; None if there are enough prompts for the interval."""
+        """Sign-flip test; None with enough prompts for the interval."""
         return sign_flip_p_value(self.differences) if len(self.differences) < _FEW else None
 
     @property
@@ -53,7 +53,7 @@ class Paired:
         return excludes and (self.p_value is None or self.p_value < 0.05)
 
     def needed(self, size: float | None = None) -> int | None:
-        """Return the number of prompts with which a difference of `size`, by default the observed one, is found."""
+        """Return how many prompts show a difference as large as `size`, by default the observed one."""
         return prompts_needed(self.differences, abs(self.difference) if size is None else size)
 
     def as_dict(self) -> dict[str, object]:
@@ -82,18 +82,18 @@ class Comparison:
 
     @cached_property
     def metrics(self) -> dict[str, Paired]:
-        """Metrics of both outputs by name."""
+        """Metrics that both outputs have, by name."""
         names = dict.fromkeys(name for key in self.keys for name in self.a.prompts[key].values)
         pairs = {name: self._paired(name, self.keys) for name in names}
         return {name: pair for name, pair in pairs.items() if pair is not None}
 
     @property
     def decisive(self) -> Paired:
-        """Comparison of the decisive metric."""
+        """The decisive metric."""
         return self.metrics[self.metric]
 
     def categories(self, column: str) -> dict[str, Paired]:
-        """Compare by the values of a column: source, data_source, or a column of the prompts' data."""
+        """Compare by column value: source, data_source, or a column in the prompt data."""
         groups: dict[str, list[Key]] = {}
         values = _column(column, [self.a.prompts[key] for key in self.keys], str(self.a.settings["prompt_split"]))
         for key, value in zip(self.keys, values, strict=True):
@@ -102,7 +102,7 @@ class Comparison:
         return {value: pair for value, pair in pairs.items() if pair is not None}
 
     def most_different(self, number: int) -> list[Key]:
-        """Return the prompts with the largest differences of the decisive metric, of both signs in turn."""
+        """Return the prompts with the largest differences, alternating between losses and gains."""
         sizes = {key: size for key in self._both(self.metric, self.keys) if (size := self.size(key))}
         losses, gains = (
             sorted((key for key in sizes if sign * sizes[key] > 0), key=lambda key: -abs(sizes[key]))
@@ -113,7 +113,7 @@ class Comparison:
         return [*in_turn, *losses[shorter:], *gains[shorter:]][:number]
 
     def size(self, key: Key) -> float:
-        """Return B - A of the decisive metric for a prompt."""
+        """Return B - A for a prompt."""
         return self.b.prompts[key].values[self.metric] - self.a.prompts[key].values[self.metric]
 
     def _paired(self, name: str, keys: Sequence[Key]) -> Paired | None:
@@ -129,7 +129,7 @@ class Comparison:
 def compared(
     a: EvalOutput, b: EvalOutput, *, metric: str | None, common: bool = False, may_differ: Sequence[str] = ()
 ) -> Comparison:
-    """Pair the prompts of two outputs.
+    """Pair prompts by content.
 
     Raises:
         UsageError: settings or prompts differ more than allowed, or the metric does not exist.
@@ -172,7 +172,7 @@ def _shown(value: object) -> str:
 
 
 def _column(name: str, prompts: Sequence[EvaluatedPrompt], split: str) -> list[str]:
-    """Return each prompt's value of a column. Raises UsageError if a row does not have it."""
+    """Return each prompt's column value. Raises UsageError if a row does not have it."""
     if name in ("source", "data_source"):
         return [str(getattr(prompt, name)) for prompt in prompts]
     data: Mapping[str, Rows] = {

@@ -130,7 +130,7 @@ def test_an_output_is_named_by_folder_file_and_model(tmp_path):
     root = write_output(tmp_path / "both", {"m": [[0.0]], "org/n:2": [[1.0]]})
     assert [one.pretrain for one in read_outputs(str(root))] == ["m", "org/n:2"]
     assert [one.pretrain for one in read_outputs(f"{root / 'eval.json'}:org/n:2")] == ["org/n:2"]
-    with pytest.raises(UsageError, match="has no evaluation of k, but of m and org/n:2"):
+    with pytest.raises(UsageError, match="contains no model k, but m and org/n:2"):
         read_outputs(f"{root}:k")
     assert output_folder(str(tmp_path)) is None
     (root / "eval.json").unlink()
