@@ -160,7 +160,7 @@ COMMANDS = {
         "why:WhyConfig",
         _HELP,
         "Explain how a sampled token entered the loss, with the formulas and numbers of its iteration.",
-        "online.why:explain",
+        "why:explain",
     ),
     "replay": Command(
         "replay:ReplayConfig",

@@ -31,10 +31,12 @@ class WhyGroup(SettingsGroup):
     """Why"""
 
     run: str
-    """Run directory of an online command."""
+    """Run directory of a training command."""
     sample: str
-    """`id` of a response in samples.jsonl."""
+    """`id` of a response in samples.jsonl; with offline commands, file and line of a row, like `rows.jsonl:12`."""
     token: int | None = Field(None, ge=0)
-    """Number of a sampled token in the response, from 0. Default: a table of all tokens."""
+    """Number of a sampled or trained token, from 0. Default: a table of all tokens."""
+    step: int | None = Field(None, gt=0)
+    """Optimizer step of an offline command. Default: the first that trained the row."""
     json_file: str | None = None
     """Also write the explanation and values of all tokens to this file, as JSON."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.config.base import SettingsGroup
@@ -185,7 +186,11 @@ def _offline(
 
 
 def _prompts(
-    config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None, found: FoundModel
+    config: DataCommandConfig,
+    settings: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    reader: PictureReader | None,
+    found: FoundModel,
 ) -> Preview:
     decode, longest, seed = _decoder(tokenizer), config.data.max_new_tokens, config.show.seed
     # One episode is played at a time, so do not start more processes.
@@ -250,13 +255,13 @@ def _room(show: ShowConfig) -> str:
     return f"train_max_tokens_per_gpu {show.train_max_tokens_per_gpu:,}{ranks}"
 
 
-def _decoder(tokenizer: Any) -> Decode:
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Return a decoder from token IDs to exact text, including special tokens."""
     # Cleaning up spaces would hide how the text is tokenized.
     return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _special_tokens_of(tokenizer: Any) -> list[str]:
+def _special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the special tokens as they appear in decoded text."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 

@@ -5,17 +5,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.process.output_lock import model_lock, output_lock
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
+from rlhf_cli.command_table import COMMANDS
 from rlhf_cli.config.roles import ROLES
 from rlhf_cli.config.train import CheckpointConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, listed
+from rlhf_cli.options import build_config
+from rlhf_cli.settings_file import read_yaml
 from rlhf_cli.tracking.sinks import INDEX_FILES, PLAN_FILE, RUN_FILE, SINKS, files_of
 
 CONFIG, LOGS, REPORT, _BEST, _EMA = "config.yaml", "logs", "report.html", "best", "ema"
@@ -111,6 +115,17 @@ def recorded_command(root: Path, *, source: str) -> str:
         return str(json.loads((root / RUN_FILE).read_text(encoding="utf-8"))["command"])
     except (OSError, ValueError, KeyError):
         raise UsageError(f"{source}: not a run directory, it has no readable {RUN_FILE}") from None
+
+
+def recorded_config(root: Path, commands: Sequence[str], changes: Mapping[str, object] | None = None) -> Any:
+    """Return the settings of a run of one of these commands, with changes. Raises UsageError if they are invalid."""
+    command = recorded_command(root, source=str(root))
+    if command not in commands:
+        raise UsageError(f"{root} is a run of rlhf {command}, not of {listed(commands, 'or')}")
+    values = {**read_yaml(root / CONFIG, named=str(root / CONFIG)), **(changes or {})}
+    config = build_config(COMMANDS[command].config_class, values, spelled="{}")
+    # The folder may have been moved since.
+    return config.updated({"output": str(root)})
 
 
 @contextmanager

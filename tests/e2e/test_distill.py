@@ -40,6 +40,9 @@ def test_a_continued_run_ends_as_one_that_was_never_stopped(tmp_path, tiny_model
     shutil.rmtree(stopped / "checkpoints" / "step_000005")
     run_rlhf(*words, "--output", stopped, "--save_steps", 3, "--load_checkpoint")
     assert metrics_of(stopped) == metrics_of(whole)
+    printed = run_rlhf("why", stopped, "--sample", "rows.jsonl:7")
+    assert "trained     '7<|im_end|>" in printed
+    assert "Equal to the run: all " in printed
     last, first = metrics_of(whole)[5], metrics_of(whole)[1]
     assert last["eval/loss"] < first["loss"]
     assert last["eval/loss"] == pytest.approx(0.8 * last["eval/divergence"] + 0.2 * last["eval/nll"], rel=1e-5)

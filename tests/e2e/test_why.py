@@ -1,4 +1,4 @@
-"""`rlhf why` and `rlhf replay` give the numbers of the run for all algorithms, an adapter and two ranks."""
+"""`rlhf why` and `rlhf replay` give the numbers of the run for all commands, an adapter and two ranks."""
 
 import json
 
@@ -54,3 +54,35 @@ def test_a_response_is_explained_with_the_numbers_of_the_run(name, model, proble
     printed = run_rlhf("why", output, "--sample", next(row["id"] for row in rows if row["step"] == 2))
     assert "Equal to the run: all " in printed
     assert "Optimizer step " in printed
+
+
+PAIR, RESPONSE = ("chosen", "rejected"), ("desirable",)
+ROWS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
+    "sft": ("--lora_rank 4 --lora_dropout 0.2", {"response": "2"}, ("read", "trained")),
+    "sft packed": ("--pretrain_mode --micro_train_batch_size 1", {"response": "2"}, ("trained",)),
+    "dpo": ("--ref_sync_steps 2 --ref_mixup_alpha 0.5", {"chosen": "2", "rejected": "3"}, PAIR),
+    "dpo aot": ("--loss aot", {"chosen": "2", "rejected": "3"}, PAIR),
+    "rm": ("--optim adamw_bf16 --param_dtype bf16", {"chosen": "2", "rejected": "3"}, PAIR),
+    "kto": ("", {"completion": "2", "label": True}, RESPONSE),
+    "prm": ("", {"completions": ["1+1", "2"], "labels": [True, False]}, ("step 1", "step 0")),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_explained_with_the_numbers_of_the_run(name, model, tmp_path):
+    more, row, titles = ROWS[name]
+    data, output = tmp_path / "rows.jsonl", tmp_path / "run"
+    # Every second response is undesirable.
+    labels: list[dict[str, object]] = [{"label": True}, {"label": False}] if "label" in row else [{}, {}]
+    rows = [{"prompt": f"{number}+1=", **row, **labels[number % 2]} for number in range(24)]
+    data.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    run_rlhf(
+        *f"{name.split()[0]} --pretrain {model} --dataset {data} --train_batch_size 8 --max_epochs 2".split(),
+        *f"--learning_rate 1e-2 --output {output} --save_steps 2 --no_use_tensorboard {more}".split(),
+    )
+    printed = run_rlhf("why", output, "--sample", "rows.jsonl:5")
+    last = printed.partition("trained in steps ")[2].split()[2]  # "2 and 5"
+    for text in (printed, run_rlhf("why", output, "--sample", "rows.jsonl:5", "--step", last)):
+        assert "Equal to the run: all " in text
+        assert all(f"  {title}" in text for title in titles)
+        assert "By itself, with the weights before the step\n  loss " in text

@@ -1,6 +1,7 @@
 """Implementation of all offline commands: run directory, engine, checkpoints, tracking and model."""
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,7 +62,7 @@ from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, train
+from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, StepTracker, train
 
 _STOP = "a step is done and saved"
 """Completes "The run ends as soon as ..." after a stop signal."""
@@ -104,34 +105,25 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             stop.restore()  # lets the launcher stop other ranks before they repeat the error
             distributed.leave_process_group()
             raise
-        config, task, memory = _fitted(config, task, num_ranks=num_ranks)
-        # Seed before building: new adapters and heads draw their weights.
-        seed_everything(config.batch.seed)
-        share = _share(config, task)
-        # Before the model: a reference for precomputed log-probs is freed again.
-        items, reference = task.begin(task.items, share)
-        hf_model, engine = _build(config, task)
-        if resume is not None:
-            _restore(engine, reference, resume.path / "model")
+        ready = make_ready(config, task, resume)
+        config, task = ready.config, ready.task
         if rank == 0:  # only now: a failed start must not remove an earlier run
-            _begin(given, items, identity, num_ranks=num_ranks, resume=resume)
+            _begin(given, ready.items, identity, num_ranks=num_ranks, resume=resume)
         # The collector was paused during imports and loading, when it only costs time.
         resume_collector()
         files = contents_of_plugins(config)
         notices += [*task.notices, *plugin_notice(resume, files), *_busy(num_ranks)]
-        run = _OfflineRun(
-            config, task, items, reference, share, paths, store, identity, hf_model, engine, files, memory
-        )
+        run = _OfflineRun(ready, paths, store, identity, files)
         with run.tracker(terminal.console, resume, notices) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
             # An interrupted run has saved a checkpoint; its model is not final.
             if not finished.interrupted:
                 for name, value in task.describe(finished.evaluated).items():
-                    setattr(hf_model.config, name, value)
-                save_whole_model(engine, hf_model, task.model.tokenizer, paths.model)
+                    setattr(ready.hf_model.config, name, value)
+                save_whole_model(ready.engine, ready.hf_model, task.model.tokenizer, paths.model)
             conclude(tracker, paths, finished)
         if rank == 0:
-            _report(given, items.data, paths.root, num_ranks=num_ranks)
+            _report(given, ready.items.data, paths.root, num_ranks=num_ranks)
         distributed.leave_process_group()
     return finished
 
@@ -169,10 +161,47 @@ def _busy(num_ranks: int) -> list[str]:
     return load_notice() if distributed.device().type == "cpu" and num_ranks == 1 else []
 
 
-def _restore(engine: DeepSpeedEngine, reference: ReferenceHooks, folder: Path) -> None:
-    engine.load(folder)
-    if reference.load is not None:
-        reference.load(folder)
+@dataclass(frozen=True)
+class Ready:
+    """Model, items and reference on one rank, ready for the next optimizer step.
+
+    - `config`, `task`: with the micro-batch size and activation recomputation that fit in GPU memory.
+    - `memory`: the reason for them, by title.
+    """
+
+    config: OfflineConfig
+    task: OfflineTask
+    items: Items[LoadedItems]
+    reference: ReferenceHooks
+    share: Share
+    hf_model: PreTrainedModel
+    engine: DeepSpeedEngine
+    memory: dict[str, str]
+
+    def hooks(
+        self, tracker: StepTracker, save_checkpoint: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> OfflineHooks:
+        """Return the callbacks of the loop."""
+        reference, finish_metrics = self.reference, self.task.finish_metrics
+        return OfflineHooks(
+            tracker, save_checkpoint, should_stop, reference.prepare, reference.after_step, finish_metrics
+        )
+
+
+def make_ready(config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None) -> Ready:
+    """Load the model on all ranks of the process group, and restore a checkpoint."""
+    config, task, memory = _fitted(config, task, num_ranks=distributed_env.rank_and_world_size()[1])
+    # Seed before building: new adapters and heads draw their weights.
+    seed_everything(config.batch.seed)
+    share = _share(config, task)
+    # Before the model: a reference for precomputed log-probs is freed again.
+    items, reference = task.begin(task.items, share)
+    hf_model, engine = _build(config, task)
+    if resume is not None:
+        engine.load(resume.path / "model")
+        if reference.load is not None:
+            reference.load(resume.path / "model")
+    return Ready(config, task, items, reference, share, hf_model, engine, memory)
 
 
 def _fitted(
@@ -287,66 +316,57 @@ def _total_steps(config: OfflineConfig, task: OfflineTask) -> int:
 class _OfflineRun:
     """All components of a run on one rank."""
 
-    config: OfflineConfig
-    task: OfflineTask
-    items: Items[LoadedItems]
-    reference: ReferenceHooks
-    share: Share
+    ready: Ready
     paths: RunDirectory
     store: CheckpointStore
     identity: dict[str, object]
-    hf_model: PreTrainedModel
-    engine: DeepSpeedEngine
     plugin_files: dict[str, str]
-    memory: dict[str, str]
 
     def tracker(self, console: Console, resume: Checkpoint | None, notices: list[str]) -> Tracker:
+        config, task = self.ready.config, self.ready.task
         tracker = Tracker(
-            self.config.tracking,
+            config.tracking,
             self.paths.root,
-            command=self.task.command,
-            total_steps=_total_steps(self.config, self.task),
+            command=task.command,
+            total_steps=_total_steps(config, task),
             console=console,
             resume_step=resume.step if resume else None,
             saved=resume.state["tracker"] if resume else None,
         )
-        described = f"{self.config.model.pretrain}, {parameter_counts(self.hf_model)}"
-        model, on_gpu = self.task.model, distributed.device().type == "cuda"
-        dtype = DTYPES[self.config.model.param_dtype]
+        described = f"{config.model.pretrain}, {parameter_counts(self.ready.hf_model)}"
+        model, on_gpu = task.model, distributed.device().type == "cuda"
+        dtype = DTYPES[config.model.param_dtype]
         notes = attention_note(model.attention, model.architecture, dtype, on_gpu=on_gpu)
         notes |= mixers_note(model.layers, on_gpu=on_gpu)
-        notes |= dtype_note(self.config.model, on_gpu=on_gpu)
-        together = sharing(self.config.batch, self.config.deepspeed) + splitting(self.config.deepspeed)
+        notes |= dtype_note(config.model, on_gpu=on_gpu)
+        together = sharing(config.batch, config.deepspeed) + splitting(config.deepspeed)
         placement = {"Placement": together[0]} if together else {}
-        tracker.start({"Model": described, "Data": self.task.summary, **placement, **self.memory, **notes})
+        tracker.start({"Model": described, "Data": task.summary, **placement, **self.ready.memory, **notes})
         for line in notices:
             tracker.message(line)
         return tracker
 
     def train(self, tracker: Tracker | SilentTracker, stop: StopSignal, *, start_step: int) -> Finished:
-        config = self.config
+        ready, config = self.ready, self.ready.config
         with stop_announced(stop, tracker.message, _STOP):
             return train(
-                self.engine,
-                self.task.objective,
-                data=self.items.data,
-                eval_data=self.items.eval_data,
-                share=self.share,
+                ready.engine,
+                ready.task.objective,
+                data=ready.items.data,
+                eval_data=ready.items.eval_data,
+                share=ready.share,
                 schedule=Schedule(
                     start_step=start_step,
-                    total_steps=_total_steps(config, self.task),
+                    total_steps=_total_steps(config, ready.task),
                     save_steps=config.checkpoint.save_steps,
                     eval_steps=config.batch.eval_steps,
                     max_skipped_steps=config.optim.max_skipped_steps,
                     stop_eval_loss=config.batch.stop_eval_loss,
                 ),
-                hooks=OfflineHooks(
+                hooks=ready.hooks(
                     tracker,
                     lambda step: self.save_checkpoint(step, tracker.state()),
                     lambda: distributed.any_rank(stop()),
-                    prepare=self.reference.prepare,
-                    after_step=self.reference.after_step,
-                    finish_metrics=self.task.finish_metrics,
                 ),
             )
 
@@ -358,7 +378,7 @@ class _OfflineRun:
 
             def begin() -> Path | None:
                 state = {"identity": self.identity, PLUGIN_FILES: self.plugin_files, "tracker": tracker_state}
-                needed = self.engine.checkpoint_bytes()
+                needed = self.ready.engine.checkpoint_bytes()
                 try:
                     return stack.enter_context(self.store.writing(step, state, needed_bytes=needed))
                 except RunError as error:
@@ -374,10 +394,11 @@ class _OfflineRun:
     def _save_own_part(self, folder: Path, step: int) -> None:
         try:
             folder.mkdir(exist_ok=True)
-            self.engine.save(folder)
-            describe_model(self.hf_model, self.task.model.tokenizer, folder)
-            if self.reference.save is not None:
-                self.reference.save(folder)
+            ready = self.ready
+            ready.engine.save(folder)
+            describe_model(ready.hf_model, ready.task.model.tokenizer, folder)
+            if ready.reference.save is not None:
+                ready.reference.save(folder)
         except (OSError, RuntimeError) as error:
             # Ranks other than 0 have no store, so they report a short error; the launcher stops all.
             rank, _ = distributed_env.rank_and_world_size()

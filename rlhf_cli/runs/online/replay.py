@@ -19,7 +19,7 @@ from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import ActorRole
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.command_table import COMMANDS, ONLINE_TRAINING
+from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.replay import ReplayConfig
 from rlhf_cli.config.base import default_settings
@@ -29,12 +29,10 @@ from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import UsageError, listed
-from rlhf_cli.options import build_config
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.run import build, prepared, reserve, scorer_of
-from rlhf_cli.runs.run_directory import CONFIG, begin_logs, recorded_command, run_directory
-from rlhf_cli.settings_file import read_yaml
+from rlhf_cli.runs.run_directory import begin_logs, recorded_config, run_directory
 from rlhf_cli.tracking.sinks import read_metrics
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker
@@ -105,7 +103,7 @@ def run_replay(config: ReplayConfig) -> None:
     """Print an iteration of a run, the same again, and the same with other settings."""
     settings = config.replay
     root, changes = Path(settings.run).expanduser(), _changes(settings.set or [])
-    own = recorded_config(root)
+    own: OnlineConfig = recorded_config(root, ONLINE_TRAINING)
     changed = _changed(root, own, changes) if changes else None
     # Before the first of two replays, which can take minutes.
     _checkpoint_before(own, settings.iteration, is_next=changed is not None)
@@ -131,7 +129,8 @@ def _changed(root: Path, own: OnlineConfig, changes: Mapping[str, str]) -> Onlin
                 f"--set {name}: it affects models, prompts or sampling, but the samples stay those of the run; set "
                 "settings of the update, such as eps_clip, init_kl_coef, actor_learning_rate or train_batch_size"
             )
-    return recorded_config(root, changes)
+    config: OnlineConfig = recorded_config(root, ONLINE_TRAINING, changes)
+    return config
 
 
 def comparison(again: Replayed, other: Replayed | None, changes: Mapping[str, str]) -> list[str]:
@@ -184,17 +183,6 @@ def _by_token(replayed: Replayed, names: Sequence[str]) -> dict[tuple[float, flo
         for sample, token, flags in zip(columns[SAMPLE].tolist(), columns[TOKEN].tolist(), values, strict=True):
             found.setdefault((sample, token), []).append(flags)
     return found
-
-
-def recorded_config(root: Path, changes: Mapping[str, object] | None = None) -> OnlineConfig:
-    """Return an online run's settings, with changes. Raises UsageError if they or the folder are invalid."""
-    command = recorded_command(root, source=str(root))
-    if command not in ONLINE_TRAINING:
-        raise UsageError(f"{root} is a run of rlhf {command}: only {listed(ONLINE_TRAINING)} have iterations")
-    values = {**read_yaml(root / CONFIG, named=str(root / CONFIG)), **(changes or {})}
-    config: OnlineConfig = build_config(COMMANDS[command].config_class, values, spelled="{}")
-    # The folder may have been moved since.
-    return config.updated({"output": str(root)})
 
 
 def replay(

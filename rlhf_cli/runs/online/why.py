@@ -1,10 +1,9 @@
 """`rlhf why`: how a sampled token entered the loss, with numbers from a repeated iteration."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,13 @@ from rlhf_cli.algorithms.formulas import (
     whitening_formula,
 )
 from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
-from rlhf_cli.commands.why import WhyConfig
+from rlhf_cli.command_table import ONLINE_TRAINING
+from rlhf_cli.config.replay import WhyGroup
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
-from rlhf_cli.runs.online.replay import Replayed, recorded_config, replay
+from rlhf_cli.runs.online.replay import Replayed, replay
+from rlhf_cli.runs.run_directory import recorded_config
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_lines
 from rlhf_cli.trainers.online.batch import experience_of
 from rlhf_cli.trainers.online.samples import Rollout, Sample
@@ -32,17 +33,15 @@ from rlhf_cli.trainers.online.samples import Rollout, Sample
 _SHOWN_DIFFERENCES = 8
 
 
-def explain(config: WhyConfig) -> None:
-    """Print how a response or one token changed the model."""
-    settings = config.why
+def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, object]]]:
+    """Return how a response or one of its tokens changed the model: lines, and a function that returns JSON values."""
     root = Path(settings.run).expanduser()
-    own = recorded_config(root)
+    own = recorded_config(root, ONLINE_TRAINING)
     row = _row(root, settings.sample)
+    if settings.step is not None:
+        raise UsageError("--step is for rows of offline commands: a response is trained in its iteration only")
     again = replay(own, int(str(row["step"])))
-    print("\n".join(lines(again, row, settings.token)))
-    if settings.json_file is not None:
-        text = json.dumps(explanation(again, row), ensure_ascii=False, allow_nan=False)
-        Path(settings.json_file).write_text(text, encoding="utf-8")
+    return lines(again, row, settings.token), partial(explanation, again, row)
 
 
 def _row(root: Path, sample: str) -> Mapping[str, object]:

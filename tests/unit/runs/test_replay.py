@@ -18,8 +18,9 @@ from rlhf_cli.config.replay import ReplayGroup, WhyGroup
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config, to_yaml
-from rlhf_cli.runs.online.replay import Replayed, recorded_config, run_replay
-from rlhf_cli.runs.online.why import explain
+from rlhf_cli.runs.online.replay import Replayed, run_replay
+from rlhf_cli.runs.run_directory import recorded_config
+from rlhf_cli.runs.why import explain
 
 EMPTY = Replayed(Path("run"), cast("Any", None), 1, {}, {}, [], None, None, [], {})
 
@@ -43,7 +44,7 @@ def replayed(run, iteration=1, *changes):
 
 
 def test_settings_of_a_run_are_read_with_changes(run):
-    config = recorded_config(run, {"eps_clip": "0.3"})
+    config = recorded_config(run, ["grpo"], {"eps_clip": "0.3"})
     assert (config.policy.eps_clip, config.checkpoint.output) == (0.3, str(run))
 
 
@@ -77,7 +78,7 @@ def test_a_folder_that_is_no_run_and_a_command_without_iterations_are_refused(ru
     with pytest.raises(UsageError, match=r"not a run directory, it has no readable run\.json"):
         replayed(tmp_path)
     (run / "run.json").write_text(json.dumps({"command": "sft"}))
-    with pytest.raises(UsageError, match=r"is a run of rlhf sft: only .* have iterations"):
+    with pytest.raises(UsageError, match=r"is a run of rlhf sft, not of ppo, .* or gkd"):
         replayed(run)
 
 
