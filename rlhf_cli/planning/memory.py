@@ -32,6 +32,9 @@ _GATHERED = 1_000_000_000
 _CPU_COPIES = 3
 """Flat copies of weights and gradients that DeepSpeed keeps with ZeRO in a process on a CPU, except for float32 weights
 at stages 1 and 2 (docs/howto/one-gpu.md)."""
+_CPU_GAPS = 1.4
+"""Host memory per byte of activations on a CPU. Before version 2.38, glibc cannot reuse a freed block for an aligned
+one of the same size, so gaps remain in each layer (docs/benchmarks.md)."""
 _SCORE_BYTES = 8
 """Bytes that eager attention keeps per score: tanh and rounded weights in bf16, and weights in float32."""
 _STATES = 6
@@ -213,6 +216,8 @@ class RoleMemory:
             activations -= layer if recomputes else 0
             backward = recomputes * layer + self._backward(num_tokens) + self._head_gradient
             activations, logits = (activations, logits) if logits > backward else (activations + backward, 0)
+        else:
+            activations *= _CPU_GAPS
         return {**self.resident(), "activations": activations, "logits": logits}
 
     def _backward(self, num_tokens: float) -> float:
