@@ -11,6 +11,8 @@ from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, T
 
 SyncBackend = Literal["nccl", "ipc", "shm"]
 
+CPU_CACHE_GIB = 1
+"""Limit of an engine's KV cache without a GPU."""
 ENGINE_METHODS = (
     "generate",
     "begin",

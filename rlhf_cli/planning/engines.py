@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rlhf_cli.config.rollout import CPU_CACHE_GIB
 from rlhf_cli.planning.memory import CONTEXT, GIB, GRAPHS, Parts
 from rlhf_cli.planning.shapes import ModelShape
 
@@ -16,6 +17,7 @@ class EngineMemory:
     """A rollout engine on each of its `size` GPUs.
 
     - `share`: fraction of `gpu_bytes` that the engine may use.
+    - `requests`: responses of an iteration over all engines.
     - `num_sequences`: limit for sequences that run at once, None for vLLM's default.
 
     Example: Qwen2.5-7B in bf16 has 56 KiB of KV cache per token, so 40 GiB hold 748,982 tokens.
@@ -27,6 +29,7 @@ class EngineMemory:
     size: int
     value_bytes: int
     max_len: int
+    requests: int
     num_sequences: int | None = None
     is_eager: bool = False
     is_vllm: bool = True
@@ -45,8 +48,9 @@ class EngineMemory:
     def cache(self) -> float:
         """Bytes of KV cache per GPU; negative if the weights do not fit."""
         if not self.has_gpus or not self.is_vllm:
-            # On a CPU, the cache is as large as its sequences need; the transformers engine's grows with them.
-            return self.max_sequences * self.max_len * self.token_bytes
+            # As large as the sequences need; the transformers engine's grows with them.
+            needed = self.max_sequences * self.max_len * self.token_bytes
+            return needed if self.has_gpus else min(needed, CPU_CACHE_GIB * GIB)
         return self.share * self.gpu_bytes - self.weights - self._rest
 
     @property
@@ -64,7 +68,9 @@ class EngineMemory:
     def max_sequences(self) -> int:
         """Limit for sequences that run at once."""
         default = _MANY_SEQUENCES if self.has_gpus and self.gpu_bytes > _LARGE_GPU else _SEQUENCES
-        return self.num_sequences or (default if self.is_vllm else 64)
+        most = self.num_sequences or default
+        # The transformers engine has one row per response.
+        return most if self.is_vllm else min(most, self.requests)
 
     def running(self, length: float) -> int:
         """Return the sequences of a mean length that run at once."""

@@ -156,7 +156,7 @@ def engine_of(
     config: OnlineConfig | InferenceConfig, shape: ModelShape, hardware: Hardware, *, shared: bool
 ) -> EngineMemory:
     """Return the memory settings of a rollout engine."""
-    engine = config.engine
+    engine, sampling = config.engine, config.rollout if isinstance(config, OnlineConfig) else config.sampling
     return EngineMemory(
         shape=shape,
         gpu_bytes=hardware.memory,
@@ -164,6 +164,7 @@ def engine_of(
         size=engine.vllm_tensor_parallel_size or 1,
         value_bytes=WEIGHT_BYTES[config.model.param_dtype],
         max_len=config.prompts.max_len,
+        requests=sampling.rollout_batch_size * sampling.n_samples_per_prompt,
         num_sequences=_num_sequences(engine.engine_arguments),
         is_eager=bool(engine.enforce_eager),
         is_vllm=engine.rollout_backend in ("auto", "vllm"),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.rollout import EngineConfig, SyncBackend
+from rlhf_cli.config.rollout import CPU_CACHE_GIB, EngineConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.vision.pictures import unexpanded
@@ -52,7 +52,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     num_threads: int | None = None
     max_num_seqs: int = 256
-    kv_cache_gib: int = 1
+    kv_cache_gib: int = CPU_CACHE_GIB
     vllm_args: Mapping[str, object] = field(default_factory=dict)
     max_lora_rank: int | None = None
     max_images_per_prompt: int | None = None
