@@ -28,7 +28,7 @@ _PACKAGES = (
 """Packages that compute results."""
 VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
-    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "VLLM_ATTENTION_BACKEND",
+    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO",
 )  # fmt: skip
 """Environment variables that change results."""
 _DATA, _TEMPLATE = ("contents of ", "number of "), ("tokenizer", "chat template")
