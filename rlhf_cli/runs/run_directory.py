@@ -24,6 +24,8 @@ from rlhf_cli.tracking.sinks import INDEX_FILES, PLAN_FILE, RUN_FILE, SINKS, fil
 
 CONFIG, LOGS, REPORT, _BEST, _EMA = "config.yaml", "logs", "report.html", "best", "ema"
 LOCK_FILE = "run.lock"
+NOT_REPEATED = ("time/", "perf/", "memory/", "eval/")
+"""Prefixes of metrics that a repeated step does not repeat: measurements, and evaluations, which it leaves out."""
 # In `_BEST`: metric, value and iteration.
 BEST_FILE = "best.json"
 _ERRORS = ("error.log", "error_rank*.log")

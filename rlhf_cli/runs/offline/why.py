@@ -29,7 +29,7 @@ from rlhf_cli.data.step_data import StepItem
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.runs.offline.run import Ready, checked_identity, make_ready
-from rlhf_cli.runs.run_directory import recorded_config, run_directory
+from rlhf_cli.runs.run_directory import NOT_REPEATED, recorded_config, run_directory
 from rlhf_cli.tracking.sinks import read_metrics
 from rlhf_cli.tracking.tracker import SilentTracker
 from rlhf_cli.trainers.offline.loop import LoadedItems, Objective, Schedule, bind, train
@@ -39,8 +39,6 @@ _Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, tor
 _Pass: TypeAlias = tuple[Pack, _Outputs]
 """Micro-batch, and what the model returned for it."""
 _COMMANDS = [name for name, command in COMMANDS.items() if command.panel == OFFLINE]
-_NOT_REPEATED = ("time/", "perf/", "memory/", "eval/")
-"""Prefixes of metrics that are measured, or belong to evaluations, which are left out."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,9 @@ def explain_row(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, o
     recorded = read_metrics(root)
     data: LoadedItems[object] = task.items.data
     index = _index(data, settings.sample)
-    steps = [step for step in _steps(config, len(data.lengths), index) if step in recorded]
+    batches = _batches(config, data)
+    # One step per epoch trains an item.
+    steps = [number for number, items in enumerate(batches, start=1) if index in items and number in recorded]
     if not steps:
         raise UsageError(f"{root} has not trained {settings.sample} yet: it has {len(recorded)} optimizer steps")
     step = settings.step or steps[0]
@@ -118,11 +118,10 @@ def _place(data: LoadedItems[object], index: int) -> str:
     return re.sub(r" (?:line|row) (\d+)$", r":\1", data.data.where(index))
 
 
-def _steps(config: OfflineConfig, num_items: int, index: int) -> list[int]:
-    """Return the optimizer steps that train an item, one per epoch."""
+def _batches(config: OfflineConfig, data: LoadedItems[object]) -> StepBatches:
+    """Return the item indices of each optimizer step."""
     batch = config.batch
-    batches = StepBatches(num_items, batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed)
-    return [number for number, items in enumerate(batches, start=1) if index in items]
+    return StepBatches(len(data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed)
 
 
 class _Metrics(SilentTracker):
@@ -183,11 +182,8 @@ def _watched(objective: Objective, seen: list[_Pass]) -> Objective:
 def _sequences(
     ready: Ready, index: int, step: int, seen: list[_Pass]
 ) -> list[tuple[list[int], dict[str, list[float]]]]:
-    data, batch = ready.items.data, ready.config.batch
-    batches = StepBatches(
-        len(data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
-    )
-    dealt = ready.share.deal(data, batches[step - 1], ready.engine.token_limit)
+    data = ready.items.data
+    dealt = ready.share.deal(data, _batches(ready.config, data)[step - 1], ready.engine.token_limit)
     ((members, (pack, outputs)),) = [pair for pair in zip(dealt, seen, strict=True) if index in pair[0]]
     size, place = pack.num_sequences // len(members), members.index(index)
     values = {name: tensor.detach().float().cpu().numpy() for name, tensor in _columns(outputs).items()}
@@ -295,7 +291,7 @@ def _texts(item: object) -> Iterator[tuple[str, list[int]]]:
 
 def _equality(row: ExplainedRow) -> str:
     """Say whether the step equals that of the run."""
-    names = [name for name in row.recorded if not name.startswith(_NOT_REPEATED)]
+    names = [name for name in row.recorded if not name.startswith(NOT_REPEATED)]
     found = row.metrics
     differing = [name for name in names if row.recorded[name] != found.get(name)]
     if not differing:

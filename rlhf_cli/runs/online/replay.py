@@ -32,7 +32,7 @@ from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.run import build, prepared, reserve, scorer_of
-from rlhf_cli.runs.run_directory import begin_logs, recorded_config, run_directory
+from rlhf_cli.runs.run_directory import NOT_REPEATED, begin_logs, recorded_config, run_directory
 from rlhf_cli.tracking.sinks import read_metrics
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker
@@ -42,8 +42,6 @@ from rlhf_cli.trainers.online.state import LoopState
 if TYPE_CHECKING:
     from rlhf_cli.backends.roles.ranks import ActorRank
 
-_NOT_REPEATED = ("time/", "perf/", "memory/", "eval/")
-"""Prefixes of metrics that a replay does not repeat: measurements, and evaluations, which it leaves out."""
 _WITHOUT_OUTPUT: dict[str, object] = {
     "ckpt_path": None,
     "save_path": None,
@@ -153,7 +151,7 @@ def comparison(again: Replayed, other: Replayed | None, changes: Mapping[str, st
 
 
 def _own(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(_NOT_REPEATED)}
+    return {name: value for name, value in metrics.items() if not name.startswith(NOT_REPEATED)}
 
 
 def _apart(again: Replayed, other: Replayed) -> Iterator[str]:
