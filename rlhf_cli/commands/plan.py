@@ -9,7 +9,7 @@ from rlhf_cli.config.plan import PlanConfig, ProofConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.flags import flags_of
 
-PLANNED = (*TRAINING, "generate", "eval")
+PLANNED = (*TRAINING, "generate", "eval", "chat", "serve-rm")
 """Commands that can be planned."""
 _UNKNOWN = "(not set)"
 _SCORERS = (*RewardConfig.model_fields, "environment", "agent_command", "teacher_pretrain")

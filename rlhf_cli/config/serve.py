@@ -6,6 +6,9 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import ParamDtype
 from rlhf_cli.config.scoring import REMOTE_RM_KEY
 
+TEXTS_TOGETHER = 256
+"""Maximum texts scored in one batch, across requests."""
+
 
 class ServedModelConfig(SettingsGroup):
     """Model"""

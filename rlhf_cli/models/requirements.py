@@ -1,7 +1,5 @@
 """Check from the configuration whether a model can be trained or served here, before loading weights."""
 
-import os
-
 import torch
 from transformers import (
     PretrainedConfig,
@@ -15,6 +13,7 @@ from rlhf_cli.models.attention.table import attention_needs, packed_length, reso
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.fused import is_installed, uses_fused_kernels
 from rlhf_cli.models.mixers.layers import Layers, layers_of
+from rlhf_cli.models.positions import known_positions
 from rlhf_cli.models.vision.families.table import is_multimodal
 
 # fmt: off
@@ -50,8 +49,6 @@ NOT_PACKED = {
 """Reasons why types are not in `PACKED_TYPES`, besides that they are not tested."""
 _PACKED_MASKS = {"full_attention", "sliding_attention", "linear_attention"}
 """Attention in `layer_types` that kernels for packs compute without a mask from transformers."""
-_WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
-"""RoPE scaling types where the configured number of positions already includes the scaling, as in vLLM."""
 
 
 def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) -> Layers:
@@ -74,18 +71,6 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
         problem = f"no support for {', '.join(layers.unsupported)}" if layers.unsupported else "no attention layer"
         raise UsageError(f"models of type {kind} cannot be trained on packs: {problem}")
     return layers
-
-
-def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:
-    """Return the model's maximum positions and their config.json key, or None.
-
-    None if the configuration has no limit, or if vLLM is set to ignore it.
-    """
-    text = architecture.get_text_config()
-    key = "model_max_length" if getattr(text, "model_max_length", None) else "max_position_embeddings"
-    positions = getattr(text, key, None)
-    is_unlimited = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
-    return None if positions is None or is_unlimited else (int(positions * _stretch(text)), key)
 
 
 def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
@@ -117,18 +102,6 @@ def check_row_positions(architecture: PretrainedConfig, longest: int, *, dataset
             f"{dataset}: rows have up to {longest} tokens, but the model has {known[0]} positions ({known[1]} in "
             f"config.json): set --max_len {known[0]}"
         )
-
-
-def _stretch(text: PretrainedConfig) -> float:
-    """Return the factor by which vLLM multiplies the configured positions for scaled RoPE."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    # rope_parameters is a single dict, or one dict per layer type.
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
-    # vLLM exempts Gemma 3 as well: its max_position_embeddings includes the scaling.
-    if "gemma3" in text.model_type:
-        return 1.0
-    scaled = [kind for kind in kinds if kind.get("rope_type") not in _WITHIN_POSITIONS]
-    return max((kind.get("factor") or 1.0 for kind in scaled), default=1.0)
 
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:

@@ -67,7 +67,7 @@ def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Ch
         faster = [one for one in fitting if one.plan.seconds < (1 - _LEAST_SAVED) * plan.seconds]
         return _best(sorted(faster, key=lambda one: one.plan.seconds))
     if fitting:
-        return _best(sorted(fitting, key=lambda one: (_changes_result(one), one.plan.seconds)))
+        return _best(sorted(fitting, key=_order))
     found = _combined(config, plan, planner) or _on_more_gpus(config, plan, planner)
     return [] if found is None else [found]
 
@@ -79,9 +79,14 @@ def _best(several: Sequence[Change]) -> list[Change]:
     return [one for one in several if by_settings[tuple(one.values)] is one][:_MOST_SHOWN]
 
 
+def _order(change: Change) -> tuple[int, float]:
+    """Return a key that sorts changes from best to worst. Limits of texts stay in their order, the longest first."""
+    return _changes_result(change), 0.0 if "max_len" in change.values else change.plan.seconds
+
+
 def _changes_result(change: Change) -> int:
-    """Return how much a change affects the result: 0 only by rounding, 1 other optimizer states, 2 an adapter."""
-    return 2 if "lora_rank" in change.values else int("optim" in change.values)
+    """Return how much a change affects the result: 0 only by rounding, 1 other optimizer states, 2 more than that."""
+    return 2 if {"lora_rank", "max_len"} & change.values.keys() else int("optim" in change.values)
 
 
 def _combined(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
@@ -170,6 +175,8 @@ def candidates(config: CommandConfig, plan: Plan) -> Iterator[Values]:
         yield from _of_ranks(config, plan)
         if not plan.fits:
             yield from _of_adapters(config)
+    elif not plan.fits:
+        yield from _of_inference(config)
     if plan.work.engine is not None:
         yield from _of_engines(config, plan)
 
@@ -181,6 +188,16 @@ def _of_batches(plan: Plan) -> Iterator[Values]:
         yield {"gradient_checkpointing": False, "train_max_tokens_per_gpu": size}
     if not plan.fits:
         yield {"gradient_checkpointing": True, "activation_offload": True}
+
+
+def _of_inference(config: CommandConfig) -> Iterator[Values]:
+    # Not to save time: where a CPU computes fast in bf16, it is the default.
+    yield {"param_dtype": "bf16"}
+    size, longest = config.setting("max_tokens_per_gpu"), config.setting("max_len")
+    while size is not None and size > 1024:
+        size //= 2
+        # Longer texts get no score.
+        yield {"max_tokens_per_gpu": size, "max_len": min(size, longest)}
 
 
 def _sizes(tokens: int, longest: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Memory of a rollout engine: weights, KV cache and the sequences that run at once."""
+"""Memory of a process that samples: weights, KV cache and the sequences that run at once."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,8 @@ class EngineMemory:
 
     - `share`: fraction of `gpu_bytes` that the engine may use.
     - `requests`: responses of an iteration over all engines.
+    - `other_weights`: bytes of other models in the same process.
+    - `activations`: bytes of the longest prompt's activations in a model of transformers that a command loads itself.
     - `num_sequences`: limit for sequences that run at once, None for vLLM's default.
 
     Example: Qwen2.5-7B in bf16 has 56 KiB of KV cache per token, so 40 GiB hold 748,982 tokens.
@@ -30,6 +32,8 @@ class EngineMemory:
     value_bytes: int
     max_len: int
     requests: int
+    other_weights: float = 0
+    activations: float = 0
     num_sequences: int | None = None
     is_eager: bool = False
     is_vllm: bool = True
@@ -42,15 +46,18 @@ class EngineMemory:
 
     @property
     def _rest(self) -> float:
-        return (CONTEXT if self.has_gpus else 0) + _WORKSPACE + (0 if self.is_eager else GRAPHS)
+        workspace = 0 if self.activations else _WORKSPACE
+        return (CONTEXT if self.has_gpus else 0) + workspace + (0 if self.is_eager else GRAPHS)
 
     @property
     def cache(self) -> float:
         """Bytes of KV cache per GPU; negative if the weights do not fit."""
         if not self.has_gpus or not self.is_vllm:
-            # As large as the sequences need; the transformers engine's grows with them.
-            needed = self.max_sequences * self.max_len * self.token_bytes
-            return needed if self.has_gpus else min(needed, CPU_CACHE_GIB * GIB)
+            # As large as the sequences need; the transformers engine's grows with them, and holds at least one.
+            sequence = self.max_len * self.token_bytes
+            needed = self.max_sequences * sequence
+            limited = needed if self.has_gpus else min(needed, CPU_CACHE_GIB * GIB)
+            return limited if self.is_vllm else max(sequence, limited)
         return self.share * self.gpu_bytes - self.weights - self._rest
 
     @property
@@ -84,7 +91,8 @@ class EngineMemory:
     def generating(self) -> Parts:
         """Return the memory of a running engine."""
         rest = self._rest if self.has_gpus else 0
-        return {"weights": self.weights, "cache": max(0.0, self.cache), "processes": rest}
+        weights, cache = self.weights + self.other_weights, max(0.0, self.cache)
+        return {"weights": weights, "activations": self.activations, "cache": cache, "processes": rest}
 
     def receiving(self) -> Parts:
         """Return the memory while weights are pushed, before the KV cache is allocated."""

@@ -1,11 +1,18 @@
-"""Workload of `generate` and `eval`."""
+"""Workload of the commands without training: `generate`, `eval`, `chat` and `serve-rm`."""
 
-from rlhf_cli.backends.cluster.placement import plan_layout
+from rlhf_cli.backends.cluster.placement import ENGINE, Island, Layout, Seat, plan_layout
+from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.commands.inference import InferenceConfig
+from rlhf_cli.commands.serve_rm import ServeRMConfig
+from rlhf_cli.config.model import ParamDtype
 from rlhf_cli.config.placement import LayoutSettings
 from rlhf_cli.config.plan import PlanConfig
+from rlhf_cli.config.serve import TEXTS_TOGETHER
+from rlhf_cli.errors import UsageError
+from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.memory import WEIGHT_BYTES, RoleMemory
+from rlhf_cli.planning.shapes import ModelShape
 from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Tokens, Workload, engine_of, mean_lengths
 
 
@@ -25,14 +32,8 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
     prompt, response = mean_lengths(config.prompts.max_len, sampling.max_new_tokens, plan)
     roles: dict[str, RoleMemory] = {}
     if reward:
-        value_bytes = WEIGHT_BYTES[config.model.param_dtype]
-        roles["reward"] = RoleMemory(
-            shape=shapes(reward).with_score_head(),
-            num_ranks=ranks,
-            weight_bytes=value_bytes,
-            value_bytes=value_bytes,
-            has_gpus=not hardware.is_cpu,
-        )
+        shape_of_reward = shapes(reward).with_score_head()
+        roles["reward"] = _loaded(shape_of_reward, config.model.param_dtype, hardware, num_ranks=ranks)
     return Workload(
         config=config,
         hardware=hardware,
@@ -50,3 +51,88 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
         engine=engine_of(config, shape, hardware, shared=together),
         steps=None if plan.num_rows is None else -(-plan.num_rows // sampling.rollout_batch_size),
     )
+
+
+def _loaded(shape: ModelShape, dtype: ParamDtype, hardware: Hardware, *, num_ranks: int = 1) -> RoleMemory:
+    """Return a model without training."""
+    size = WEIGHT_BYTES[dtype]
+    return RoleMemory(
+        shape=shape, num_ranks=num_ranks, weight_bytes=size, value_bytes=size, has_gpus=not hardware.is_cpu
+    )
+
+
+def _in_own_process(role: str) -> Layout:
+    """Return the layout of a command that loads its models itself, on one GPU."""
+    return Layout((Island(0, 1),), (Seat(role, 0, 0, (0,), shared=False),))
+
+
+def server_work(config: ServeRMConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes) -> Workload:
+    """Plan a batch of as many texts as `serve-rm` scores together. Raises UsageError without a reward model."""
+    if config.reward.reward_pretrain is None:
+        raise UsageError(
+            "rlhf serve-rm without a model has no plan, because memory and time of reward functions are unknown: set "
+            "--reward_pretrain"
+        )
+    shape = shapes(config.reward.reward_pretrain).with_score_head()
+    length = plan.row_tokens or config.model.max_len / 2
+    return Workload(
+        config=config,
+        hardware=hardware,
+        roles={"reward": _loaded(shape, config.model.param_dtype, hardware)},
+        layout=_in_own_process("reward"),
+        tokens=Tokens(
+            forward={"reward": TEXTS_TOGETHER * length}, length=length, requests=TEXTS_TOGETHER, prompt=length
+        ),
+        longest=config.model.max_tokens_per_gpu,
+    )
+
+
+def chat_work(config: ChatConfig, plan: PlanConfig, hardware: Hardware, shapes: Shapes) -> Workload:
+    """Plan an answer of `chat` in a conversation of the greatest length.
+
+    All models are loaded, and one after another answers. The largest one determines the rest.
+
+    Raises:
+        UsageError: the greatest length is unknown, or has no room for an answer.
+    """
+    found = {name: shapes(name) for name in config.model.names}
+    name = max(found, key=lambda one: found[one].parameters)
+    longest, model = _longest(config, plan, name, found[name]), _loaded(found[name], config.model.param_dtype, hardware)
+    prompt, response = mean_lengths(longest, config.sampling.max_new_tokens, plan)
+    engine = EngineMemory(
+        shape=model.shape,
+        gpu_bytes=hardware.memory,
+        share=1,
+        size=1,
+        value_bytes=model.value_bytes,
+        max_len=longest,
+        requests=1,
+        other_weights=model.value_bytes * sum(shape.parameters for other, shape in found.items() if other != name),
+        activations=model.forward(longest)["activations"],
+        is_eager=True,
+        is_vllm=False,
+        has_gpus=model.has_gpus,
+    )
+    return Workload(
+        config=config,
+        hardware=hardware,
+        roles={},
+        layout=_in_own_process(ENGINE),
+        tokens=Tokens(length=prompt + response, requests=1, prompt=prompt, response=response, prefilled=prompt),
+        longest=longest,
+        engine=engine,
+    )
+
+
+def _longest(config: ChatConfig, plan: PlanConfig, name: str, shape: ModelShape) -> int:
+    """Return the tokens of the longest conversation: of the prompt, if it is set, and its answer, or all positions."""
+    new = config.sampling.max_new_tokens
+    if plan.prompt_tokens is None and shape.positions is None:
+        raise UsageError(f"{name} has no limit of positions: set --prompt_tokens, the length of a conversation")
+    if shape.positions is not None and new >= shape.positions:
+        raise UsageError(
+            f"--max_new_tokens {new}: {name} has {shape.positions:,} positions, shared with the conversation: set "
+            f"{max(1, shape.positions // 2)}, for example"
+        )
+    limits = [shape.positions, None if plan.prompt_tokens is None else plan.prompt_tokens + new]
+    return min(limit for limit in limits if limit is not None)

@@ -237,6 +237,7 @@ class RoleMemory:
         # Within a layer, about half of the values that training would keep exist at a time.
         layer = num_tokens * self.layer_bytes + self.scores(num_tokens)
         activations = num_tokens * 2 * self.shape.hidden * self.value_bytes + layer / 2
+        activations *= 1 if self.has_gpus else _CPU_GAPS
         return {**self.resident(), "activations": activations, "logits": self.logits(num_tokens, trains=False)}
 
     def asleep(self) -> Parts:

@@ -15,6 +15,9 @@ _CPU_LIBRARIES, _CPU_RANK = 0.12 * GIB, 0.22 * GIB
 _CPU_RAY, _CPU_RAY_RANK, _CPU_ENGINE, _CPU_VLLM = 0.69 * GIB, 0.29 * GIB, 0.36 * GIB, 1.0 * GIB
 """Memory on a CPU without models: libraries that processes share, an offline rank; the driver with Ray, an online rank,
 and a transformers or vLLM engine; proportional set sizes of runs with 0.4M parameters (docs/benchmarks.md)."""
+_CPU_SERVER = 0.5 * GIB
+"""Memory on a CPU of `chat` and `serve-rm` without models: resident set sizes with 0.3M parameters
+(docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def host_memory(work: Workload, gpus: Sequence[GpuMemory]) -> dict[str, float]:
         engines = len(work.layout.of(ENGINE))
         of_engine = _CPU_VLLM if work.engine is not None and work.engine.is_vllm else _CPU_ENGINE
         own = ranks * _CPU_RAY_RANK + engines * of_engine + _CPU_RAY if engines else ranks * _CPU_RANK
-        processes = _CPU_LIBRARIES + own
+        processes = _CPU_SERVER if work.serves else _CPU_LIBRARIES + own
         return {"processes": processes, "models": sum(gpu.count * gpu.peak for gpu in gpus)}
     by_role = {name: work.layout.ranks_by_node(work.host(name)) for name in [*work.roles, ENGINE]}
     # Nodes with equal ranks have equal needs.

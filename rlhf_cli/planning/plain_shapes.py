@@ -10,6 +10,7 @@ from rlhf_cli.planning.shapes import (
     fused_savings,
     kept_values,
     largest_layer,
+    num_positions,
     recomputed_values,
 )
 
@@ -22,7 +23,7 @@ _NORMALIZED = ("qwen3",)
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("vocab_size", "tie_word_embeddings"),
+    *("vocab_size", "tie_word_embeddings", "max_position_embeddings"),
 )
 _UNUSUAL = ("attention_bias", "mlp_bias", "quantization_config", "auto_map")
 """Settings with which a model has other parameters."""
@@ -39,9 +40,15 @@ def plain_shape(config: Values) -> ModelShape | None:
     if config.get("model_type") not in _TYPES or not is_complete or any(config.get(name) for name in _UNUSUAL):
         return None
     text = SimpleNamespace(**{"hidden_act": "silu"} | config)
+    # The names of older files, which transformers replaces when it reads them.
+    text.rope_parameters = config.get("rope_parameters") or _renamed(config.get("rope_scaling") or {})
     text.get_text_config = lambda: text
     text.to_dict = lambda: config
     return _shape(text)
+
+
+def _renamed(rope: Values) -> Values:
+    return rope | {"rope_type": rope.get("rope_type") or rope.get("type")}
 
 
 def _shape(text: Any) -> ModelShape:
@@ -71,6 +78,7 @@ def _shape(text: Any) -> ModelShape:
         backward_values=backward_values(text),
         fused_backward_values=backward_values(text, is_fused=True),
         capped_heads=0,
+        positions=num_positions(text),
         linears=tuple((*layer, layers) for layer in linears),
     )
 

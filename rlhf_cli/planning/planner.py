@@ -5,14 +5,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from rlhf_cli.backends.cluster.placement import Layout, describe, plan_layout
+from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.architectures import find_shape
 from rlhf_cli.planning.hardware import Hardware
-from rlhf_cli.planning.inference import inference_work
+from rlhf_cli.planning.inference import chat_work, inference_work, server_work
 from rlhf_cli.planning.layouts import choose_layout
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.offline import offline_work
@@ -94,8 +96,10 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts and responses per second, over all GPUs."""
+        """Tokens of prompts and responses per second, over all GPUs; in a chat, tokens of an answer after the first."""
         tokens = self.work.tokens
+        if "decode" in self.times:
+            return tokens.response / self.times["decode"].seconds
         return (tokens.trained or tokens.requests * (tokens.prompt + tokens.response)) / self.seconds
 
     @property
@@ -106,15 +110,24 @@ class Plan:
         return self.price_per_gpu_hour * self.work.hardware.total_gpus * self.seconds / _HOUR
 
     def as_dict(self) -> dict[str, object]:
-        """Return the plan as JSON values: memory in GiB, times in seconds."""
+        """Return the plan as JSON values: memory in GiB, times in seconds. What a command does not have is left out."""
         engine = self.work.engine
+        of_training: dict[str, object] = {
+            "gradient_checkpointing": self.batching.recomputes,
+            "train_max_tokens_per_gpu": self.batching.max_tokens,
+            "disk_gib": _in_gib(self.disk),
+        }
+        of_run: dict[str, object] = {
+            "shared_memory_gib": _in_gib(shared_memory(self.work)),
+            "steps": self.work.steps,
+        }
         return {
             "fits": self.fits,
             "hardware": self.work.hardware.title,
             "parameters": {name: role.shape.parameters for name, role in self.work.roles.items()},
             "placement": placement(self.work),
-            "gradient_checkpointing": self.batching.recomputes,
-            "train_max_tokens_per_gpu": self.batching.max_tokens,
+            **(of_training if self.work.trained else {}),
+            **({} if self.work.serves else of_run),
             "gpus": [
                 {
                     "roles": list(gpu.roles),
@@ -134,14 +147,11 @@ class Plan:
                 "sequences_at_once": engine.running(self.work.tokens.prompt + self.work.tokens.response),
             },
             "host_memory_gib": _in_gib(self.host),
-            "shared_memory_gib": _in_gib(shared_memory(self.work)),
-            "disk_gib": _in_gib(self.disk),
             "calibrated_by": self.num_calibrating,
             "seconds": {name: round(time.seconds, 3) for name, time in self.times.items()},
             "limits": {name: time.limit for name, time in self.times.items()},
             "bottleneck": self.bottleneck,
             "tokens_per_second": round(self.tokens_per_second, 1),
-            "steps": self.work.steps,
             "price_per_step": self.price,
         }
 
@@ -182,6 +192,10 @@ def workload_of(
         if layout is None:
             return _placed_work(config, plan, hardware, shapes, has_critic=has_critic)
         return online_work(config, plan, hardware, shapes, has_critic=has_critic, layout=layout)
+    if isinstance(config, ServeRMConfig):
+        return server_work(config, plan, hardware, shapes)
+    if isinstance(config, ChatConfig):
+        return chat_work(config, plan, hardware, shapes)
     assert isinstance(config, InferenceConfig)
     return inference_work(config, plan, hardware, shapes)
 

@@ -18,6 +18,7 @@ from rlhf_cli.models.cost import (
     num_recurrent_layers,
 )
 from rlhf_cli.models.fused import fused_kernels
+from rlhf_cli.models.positions import known_positions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -44,6 +45,7 @@ class ModelShape:
     - `fused_savings`: activations per token that a layer does not keep with Liger's kernels.
     - `backward_values`, `fused_backward_values`: gradients per token in the backward pass of a layer, without and with
       Liger's kernels.
+    - `positions`: tokens of the longest sequence, None without a limit.
     - `capped_heads`: query heads per layer whose scores have a softcap, which few kernels support.
     - `linears`: linear layers of the decoder except the head: name in its layer, inputs, outputs, and their number.
 
@@ -69,6 +71,7 @@ class ModelShape:
     backward_values: int
     fused_backward_values: int
     capped_heads: int
+    positions: int | None
     linears: tuple[tuple[str, int, int, int], ...] = ()
 
     def with_score_head(self) -> "ModelShape":
@@ -138,8 +141,15 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
         backward_values=backward_values(text),
         fused_backward_values=backward_values(text, is_fused=True),
         capped_heads=_capped_heads(text),
+        positions=num_positions(config),
         linears=_linears(model, vision),
     )
+
+
+def num_positions(config: "PretrainedConfig") -> int | None:
+    """Return the tokens of the longest sequence, None without a limit."""
+    known = known_positions(config)
+    return None if known is None else known[0]
 
 
 def _capped_heads(text: "PretrainedConfig") -> int:

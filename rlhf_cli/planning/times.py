@@ -61,7 +61,11 @@ def phase_times(work: Workload, batching: Batching) -> dict[str, PhaseTime]:
     """Return the times of all phases of a step."""
     found: dict[str, PhaseTime] = {}
     if work.engine is not None:
-        found["generate"] = _phase(_generation(work))
+        if work.serves:
+            # Between a message and its first token, and from there to the end of the answer.
+            found |= {"prefill": _phase(_prefill(work)), "decode": _phase(_decoding(work))}
+        else:
+            found["generate"] = _phase(added(_prefill(work), _decoding(work)))
     # The loop calls one model at a time, also where each has its own GPUs.
     if work.tokens.forward:
         found["forward"] = _phase(added(*_forwards(work, batching)))
@@ -166,7 +170,16 @@ def _reductions(work: Workload, role: RoleMemory, packs: float, *, compute: floa
     return max(0.1 * seconds, seconds - 2 / 3 * compute) if overlaps else seconds
 
 
-def _generation(work: Workload) -> Costs:
+def _prefill(work: Workload) -> Costs:
+    """Return the costs of computing the prompts of a step on all engines."""
+    engine, tokens = work.engine, work.tokens
+    assert engine is not None
+    count = max(1, len(work.layout.of(ENGINE)))
+    operations = engine.shape.forward_flops(tokens.prefilled / count, tokens.prompt)
+    return {"compute": operations / (_PRODUCTS * work.hardware.flops * engine.size)}
+
+
+def _decoding(work: Workload) -> Costs:
     """Return the costs of sampling all responses of a step on all engines."""
     engine, tokens, hardware = work.engine, work.tokens, work.hardware
     assert engine is not None
@@ -174,8 +187,8 @@ def _generation(work: Workload) -> Costs:
     requests = max(1.0, tokens.requests / count)
     length = tokens.prompt + tokens.response / 2
     running = max(1.0, min(requests, engine.running(tokens.prompt + tokens.response)))
-    # Responses end at different times, so that on average fewer run than the limit.
-    steps = max(requests * tokens.response / running, tokens.response) + tokens.response
+    # Several responses end at different times, so that on average fewer run than the limit.
+    steps = max(requests * tokens.response / running, tokens.response) + (requests > 1) * tokens.response
     bandwidth, flops = _elementwise(hardware), _PRODUCTS * hardware.flops * engine.size
     read = engine.shape.active * engine.value_bytes / engine.size + requests * tokens.response / steps * length * (
         engine.token_bytes
@@ -184,10 +197,9 @@ def _generation(work: Workload) -> Costs:
     if engine.size > 1:
         # Two all-reduces per layer, bound by latency.
         per_step += 2 * engine.shape.layers * 15e-6
-    prefill = engine.shape.forward_flops(tokens.prefilled / count, tokens.prompt)
     decode = engine.shape.forward_flops(requests * tokens.response, length)
     return {
-        "compute": (prefill + decode) / flops,
+        "compute": decode / flops,
         "memory bandwidth": steps * read / bandwidth,
         "launches": steps * per_step,
     }

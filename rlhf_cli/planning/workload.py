@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from rlhf_cli.backends.cluster.default_layout import memory_share
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.commands.chat import ChatConfig
 from rlhf_cli.commands.inference import InferenceConfig
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.commands.online import OnlineConfig
+from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -76,6 +78,11 @@ class Workload:
     def trained(self) -> tuple[str, ...]:
         """Roles with an optimizer."""
         return tuple(name for name, role in self.roles.items() if role.num_trained)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the command's own process has the models and answers until it is stopped, so a run has no steps."""
+        return isinstance(self.config, ChatConfig | ServeRMConfig)
 
     def host(self, role: str) -> str:
         """Return the role whose ranks hold this model."""

@@ -65,10 +65,10 @@ def _result(change: Change) -> dict[str, float]:
 def lines_of(config: CommandConfig, plan: Plan, changes: list[Change]) -> list[str]:
     """Return the plan as text."""
     work = plan.work
+    model = config.setting("pretrain") or config.setting("reward_pretrain")
     shape = work.engine.shape if work.engine is not None else next(iter(work.roles.values())).shape
     return [
-        f"rlhf {config.command} with {config.setting('pretrain')} ({shape.parameters / 1e9:.2f}B parameters) "
-        f"on {work.hardware.title}",
+        f"rlhf {config.command} with {model} ({shape.parameters / 1e9:.2f}B parameters) on {work.hardware.title}",
         "",
         "Placement",
         *(f"  {line}" for line in placement(work)),
@@ -106,7 +106,8 @@ def _phase_table(gpu: GpuMemory) -> list[str]:
 def _cache(engine: EngineMemory, length: float) -> str:
     if engine.fits:
         running = engine.running(length)
-        return f"KV cache for {engine.cache_tokens:,} tokens, {running:,} sequences of {length:,.0f} tokens at once"
+        count = f"{running:,} sequence{'s' if running != 1 else ''}"
+        return f"KV cache for {engine.cache_tokens:,} tokens, {count} of {length:,.0f} tokens at once"
     weights, room = engine.weights / GIB, engine.share * engine.gpu_bytes / GIB
     return f"no room for a sequence of {engine.max_len:,} tokens: weights {weights:.1f} of {room:.1f} GiB"
 
@@ -119,13 +120,14 @@ def _sizes(title: str, sizes: dict[str, float]) -> list[str]:
 
 
 def _time_lines(plan: Plan) -> list[str]:
-    unit = "iteration" if plan.work.engine is not None else "step"
+    unit = _unit(plan)
     lines = [f"Time per {unit} ({_how(plan)})"]
     for name, time in plan.times.items():
         share = f"{100 * time.seconds / plan.seconds:.0f} %"
         lines.append(f"  {name.ljust(10)}{time.seconds:10.1f} s {share.rjust(6)}  {time.limit}")
+    after = " after the first token" if "decode" in plan.times else ""
     overlap = ", sampling during training" if plan.work.samples_ahead else ""
-    lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s{overlap}, {plan.tokens_per_second:,.0f} tokens/s")
+    lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s{overlap}, {plan.tokens_per_second:,.0f} tokens/s{after}")
     unknown = [name for name in _UNKNOWN_TIMES if plan.work.config.setting(name)]
     lines += [f"Not included, because their duration is unknown: {listed(unknown)}"] if unknown else []
     lines.append(f"Bottleneck: {plan.bottleneck} ({plan.times[plan.bottleneck].limit})")
@@ -136,6 +138,14 @@ def _time_lines(plan: Plan) -> list[str]:
         whole = "" if steps is None else f", {steps * plan.price:,.2f} for the run"
         lines.append(f"Price: {plan.price:,.4g} per {unit}{whole}")
     return [*lines, ""]
+
+
+def _unit(plan: Plan) -> str:
+    """Return what times are for."""
+    work = plan.work
+    if work.serves:
+        return f"batch of {work.tokens.requests} texts" if work.engine is None else "response"
+    return "step" if work.engine is None else "iteration"
 
 
 def _how(plan: Plan) -> str:

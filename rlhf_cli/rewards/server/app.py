@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rlhf_cli.config.serve import ServeConfig
+from rlhf_cli.config.serve import TEXTS_TOGETHER, ServeConfig
 from rlhf_cli.data.pictures.decoding import PictureFault
 from rlhf_cli.data.pictures.placing import picture_of_contents
 from rlhf_cli.data.pictures.sources import encoded_base64
@@ -35,8 +35,6 @@ _BODY_SECONDS = 30
 _MAX_CONNECTIONS = 1024
 _GRACE_SECONDS = 30
 """Seconds that open requests get to finish on shutdown."""
-_TEXTS_TOGETHER = 256
-"""Maximum texts scored in one batch, across requests."""
 
 
 class _RequestBody(BaseModel):
@@ -54,7 +52,7 @@ class _RequestBody(BaseModel):
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images: bool = False) -> FastAPI:
     """Build the application: `POST /get_reward` requires the key, `GET /health` does not."""
-    batcher = Batcher(score, max_waiting=config.max_queue, max_together=_TEXTS_TOGETHER)
+    batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
 
     @asynccontextmanager
     async def scoring(_: FastAPI) -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import num_parameters
-from rlhf_cli.models.requirements import known_positions
+from rlhf_cli.models.positions import known_positions
 from rlhf_cli.models.vision.families.table import find_family
 from rlhf_cli.models.vision.pictures import PlacedPicture, unexpanded
 from rlhf_cli.models.weight_files import folder_of

@@ -106,7 +106,10 @@ def test_json_has_every_number_of_the_plan(capsys):
 @pytest.mark.parametrize("name", PLANNED)
 def test_every_command_has_a_plan(name):
     teacher = {"teacher_pretrain": SMALL} if name in ("distill", "gkd") else {}
-    plan = plan_of(name, pretrain=SMALL, num_gpus=4, **teacher)
+    models: dict[str, str | None] = {"pretrain": SMALL}
+    if name == "serve-rm":
+        models = {"pretrain": None, "reward_pretrain": SMALL}
+    plan = plan_of(name, num_gpus=4, **models, **teacher)
     assert plan.fits
     assert plan.seconds > 0
     assert all(gpu.peak > 0 for gpu in plan.gpus)
