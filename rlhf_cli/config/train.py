@@ -192,7 +192,7 @@ class TrackingConfig(SettingsGroup):
     print_samples: int = Field(0, ge=0)
     """Print this many responses of each iteration to the terminal, with prompt, reward and advantage."""
     on_event: str | None = None
-    """Shell command to run at the start, end and failure of the run. It reads the event as JSON from stdin."""
+    """Shell command to run at the start, end, failure and alarms of the run. It reads the event as JSON from stdin."""
     use_tensorboard: bool = True
     """Write TensorBoard events to <output>/tensorboard."""
     use_wandb: bool = False

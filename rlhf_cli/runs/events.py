@@ -1,4 +1,4 @@
-"""Runs the --on_event command when a run starts, ends or fails."""
+"""Runs the --on_event command when a run starts, ends, fails or raises an alarm."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.runs.recorded_runs import read_run
 from rlhf_cli.tracking.sinks import RUN_FILE
 
-Kind = Literal["start", "end", "failure"]
+Kind = Literal["start", "end", "failure", "alarm"]
 EVENT_SECONDS = 10.0
 """Time limit of the command, after which it is killed."""
 _SIGNAL_STATUS = 128
@@ -50,8 +51,17 @@ def with_events(config: CommandConfig) -> Iterator[Callable[[], None]]:
     events.send("end", "finished")
 
 
-def _ignore() -> None:
+def _ignore(message: str = "") -> None:
     """Report nothing."""
+
+
+def alarm_event(config: CommandConfig) -> Callable[[str], None]:
+    """Return a function that reports an alarm with its message, without waiting for the command."""
+    command = config.setting("on_event")
+    if not command:
+        return _ignore
+    events = _Events(str(command), config, began=0.0)
+    return lambda message: threading.Thread(target=events.send, args=("alarm", message)).start()
 
 
 def _kind_of(error: BaseException) -> tuple[Kind, str]:

@@ -21,6 +21,7 @@ from rlhf_cli.tracking.thumbnails import FOLDER as THUMBNAILS
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+ALARMS_FILE = "alarms.jsonl"
 INDEX_ENDING = ".index"
 """Ending of the index of a samples file, which `rlhf view` writes."""
 INDEX_FILES = (f"{SAMPLES_FILE}{INDEX_ENDING}", f"{EVAL_SAMPLES_FILE}{INDEX_ENDING}")
@@ -204,6 +205,20 @@ class _SampleFiles:
             self._evaluation.close()
 
 
+class _AlarmsFile:
+    """alarms.jsonl: one alarm per line. The file exists from the first alarm on."""
+
+    def __init__(self, output: Path, *, resume_step: int | None) -> None:
+        self._path = output / ALARMS_FILE
+        truncate_after(self._path, resume_step)
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        lines = JsonLines(self._path, resume_step=step)
+        lines.write(step, {"alarm": name, "message": message})
+        lines.sync()
+        lines.close()
+
+
 class TensorBoardSink:
     """Event files in <output>/tensorboard. A resumed run hides old events after the resume step."""
 
@@ -317,8 +332,8 @@ class _SinkRow:
 
     `files` are the names in the run directory that the sink writes; --overwrite removes them. `check` raises UsageError
     if the sink cannot run. The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`,
-    `evaluation_samples(step, rows)`, `state()` and `close()`. Values returned by `state()` must be JSON; they are saved
-    in the checkpoint.
+    `evaluation_samples(step, rows)`, `alarm(step, name, message)`, `state()` and `close()`. Values returned by
+    `state()` must be JSON; they are saved in the checkpoint.
 
     One thread makes all calls. `log` is called again for the `eval/` metrics of the same step, so `step` is not unique.
     Values may be NaN or infinite. Data must be on disk when a call returns, because a checkpoint may follow.
@@ -339,6 +354,7 @@ SINKS = (
         # The tracker stores the images of the rows, for all sinks.
         (SAMPLES_FILE, EVAL_SAMPLES_FILE, THUMBNAILS),
     ),
+    _SinkRow("", lambda run: _AlarmsFile(run.output, resume_step=run.resume_step), (ALARMS_FILE,)),
     _SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step), (_TENSORBOARD,)),
     _SinkRow("tracker", _open_own),
     _SinkRow("use_wandb", _open_wandb, check=import_wandb),

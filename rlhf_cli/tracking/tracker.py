@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,13 +18,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.tracking.alarms import WINDOW, alarms_of
 from rlhf_cli.tracking.figures import PACK_TOKENS, Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.host_memory import HostMemory, root_of_run
 from rlhf_cli.tracking.sinks import (
+    ALARMS_FILE,
     RUN_FILE,
     SETTINGS_FILE,
     SinkContext,
     plain_number,
+    read_lines,
     read_metrics,
     sinks_of,
 )
@@ -81,17 +85,28 @@ class Tracker:
         self._last_log = time.perf_counter()
         self._memory = HostMemory(root_of_run())
         self._flagged: set[str] = set()
+        self._history = deque(filter(_is_trained, read_metrics(output).values()), maxlen=WINDOW)
+        self._alarms = {line["alarm"] for line in read_lines(output / ALARMS_FILE)}
+        self._on_alarm: Callable[[str], None] = lambda message: None
         self._pack_tokens: dict[str, float] = {}
 
     def _each(self, method: str) -> list[Callable[..., Any]]:
         """Return the method of each sink that has it."""
         return [getattr(sink, method) for sink in self._sinks if hasattr(sink, method)]
 
-    def start(self, facts: Mapping[str, str], *, is_kept: bool = True) -> None:
+    def start(
+        self,
+        facts: Mapping[str, str],
+        *,
+        is_kept: bool = True,
+        on_alarm: Callable[[str], None] = lambda message: None,
+    ) -> None:
         """Announce the run: print `facts` in order, then the output folder and logs.
 
-        If `is_kept` is False, the run directory is temporary and is not printed.
+        If `is_kept` is False, the run directory is temporary and is not printed. `on_alarm` receives each
+        alarm's message.
         """
+        self._on_alarm = on_alarm
         self._facts["facts"] = dict(facts)
         self._write_facts("running")
         self._memory.start()
@@ -131,6 +146,7 @@ class Tracker:
         for log in self._each("log"):
             log(step, full)
         self._flag(step, full)
+        self._raise_alarms(step, full)
         self._report_splits(step, plain)
         self._pace.reach(step)
         self._view.step(Reading(step, full))
@@ -211,6 +227,20 @@ class Tracker:
                 self._flagged.add(name)
                 self._view.message(f"Warning: {name} is {metrics[name]} in {self._unit} {step}", style="red")
 
+    def _raise_alarms(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report each alarm of a training step that has not been reported in the run."""
+        if not _is_trained(metrics):
+            return
+        self._history.append(dict(metrics))
+        for alarm, reason in alarms_of(self._history).items():
+            if alarm.name not in self._alarms:
+                self._alarms.add(alarm.name)
+                message = f"{alarm.name} in {self._unit} {step}: {reason}; {alarm.fix} ({alarm.page})"
+                for record in self._each("alarm"):
+                    record(step, alarm.name, message)
+                self._view.message(f"Alarm: {message}", style="red")
+                self._on_alarm(message)
+
     def _report_splits(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report each new limit of tokens per micro-batch after memory was full."""
         for name, tokens in metrics.items():
@@ -235,6 +265,11 @@ class Tracker:
     def _write_facts(self, outcome: str) -> None:
         text = json.dumps(self._facts | {"outcome": outcome}, indent=2)
         (self._output / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _is_trained(metrics: Mapping[str, float]) -> bool:
+    """Return whether the metrics are those of an optimizer step."""
+    return "grad_norm" in metrics
 
 
 def _summary_rows(summary: Summary) -> dict[str, str]:

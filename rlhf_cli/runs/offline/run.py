@@ -38,6 +38,7 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.planning.offline import sequences_per_row
 from rlhf_cli.runs.busy_machine import load_notice
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.events import alarm_event
 from rlhf_cli.runs.memory import gpu_bytes, offline_batching, with_batching
 from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
 from rlhf_cli.runs.plan_proof import gpu_settings, record_plan
@@ -341,7 +342,8 @@ class _OfflineRun:
         notes |= dtype_note(config.model, on_gpu=on_gpu)
         together = sharing(config.batch, config.deepspeed) + splitting(config.deepspeed)
         placement = {"Placement": together[0]} if together else {}
-        tracker.start({"Model": described, "Data": task.summary, **placement, **self.ready.memory, **notes})
+        facts = {"Model": described, "Data": task.summary, **placement, **self.ready.memory, **notes}
+        tracker.start(facts, on_alarm=alarm_event(config))
         for line in notices:
             tracker.message(line)
         return tracker

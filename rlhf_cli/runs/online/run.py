@@ -26,6 +26,7 @@ from rlhf_cli.planning.hardware import hardware_of_run
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.events import alarm_event
 from rlhf_cli.runs.memory import online_workload, sleep_memory_fact
 from rlhf_cli.runs.memory_fixes import with_memory_fixes
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run, code_of_others, continued_run, notices, placed_run
@@ -100,7 +101,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         _lock(run)
         tracker = stack.enter_context(_tracker(run, terminal.console))
-        tracker.start(_facts(run, where))
+        tracker.start(_facts(run, where), on_alarm=alarm_event(config))
         if run.resume is not None:
             forget_later_best(run.paths, run.resume, tracker.message)
         with stop_announced(stop, tracker.message, _STOP):

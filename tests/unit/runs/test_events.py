@@ -14,7 +14,7 @@ from rlhf_cli.backends.training.distributed_env import REPORTED_BY_PARENT
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.options import build_config
-from rlhf_cli.runs.events import run_event, with_events
+from rlhf_cli.runs.events import alarm_event, run_event, with_events
 
 
 def settings(folder: Path, **values: Any) -> SFTConfig:
@@ -53,6 +53,17 @@ def test_start_and_end_of_a_run(tmp_path):
         "run": None,
     }
     assert (tmp_path / "variables").read_text() == f"start {tmp_path}/run sft\nend {tmp_path}/run sft\n"
+
+
+def test_an_alarm_is_an_event_that_the_run_does_not_wait_for(tmp_path):
+    began = time.monotonic()
+    config = settings(tmp_path, on_event=f"sleep 1; cat >> {tmp_path}/events.jsonl; echo >> {tmp_path}/events.jsonl")
+    alarm_event(config)("loss-spike in step 9: loss is 4")
+    assert time.monotonic() - began < 0.5
+    while not events(tmp_path):
+        time.sleep(0.05)
+    assert kinds(tmp_path) == [("alarm", "loss-spike in step 9: loss is 4")]
+    alarm_event(settings(tmp_path, on_event=None))("loss-spike in step 9: loss is 4")
 
 
 @pytest.mark.parametrize(

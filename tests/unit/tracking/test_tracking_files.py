@@ -254,6 +254,7 @@ def test_sinks_list_every_file_that_they_write(tmp_path):
         enabled, tmp_path, command="ppo", total_steps=2, console=Console(file=io.StringIO()), resume_step=None
     ) as tracker:
         report_step(tracker, 2)
+        tracker.log(3, {"grad_norm": 1.0, "approx_k3": 1.0}, {})  # an alarm
         image = Picture("a1", 8, 8, partial(np.zeros, (8, 8, 3), np.uint8))
         tracker.evaluation_samples(2, [{"response": "r", "images": [image]}])
         tracker.close()
