@@ -190,22 +190,30 @@ class TrackingConfig(SettingsGroup):
     logging_steps: int = Field(1, gt=0)
     """Print every N steps to the terminal. metrics.jsonl always contains all steps."""
     print_samples: int = Field(0, ge=0)
-    """Print this many responses of each iteration to the terminal, with prompt, reward and advantage."""
+    """Print this many responses of each iteration to the terminal, with prompt, reward and advantage. Trackers show the
+    same responses as a table; 4 if this is 0.
+    """
     on_event: str | None = None
     """Shell command to run at the start, end, failure and alarms of the run. It reads the event as JSON from stdin."""
     use_tensorboard: bool = True
     """Write TensorBoard events to <output>/tensorboard."""
     use_wandb: bool = False
     """Log to Weights & Biases (extra `wandb`, key in WANDB_API_KEY)."""
+    use_mlflow: bool = False
+    """Log to MLflow (extra `mlflow`, server in MLFLOW_TRACKING_URI; without one, to ./mlflow.db)."""
+    use_trackio: bool = False
+    """Log to Trackio on this machine, or to the Space in TRACKIO_SPACE_ID (extra `trackio`)."""
+    use_swanlab: bool = False
+    """Log to SwanLab (extra `swanlab`, key in SWANLAB_API_KEY)."""
     tracker: Annotated[
         str | None, Plugin((), ("run_directory", "settings", "resume_step"), methods=("log", "close"))
     ] = None
     """Your own tracker class, which also receives the metrics of each step."""
     wandb_project: str = "rlhf-cli"
-    """Weights & Biases project."""
+    """Project in Weights & Biases, Trackio and SwanLab; experiment in MLflow."""
     wandb_org: str | None = None
     """Weights & Biases entity."""
     wandb_group: str | None = None
-    """Weights & Biases group."""
+    """Group in Weights & Biases, Trackio and SwanLab."""
     wandb_run_name: str | None = None
-    """Weights & Biases run name. Default: the run directory's name."""
+    """Run name in Weights & Biases, MLflow, Trackio and SwanLab. Default: the run directory's name."""

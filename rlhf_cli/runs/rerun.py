@@ -25,20 +25,18 @@ from rlhf_cli.runs.run_comparison import Difference, MetricsComparison, first_sa
 from rlhf_cli.runs.run_directory import CONFIG, LOCK_FILE
 from rlhf_cli.runs.run_lock import CAUSES, VARIABLES, Start, lock_differences, read_lock
 from rlhf_cli.settings_file import read_yaml
-from rlhf_cli.tracking.sinks import last_metrics
+from rlhf_cli.tracking.sinks import SINKS, last_metrics
 
-_OF_A_RERUN: dict[str, object] = {
+_OF_A_RERUN: Mapping[str, object] = {
     "ckpt_path": None,
     "save_path": None,
     "save_steps": -1,
     "max_restarts": 0,
     "load_checkpoint": False,
     "overwrite": False,
-    "use_tensorboard": False,
-    "use_wandb": False,
     "tracker": None,
     "on_event": None,
-}
+} | {row.setting: False for row in SINKS if row.setting.startswith("use_")}
 """Settings for the repetition: separate folders and no trackers. None changes results."""
 _LOOK_SECONDS = 0.2
 _SHOWN = 5

@@ -1,21 +1,33 @@
-"""Sinks for metrics and samples: JSON lines files, TensorBoard, Weights & Biases and user code. `SINKS` lists them.
+"""Sinks for metrics and samples: JSON lines files, trackers of other packages and user code. `SINKS` lists them.
 
 terminal/progress.py writes to the terminal, and report/page.py renders the files as a page.
 """
 
-import importlib
 import json
 import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.train import TrackingConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.tracking.services import (
+    TENSORBOARD,
+    MlflowSink,
+    Service,
+    SinkContext,
+    SwanlabSink,
+    TensorBoardSink,
+    TrackioSink,
+    WandbSink,
+    check_swanlab,
+    check_wandb,
+    require_package,
+)
 from rlhf_cli.tracking.thumbnails import FOLDER as THUMBNAILS
 
 METRICS_FILE = "metrics.jsonl"
@@ -25,11 +37,9 @@ ALARMS_FILE = "alarms.jsonl"
 INDEX_ENDING = ".index"
 """Ending of the index of a samples file, which `rlhf view` writes."""
 INDEX_FILES = (f"{SAMPLES_FILE}{INDEX_ENDING}", f"{EVAL_SAMPLES_FILE}{INDEX_ENDING}")
-_TENSORBOARD = "tensorboard"
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
 SETTINGS_FILE = "config.yaml"
-_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -219,105 +229,6 @@ class _AlarmsFile:
         lines.close()
 
 
-class TensorBoardSink:
-    """Event files in <output>/tensorboard. A resumed run hides old events after the resume step."""
-
-    def __init__(self, output: Path, *, resume_step: int | None) -> None:
-        # Imported late: it needs torch and tensorboard.
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = output / _TENSORBOARD
-        # A new run: TensorBoard would mix events from all files in the folder.
-        if resume_step is None:
-            for stale in folder.glob("events.out.tfevents.*"):
-                stale.unlink()
-        # Written to the new file; TensorBoard then discards older events from this step on.
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run. `wandb` is the package, or an object with the same `init`.
-
-    `settings` are shown with the run. `run_id` is the ID of the run to resume, None for a new run.
-    """
-
-    def __init__(
-        self, wandb: Any, config: TrackingConfig, *, output: Path, settings: Mapping[str, object], run_id: str | None
-    ) -> None:
-        self._run = wandb.init(
-            project=config.wandb_project,
-            entity=config.wandb_org,
-            group=config.wandb_group,
-            name=config.wandb_run_name or output.resolve().name,
-            id=run_id,
-            resume="allow",
-            dir=str(output),
-            config=dict(settings),
-            save_code=False,
-            # Output already goes to a log file, and wandb's console capture would redirect descriptors 1 and 2 again.
-            settings=wandb.Settings(console="off"),
-        )
-        # wandb drops values for steps below its own counter, but a resumed run logs some steps a second time.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def state(self) -> dict[str, object]:
-        return {"wandb_run_id": str(self._run.id)}
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def import_wandb(name: str = "wandb") -> Any:
-    """Import wandb. Raises UsageError if the package or an API key is missing: wandb would prompt on the terminal."""
-    try:
-        wandb = importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError("--use_wandb requires the wandb package: pip install 'rlhf-cli[wandb]'") from error
-    check_wandb_key(os.environ, netrc=Path.home() / ".netrc")
-    return wandb
-
-
-def check_wandb_key(environment: Mapping[str, str], *, netrc: Path) -> None:
-    """Raise UsageError if wandb would prompt for a key."""
-    offline = environment.get("WANDB_MODE") in ("offline", "disabled")
-    has_key = any(environment.get(key) for key in _WANDB_KEYS)
-    if not offline and not has_key and not netrc.exists():
-        raise UsageError("--use_wandb requires an API key: set WANDB_API_KEY (or WANDB_MODE=offline)")
-
-
-@dataclass(frozen=True)
-class SinkContext:
-    """The run that a sink is opened for.
-
-    - `resume_step`: step to resume after, None for a new run.
-    - `saved`: merged `state()` of all sinks, from the checkpoint.
-    """
-
-    output: Path
-    config: TrackingConfig
-    settings: Mapping[str, object]
-    resume_step: int | None
-    saved: Mapping[str, object]
-
-
-def _open_wandb(run: SinkContext) -> WandbSink:
-    """Open the run on Weights & Biases. A resumed run continues the same page."""
-    run_id = str(run.saved["wandb_run_id"]) if run.saved.get("wandb_run_id") else None
-    return WandbSink(import_wandb(), run.config, output=run.output, settings=run.settings, run_id=run_id)
-
-
 def _open_own(run: SinkContext) -> Any:
     """Create the tracker from --tracker, and restore its state if it has `load_state`."""
     tracker = load_target(run.config.tracker)(run.output, run.settings, run.resume_step)  # type: ignore[arg-type]
@@ -332,8 +243,9 @@ class _SinkRow:
 
     `files` are the names in the run directory that the sink writes; --overwrite removes them. `check` raises UsageError
     if the sink cannot run. The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`,
-    `evaluation_samples(step, rows)`, `alarm(step, name, message)`, `state()` and `close()`. Values returned by
-    `state()` must be JSON; they are saved in the checkpoint.
+    `evaluation_samples(step, rows)`, `sample_table(step, table)`, `alarm(step, name, message)`, `state()`, `close()`. A
+    table has a few of the rows (`sample_table.py`). Values returned by `state()` must be JSON; they are saved in the
+    checkpoint.
 
     One thread makes all calls. `log` is called again for the `eval/` metrics of the same step, so `step` is not unique.
     Values may be NaN or infinite. Data must be on disk when a call returns, because a checkpoint may follow.
@@ -343,6 +255,11 @@ class _SinkRow:
     open: Callable[[SinkContext], Any]
     files: tuple[str, ...] = ()
     check: Callable[[], object] = lambda: None
+
+
+def _service(name: str, title: str, sink: type, check: Callable[[], object]) -> _SinkRow:
+    """Return the row of --use_NAME. --overwrite keeps offline runs, which may not be uploaded yet."""
+    return _SinkRow(f"use_{name}", partial(Service, title, f"{name}_run_id", sink), check=check)
 
 
 # In order of writing: the run's own files come first, so that a failing service loses no metrics.
@@ -355,9 +272,12 @@ SINKS = (
         (SAMPLES_FILE, EVAL_SAMPLES_FILE, THUMBNAILS),
     ),
     _SinkRow("", lambda run: _AlarmsFile(run.output, resume_step=run.resume_step), (ALARMS_FILE,)),
-    _SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step), (_TENSORBOARD,)),
+    _SinkRow("use_tensorboard", lambda run: TensorBoardSink(run.output, resume_step=run.resume_step), (TENSORBOARD,)),
     _SinkRow("tracker", _open_own),
-    _SinkRow("use_wandb", _open_wandb, check=import_wandb),
+    _service("wandb", "Weights & Biases", WandbSink, check_wandb),
+    _service("mlflow", "MLflow", MlflowSink, partial(require_package, "mlflow")),
+    _service("trackio", "Trackio", TrackioSink, partial(require_package, "trackio")),
+    _service("swanlab", "SwanLab", SwanlabSink, check_swanlab),
 )
 
 

@@ -1,4 +1,4 @@
-"""The single place where trainers report: files, TensorBoard, Weights & Biases and the terminal.
+"""The single place where trainers report: files, the trackers of `SINKS` and the terminal.
 
 It never influences training. Only rank 0 has a `Tracker`; other ranks have a `SilentTracker`.
 """
@@ -21,11 +21,12 @@ from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking.alarms import WINDOW, alarms_of
 from rlhf_cli.tracking.figures import PACK_TOKENS, Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.host_memory import HostMemory, root_of_run
+from rlhf_cli.tracking.sample_table import sample_table
+from rlhf_cli.tracking.services import SinkContext
 from rlhf_cli.tracking.sinks import (
     ALARMS_FILE,
     RUN_FILE,
     SETTINGS_FILE,
-    SinkContext,
     plain_number,
     read_lines,
     read_metrics,
@@ -41,6 +42,8 @@ from rlhf_cli.tracking.thumbnails import Thumbnails
 _LOGS = "logs"
 _PLAIN_CELLS = 500
 """Width of printed samples in log files."""
+_TABLE_ROWS = 4
+"""Samples of an iteration in trackers, without --print_samples."""
 _SUMMARY_METRICS = 4
 _SUMMARY_PHASES = 6
 
@@ -77,10 +80,10 @@ class Tracker:
         self._thumbnails = Thumbnails(output)
         settings_file = output / SETTINGS_FILE
         settings = yaml.safe_load(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
-        context = SinkContext(output, config, settings, resume_step, saved or {})
-        self._sinks = [row.open(context) for row in sinks_of(config)]
         self._pace = Pace(total_steps, start_step=resume_step or 0)
         self._view: View = PlainView(console, self._pace, unit=unit, every=config.logging_steps)
+        context = SinkContext(output, config, settings, resume_step, saved or {}, warn=self.message)
+        self._sinks = [row.open(context) for row in sinks_of(config)]
         self._starting = True
         self._last_log = time.perf_counter()
         self._memory = HostMemory(root_of_run())
@@ -175,6 +178,10 @@ class Tracker:
         kept = self._thumbnails.rows(rows)
         for write in self._each("samples"):
             write(step, kept)
+        if tables := self._each("sample_table"):
+            table = sample_table(rows, self._num_printed or _TABLE_ROWS)
+            for show in tables:
+                show(step, table)
         cells = self._console.width - 1 if self._console.is_terminal else _PLAIN_CELLS
         for line in sample_lines(rows, self._num_printed, cells=cells):
             self._view.message(line)

@@ -170,7 +170,8 @@ COMMAND_LINES = {
     "sft --pretrain m --dataset d --output o --report_to none --overwrite_output_dir true --push_to_hub false": (
         "parses: --no_use_tensorboard | --overwrite"
     ),
-    "sft --pretrain m --dataset d --output o --report_to mlflow": "refused: --use_wandb or --use_tensorboard",
+    "sft --pretrain m --dataset d --output o --report_to mlflow": "parses: --use_mlflow",
+    "sft --pretrain m --dataset d --output o --report_to comet_ml": "refused: use --use_tensorboard, --use_wandb",
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math --num_generations 8": (
         "parses: --n_samples_per_prompt 8"
     ),

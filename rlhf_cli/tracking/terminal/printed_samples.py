@@ -1,11 +1,11 @@
 """Responses on the terminal (--print_samples): each with prompt, reward and advantage, in lines of limited width."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
 from rlhf_cli.tracking.figures import number
+from rlhf_cli.tracking.sample_table import plain_text, spread
 
 _SHOWN = ("reward", "advantage", "length")
 _GAP = " … "
@@ -13,7 +13,7 @@ _NAME_CELLS = 10
 
 
 def sample_lines(rows: Sequence[Mapping[str, object]], num_samples: int, *, cells: int) -> Iterator[str]:
-    """Yield three lines for each of `num_samples` rows, which are spread evenly over all rows.
+    """Yield three lines for each of `num_samples` rows, chosen by `spread`.
 
     The first line has the `id` that `rlhf why` reads, and the numbers. Prompt and response follow; of long ones, the
     middle is left out.
@@ -23,8 +23,7 @@ def sample_lines(rows: Sequence[Mapping[str, object]], num_samples: int, *, cell
         num_samples: number of rows to show.
         cells: width of the lines.
     """
-    shown = min(num_samples, len(rows))
-    for row in (rows[place * len(rows) // shown] for place in range(shown)):
+    for row in spread(rows, num_samples):
         yield shortened("  ".join([str(row.get("id", "")), *_numbers(row)]), cells)
         for name in ("prompt", "response"):
             yield f"  {name:{_NAME_CELLS}}{shortened(_plain(row.get(name)), cells - _NAME_CELLS - 2)}"
@@ -41,9 +40,10 @@ def _numbers(row: Mapping[str, object]) -> Iterator[str]:
 
 def _plain(text: object) -> str:
     """Return a text or the messages of a prompt in one line, without control characters."""
-    words = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     # A response may hold escape sequences, which would change the terminal.
-    return "".join(character if character.isprintable() else "⏎" if character == "\n" else "�" for character in words)
+    return "".join(
+        character if character.isprintable() else "⏎" if character == "\n" else "�" for character in plain_text(text)
+    )
 
 
 def shortened(text: str, cells: int) -> str:

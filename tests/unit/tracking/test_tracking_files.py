@@ -6,7 +6,6 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,20 +15,16 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_cli.config.train import TrackingConfig
-from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.tracking.figures import interval, is_measured, prominent
 from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.tracking.services import TensorBoardSink
 from rlhf_cli.tracking.sinks import (
     SINKS,
     JsonLines,
     MetricsFile,
     SamplesFile,
-    TensorBoardSink,
-    WandbSink,
-    check_wandb_key,
     files_of,
-    import_wandb,
     read_lines,
     read_metrics,
     truncate_after,
@@ -260,51 +255,6 @@ def test_sinks_list_every_file_that_they_write(tmp_path):
         tracker.close()
     written = {path.name for path in tmp_path.iterdir()} - {"run.json"}
     assert written == set(files_of(SINKS)), "files of a row in SINKS (tracking/sinks.py) differ from those it writes"
-
-
-class FakeWandb:
-    """Records calls to wandb."""
-
-    Settings = staticmethod(lambda **given: given)
-
-    def __init__(self) -> None:
-        self.given: dict = {}
-        self.logged: list[dict] = []
-
-    def init(self, **given):
-        self.given = given
-        return SimpleNamespace(
-            id=given["id"] or "abc123",
-            define_metric=lambda *names, **options: None,
-            log=self.logged.append,
-            finish=lambda: None,
-        )
-
-
-def test_wandb_run_is_continued_by_its_id(tmp_path):
-    wandb = FakeWandb()
-    new = WandbSink(wandb, TrackingConfig(), output=tmp_path / "run7", settings={"seed": 3}, run_id=None)
-    assert (new.state(), wandb.given["name"], wandb.given["config"]) == (
-        {"wandb_run_id": "abc123"},
-        "run7",
-        {"seed": 3},
-    )
-    WandbSink(wandb, TrackingConfig(), output=tmp_path, settings={}, run_id="abc123").log(9, {"loss": 1.0})
-    assert wandb.given["id"] == "abc123"
-    assert wandb.given["resume"] == "allow"
-    assert wandb.logged == [{"step": 9, "loss": 1.0}]
-
-
-def test_missing_wandb_is_one_sentence_with_the_command_to_install_it():
-    with pytest.raises(UsageError, match=r"pip install 'rlhf-cli\[wandb\]'"):
-        import_wandb("a_package_that_is_not_there")
-
-
-def test_wandb_without_a_key_is_refused_before_it_asks(tmp_path):
-    with pytest.raises(UsageError, match="WANDB_API_KEY"):
-        check_wandb_key({}, netrc=tmp_path / "none")
-    check_wandb_key({"WANDB_API_KEY": "k"}, netrc=tmp_path / "none")
-    check_wandb_key({"WANDB_MODE": "offline"}, netrc=tmp_path / "none")
 
 
 def test_run_file_says_what_ran_and_how_it_ended(tmp_path):
