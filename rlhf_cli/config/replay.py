@@ -14,6 +14,10 @@ class ReplayGroup(SettingsGroup):
     """Iteration to run again."""
     set: list[str] | None = None
     """Settings of the iteration to change, as NAME=VALUE: `eps_clip=0.3,init_kl_coef=0`."""
+    sample_again: bool = False
+    """Sample new responses for the iteration's prompts, with another random seed. Settings of sampling can then change,
+    too: `temperature=0.8`.
+    """
 
 
 class RerunGroup(SettingsGroup):

@@ -150,6 +150,8 @@ class RolloutConfig(SamplingConfig):
     """Epochs over the prompts."""
     max_iterations: int | None = Field(None, gt=0)
     """Stop after this number of iterations."""
+    rollout_seed: int | None = Field(None, ge=0, lt=2**32)
+    """Random seed for sampling and environments. Default: seed."""
 
 
 class AsyncConfig(SettingsGroup):

@@ -123,7 +123,7 @@ class SumsWalkthrough(Walkthrough):
         write_problems(self.root / "data", seed=self.seed)
 
     def scratch(self) -> list[str]:
-        shape = "--hidden_size 128 --intermediate_size 384 --num_hidden_layers 4 --num_attention_heads 4"
+        shape = "--hidden_size 128 --intermediate_size 384 --num_hidden_layers 2 --num_attention_heads 4"
         size = "--num_key_value_heads 2 --max_position_embeddings 64 --initializer_range 0.08 --vocab_size 300"
         data = self._at("data/train.jsonl")
         words = f"scratch --dataset {data} {shape} {size} --seed {self.seed} --output {self._at('untrained')}"
@@ -133,7 +133,7 @@ class SumsWalkthrough(Walkthrough):
         words = (
             f"sft --pretrain {self._at('untrained')} --dataset {self._at('data/train.jsonl')} "
             f"--output_key demonstration --max_len 64 "
-            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 16 --learning_rate 2e-3 --l2 0.1 "
+            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 16 --learning_rate 3e-3 --l2 0.1 "
             f"--eval_dataset {self._at('data/validation.jsonl')} --eval_steps 50 --stop_eval_loss 0.15 "
             f"--seed {self.seed} --output {self._at('sft')} --logging_steps 50"
         )
@@ -148,7 +148,7 @@ class SumsWalkthrough(Walkthrough):
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self._at('data/train.jsonl')} "
             f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 "
             f"--max_new_tokens {self.max_new_tokens} --rollout_batch_size 256 "
-            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 16 --actor_learning_rate 3e-4 "
+            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 12 --actor_learning_rate 3e-4 "
             f"{_CRITIC if self._has_critic else ''} --lr_warmup_ratio 0.05 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )

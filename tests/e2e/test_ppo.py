@@ -15,7 +15,6 @@ from forked import Command, run_rlhf, started_rlhf
 from killed_runs import (
     assert_same_run,
     engine_process,
-    finish,
     halted,
     plain_metrics,
     processes_of,
@@ -150,6 +149,7 @@ def last_response(output: Path) -> str:
     return json.loads((output / "samples.jsonl").read_text().splitlines()[-1])["id"]
 
 
+@pytest.mark.parametrize("finished_run", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)], indirect=True)
 def test_a_response_is_explained_with_the_numbers_of_the_run(finished_run, tmp_path):
     _, output = finished_run
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.name != ".lock"}
@@ -175,6 +175,17 @@ def test_an_iteration_is_replayed_with_other_settings(finished_run):
     rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.startswith("  ")}
     assert float(rows["clip_high"][1]) > float(rows["clip_high"][0])
     assert "reward" not in rows  # the samples are the same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
+def test_an_iteration_samples_again_at_another_temperature(finished_run):
+    _, output = finished_run
+    printed = run_rlhf("replay", output, "--iteration", "4", "--sample_again", "--set", "temperature=0.5")
+    assert "Equal to the run: all metrics of the iteration" in printed
+    assert "new samples temperature=0.5" in printed
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.startswith("  ")}
+    assert float(rows["entropy"][1]) < float(rows["entropy"][0])
 
 
 @pytest.mark.slow  # another run of the same length
@@ -238,6 +249,7 @@ def test_the_actor_moves(finished_run, model):
     assert {name for name in after if name.endswith("proj.weight")} <= moved
 
 
+@pytest.mark.slow  # with transformers, the next test covers the same in CI
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
 def test_a_run_whose_engine_and_then_whose_driver_is_killed_goes_on_as_if_unharmed(
     finished_run, tmp_path, model, problems
@@ -261,10 +273,10 @@ def test_a_run_whose_engine_and_then_whose_driver_is_killed_goes_on_as_if_unharm
 
 
 @pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
-def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_if_unharmed(
+def test_a_run_whose_engine_actor_and_driver_are_killed_ends_like_an_uninterrupted_run(
     finished_run, tmp_path, model, problems
 ):
-    """An engine is restarted without restarting the run; an actor needs the one restart that is allowed."""
+    """An engine is restarted within the run, an actor with the one allowed restart; a killed driver is resumed."""
     backend, whole = finished_run
     output = tmp_path / "restarted"
     words = run_words(model, problems, output, backend=backend)
@@ -277,12 +289,14 @@ def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_
         with halted(process):
             writer_of(output / "logs" / "actor-0.log", "Worker").kill()
         noticed = line_with("rlhf ppo: actor rank 0 died", process, seconds=NOTICED_SECONDS)
-        finish(process)
+        wait_for(output / "checkpoints" / "step_000003" / "manifest.json", process)
+        kill_driver(process)
     finally:
         process.kill()
     assert "going on from the last checkpoint (restart 1 of 1)" in noticed
-    assert_same_run(whole, output)
     assert_nothing_left(output)
+    run_rlhf(*words, "--load_checkpoint")
+    assert_same_run(whole, output)
 
 
 SHARED = "--sequence_parallel_size 2 --critic_sequence_parallel_size 1 --ref_sequence_parallel_size 1"
@@ -290,7 +304,7 @@ SHARED = "--sequence_parallel_size 2 --critic_sequence_parallel_size 1 --ref_seq
 
 
 @pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
-@pytest.mark.parametrize("shared", ["", SHARED], ids=["apart", "shared"])
+@pytest.mark.parametrize("shared", [pytest.param("", marks=pytest.mark.slow), SHARED], ids=["apart", "shared"])
 def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, shared, tmp_path, model, problems):
     backend, alone = finished_run
     output = tmp_path / "two"
@@ -351,7 +365,7 @@ def interrupted(tmp_path_factory) -> Callable[[str], Path]:
     ("command", "signum"),
     [
         ("ppo", signal.SIGTERM),
-        ("grpo", signal.SIGINT),
+        pytest.param("grpo", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("grpo", signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_partitioned_reference_moves_like_a_whole_one(place):
         assert partitioned[step] == pytest.approx(whole[step], rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("command", ["dpo", "kto"])
+@pytest.mark.parametrize("command", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_reference_log_probabilities_are_kept_for_other_runs(place, command):
     asked = metrics_of(place.run(command, f"{command}_asked"))
     first = metrics_of(place.run(command, f"{command}_first", "--precompute_ref_log_probs"))

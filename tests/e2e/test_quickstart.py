@@ -78,7 +78,6 @@ def test_other_algorithms_teach_the_same_model(folder, tmp_path, words):
         (tmp_path / part).symlink_to(folder / part)
     walk = SumsWalkthrough(tmp_path, SEED, algorithm)
     practice = walk.practice() + flags
-    practice[practice.index("--max_iterations") + 1] = "12"  # without a critic, half as many do
     evaluation = walk.evaluation()
     evaluation[evaluation.index("--pretrain") + 1] = str(tmp_path / "practice")  # what sft does is known by now
     for command in (practice, evaluation):

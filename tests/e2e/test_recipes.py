@@ -54,7 +54,7 @@ def run(script: str, *words: object, folder: Path, **environment: str) -> None:
 @pytest.mark.parametrize(
     ("script", "own", "roles"),
     [
-        ("orz_ppo.sh", {}, {"actor-0", "critic-0", "engine-0"}),
+        pytest.param("orz_ppo.sh", {}, {"actor-0", "critic-0", "engine-0"}, marks=pytest.mark.slow),
         pytest.param("r1_zero_grpo.sh", {}, {"actor-0", "ref-0", "engine-0"}, marks=pytest.mark.slow),
         (
             "dapo.sh",

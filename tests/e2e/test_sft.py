@@ -91,7 +91,12 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 
 def wait_until(
-    true: Callable[[], bool], *, what: str, within: float = PATIENCE, running: Running | None = None
+    true: Callable[[], bool],
+    *,
+    what: str,
+    within: float = PATIENCE,
+    every: float = 0.02,
+    running: Running | None = None,
 ) -> None:
     end = time.monotonic() + within
     while not true():
@@ -99,7 +104,7 @@ def wait_until(
             pytest.fail(f"waited {within} s in vain until {what}")
         if running is not None and running.main.poll() is not None:
             pytest.fail(f"the run ended before {what}:\n{running.log.read_text()[-3000:]}")
-        time.sleep(0.001)
+        time.sleep(every)
 
 
 class Place:
@@ -275,7 +280,7 @@ def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
     ranks = running.ranks() or processes
     while True:
         before = place.last_checkpoint(name)
-        wait_until(is_writing, what="a checkpoint is written", running=running)
+        wait_until(is_writing, what="a checkpoint is written", every=0.001, running=running)
         for rank in ranks:
             rank.suspend()
         if is_writing() and place.last_checkpoint(name) == before:
@@ -350,7 +355,7 @@ LONG_STEP_ROWS = 256
 LONG_STEPS = ENDLESS | {"train_batch_size": str(LONG_STEP_ROWS), "micro_train_batch_size": "1", "zero_stage": "3"}
 
 
-@pytest.mark.parametrize("launcher", ["one process", "num_processes"])
+@pytest.mark.parametrize("launcher", [pytest.param("one process", marks=pytest.mark.slow), "num_processes"])
 def test_a_second_ctrl_c_ends_at_once(place, launcher):
     name = place.new_name("twice")
     running = place.start(name, launcher, dataset=str(place.folder / "many.jsonl"), **LONG_STEPS)

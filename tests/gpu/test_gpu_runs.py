@@ -7,11 +7,11 @@ import importlib.util
 
 import pytest
 import torch
+from killed_runs import finish
 from test_ppo import (
     ITERATIONS,
     assert_nothing_left,
     engine_process,
-    finish,
     kill_driver,
     plain_metrics,
     ppo_words,

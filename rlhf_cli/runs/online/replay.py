@@ -22,9 +22,10 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, c
 from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.replay import ReplayConfig
-from rlhf_cli.config.base import default_settings
+from rlhf_cli.config.base import SettingsGroup, default_settings
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import CriticConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.environment import resume_collector
@@ -56,6 +57,8 @@ _WITHOUT_OUTPUT: dict[str, object] = {
 _OF_THE_UPDATE = (PolicyConfig, CriticConfig, OptimConfig, BatchConfig, RewardConfig)
 """Groups of settings that a replay can change."""
 _NOT_OF_THE_UPDATE = {"seed", "critic_pretrain", "reward_pretrain", "prm_pretrain"}
+_OF_THE_PROMPTS = {"seed", "rollout_batch_size", "num_episodes", "max_iterations"}
+"""Settings of the rollout that affect which prompts an iteration has."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,14 @@ def run_replay(config: ReplayConfig) -> None:
     settings = config.replay
     root, changes = Path(settings.run).expanduser(), _changes(settings.set or [])
     own: OnlineConfig = recorded_config(root, ONLINE_TRAINING)
-    changed = _changed(root, own, changes) if changes else None
+    changed = None
+    if changes or settings.sample_again:
+        changed = _changed(root, own, changes, samples_again=settings.sample_again)
     # Before the first of two replays, which can take minutes.
     _checkpoint_before(own, settings.iteration, is_next=changed is not None)
     again = replay(own, settings.iteration, keeps_update=changed is not None)
     other = None if changed is None else replay(own, settings.iteration, changed=changed, keeps_update=True)
-    print("\n".join(comparison(again, other, changes)))
+    print("\n".join(comparison(again, other, changes, samples_again=settings.sample_again)))
 
 
 def _changes(words: Sequence[str]) -> dict[str, str]:
@@ -118,20 +123,35 @@ def _changes(words: Sequence[str]) -> dict[str, str]:
     return {name.strip().lstrip("-"): value.strip() for name, _, value in (word.partition("=") for word in words)}
 
 
-def _changed(root: Path, own: OnlineConfig, changes: Mapping[str, str]) -> OnlineConfig:
-    """Return the settings with changes. Raises UsageError if one affects more than the update."""
+def _changed(root: Path, own: OnlineConfig, changes: Mapping[str, str], *, samples_again: bool) -> OnlineConfig:
+    """Return the settings with changes. Raises UsageError if one affects more than the update, and with `samples_again`
+    than sampling.
+    """
+    if samples_again and own.asynchronous.staleness:
+        raise UsageError("--sample_again: the run has sampled these responses iterations before, with --async_train")
     for name in changes:
         groups = [settings for group, settings in own if name in own.supported(group)]
-        if groups and (not isinstance(groups[0], _OF_THE_UPDATE) or name in _NOT_OF_THE_UPDATE):
+        if groups and not _can_change(groups[0], name, samples_again=samples_again):
+            kept = "models or prompts" if samples_again else "models, prompts or sampling"
             raise UsageError(
-                f"--set {name}: it affects models, prompts or sampling, but the samples stay those of the run; set "
-                "settings of the update, such as eps_clip, init_kl_coef, actor_learning_rate or train_batch_size"
+                f"--set {name}: it affects {kept}, which stay those of the run; set settings of the update, such as "
+                "eps_clip, init_kl_coef, actor_learning_rate or train_batch_size, and with --sample_again of sampling, "
+                "such as temperature"
             )
-    config: OnlineConfig = recorded_config(root, ONLINE_TRAINING, changes)
+    seed = {"rollout_seed": (own.batch.seed + 1) % 2**32} if samples_again else {}
+    config: OnlineConfig = recorded_config(root, ONLINE_TRAINING, {**seed, **changes})
     return config
 
 
-def comparison(again: Replayed, other: Replayed | None, changes: Mapping[str, str]) -> list[str]:
+def _can_change(group: SettingsGroup, name: str, *, samples_again: bool) -> bool:
+    if isinstance(group, RolloutConfig):
+        return samples_again and name not in _OF_THE_PROMPTS
+    return isinstance(group, _OF_THE_UPDATE) and name not in _NOT_OF_THE_UPDATE
+
+
+def comparison(
+    again: Replayed, other: Replayed | None, changes: Mapping[str, str], *, samples_again: bool = False
+) -> list[str]:
     """Return a table of the metrics that differ, and how far apart the updates are."""
     head = f"iteration {again.iteration} of rlhf {again.run.config.command} in {again.root}"
     same = (
@@ -146,21 +166,24 @@ def comparison(again: Replayed, other: Replayed | None, changes: Mapping[str, st
         f"  {name:28}{number(again.metrics[name]):>14}{number(other.metrics.get(name, math.nan)):>14}"
         for name in sorted(names)
     ]
-    settings = " ".join(f"{name}={value}" for name, value in changes.items())
-    return [head, same, "", f"  {'':28}{'run':>14}{'changed':>14}   {settings}", *rows, "", *_apart(again, other)]
+    settings = [*(["new samples"] if samples_again else []), *(f"{name}={value}" for name, value in changes.items())]
+    columns = f"  {'':28}{'run':>14}{'changed':>14}   {' '.join(settings)}"
+    return [head, same, "", columns, *rows, "", *_apart(again, other, samples_again=samples_again)]
 
 
 def _own(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(NOT_REPEATED)}
 
 
-def _apart(again: Replayed, other: Replayed) -> Iterator[str]:
+def _apart(again: Replayed, other: Replayed, *, samples_again: bool) -> Iterator[str]:
     """Yield how many tokens are clipped or corrected differently, and the cosine of the weight updates."""
     if again.update and other.update:
         first, second = (torch.cat([one.update[name].flatten() for name in again.update]) for one in (again, other))
         cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
         lengths = (number(float(first.norm())), number(float(second.norm())))
         yield f"  cosine of the weight updates {number(float(cosine))}, norms {lengths[0]} and {lengths[1]}"
+    if samples_again:
+        return
     texts = [[row["response"] for row in one.rows] for one in (again, other)]
     if texts[0] != texts[1]:
         yield "  the engine sampled different responses, so the settings are not the only cause"

@@ -39,8 +39,9 @@ def run(tmp_path):
     return root
 
 
-def replayed(run, iteration=1, *changes):
-    run_replay(ReplayConfig(replay=ReplayGroup(run=str(run), iteration=iteration, set=[*changes])))
+def replayed(run, iteration=1, *changes, sample_again=False):
+    group = ReplayGroup(run=str(run), iteration=iteration, set=[*changes], sample_again=sample_again)
+    run_replay(ReplayConfig(replay=group))
 
 
 def test_settings_of_a_run_are_read_with_changes(run):
@@ -62,6 +63,19 @@ def test_settings_of_a_run_are_read_with_changes(run):
 def test_changes_that_cannot_be_replayed_are_refused(run, change, message):
     with pytest.raises(UsageError, match=message):
         replayed(run, 1, change)
+
+
+@pytest.mark.parametrize("change", ["pretrain=other", "rollout_batch_size=4", "prompt_data=other.jsonl"])
+def test_new_samples_are_of_the_same_prompts_and_model(run, change):
+    with pytest.raises(UsageError, match=r"it affects models or prompts"):
+        replayed(run, 1, change, sample_again=True)
+
+
+def test_responses_sampled_iterations_before_are_not_sampled_again(run):
+    config = (run / "config.yaml").read_text().replace("async_train: false", "async_train: true")
+    (run / "config.yaml").write_text(config)
+    with pytest.raises(UsageError, match=r"sampled these responses iterations before"):
+        replayed(run, sample_again=True)
 
 
 def test_an_iteration_that_the_run_does_not_have_is_refused(run):

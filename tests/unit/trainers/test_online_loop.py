@@ -542,6 +542,17 @@ def test_runs_of_other_seeds_ask_with_other_seeds():
     assert not seeds[0] & seeds[1]
 
 
+def test_the_rollout_seed_changes_seeds_but_no_prompts():
+    first, second = Run(), Run()
+    rollout = second.settings.rollout.model_copy(update={"rollout_seed": 43})
+    second.settings = dataclasses.replace(second.settings, rollout=rollout)
+    first(total_iterations=1)
+    second(total_iterations=1)
+    requests = [run.engines.requests[0] for run in (first, second)]
+    assert [one.prompt_ids for one in requests[0]] == [one.prompt_ids for one in requests[1]]
+    assert not {one.seed for one in requests[0]} & {one.seed for one in requests[1]}
+
+
 def test_a_stop_saves_after_the_iteration_and_ends():
     run = Run(stop_after=2)
     assert run() == Finished(2, interrupted=True)
