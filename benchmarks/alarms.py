@@ -5,7 +5,7 @@ python benchmarks/alarms.py sft --folder runs
 python benchmarks/alarms.py table --folder runs    # prints the table of the finished runs
 
 Data and models are those of `rlhf quickstart --seed 1`. Runs of grpo train in this process, without Ray; runs of sft
-are commands. Thresholds were chosen on seeds 1 and 2; the table counts the other seeds.
+are commands. Limits were chosen on seed 1; the table counts the other seeds.
 """
 
 import json
@@ -51,8 +51,8 @@ from rlhf_cli.trainers.online.state import OnlineSettings, first_state
 
 HEALTHY = "healthy"
 ITERATIONS = 12
-CHOOSING_SEEDS = range(1, 3)
-"""Seeds that thresholds were chosen on."""
+CHOOSING_SEEDS = range(1, 2)
+"""Seeds that limits were chosen on."""
 GRPO = {
     "label_key": "answer",
     "reward_funcs": "exact",

@@ -21,7 +21,7 @@ from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, check_run_directory, run_directory
 from rlhf_cli.tracking.figures import prominent
-from rlhf_cli.tracking.sinks import RUN_FILE, json_number, last_metrics
+from rlhf_cli.tracking.sinks import ALARMS_FILE, RUN_FILE, json_number, last_metrics, read_lines
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
 _STATES: dict[str, State] = {"finished": "finished", "interrupted": "stopped", "failed": "failed"}
@@ -40,6 +40,7 @@ class RecordedRun:
       if it runs on a different host and has been silent.
     - `step` of `total_steps`, in `unit`.
     - `metrics`: main metrics from the last step and the last evaluation.
+    - `alarms`: messages of the alarms, in order.
     - `checkpoint`: step of the latest checkpoint.
     - `changed`: when the run has last written a file, in seconds since the epoch.
     - `started_in`: folder in which the command was started, to which its paths are relative; empty if unknown.
@@ -54,6 +55,7 @@ class RecordedRun:
     total_steps: int
     unit: str
     metrics: Mapping[str, float]
+    alarms: list[str]
     checkpoint: int | None
     changed: float
     started_in: str
@@ -104,6 +106,7 @@ def read_run(root: Path) -> RecordedRun:
         raise UsageError(f"{root / RUN_FILE} was not written by rlhf")
     try:
         total_steps, (step, metrics) = int(str(facts["total_steps"])), last_metrics(root)
+        alarms = [str(line["message"]) for line in read_lines(root / ALARMS_FILE)]
         changed = max(path.stat().st_mtime for path in _signs_of_life(root))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{root} has broken files ({type(error).__name__}: {error})") from None
@@ -119,6 +122,7 @@ def read_run(root: Path) -> RecordedRun:
         total_steps=total_steps,
         unit=unit,
         metrics=_main(metrics),
+        alarms=alarms,
         checkpoint=_checkpoint(root, settings),
         changed=changed,
         started_in=started_in,

@@ -29,6 +29,8 @@ def list_runs(config: RunsConfig) -> None:
     if runs:
         print_table(console, _table(runs, now=time.time()))
     for run in runs:
+        for message in run.alarms:
+            console.print(f"{run.folder}: alarm {message}", markup=False, soft_wrap=True)
         if run.resume:
             console.print(f"{run.folder}: {run.resume}", markup=False, soft_wrap=True)
     if not runs:

@@ -63,9 +63,9 @@ def _start(history: _History, name: str) -> float:
 
 
 def _usual(history: _History, name: str) -> float:
-    """Return the median of up to 16 values before the last row, NaN if there are fewer than three."""
+    """Return the median of up to 16 values before the last row, NaN if there are fewer than two."""
     values = _values(history[:-1], name)[-16:]
-    return median(values) if len(values) >= 3 else math.nan
+    return median(values) if len(values) >= 2 else math.nan
 
 
 # Healthy runs reach 0.2 in their first iterations, with learning rates at the edge of stability.

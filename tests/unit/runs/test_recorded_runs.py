@@ -221,14 +221,17 @@ def printed(capsys, *words: str) -> str:
 def test_the_table_and_the_json_object(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     add_run(Path("failed"), close="failed")
+    message = "loss-spike in step 3: loss is 9"
+    Path("failed/alarms.jsonl").write_text(json.dumps({"step": 3, "alarm": "loss-spike", "message": message}) + "\n")
     text = printed(capsys)
     assert text.splitlines()[0].split() == ["run", "command", "model", "state", "progress", "age", "last", "metrics"]
     assert text.splitlines()[1].split()[:6] == ["failed", "sft", "models/tiny", "failed", "step", "3/10"]
     assert "loss 2.667, gradient norm 1, evaluation loss 5" in text
+    assert text.splitlines()[-2] == f"failed: alarm {message}"
     assert text.splitlines()[-1] == "failed: rlhf sft --config failed/config.yaml --load_checkpoint"
     found = json.loads(printed(capsys, ".", "--json"))
     assert found["skipped"] == []
-    assert {"folder": "failed", "state": "failed", "step": 3}.items() <= found["runs"][0].items()
+    assert {"folder": "failed", "state": "failed", "step": 3, "alarms": [message]}.items() <= found["runs"][0].items()
 
 
 def test_a_folder_without_runs_and_a_missing_one(tmp_path, capsys, monkeypatch):
