@@ -133,11 +133,15 @@ def test_a_run_leaves_a_model_metrics_samples_and_a_report(finished_run):
 
 
 def test_events_and_responses_are_those_of_the_run(finished_run):
-    _, output = finished_run
-    start, end = map(json.loads, (output.parent / "events.jsonl").read_text().splitlines())
+    backend, output = finished_run
+    start, *alarms, end = map(json.loads, (output.parent / "events.jsonl").read_text().splitlines())
     assert (start["event"], end["event"], end["message"]) == ("start", "end", "finished")
     assert (end["run"]["state"], end["run"]["step"], end["run"]["checkpoint"]) == ("finished", ITERATIONS, ITERATIONS)
     printed = (output.parent / "printed.txt").read_text()
+    assert all(alarm["event"] == "alarm" and f"Alarm: {alarm['message']}\n" in printed for alarm in alarms)
+    assert [alarm["message"] for alarm in alarms] == end["run"]["alarms"]
+    # The untrained model is never right. The second engine's episodes also have the environment's reward.
+    assert [alarm["message"].split()[0] for alarm in alarms] == ["dead-reward"] * (backend == "transformers")
     rows = list(map(json.loads, (output / "samples.jsonl").read_text().splitlines()))
     for row in rows[::8]:
         head = next(line for line in printed.splitlines() if line.startswith(row["id"]))
