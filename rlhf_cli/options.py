@@ -289,11 +289,13 @@ def _validate(
     """Return the config, or None and the problems. Unknown names are ignored."""
     flags = flags_of(config_cls)
     groups: dict[str, dict[str, object]] = {}
+    own_defaults: dict[str, set[str]] = {}
     # Groups without flags keep the command's default.
     for group in dict.fromkeys(flag.group for flag in flags.values()):
         outer = config_cls.model_fields[group]
         set_by_command = () if outer.is_required() else outer.default.model_fields_set
         groups[group] = {name: getattr(outer.default, name) for name in set_by_command}
+        own_defaults[group] = {name for name in set_by_command if name not in values}
     for name, value in config_cls.implied(values).items():
         if name in flags:
             groups[flags[name].group][name] = value
@@ -304,6 +306,9 @@ def _validate(
         config = config_cls(**groups)
     except ValidationError as error:
         return None, _messages(error.errors(), flags, values, spelled)
+    for group, settings in config:
+        # So that `model_fields_set` tells given settings from the command's defaults.
+        settings.model_fields_set.difference_update(own_defaults.get(group, set()))
     endless = [name for name in values if name in flags and not _finite(config, flags[name])]
     if endless:
         return None, [_must_be(flags[name], values[name], spelled[name]) for name in endless]

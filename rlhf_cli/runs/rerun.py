@@ -11,20 +11,18 @@ from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from rlhf_cli.backends.process.output_lock import require_new
 from rlhf_cli.backends.process.signals import INTERRUPTED, stops_forwarded
-from rlhf_cli.command_table import COMMANDS, TRAINING
+from rlhf_cli.command_table import TRAINING
 from rlhf_cli.commands.rerun import RerunConfig
+from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import RunError, UsageError, listed
-from rlhf_cli.options import build_config
+from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.early_checks import check_early
 from rlhf_cli.runs.recorded_runs import RecordedRun, read_run
 from rlhf_cli.runs.run_comparison import Difference, MetricsComparison, first_sample_difference, model_difference
-from rlhf_cli.runs.run_directory import CONFIG, LOCK_FILE
+from rlhf_cli.runs.run_directory import LOCK_FILE, recorded_config, run_directory
 from rlhf_cli.runs.run_lock import CAUSES, VARIABLES, Start, lock_differences, read_lock
-from rlhf_cli.settings_file import read_yaml
 from rlhf_cli.tracking.sinks import SINKS, last_metrics
 
 _OF_A_RERUN: Mapping[str, object] = {
@@ -44,20 +42,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class _Rerun:
-    """A run, and folder and settings for the repetition up to step `until`."""
+    """A run, and folder and settings for the repetition up to step `until`. `model` is the folder with its model."""
 
     root: Path
     run: RecordedRun
     starts: Sequence[Start]
     folder: Path
-    settings: Mapping[str, object]
+    config: CommandConfig
     until: int
-
-    @property
-    def model(self) -> Path:
-        """Folder with the model of the run."""
-        saved = read_yaml(self.root / CONFIG).get("save_path")
-        return Path(self.run.started_in) / str(saved) if saved else self.root / "model"
+    model: Path
 
     @property
     def is_whole(self) -> bool:
@@ -100,16 +93,18 @@ def _checked(root: Path, output: str | None, until: int | None) -> _Rerun:
         raise UsageError(f"{root} has no complete {run.unit}, so there is nothing to compare")
     folder = Path(output or f"{root.resolve()}.rerun").expanduser().absolute()
     require_new(folder)
-    settings = read_yaml(root / CONFIG, named=str(root / CONFIG))
-    settings |= {name: value for name, value in _OF_A_RERUN.items() if name in settings} | {"output": str(folder)}
+    path = root.absolute()
     if run.started_in and not Path(run.started_in).is_dir():
         raise UsageError(f"{root} cannot run again: the folder {run.started_in}, in which it was started, is gone")
     with chdir(run.started_in or "."):
         try:
-            check_early(build_config(COMMANDS[run.command].config_class, settings, spelled="{}"))
+            own = recorded_config(path, TRAINING)
+            config = own.updated({**_OF_A_RERUN, "output": str(folder)})
+            check_early(config)
         except UsageError as error:
             raise UsageError(f"{root} cannot run again: {error}") from error
-    return _Rerun(root, run, starts, folder, settings, min(last, until or last))
+        model = run_directory(own.checkpoint).model.absolute()
+    return _Rerun(root, run, starts, folder, config, min(last, until or last), model)
 
 
 def _run_again(again: _Rerun, metrics: MetricsComparison) -> Difference | None:
@@ -120,7 +115,7 @@ def _run_again(again: _Rerun, metrics: MetricsComparison) -> Difference | None:
         SystemExit: it was interrupted.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        yaml.safe_dump(dict(again.settings), file, allow_unicode=True)
+        file.write(to_yaml(again.config))
         file.flush()
         words = [sys.executable, "-m", "rlhf_cli", again.run.command, "--config", file.name]
         process = subprocess.Popen(words, cwd=again.run.started_in or None, env=_environment(again.starts[0]))

@@ -119,12 +119,17 @@ def recorded_command(root: Path, *, source: str) -> str:
         raise UsageError(f"{source}: not a run directory, it has no readable {RUN_FILE}") from None
 
 
+def recorded_settings(root: Path) -> dict[str, Any]:
+    """Return config.yaml of a run or an evaluation by name, not validated. Raises UsageError if it is unreadable."""
+    return read_yaml(root / CONFIG, named=str(root / CONFIG))
+
+
 def recorded_config(root: Path, commands: Sequence[str], changes: Mapping[str, object] | None = None) -> Any:
     """Return the settings of a run of one of these commands, with changes. Raises UsageError if they are invalid."""
     command = recorded_command(root, source=str(root))
     if command not in commands:
         raise UsageError(f"{root} is a run of rlhf {command}, not of {listed(commands, 'or')}")
-    values = {**read_yaml(root / CONFIG, named=str(root / CONFIG)), **(changes or {})}
+    values = {**recorded_settings(root), **(changes or {})}
     config = build_config(COMMANDS[command].config_class, values, spelled="{}")
     # The folder may have been moved since.
     return config.updated({"output": str(root)})

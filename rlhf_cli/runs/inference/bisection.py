@@ -16,8 +16,7 @@ from rlhf_cli.flags import flags_of
 from rlhf_cli.rewards.evaluation import is_quality
 from rlhf_cli.runs.inference.outputs import EvalOutput
 from rlhf_cli.runs.inference.paired import Comparison, Paired, compared
-from rlhf_cli.runs.run_directory import CONFIG, recorded_command, run_directory
-from rlhf_cli.settings_file import read_yaml
+from rlhf_cli.runs.run_directory import recorded_command, recorded_settings, run_directory
 from rlhf_cli.tracking.sinks import read_metrics
 
 _OF_TRAINING = (
@@ -119,7 +118,7 @@ def recorded_run(root: Path) -> RecordedRun:
         UsageError: it is not one, or has fewer than two checkpoints.
     """
     command = recorded_command(root, source=str(root))
-    settings = read_yaml(root / CONFIG, named=str(root / CONFIG))
+    settings = recorded_settings(root)
     places = {name: settings.get(name) for name in ("ckpt_path", "save_path")}
     paths = run_directory(CheckpointConfig(output=str(root), **places))
     metrics = read_metrics(root)

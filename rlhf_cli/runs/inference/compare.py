@@ -54,18 +54,13 @@ def _outputs(config: CompareConfig) -> list[EvalOutput]:
 
 
 def settings_of_evaluation(config: CompareConfig, adopted: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of evaluations to run: adopted ones, overridden by flags.
-
-    A setting with the command's default counts as not set.
-    """
+    """Return the settings of evaluations to run: adopted ones, overridden by given flags."""
     values = {name: value for name, value in adopted.items() if name not in OF_THE_OUTPUT}
     for group, settings in config:
         if group == "compare":
             continue
-        default = type(config).model_fields[group].default
-        for name in config.supported(group):
-            if name in settings.model_fields_set and getattr(settings, name) != getattr(default, name):
-                values[name] = getattr(settings, name)
+        given = settings.model_fields_set & set(config.supported(group))
+        values |= {name: getattr(settings, name) for name in given}
     return values
 
 

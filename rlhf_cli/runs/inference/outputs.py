@@ -13,8 +13,7 @@ from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.rewards.evaluation import evaluate_answers
 from rlhf_cli.runs.inference.evaluate import answer_of
 from rlhf_cli.runs.inference.output_folder import FIGURES, IDENTITY
-from rlhf_cli.runs.run_directory import CONFIG
-from rlhf_cli.settings_file import read_yaml
+from rlhf_cli.runs.run_directory import recorded_settings
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_samples
 
 Key = tuple[str, int]
@@ -87,7 +86,7 @@ def read_outputs(name: str) -> list[EvalOutput]:
         raise UsageError(f"{root} is an output of rlhf {identity['command']}: compare outputs of rlhf eval")
     if not (root / FIGURES).is_file():
         raise UsageError(f"{root} is incomplete: resume its rlhf eval with --load_checkpoint")
-    settings = read_yaml(root / CONFIG, named=str(root / CONFIG))
+    settings = recorded_settings(root)
     # Without spaces, so that `--may_differ` can list them.
     facts = {fact.replace(" ", "_"): value for fact, value in identity.items() if not _may_differ(fact)}
     facts["pass_score"] = settings.get("pass_score")

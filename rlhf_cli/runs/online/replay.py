@@ -223,16 +223,20 @@ def replay(
     """
     root = Path(config.checkpoint.output)
     resume = _checkpoint_before(config, iteration, is_next=changed is not None)
-    # Removed only after a success: errors name the logs in it.
+    # Kept after other errors than UsageError: they name the logs in it.
     folder = Path(tempfile.mkdtemp(prefix="rlhf-replay-"))
-    run = _checked(config, folder)
-    if resume is not None:
-        check_same_run(resume, run.identity, default_settings(run.config))
-    if changed is not None:
-        run = _checked(changed, folder)
-        resume = resume and _with_coefficients(resume, config, changed)
     watch = _Watch()
-    _run_again(replace(run, resume=resume), watch, last=iteration, keeps_update=keeps_update)
+    try:
+        run = _checked(config, folder)
+        if resume is not None:
+            check_same_run(resume, run.identity, default_settings(run.config))
+        if changed is not None:
+            run = _checked(changed, folder)
+            resume = resume and _with_coefficients(resume, config, changed)
+        _run_again(replace(run, resume=resume), watch, last=iteration, keeps_update=keeps_update)
+    except UsageError:
+        shutil.rmtree(folder)
+        raise
     shutil.rmtree(folder)
     return Replayed(
         root,

@@ -259,7 +259,7 @@ def test_a_reader_that_stops_early_is_no_failure():
 def test_completion_offers_commands_flags_and_choices():
     assert completions("s") == [name for name in cli.COMMANDS if name.startswith("s")]
     assert completions("sft", "--learn") == ["--learning_rate"]
-    assert completions("sft", "--no_use_t") == ["--no_use_tensorboard"]
+    assert completions("sft", "--no_use_te") == ["--no_use_tensorboard"]
     assert completions("sft", "--zero_stage", "2", "--lr_scheduler", "cos") == ["cosine_with_min_lr", "cosine"]
 
 

@@ -210,6 +210,9 @@ def test_a_model_is_evaluated_with_the_settings_of_the_output(tmp_path, monkeypa
     run_compare(settings(root, "org/other", output=str(tmp_path / "kept"), vllm_num_engines=3, overwrite=True))
     assert runs[1].out.output == config.out.output
     assert runs[1].out.overwrite
+    run_compare(settings(root, "org/other", output=str(tmp_path / "kept"), temperature="0", may_differ="temperature"))
+    # A given flag replaces the adopted setting, also with the default of the command.
+    assert runs[2].sampling.temperature == 0.0
     with pytest.raises(UsageError, match="org/m has no evaluation: set --prompt_data and a reward, as in rlhf eval"):
         run_compare(settings("org/m", "org/n"))
 

@@ -88,6 +88,15 @@ def test_changes_need_a_checkpoint_directly_before(run):
         replayed(run, 3, "eps_clip=0.3")
 
 
+def test_a_usage_error_leaves_no_temporary_folder(run, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with pytest.raises(UsageError, match="there is no such folder here"):
+        replayed(run)
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_folder_that_is_no_run_and_a_command_without_iterations_are_refused(run, tmp_path):
     with pytest.raises(UsageError, match=r"not a run directory, it has no readable run\.json"):
         replayed(tmp_path)

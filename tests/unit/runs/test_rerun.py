@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from rlhf_cli import cli
+from rlhf_cli.options import to_yaml
+from rlhf_cli.runs import rerun
 from rlhf_cli.runs.rerun import followed
 from rlhf_cli.runs.run_comparison import Difference, MetricsComparison, first_sample_difference, model_difference
 from rlhf_cli.runs.run_lock import write_lock
@@ -176,6 +179,17 @@ def test_refusals_are_one_sentence(tmp_path, capsys):
         assert "killed has no complete step" in refusal(capsys, "killed")
         assert "nowhere/run.json cannot be read" in refusal(capsys, "nowhere")
         assert "already exists" in refusal(capsys, "gone", "--output", "old")
+
+
+def test_a_repetition_has_the_settings_of_the_run_without_its_folders_and_trackers(tmp_path, monkeypatch):
+    monkeypatch.setattr(rerun, "check_early", lambda config: None)
+    with chdir(tmp_path):
+        add_run(Path("run"), folder=str(tmp_path), save_path="kept", use_mlflow="true", learning_rate="3e-4")
+        again = rerun._checked(Path("run"), None, None)
+    settings = yaml.safe_load(to_yaml(again.config))
+    assert (settings["learning_rate"], settings["dataset"], settings["save_path"]) == (3e-4, "d.jsonl", None)
+    assert (settings["output"], again.model) == (f"{tmp_path}/run.rerun", tmp_path / "kept")
+    assert (settings["use_mlflow"], settings["use_tensorboard"]) == (False, False)
 
 
 def test_a_run_whose_data_are_gone_is_refused(tmp_path, capsys, tiny_model_dir):

@@ -1,6 +1,7 @@
 """`rlhf data --rewards` finds rewards that pay for junk or refuse right answers, with real worker processes."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,10 @@ ZERO = "def reward_func(responses): return [0.0] * len(responses)"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    make_tokenizer(CHATML).save_pretrained(folder)
-    (folder / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "eos_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
     return str(folder)
 
@@ -134,6 +137,38 @@ def test_each_row_is_tested_with_its_verifier(probe):
         ("gsm8k", 2, "#### ..."),
         ("exact", 3, "only the answer"),
     ]
+
+
+def test_a_reward_that_compares_the_responses_of_a_group_is_0_and_a_note_says_why(probe):
+    flags = ("--reward_funcs", "gsm8k,length", "--reward_weights", "1,0.5")
+    status, found = probe(*flags, rows=ROWS[:2])
+    (report,) = found["reports"]
+    assert (status, report["right"], report["wrong"]) == (0, 1.0, 0.0)
+    assert "length compares the responses to a prompt; here each is scored by itself, which gives 0" in report["notes"]
+    assert {line["parts"]["length"] for line in report["responses"]} == {0.0}
+
+
+ENVIRONMENT = """
+    class Environment:
+        def reset(self) -> None:
+            pass
+
+        def step(self, response: str) -> tuple[str, float, bool]:
+            return "", 7.0, True
+"""
+
+
+def test_rewards_of_text_are_tested_in_episodes_without_the_environment_s_own(probe, tmp_path):
+    (tmp_path / "game.py").write_text(textwrap.dedent(ENVIRONMENT))
+    game = ("--environment", f"{tmp_path}/game.py")
+    status, found = probe(*game, "--reward_funcs", "gsm8k", rows=ROWS[:2])
+    assert "error" not in found, found
+    (report,) = found["reports"]
+    assert (status, report["right"], report["wrong"]) == (0, 1.0, 0.0)
+    for rewards in ((), ("--reward_funcs", "gsm8k,environment")):
+        status, found = probe(*game, *rewards, rows=ROWS[:2])
+        assert (status, found["error"].count("\n")) == (2, 1)
+        assert ("scores episodes, not text" if rewards else "there is no reward to test") in found["error"]
 
 
 def test_a_single_label_is_tested_with_made_up_wrong_answers(probe):
