@@ -109,7 +109,7 @@ def test_a_continued_run_has_the_words_of_the_interrupted_one(tmp_path):
 def step_of(*sources, **changes):
     """Return a step with these Python programs."""
     gpu_check = load("gpu_check")
-    made = {"seconds": 30, "figures": gpu_check.last_line} | changes
+    made = {"seconds": 120, "figures": gpu_check.last_line} | changes
     return gpu_check.Step(4, "a step", tuple(gpu_check.Command(("-c", source), **made) for source in sources))
 
 
@@ -141,7 +141,7 @@ def test_a_command_to_be_interrupted_gets_ctrl_c_once_and_has_to_end_as_interrup
 import pathlib, sys, time
 try:
     pathlib.Path({str(saved)!r}).touch()
-    time.sleep(25)
+    time.sleep(100)
 except KeyboardInterrupt:
     sys.exit(130)
 """
