@@ -62,12 +62,6 @@ def _start(history: _History, name: str) -> float:
     return median(values) if len(values) == 4 else math.nan
 
 
-def _usual(history: _History, name: str) -> float:
-    """Return the median of up to 16 values before the last row, NaN if there are fewer than two."""
-    values = _values(history[:-1], name)[-16:]
-    return median(values) if len(values) >= 2 else math.nan
-
-
 # Healthy runs reach 0.2 in their first iterations, with learning rates at the edge of stability.
 _MOVED, _KL_PER_TOKEN = 0.4, 50.0
 
@@ -101,17 +95,6 @@ def _dead_reward(history: _History) -> str | None:
     return f"rewards {where} are equal in three iterations, with mean {_now(history, 'reward'):.2g}: nothing is learned"
 
 
-def _reward_drop(history: _History) -> str | None:
-    rows = history[:-2]
-    rewards, spreads = _values(rows, "reward"), _values(rows, "reward_std")
-    if "response_length" not in history[-1] or not rewards or not spreads or not median(spreads):
-        return None
-    usual, limit = median(rewards), median(rewards) - 0.9 * median(spreads)
-    if not _lasts(history, "reward", lambda reward: reward < limit, 2):
-        return None
-    return f"reward fell from {usual:.3g} to {history[-1]['reward']:.3g} and stays there (limit {limit:.2g})"
-
-
 def _length_drift(history: _History) -> str | None:
     start, now = _start(history, "response_length"), _now(history, "response_length")
     if not now > 2 * start:
@@ -120,26 +103,18 @@ def _length_drift(history: _History) -> str | None:
 
 
 def _loss_spike(history: _History) -> str | None:
-    usual, now = _usual(history, "loss"), _now(history, "loss")
+    earlier, now = _values(history[:-1], "loss")[-16:], _now(history, "loss")
+    usual = median(earlier) if len(earlier) > 1 else math.nan
     # Losses near 0, as of a trained reward model, vary by more than a factor of 2.
     if not now > max(2 * usual, usual + 0.5):
         return None
     return f"loss is {now:.3g}, with a median of {usual:.3g} before"
 
 
-def _gradient_spike(history: _History) -> str | None:
-    usual, now = _usual(history, "grad_norm"), _now(history, "grad_norm")
-    if not now > max(20 * usual, 1.0):
-        return None
-    return f"grad_norm is {now:.3g}, with a median of {usual:.3g} before"
-
-
 ALARMS = (
     Alarm("kl-spike", _kl_spike, "lower --actor_learning_rate"),
     Alarm("engine-mismatch", _engine_mismatch, "keep --rollout_correction, and compare with --param_dtype fp32"),
     Alarm("dead-reward", _dead_reward, "test the reward with rlhf data --rewards"),
-    Alarm("reward-drop", _reward_drop, "lower --actor_learning_rate, or raise --init_kl_coef"),
     Alarm("length-drift", _length_drift, "read the longest responses, and try --overlong_buffer_len"),
     Alarm("loss-spike", _loss_spike, "lower the learning rate or --max_norm"),
-    Alarm("gradient-spike", _gradient_spike, "lower the learning rate or --max_norm"),
 )

@@ -12,7 +12,15 @@ from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.figures import prominent, title
 from rlhf_cli.tracking.report.data import THUMBNAIL, read_object, read_settings
-from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, SETTINGS_FILE
+from rlhf_cli.tracking.sinks import (
+    ALARMS_FILE,
+    EVAL_SAMPLES_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    SETTINGS_FILE,
+    read_lines,
+)
 from rlhf_cli.tracking.view.index import SampleIndex
 
 SAMPLE_FILES = (SAMPLES_FILE, EVAL_SAMPLES_FILE)
@@ -43,12 +51,14 @@ class ViewedRun:
         return path
 
     def description(self) -> dict[str, Any]:
-        """Return path, command, outcome, and the sample files with samples."""
+        """Return path, command, outcome, messages of alarms, and the sample files with samples."""
         run = read_object(self.file(RUN_FILE))
+        alarms = read_lines(self.file(ALARMS_FILE)) if self._has(ALARMS_FILE) else ()
         outcome = run.get("outcome")
         return {
             **{name: run.get(name) for name in ("command", "unit", "total_steps", "facts")},
             "outcome": self.state(self.path) if outcome == "running" else outcome,
+            "alarms": [line["message"] for line in alarms],
             "number": self.number,
             "is_explained": self.is_explained,
             "path": str(self.path),

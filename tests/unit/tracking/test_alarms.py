@@ -37,20 +37,12 @@ EXAMPLES: list[tuple[str, Columns, Columns]] = [
         {"reward_std": [0, 0, 0], "response_length": [4, 4, 4]},
         {"reward_std": [0, 0, 0]},  # a reward model in training
     ),
-    # The limit is 0.7 - 0.9 * 0.5 = 0.25.
-    (
-        "reward-drop",
-        {"reward": [0.6, 0.8, 0.24, 0.24], "reward_std": [0.5] * 4, "response_length": [4] * 4},
-        {"reward": [0.6, 0.8, 0.24, 0.26], "reward_std": [0.5] * 4, "response_length": [4] * 4},
-    ),
     (
         "length-drift",
         {"response_length": [4, 6, 5, 5, 10.1]},
         {"response_length": [4, 6, 5, 10.1]},
     ),
     ("loss-spike", {"loss": [2.0, 1.0, 1.0, 2.1]}, {"loss": [0.2, 0.1, 0.1, 0.59]}),
-    ("gradient-spike", {"grad_norm": [1.0, 2.0, 1.5, 31.0]}, {"grad_norm": [1.0, 2.0, 1.5, 29.0]}),
-    ("gradient-spike", {"grad_norm": [0.01, 0.01, 0.01, 1.1]}, {"grad_norm": [0.01, 0.01, 0.01, 0.9]}),
 ]
 
 
@@ -100,7 +92,7 @@ def test_a_run_shows_records_and_reports_each_alarm_once_and_a_resumed_run_remem
     moved = [0.01, 0.5, 0.6, 0.01, 0.5]
     first = tracker(tmp_path, shown=shown, heard=heard)
     for step, k3 in enumerate(moved, 1):
-        first.log(step, {"grad_norm": 1.0, "approx_k3": k3}, {})
+        first.log(step, {"grad_norm": 1.0, "loss": 1.0, "approx_k3": k3}, {})
     first.evaluation(5, {"approx_k3": 0.9})
     assert recorded(tmp_path) == [(2, "kl-spike")]
     (message,) = heard
@@ -111,8 +103,8 @@ def test_a_run_shows_records_and_reports_each_alarm_once_and_a_resumed_run_remem
     assert shown.getvalue().count(f"Alarm: {message}\n") == 1
 
     again = tracker(tmp_path, shown=shown, heard=heard, resume_step=3)
-    again.log(4, {"grad_norm": 30.0, "approx_k3": 0.5}, {})  # the first three steps are remembered too
-    assert recorded(tmp_path) == [(2, "kl-spike"), (4, "gradient-spike")]
+    again.log(4, {"grad_norm": 1.0, "loss": 2.1, "approx_k3": 0.5}, {})  # the first three steps are remembered too
+    assert recorded(tmp_path) == [(2, "kl-spike"), (4, "loss-spike")]
 
     before = tracker(tmp_path, shown=shown, heard=heard, resume_step=1)
     before.log(2, {"grad_norm": 1.0, "approx_k3": 0.5}, {})

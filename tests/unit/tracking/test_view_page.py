@@ -132,7 +132,8 @@ def test_turns_of_an_episode_have_their_rewards(browser, tmp_path):
 
 
 def test_tabs_are_chosen_by_keys_and_runs_can_be_hidden(browser, tmp_path):
-    make_run(tmp_path / "one")
+    message = "kl-spike in iteration 2: <b>too far</b>"
+    write(make_run(tmp_path / "one") / "alarms.jsonl", [{"step": 2, "alarm": "kl-spike", "message": message}])
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / RUN_FILE).write_text(json.dumps({"command": "sft", "outcome": "failed"}))
 
@@ -141,6 +142,8 @@ def test_tabs_are_chosen_by_keys_and_runs_can_be_hidden(browser, tmp_path):
             "one",
             "two",
         ]
+        alarms = "[...document.querySelectorAll('.runs details')].map(one => one.textContent)"
+        assert await page.value(alarms) == [f"1 alarm{message}"]
         await page.value("document.querySelector('[role=tab]').focus()")
         await page.press("ArrowRight")
         await page.until("document.querySelector('[role=tab][aria-selected=true]').textContent === 'Samples'")

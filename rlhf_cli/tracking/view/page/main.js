@@ -81,7 +81,9 @@ function RunList({runs, hidden, setHidden}) {
       <i style=${{background: `var(${colourOf(run)})`}}></i>
       <b>${nameOf(run)}</b> <span class="soft">${run.command}</span>
       <span class=${`chip ${{finished: "good", failed: "bad", killed: "bad"}[run.outcome] ?? "warn"}`}>${run.outcome}</span>
-    </label></li>`)}</ul>`;
+    </label>${run.alarms.length > 0 && html`<details><summary><span class="chip bad">${run.alarms.length === 1 ? "1 alarm"
+      : `${run.alarms.length} alarms`}</span></summary>${run.alarms.map(message => html`<p class="small">${message}</p>`)}</details>`}
+    </li>`)}</ul>`;
 }
 
 function Tabs({tab}) {
