@@ -52,7 +52,7 @@ def planned_class(name: str) -> type[CommandConfig]:
 
 
 def _placeholders(base: type[CommandConfig], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of required settings without an effect on memory: data, output, and a reward function."""
+    """Return values of settings that a plan cannot read from data, which may be missing: paths, reward, images."""
     flags = flags_of(base).values()
     values: dict[str, Any] = {
         flag.name: _UNKNOWN for flag in flags if flag.required and not flag.name.endswith("pretrain")
@@ -60,6 +60,8 @@ def _placeholders(base: type[CommandConfig], given: Mapping[str, Any]) -> dict[s
     names = {flag.name for flag in flags}
     if "reward_funcs" in names and not any(given.get(name) for name in _SCORERS):
         values["reward_funcs"] = ["exact"]
+    if given.get("image_key"):
+        values["images_per_row"] = 1
     return values
 
 

@@ -32,10 +32,15 @@ class PlanConfig(SettingsGroup):
     """Host memory per node in GiB. Default: of this machine if the plan is for it, otherwise not checked."""
     price_per_gpu_hour: float | None = Field(None, gt=0)
     """Price of one GPU for one hour, in any currency."""
+    images_per_row: int = Field(0, ge=0)
+    """Images per row or prompt, in the largest size that the model and max_pixels allow. Default: 1 with image_key,
+    otherwise 0."""
     row_tokens: int | None = Field(None, gt=0)
-    """Mean tokens per sequence in the data of offline commands. Default: half of max_len."""
+    """Mean tokens per sequence in the data of offline commands, including images. Default: half of max_len; with
+    images, these and half of the rest."""
     prompt_tokens: int | None = Field(None, gt=0)
-    """Mean tokens per prompt. Default: half of the room that max_new_tokens leaves in max_len."""
+    """Mean tokens per prompt, including images. Default: half of the room that max_new_tokens leaves in max_len; with
+    images, these and half of the rest."""
     response_tokens: int | None = Field(None, gt=0)
     """Mean tokens per sampled response. Default: half of max_new_tokens."""
     num_rows: int | None = Field(None, gt=0)

@@ -33,9 +33,7 @@ def find_shape(pretrain: str, *, trust_remote_code: bool = False) -> ModelShape:
     Raises:
         UsageError: there is no such model here, and it is not in the table of published models.
     """
-    if (folder := adapter_folder(pretrain)) is not None:
-        base = str(read_adapter(folder, "base_model_name_or_path"))
-        return find_shape(base, trust_remote_code=trust_remote_code)
+    pretrain = base_of(pretrain)
     row = published().get(pretrain)
     if row is not None and not Path(pretrain).exists():
         # Without importing transformers, which takes seconds.
@@ -44,13 +42,19 @@ def find_shape(pretrain: str, *, trust_remote_code: bool = False) -> ModelShape:
     shape = plain_shape(_folder_config(pretrain))
     if shape is not None:
         return shape
-    architecture = _find_architecture(pretrain, trust_remote_code=trust_remote_code)
+    architecture = find_architecture(pretrain, trust_remote_code=trust_remote_code)
     return shape_of(architecture, trust_remote_code=trust_remote_code)
+
+
+def base_of(pretrain: str) -> str:
+    """Return the base model of an adapter, or the model itself."""
+    folder = adapter_folder(pretrain)
+    return pretrain if folder is None else base_of(str(read_adapter(folder, "base_model_name_or_path")))
 
 
 def _folder_config(pretrain: str) -> Values:
     """Return the contents of a folder's config.json; empty without a readable one, which transformers reports."""
-    place = _model_place(pretrain)
+    place = model_place(pretrain)
     try:
         found = {} if place is None else json.loads((place / "config.json").read_text(encoding="utf-8"))
     except ValueError:
@@ -58,16 +62,17 @@ def _folder_config(pretrain: str) -> Values:
     return found if isinstance(found, dict) else {}
 
 
-def _model_place(pretrain: str) -> Path | None:
+def model_place(pretrain: str) -> Path | None:
     """Return the folder with a model's config.json: the folder itself, or model/ in a run."""
     path = Path(pretrain).expanduser()
     return next((place for place in (path, path / "model") if (place / "config.json").is_file()), None)
 
 
-def _find_architecture(pretrain: str, *, trust_remote_code: bool) -> "PretrainedConfig":
+def find_architecture(pretrain: str, *, trust_remote_code: bool) -> "PretrainedConfig":
+    """Return the configuration of a model. Raises UsageError if there is none here."""
     from transformers import AutoConfig
 
-    if (place := _model_place(pretrain)) is not None:
+    if (place := model_place(pretrain)) is not None:
         with naming_the_model(str(place), "the configuration"):
             return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     if (row := published().get(pretrain)) is not None:

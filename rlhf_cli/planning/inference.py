@@ -11,6 +11,7 @@ from rlhf_cli.config.serve import TEXTS_TOGETHER
 from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.images import row_images
 from rlhf_cli.planning.memory import WEIGHT_BYTES, RoleMemory
 from rlhf_cli.planning.shapes import ModelShape
 from rlhf_cli.planning.workload import CPU_PLACES, Shapes, Tokens, Workload, engine_of, mean_lengths
@@ -29,10 +30,11 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
     shape = max((shapes(name) for name in names), key=lambda one: one.parameters)
     sampling = config.sampling
     requests = sampling.rollout_batch_size * sampling.n_samples_per_prompt
-    prompt, response = mean_lengths(config.prompts.max_len, sampling.max_new_tokens, plan)
+    images = row_images(config, plan)
+    prompt, response = mean_lengths(config.prompts.max_len, sampling.max_new_tokens, plan, images)
     roles: dict[str, RoleMemory] = {}
     if reward:
-        shape_of_reward = shapes(reward).with_score_head()
+        shape_of_reward = images.added_to(shapes(reward).with_score_head(), prompt + response)
         roles["reward"] = _loaded(shape_of_reward, config.model.param_dtype, hardware, num_ranks=ranks)
     return Workload(
         config=config,
@@ -48,6 +50,7 @@ def inference_work(config: InferenceConfig, plan: PlanConfig, hardware: Hardware
             prefilled=sampling.rollout_batch_size * prompt,
         ),
         longest=config.prompts.max_len,
+        images=images,
         engine=engine_of(config, shape, hardware, shared=together),
         steps=None if plan.num_rows is None else -(-plan.num_rows // sampling.rollout_batch_size),
     )
@@ -73,8 +76,9 @@ def server_work(config: ServeRMConfig, plan: PlanConfig, hardware: Hardware, sha
             "rlhf serve-rm without a model has no plan, because memory and time of reward functions are unknown: set "
             "--reward_pretrain"
         )
-    shape = shapes(config.reward.reward_pretrain).with_score_head()
-    length = plan.row_tokens or config.model.max_len / 2
+    images = row_images(config, plan)
+    length = images.mean_length(plan.row_tokens, config.model.max_len)
+    shape = images.added_to(shapes(config.reward.reward_pretrain).with_score_head(), length)
     return Workload(
         config=config,
         hardware=hardware,
@@ -84,6 +88,7 @@ def server_work(config: ServeRMConfig, plan: PlanConfig, hardware: Hardware, sha
             forward={"reward": TEXTS_TOGETHER * length}, length=length, requests=TEXTS_TOGETHER, prompt=length
         ),
         longest=config.model.max_tokens_per_gpu,
+        images=images,
     )
 
 
@@ -98,7 +103,8 @@ def chat_work(config: ChatConfig, plan: PlanConfig, hardware: Hardware, shapes: 
     found = {name: shapes(name) for name in config.model.names}
     name = max(found, key=lambda one: found[one].parameters)
     longest, model = _longest(config, plan, name, found[name]), _loaded(found[name], config.model.param_dtype, hardware)
-    prompt, response = mean_lengths(longest, config.sampling.max_new_tokens, plan)
+    images = row_images(config, plan)
+    prompt, response = mean_lengths(longest, config.sampling.max_new_tokens, plan, images)
     engine = EngineMemory(
         shape=model.shape,
         gpu_bytes=hardware.memory,
@@ -121,6 +127,7 @@ def chat_work(config: ChatConfig, plan: PlanConfig, hardware: Hardware, shapes: 
         tokens=Tokens(length=prompt + response, requests=1, prompt=prompt, response=response, prefilled=prompt),
         longest=longest,
         engine=engine,
+        images=images,
     )
 
 

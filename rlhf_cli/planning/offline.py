@@ -13,6 +13,7 @@ from rlhf_cli.config.preference import PAIR_LOSSES
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.images import row_images
 from rlhf_cli.planning.workload import (
     Shapes,
     Tokens,
@@ -21,6 +22,7 @@ from rlhf_cli.planning.workload import (
     check_states,
     frozen_role,
     trained_role,
+    trains_vision,
     with_trained,
 )
 
@@ -33,13 +35,16 @@ def offline_work(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, sh
     if num_ranks > hardware.total_gpus:
         raise UsageError(f"--num_processes {num_ranks} needs as many GPUs, but the plan has {hardware.total_gpus}")
     check_states(config, config.deepspeed)
-    roles = {MODEL: trained_role(config, shapes(config.model.pretrain), config.deepspeed, num_ranks, hardware)}
+    images = row_images(config, plan)
+    length = images.mean_length(plan.row_tokens, config.data.max_len)
+    shape = images.added_to(shapes(config.model.pretrain), length, trains=trains_vision(config))
+    roles = {MODEL: trained_role(config, shape, config.deepspeed, num_ranks, hardware)}
     if config.command in ("rm", "prm"):
         roles[MODEL] = replace(roles[MODEL], shape=roles[MODEL].shape.with_score_head())
         roles[MODEL] = with_trained(roles[MODEL], config)
     frozen = _offline_frozen(config)
     for name, (pretrain, settings) in frozen.items():
-        roles[name] = frozen_role(roles[MODEL], shapes(pretrain), settings, num_ranks)
+        roles[name] = frozen_role(roles[MODEL], images.added_to(shapes(pretrain), length), settings, num_ranks)
     per_node = -(-num_ranks // hardware.num_nodes)
     islands = tuple(Island(node, per_node) for node in range(hardware.num_nodes))
     seats = [
@@ -49,7 +54,6 @@ def offline_work(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, sh
     ]
     rows = config.batch.train_batch_size
     sequences = sequences_per_row(config)
-    length = plan.row_tokens or config.data.max_len / 2
     tokens = rows * sequences * length
     steps = None if plan.num_rows is None else -(-plan.num_rows // rows) * config.batch.max_epochs
     if config.batch.max_steps is not None:
@@ -63,6 +67,7 @@ def offline_work(config: OfflineConfig, plan: PlanConfig, hardware: Hardware, sh
         longest=-(-config.data.max_len * sequences // config.deepspeed.sequence_parallel_size),
         steps=steps,
         hosts=dict.fromkeys(frozen, MODEL),
+        images=images,
     )
 
 

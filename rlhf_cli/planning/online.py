@@ -13,6 +13,7 @@ from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.roles import FROZEN_POLICY, Role
 from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.images import RowImages, row_images
 from rlhf_cli.planning.memory import RoleMemory
 from rlhf_cli.planning.workload import (
     Shapes,
@@ -24,6 +25,7 @@ from rlhf_cli.planning.workload import (
     frozen_role,
     mean_lengths,
     trained_role,
+    trains_vision,
 )
 
 _ENDS = 16
@@ -58,20 +60,26 @@ def online_work(
     layout: Layout,
 ) -> Workload:
     """Return the workload of an online command whose sizes and sleep settings are filled in."""
-    names = online_models(config, has_critic=has_critic)
+    names, images = online_models(config, has_critic=has_critic), row_images(config, plan)
+    tokens = _online_tokens(config, plan, list(names), images)
+    # Prompts that samples share are computed once, with their images.
+    is_shared = config.batch.share_prompts
+    length = tokens.prompt + tokens.response * (config.rollout.n_samples_per_prompt if is_shared else 1)
     roles: dict[str, RoleMemory] = {}
     for name, pretrain in names.items():
         shape = shapes(pretrain)
         # A critic and a reward model have scores instead of logits.
         shape = shape.with_score_head() if name in ("critic", "reward") else shape
+        trains = config.roles[name].is_trained
+        shape = images.added_to(shape, length, trains=trains and trains_vision(config))
         num_ranks = len(layout.of(config.host_of(name)))
         role = trained_role(config, shape, config.deepspeed_of(name), num_ranks, hardware)
-        if config.roles[name].is_trained:
+        if trains:
             check_states(config, role.settings)
         else:
             role = frozen_role(role, shape, role.settings, num_ranks)
         roles[name] = role
-    tokens, together = _online_tokens(config, plan, list(names)), bool(config.placement.colocate_all_models)
+    together = bool(config.placement.colocate_all_models)
     return Workload(
         config=config,
         hardware=hardware,
@@ -85,6 +93,7 @@ def online_work(
         engines_sleep=bool(config.engine.vllm_enable_sleep),
         samples_ahead=config.asynchronous.staleness > 0,
         steps=_iterations(config, plan),
+        images=images,
     )
 
 
@@ -132,10 +141,10 @@ def _model_of(config: OnlineConfig, role: Role, *, has_critic: bool) -> str | No
     return policy if is_reference else given
 
 
-def _online_tokens(config: OnlineConfig, plan: PlanConfig, roles: Sequence[str]) -> Tokens:
+def _online_tokens(config: OnlineConfig, plan: PlanConfig, roles: Sequence[str], images: RowImages) -> Tokens:
     rollout = config.rollout
     requests = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    prompt, response = mean_lengths(config.prompts.max_len, rollout.max_new_tokens, plan)
+    prompt, response = mean_lengths(config.prompts.max_len, rollout.max_new_tokens, plan, images)
     is_shared = config.batch.share_prompts and rollout.n_samples_per_prompt > 1
     prompts = rollout.rollout_batch_size if is_shared else requests
     tokens = prompts * prompt + requests * response

@@ -14,6 +14,7 @@ from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.planning.architectures import find_shape
 from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.images import RowImages
 from rlhf_cli.planning.inference import chat_work, inference_work, server_work
 from rlhf_cli.planning.layouts import choose_layout
 from rlhf_cli.planning.memory import GIB, USABLE, total
@@ -128,6 +129,7 @@ class Plan:
             "placement": placement(self.work),
             **(of_training if self.work.trained else {}),
             **({} if self.work.serves else of_run),
+            **({"images": _described(self.work.images)} if self.work.images.count else {}),
             "gpus": [
                 {
                     "roles": list(gpu.roles),
@@ -154,6 +156,10 @@ class Plan:
             "tokens_per_second": round(self.tokens_per_second, 1),
             "price_per_step": self.price,
         }
+
+
+def _described(images: RowImages) -> dict[str, int]:
+    return {"per_row": images.count, "tokens_per_image": images.tokens, "patches_per_image": images.patches}
 
 
 def _in_gib(parts: Mapping[str, float]) -> dict[str, float]:

@@ -5,7 +5,7 @@ Values that layers keep were counted on fake CUDA tensors in bf16, with and with
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,31 @@ _MORE_HIDDEN = {"phi3": 2, "olmo2": 4, "olmo3": 4, "gemma2": 12, "gemma3_text": 
 
 
 @dataclass(frozen=True)
+class VisionShape:
+    """Sizes of a vision encoder without its projectors, which have one input per group of patches.
+
+    - `parameters`: parameters that multiply a patch.
+    - `kept_values`: activations per patch, without gradient checkpointing.
+
+    Example: the encoder of Qwen2.5-VL has 32 layers of 1,280, so a patch keeps 32 * (15 * 1,280 + 4 * 3,420) values.
+    """
+
+    parameters: int
+    layers: int
+    hidden: int
+    kept_values: int
+
+    @property
+    def recomputed_values(self) -> int:
+        """Activations per patch with gradient checkpointing: all layer inputs, plus a layer."""
+        return self.layers * self.hidden + self.kept_values // self.layers
+
+    def forward_flops(self, patches: float, per_image: int) -> float:
+        """Return the floating-point operations on patches, which attend to all of their image."""
+        return patches * (2 * self.parameters + 4 * self.layers * self.hidden * per_image)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a language model.
 
@@ -46,6 +71,7 @@ class ModelShape:
     - `backward_values`, `fused_backward_values`: gradients per token in the backward pass of a layer, without and with
       Liger's kernels.
     - `positions`: tokens of the longest sequence, None without a limit.
+    - `vision`: its vision encoder, None if images are not read.
     - `capped_heads`: query heads per layer whose scores have a softcap, which few kernels support.
     - `linears`: linear layers of the decoder except the head: name in its layer, inputs, outputs, and their number.
 
@@ -72,6 +98,7 @@ class ModelShape:
     fused_backward_values: int
     capped_heads: int
     positions: int | None
+    vision: VisionShape | None = None
     linears: tuple[tuple[str, int, int, int], ...] = ()
 
     def with_score_head(self) -> "ModelShape":
@@ -91,6 +118,21 @@ class ModelShape:
             count * rank * (inputs + outputs)
             for name, inputs, outputs, count in self.linears
             if ("all-linear" in targets or name in _last_names(targets)) and name not in excluded
+        )
+
+    def with_patches(self, patches: float, *, per_image: int, kept: float) -> "ModelShape":
+        """Return the shape with the vision encoder's work added to each token.
+
+        Args:
+            patches: image patches per token, of images with `per_image` patches each.
+            kept: patches per token whose activations wait for a backward pass.
+        """
+        assert self.vision is not None
+        return replace(
+            self,
+            active=self.active + round(self.vision.forward_flops(patches, per_image) / 2),
+            kept_values=self.kept_values + round(kept * self.vision.kept_values),
+            recomputed_values=self.recomputed_values + round(kept * self.vision.recomputed_values),
         )
 
     def forward_flops(self, num_tokens: float, length: float) -> float:
@@ -142,8 +184,34 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
         fused_backward_values=backward_values(text, is_fused=True),
         capped_heads=_capped_heads(text),
         positions=num_positions(config),
+        vision=_vision_shape(config, parameters, vision),
         linears=_linears(model, vision),
     )
+
+
+_VISION_VALUES = {"qwen2_5_vl_vision": (15, 4), "clip_vision_model": (8, 3), "qwen2_vl_vision": (11, 3)}
+_PLAIN_VISION, _ROTATED_VISION = (8, 2), (11, 2)
+"""Hidden and intermediate sizes that a layer of a vision encoder keeps per patch in bf16, by type; with position
+embeddings, and with rotations. `test_planned_images.py` counts them on tensors that PyTorch saves."""
+
+
+def _vision_shape(config: "PretrainedConfig", sizes: Mapping[str, int], parts: Sequence[str]) -> VisionShape | None:
+    if not parts:
+        return None
+    tower, *projectors = parts
+    vision = config.vision_config
+
+    def size(*names: str) -> int:
+        return int(next(getattr(vision, name) for name in names if getattr(vision, name, None)))
+
+    # In Qwen2-VL, `hidden_size` is the size of the language model.
+    hidden = size("embed_dim", "hidden_size")
+    width = size("intermediate_size") if hasattr(vision, "intermediate_size") else hidden * size("mlp_ratio")
+    usual = _PLAIN_VISION if hasattr(vision, "num_hidden_layers") else _ROTATED_VISION
+    of_hidden, of_width = _VISION_VALUES.get(vision.model_type, usual)
+    layers = size("depth", "num_hidden_layers")
+    own = (count for name, count in sizes.items() if _is_part(name, [tower]) and not _is_part(name, projectors))
+    return VisionShape(sum(own), layers, hidden, layers * (of_hidden * hidden + of_width * width))
 
 
 def num_positions(config: "PretrainedConfig") -> int | None:

@@ -176,6 +176,9 @@ def _prefill(work: Workload) -> Costs:
     assert engine is not None
     count = max(1, len(work.layout.of(ENGINE)))
     operations = engine.shape.forward_flops(tokens.prefilled / count, tokens.prompt)
+    if engine.shape.vision is not None and work.images.count:
+        patches = tokens.prefilled / tokens.prompt * work.images.count * work.images.patches
+        operations += engine.shape.vision.forward_flops(patches / count, work.images.patches)
     return {"compute": operations / (_PRODUCTS * work.hardware.flops * engine.size)}
 
 
@@ -187,7 +190,7 @@ def _decoding(work: Workload) -> Costs:
     requests = max(1.0, tokens.requests / count)
     length = tokens.prompt + tokens.response / 2
     running = max(1.0, min(requests, engine.running(tokens.prompt + tokens.response)))
-    # Several responses end at different times, so that on average fewer run than the limit.
+    # Responses end at different times, so that on average fewer run than the limit.
     steps = max(requests * tokens.response / running, tokens.response) + (requests > 1) * tokens.response
     bandwidth, flops = _elementwise(hardware), _PRODUCTS * hardware.flops * engine.size
     read = engine.shape.active * engine.value_bytes / engine.size + requests * tokens.response / steps * length * (

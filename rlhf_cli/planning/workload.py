@@ -18,6 +18,7 @@ from rlhf_cli.models.finding import adapter_folder
 from rlhf_cli.planning.architectures import read_adapter
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.images import RowImages
 from rlhf_cli.planning.memory import FOUR_BIT_BYTES, WEIGHT_BYTES, RoleMemory
 from rlhf_cli.planning.shapes import ModelShape
 
@@ -57,6 +58,7 @@ class Workload:
     - `longest`: tokens of the longest sequence in a rank's part.
     - `models_sleep`, `engines_sleep`: whether they leave their GPUs when idle.
     - `samples_ahead`: engines sample for later iterations while the models train.
+    - `images`: images of a row or prompt.
     - `steps`: steps of the whole run, None if the number of rows is unknown.
     """
 
@@ -72,6 +74,7 @@ class Workload:
     engines_sleep: bool = False
     samples_ahead: bool = False
     reason: str = ""
+    images: RowImages = field(default_factory=RowImages)
     steps: int | None = None
 
     @property
@@ -153,10 +156,19 @@ def frozen_role(role: RoleMemory, shape: ModelShape, settings: DeepSpeedConfig, 
     return replace(role, shape=shape, num_trained=0, settings=settings, num_ranks=num_ranks, weight_bytes=weights)
 
 
-def mean_lengths(max_len: int, max_new_tokens: int, plan: PlanConfig) -> tuple[float, float]:
-    """Return the mean tokens of prompts and responses, as given or half of their limits."""
+def mean_lengths(max_len: int, max_new_tokens: int, plan: PlanConfig, images: RowImages) -> tuple[float, float]:
+    """Return the mean tokens of prompts and responses, as given or half of their limits.
+
+    Raises UsageError if the images of a prompt do not fit.
+    """
     room = max(2, max_len - max_new_tokens)
-    return plan.prompt_tokens or room / 2, plan.response_tokens or max_new_tokens / 2
+    return images.mean_length(plan.prompt_tokens, room), plan.response_tokens or max_new_tokens / 2
+
+
+def trains_vision(config: TrainingConfig) -> bool:
+    """Return whether the vision encoder is trained, if the model has one."""
+    adapter = config.adapter
+    return adapter.lora_vision_tower if adapter_rank(config) else not config.model.freeze_vision_tower
 
 
 def engine_of(

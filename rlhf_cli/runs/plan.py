@@ -13,6 +13,7 @@ from rlhf_cli.planning.calibration import calibrated, calibration_file, read_run
 from rlhf_cli.planning.changes import Change, Planner, best_changes
 from rlhf_cli.planning.engines import EngineMemory
 from rlhf_cli.planning.hardware import Hardware, hardware_of
+from rlhf_cli.planning.images import RowImages
 from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.phases import GpuMemory
 from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
@@ -69,6 +70,7 @@ def lines_of(config: CommandConfig, plan: Plan, changes: list[Change]) -> list[s
     shape = work.engine.shape if work.engine is not None else next(iter(work.roles.values())).shape
     return [
         f"rlhf {config.command} with {model} ({shape.parameters / 1e9:.2f}B parameters) on {work.hardware.title}",
+        *_image_lines(work.images),
         "",
         "Placement",
         *(f"  {line}" for line in placement(work)),
@@ -77,6 +79,12 @@ def lines_of(config: CommandConfig, plan: Plan, changes: list[Change]) -> list[s
         *(_time_lines(plan) if plan.fits else []),
         *_change_lines(plan, changes),
     ]
+
+
+def _image_lines(images: RowImages) -> list[str]:
+    if not images.count:
+        return []
+    return [f"Images per row: {images.count}, each with up to {images.tokens:,} tokens and {images.patches:,} patches"]
 
 
 def _memory_lines(plan: Plan) -> list[str]:

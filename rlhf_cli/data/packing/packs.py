@@ -21,7 +21,7 @@ _EXACT_SEARCH_SEQUENCES = 32
 """Maximum number of sequences for an exact search of the fewest micro-batches, if heuristics need more."""
 _EXACT_SEARCH_NODES = 20_000
 """Maximum placements tried in that search, about 20 ms."""
-_PATCHES_PER_TOKEN = 4
+PATCHES_PER_TOKEN = 4
 """Image patches that count as one token of micro-batch room. A token has 4 patches in Qwen-VL, 1 in LLaVA, and 9 to 16
 in SmolVLM, whose vision encoder computes several times as many patches at the same limit.
 """
@@ -267,12 +267,12 @@ def plan_packs(
 
 
 def room_of(tokens_B: np.ndarray, patches_B: np.ndarray, *, max_tokens: int) -> np.ndarray:
-    """Return the room of sequences in a micro-batch: tokens, or patches in units of `_PATCHES_PER_TOKEN`.
+    """Return the room of sequences in a micro-batch: tokens, or patches in units of `PATCHES_PER_TOKEN`.
 
     A sequence with more patches than fit occupies a full micro-batch, because images cannot be split.
     """
     # Round up: part of a token takes a whole one.
-    by_patches_B = np.minimum(-(-patches_B // _PATCHES_PER_TOKEN), max_tokens)
+    by_patches_B = np.minimum(-(-patches_B // PATCHES_PER_TOKEN), max_tokens)
     return np.maximum(tokens_B, by_patches_B)
 
 
