@@ -1,6 +1,6 @@
 """Trackers from other packages: TensorBoard, Weights & Biases, MLflow, Trackio and SwanLab.
 
-Each has metrics and a small table of samples. A server that does not answer never stops a run (`Service`).
+Each has metrics, a small table of samples, and alarms. A server that does not answer never stops a run (`Service`).
 """
 
 import importlib
@@ -24,6 +24,8 @@ Table = Sequence[Sequence[str | float | None]]
 TENSORBOARD = "tensorboard"
 _SAMPLES = "samples"
 """Name of the table in each tracker."""
+_ALARMS = "alarms"
+"""Name of the texts in trackers without alerts."""
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 _LIMITS = {
     # By default, wandb uploads without a limit at the end of a run, and MLflow repeats a request for 4 minutes.
@@ -89,6 +91,9 @@ class TensorBoardSink:
     def sample_table(self, step: int, table: Table) -> None:
         self._writer.add_text(_SAMPLES, markdown(table), step)
 
+    def alarm(self, step: int, name: str, message: str) -> None:
+        self._writer.add_text(_ALARMS, message, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -128,6 +133,9 @@ class WandbSink:
 
     def sample_table(self, step: int, table: Table) -> None:
         self._run.log({"step": step, _SAMPLES: self._wandb.Table(columns=list(COLUMNS), data=table)})
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        self._run.alert(title=name, text=message)
 
     def close(self) -> None:
         self._run.finish()
@@ -169,6 +177,9 @@ class MlflowSink:
         file = f"{_SAMPLES}/{first:06d}-{first + _STEPS_PER_FILE - 1:06d}.json"
         self._client.log_table(self.run_id, {"step": [step] * len(table), **columns}, file)
 
+    def alarm(self, step: int, name: str, message: str) -> None:
+        self._client.set_tag(self.run_id, f"alarm.{name}", message)
+
     def close(self) -> None:
         self._client.set_terminated(self.run_id)
 
@@ -196,6 +207,9 @@ class TrackioSink:
 
     def sample_table(self, step: int, table: Table) -> None:
         self._run.log({_SAMPLES: self._trackio.Table(columns=list(COLUMNS), data=table)}, step=step)
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        self._run.alert(name, message, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -234,6 +248,9 @@ class SwanlabSink:
         shown = self._swanlab.echarts.Table()
         shown.add(list(COLUMNS), [list(row) for row in table])
         self._run.log({_SAMPLES: shown}, step=step)
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        self._run.log({_ALARMS: self._swanlab.Text(message)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -280,6 +297,9 @@ class Service:
 
     def sample_table(self, step: int, table: Table) -> None:
         self._attempt(lambda sink: sink.sample_table(step, table))
+
+    def alarm(self, step: int, name: str, message: str) -> None:
+        self._attempt(lambda sink: sink.alarm(step, name, message))
 
     def state(self) -> dict[str, object]:
         run_id = self._sink.run_id if self._sink else self._saved_id

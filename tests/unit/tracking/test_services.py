@@ -31,14 +31,15 @@ ROWS = [
 
 
 def track(config: TrackingConfig, output: Path, *, steps, resume_step=None, saved=None, shown=None) -> dict:
-    """Report metrics and samples of each step; return the state of the trackers."""
+    """Report metrics and samples of each step, and an alarm in step 2; return the state of the trackers."""
     output.mkdir(exist_ok=True)
     (output / "config.yaml").write_text("".join(f"setting{number}: {number}\n" for number in range(101)))
     console = Console(file=shown or io.StringIO(), width=300)
     opened = {"command": "ppo", "total_steps": 3, "console": console, "resume_step": resume_step, "saved": saved}
     with Tracker(config, output, **opened) as tracker:
         for step in steps:
-            tracker.log(step, {"reward": step / 4, "reward/odd@name": 1.0, "kl": float("nan")}, {"train": 0.1})
+            metrics = {"reward": step / 4, "reward/odd@name": 1.0, "kl": float("nan"), "grad_norm": 1.0}
+            tracker.log(step, {**metrics, "approx_k3": float(step == 2)}, {"train": 0.1})
             tracker.samples(step, ROWS)
         tracker.close()
         return json.loads(json.dumps(tracker.state()))
@@ -80,6 +81,15 @@ def test_tensorboard_shows_four_samples_per_iteration_or_as_many_as_are_printed(
         assert event.tensor_proto.string_val[0].decode().count("\n") == number + 1
 
 
+def test_tensorboard_shows_alarms(tmp_path) -> None:
+    track(TrackingConfig(), tmp_path / "run", steps=(1, 2))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("alarms/text_summary")
+    assert event.step == 2
+    assert event.tensor_proto.string_val[0].decode().startswith("kl-spike in step 2: ")
+
+
 class FakeWandb:
     """Records calls to wandb. With `is_offline`, its server does not answer."""
 
@@ -90,6 +100,7 @@ class FakeWandb:
         self.is_offline = is_offline
         self.given: dict = {}
         self.logged: list[dict] = []
+        self.alerts: list[dict] = []
 
     def teardown(self) -> None:
         self.given = {}
@@ -102,6 +113,7 @@ class FakeWandb:
             id=given["id"] or "abc123",
             define_metric=lambda *names, **options: None,
             log=self.logged.append,
+            alert=lambda **given: self.alerts.append(given),
             finish=lambda: None,
         )
 
@@ -114,6 +126,7 @@ def test_a_resumed_run_continues_the_wandb_run_with_its_id(tmp_path, monkeypatch
     assert (wandb.given["id"], wandb.given["resume"], wandb.given["name"]) == ("abc123", "allow", "run7")
     assert wandb.given["config"]["setting3"] == 3
     assert [line["step"] for line in wandb.logged] == [1, 1, 2, 2, 2, 2, 3, 3]
+    assert [alert["title"] for alert in wandb.alerts] == ["kl-spike", "kl-spike"]
     assert wandb.logged[1]["samples"]["columns"] == list(COLUMNS)
     assert wandb.logged[1]["samples"]["data"][1] == ["d:2/0.0@0", "2 | 2?", "*2*\nfour", 1.0, None]
 
@@ -208,6 +221,7 @@ def test_an_installed_mlflow_has_one_run_with_settings_metrics_and_a_table(tmp_p
     client = mlflow.MlflowClient()
     run = client.get_run(first["mlflow_run_id"])
     assert (run.info.status, len(run.data.params), run.data.metrics["reward/odd_name"]) == ("FINISHED", 101, 1.0)
+    assert run.data.tags["alarm.kl-spike"].startswith("kl-spike in step 2: ")
     assert [point.step for point in client.get_metric_history(run.info.run_id, "reward")] == [1, 2, 2, 3]
     table = client.load_table(run.info.experiment_id, "samples/000000-000099.json", [run.info.run_id])
     assert (list(table.columns), list(table["step"])) == (["step", *COLUMNS], [1] * 4 + [2] * 8 + [3] * 4)
@@ -227,6 +241,8 @@ def test_an_installed_trackio_has_one_run_with_metrics_and_tables(tmp_path, monk
         (2, 0.5),
         (3, 0.75),
     ]
+    (alert,) = SQLiteStorage.get_alerts("rlhf-cli", first["trackio_run_id"])[:1]
+    assert (alert["title"], alert["step"]) == ("kl-spike", 2)
     tables = [line["samples"]["_value"] for line in logs if "samples" in line]
     assert (len(tables), list(tables[0][0])) == (4, list(COLUMNS))
 
