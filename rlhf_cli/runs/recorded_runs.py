@@ -21,7 +21,7 @@ from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, check_run_directory, run_directory
 from rlhf_cli.tracking.figures import prominent
-from rlhf_cli.tracking.sinks import ALARMS_FILE, RUN_FILE, json_number, last_metrics, read_lines
+from rlhf_cli.tracking.sinks import RUN_FILE, json_number, last_metrics, read_alarms
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
 _STATES: dict[str, State] = {"finished": "finished", "interrupted": "stopped", "failed": "failed"}
@@ -106,7 +106,7 @@ def read_run(root: Path) -> RecordedRun:
         raise UsageError(f"{root / RUN_FILE} was not written by rlhf")
     try:
         total_steps, (step, metrics) = int(str(facts["total_steps"])), last_metrics(root)
-        alarms = [str(line["message"]) for line in read_lines(root / ALARMS_FILE)]
+        alarms = read_alarms(root)
         changed = max(path.stat().st_mtime for path in _signs_of_life(root))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{root} has broken files ({type(error).__name__}: {error})") from None

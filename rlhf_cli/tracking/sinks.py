@@ -93,6 +93,11 @@ def read_metrics(output: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(by_step.items()))
 
 
+def read_alarms(output: Path) -> list[str]:
+    """Read the messages of all alarms, in order."""
+    return [str(line["message"]) for line in read_lines(output / ALARMS_FILE)]
+
+
 def last_metrics(output: Path) -> tuple[int, dict[str, float]]:
     """Return the last step, with its metrics and those of the last evaluation. Reads only the end of the file."""
     path = output / METRICS_FILE

@@ -20,6 +20,7 @@ from rlhf_cli.tracking.sinks import (
     SAMPLES_FILE,
     SETTINGS_FILE,
     present_row,
+    read_alarms,
     read_metrics,
 )
 from rlhf_cli.tracking.summary import Summary, summarise
@@ -69,6 +70,8 @@ class Stage:
     rollouts: ReportRollouts
     evaluated: ReportRollouts
     summary: Summary
+    # Messages of the alarms, in order.
+    alarms: list[str]
     # Of PLAN_FILE: `assumed`, and `values` by name. Empty without a plan.
     plan: JsonObject
 
@@ -89,6 +92,7 @@ def read_stage(path: Path) -> Stage:
         rollouts=read_rollouts(path / SAMPLES_FILE),
         evaluated=read_rollouts(path / EVAL_SAMPLES_FILE),
         summary=summarise(path),
+        alarms=read_alarms(path),
         plan=read_object(path / PLAN_FILE),
     )
 

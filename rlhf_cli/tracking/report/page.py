@@ -112,11 +112,12 @@ def _stage_section(stage: Stage, *, number: int) -> str:
     """Build the section for one run."""
     done = f"{max(stage.metrics, default=0)}/{stage.total_steps} {stage.unit}s"
     facts = {**stage.facts, "Run directory": str(stage.path), "Done": done}
+    alarms = "".join(f'<p class="broken-note">Alarm: {escape(message)}</p>' for message in stage.alarms)
     listed = "".join(f"<span><b>{escape(name)}</b>{escape(text)}</span>" for name, text in facts.items())
     return (
         f'<section class="stage" id="stage{number}"><div class="head"><h2>{escape(stage.command)}</h2>'
         f'<span class="chip {_OUTCOMES.get(stage.outcome, "")}">{escape(stage.outcome)}</span></div>'
-        f'<div class="facts">{listed}</div>'
+        f'<div class="facts">{listed}</div>{alarms}'
         f"{_curves(stage)}{_evaluations(stage)}{_times(stage)}{_planned(stage)}{_samples(stage)}{settings(stage)}</section>"
     )
 
@@ -139,7 +140,7 @@ def _curves(stage: Stage) -> str:
 
 
 def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
-    """Return (heading, metrics) for each chart, most important first."""
+    """Return (heading, metrics) for each chart, most important first, and last those that are 0 in all steps."""
     logged = dict.fromkeys(name for metrics in stage.metrics.values() for name in metrics)
     groups: list[tuple[str, list[str]]] = []
     taken: set[str] = set()
@@ -152,8 +153,9 @@ def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
         members = [member for member in (*together, f"eval/{name}") if member in logged]
         taken.update(members)
         groups.append((heading, members))
-    alone = [n for n in prominent(logged) if n.startswith("eval/") and n not in taken and "/num_" not in n]
-    return groups + [(title(name), [name]) for name in sorted(alone)]
+    rest = [n for n in prominent(logged) if n.startswith("eval/") and n not in taken and "/num_" not in n]
+    groups += [(title(name), [name]) for name in sorted(rest)]
+    return sorted(groups, key=lambda group: all(value == 0 for name in group[1] for _, value in points(stage, name)))
 
 
 def _chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> str:

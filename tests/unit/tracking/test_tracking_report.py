@@ -383,6 +383,21 @@ def test_long_texts_of_an_episode_are_cut_to_equal_shares(tmp_path):
     assert one[0]["content"] == "x" * 12_000 + " … (8000 more characters in samples.jsonl)"
 
 
+def test_charts_of_zeros_are_last(tmp_path):
+    metrics = MetricsFile(tmp_path, resume_step=None)
+    metrics.log(1, {"skipped_steps": 0.0, "loss": 0.5, "other_metric": 0.0})
+    metrics.log(2, {"skipped_steps": 0.0, "loss": 0.0, "other_metric": 1.0})
+    metrics.close()
+    assert [names for _, names in chart_groups(read_stage(tmp_path))] == [["loss"], ["other_metric"], ["skipped_steps"]]
+
+
+def test_alarms_are_in_the_page(tmp_path):
+    (tmp_path / "alarms.jsonl").write_text(
+        '{"step": 3, "alarm": "loss-spike", "message": "loss-spike in step 3: <b>"}\n'
+    )
+    assert "Alarm: loss-spike in step 3: &lt;b&gt;" in write_report(tmp_path).read_text()
+
+
 def test_metrics_of_episodes_share_a_chart_with_titles_for_people(tmp_path):
     metrics = MetricsFile(tmp_path, resume_step=None)
     found = {"turns": 2.5, "calls": 1.5, "malformed_calls": 0.5, "observed_tokens": 40.0, "failed": 0.0}
