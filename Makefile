@@ -6,7 +6,7 @@ INSTALLED := .venv/.complete
 demo: $(INSTALLED)
 	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
-# Minutes here; with CI=true also the end-to-end tests with real Ray, vLLM and DeepSpeed processes, 20 minutes more.
+# Minutes here; with CI=true also the end-to-end tests with real Ray, vLLM and DeepSpeed processes, 20 to 40 minutes more.
 # Three files at a time, on two cores too, because tests wait for processes half of the time. In the order of their
 # names, which has the long end-to-end ones first; one thread each, as OpenMP's threads starve each other when there are
 # more of them than cores.
