@@ -153,6 +153,10 @@ class RolloutConfig(SamplingConfig):
     rollout_seed: int | None = Field(None, ge=0, lt=2**32)
     """Random seed for sampling and environments. Default: seed."""
 
+    def sampling_seed(self, seed: int) -> int:
+        """Return the seed for sampling in a run with this `seed`."""
+        return seed if self.rollout_seed is None else self.rollout_seed
+
 
 class AsyncConfig(SettingsGroup):
     """Asynchronous training"""

@@ -138,7 +138,7 @@ def _changed(root: Path, own: OnlineConfig, changes: Mapping[str, str], *, sampl
                 "eps_clip, init_kl_coef, actor_learning_rate or train_batch_size, and with --sample_again of sampling, "
                 "such as temperature"
             )
-    seed = {"rollout_seed": (own.batch.seed + 1) % 2**32} if samples_again else {}
+    seed = {"rollout_seed": (own.rollout.sampling_seed(own.batch.seed) + 1) % 2**32} if samples_again else {}
     config: OnlineConfig = recorded_config(root, ONLINE_TRAINING, {**seed, **changes})
     return config
 

@@ -135,7 +135,7 @@ class RolloutSource:
             self.decode,
             self.settings.sampling,
             num_samples=self.settings.rollout.n_samples_per_prompt,
-            seed=self.settings.sampling_seed,
+            seed=self.settings.rollout.sampling_seed(self.settings.batch.seed),
             greedy=self.settings.estimator.greedy,
             expected_tokens=partial(_expected_tokens, state),
         )

@@ -80,12 +80,6 @@ class OnlineSettings:
         )
 
     @property
-    def sampling_seed(self) -> int:
-        """Seed of the responses."""
-        seed = self.rollout.rollout_seed
-        return self.batch.seed if seed is None else seed
-
-    @property
     def kl_losses(self) -> dict[str, KLTerm]:
         """KL penalties in the loss by role. The reference's is in the reward unless `use_kl_loss` is set."""
         return {role: term for role, term in self.kl_terms.items() if role != "ref" or self.policy.use_kl_loss}

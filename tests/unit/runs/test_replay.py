@@ -18,6 +18,7 @@ from rlhf_cli.config.replay import ReplayGroup, WhyGroup
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config, to_yaml
+from rlhf_cli.runs.online import replay as replays
 from rlhf_cli.runs.online.replay import Replayed, run_replay
 from rlhf_cli.runs.run_directory import recorded_config
 from rlhf_cli.runs.why import explain
@@ -69,6 +70,23 @@ def test_changes_that_cannot_be_replayed_are_refused(run, change, message):
 def test_new_samples_are_of_the_same_prompts_and_model(run, change):
     with pytest.raises(UsageError, match=r"it affects models or prompts"):
         replayed(run, 1, change, sample_again=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "again"), [({}, 43), ({"rollout_seed": "43"}, 44), ({"rollout_seed": str(2**32 - 1)}, 0)]
+)
+def test_new_samples_have_another_seed_than_those_of_the_run(run, given, again, monkeypatch):
+    (run / "config.yaml").write_text(to_yaml(recorded_config(run, ["grpo"], given)))
+    seen = []
+
+    def record(config, iteration, *, changed=None, keeps_update=False):
+        seen.append(changed or config)
+        return replace(EMPTY, iteration=iteration)
+
+    monkeypatch.setattr(replays, "replay", record)
+    monkeypatch.setattr(replays, "comparison", lambda *replayed, **options: [])
+    replayed(run, sample_again=True)
+    assert seen[1].rollout.rollout_seed == again
 
 
 def test_responses_sampled_iterations_before_are_not_sampled_again(run):
