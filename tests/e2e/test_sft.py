@@ -50,6 +50,7 @@ class Running:
     def __init__(self, command: list[str], log: Path) -> None:
         self._mark = uuid.uuid4().hex
         self.log = log
+        self._found: set[psutil.Process] = set()
         environment = os.environ | {MARK: self._mark, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with log.open("w") as output:
             self.main = subprocess.Popen(
@@ -57,7 +58,9 @@ class Running:
             )
 
     def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if environment_of(process).get(MARK) == self._mark]
+        # An exiting process loses its environment before it releases its locks, so those found before stay in the list.
+        self._found |= {process for process in psutil.process_iter() if environment_of(process).get(MARK) == self._mark}
+        return [process for process in self._found if is_alive(process)]
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in rank order."""
@@ -86,9 +89,16 @@ class Running:
         self.main.wait()
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def environment_of(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+        return process.environ() if is_alive(process) else {}
     except (psutil.Error, OSError):
         return {}
 
