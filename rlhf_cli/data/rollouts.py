@@ -53,7 +53,7 @@ def sampling_params(sampling: SamplingConfig, *, end_ids: tuple[int, ...] = ()) 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # slots would slow down pickling
 class GenerationRequest:
     """Request for one response. Equal requests give equal responses from equal weights.
 
@@ -176,7 +176,7 @@ def oldest(runs: Iterable[_VersionRun]) -> int:
     return min((version for version, count in runs if count), default=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # slots would slow down pickling
 class Generation:
     """One sampled response.
 

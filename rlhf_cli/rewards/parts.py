@@ -119,8 +119,15 @@ def join(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     if not math.isfinite(total):
         return Score(None, "failed", f"the rewards sum to {total}", values, failure="bad_result")
     metrics = {name: value for part in parts.values() for name, value in part.metrics.items()}
-    found = Score(total, first.status, first.detail, values, first.answer)
-    return replace(found, filter=_filter(parts, weights), metrics=metrics)
+    return Score(
+        total,
+        first.status,
+        first.detail,
+        values,
+        first.answer,
+        filter=_filter(parts, weights),
+        metrics=metrics,
+    )
 
 
 def _filter(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float | None:

@@ -9,13 +9,17 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
-from rlhf_cli.config.roles import KLTerm
+from rlhf_cli.algorithms.ragged import segment_lengths, segment_mean, segment_sum
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.trainers.online.samples import Rollout, Sample
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 LEARNED = ("old_logprob", "ref_logprob", "ratio", "kl", "advantage")
 """Columns of training, null if the sample was not trained on or the update did not need the value."""
+
+_ROWS_AT_ONCE = 256
+"""Rows that are computed together: calls per row would take most of the time, and all rows at once would need copies of
+all tokens."""
 
 
 def sample_row(sample: Sample, *, has_reward: bool = True) -> dict[str, object]:
@@ -70,41 +74,51 @@ def iteration_rows(sampled: Sequence[Sample], trained: Rollout, settings: Online
 
 
 def _learned(trained: Rollout, settings: OnlineSettings) -> dict[str, dict[str, float | None]]:
-    """Return the update's columns by sample id. Sums and means are over sampled tokens, in nats."""
+    """Return the update's columns by sample id."""
     rows: dict[str, dict[str, float | None]] = {}
-    is_trained = trained.trained_B(settings.policy).tolist()
-    for number, sample in enumerate(trained.samples):
-        rollout, old, advantages = (
-            None if column is None else column[number].astype(np.float64)
-            for column in (
-                trained.rollout_logprobs,
-                trained.old_logprobs,
-                trained.advantages if is_trained[number] else None,
-            )
-        )
-        assert rollout is not None
-        row: dict[str, float | None] = dict.fromkeys(LEARNED)
-        if old is not None:
-            row["old_logprob"] = _rounded(old.sum())
-        if old is not None and len(old):
-            row["ratio"] = _rounded(np.exp((old - rollout).mean()))
-        if advantages is not None and len(advantages):
-            row["advantage"] = _rounded(advantages.mean())
-        for role, logprobs in trained.frozen_logprobs.items():
-            row |= _compared(role, logprobs[number].astype(np.float64), old, settings.kl_terms.get(role))
-        rows[sample.id] = row
+    for first in range(0, len(trained), _ROWS_AT_ONCE):
+        part = trained.part(slice(first, first + _ROWS_AT_ONCE))
+        columns = _learned_columns(part, settings)
+        values = zip(*columns.values(), strict=True)
+        rows |= {
+            sample.id: dict(zip(columns, row, strict=True)) for sample, row in zip(part.samples, values, strict=True)
+        }
     return rows
 
 
-def _compared(role: str, frozen: np.ndarray, old: np.ndarray | None, term: KLTerm | None) -> dict[str, float | None]:
-    """Return the columns of a frozen policy: sums with a KL term, the mean log-ratio without one."""
-    if term is None:
-        return {} if old is None else {kl_metric(role): _rounded((old - frozen).mean()) if len(old) else None}
-    kl_T = None if old is None else kl_estimate(torch.from_numpy(old), torch.from_numpy(frozen), term.estimator)
-    return {
-        f"{role}_logprob": _rounded(frozen.sum()),
-        kl_metric(role): None if kl_T is None else _rounded(kl_T.sum().item()),
-    }
+def _learned_columns(trained: Rollout, settings: OnlineSettings) -> dict[str, list[float | None]]:
+    """Return the update's columns, one value per sample. Sums and means are over sampled tokens, in nats."""
+    cu, unknown = trained.cu, list[float | None]([None] * len(trained))
+    has_tokens_B = segment_lengths(cu) > 0
+    columns = dict.fromkeys(LEARNED, unknown)
+    old_N = None if trained.old_logprobs is None else _flat(trained.old_logprobs)
+    if old_N is not None:
+        columns["old_logprob"] = _cells(segment_sum(old_N, cu))
+        log_ratio_B = segment_mean(old_N - _flat(trained.rollout_logprobs), cu)
+        columns["ratio"] = _cells(log_ratio_B.exp(), has_tokens_B)
+    if trained.advantages is not None:
+        is_trained_B = trained.trained_B(settings.policy) & has_tokens_B
+        columns["advantage"] = _cells(segment_mean(_flat(trained.advantages), cu), is_trained_B)
+    for role, logprobs in trained.frozen_logprobs.items():
+        frozen_N, term = _flat(logprobs), settings.kl_terms.get(role)
+        if term is not None:
+            columns[f"{role}_logprob"] = _cells(segment_sum(frozen_N, cu))
+        if old_N is not None and term is not None:
+            columns[kl_metric(role)] = _cells(segment_sum(kl_estimate(old_N, frozen_N, term.estimator), cu))
+        elif old_N is not None:
+            columns[kl_metric(role)] = _cells(segment_mean(old_N - frozen_N, cu), has_tokens_B)
+        elif term is not None:
+            columns[kl_metric(role)] = unknown
+    return columns
+
+
+def _flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(by_response)).double()
+
+
+def _cells(values_B: torch.Tensor, is_known_B: torch.Tensor | None = None) -> list[float | None]:
+    known = [True] * len(values_B) if is_known_B is None else is_known_B.tolist()
+    return [_rounded(value) if is_known else None for value, is_known in zip(values_B.tolist(), known, strict=True)]
 
 
 def _rounded(value: float) -> float:

@@ -1,9 +1,10 @@
 """The samples of an online iteration: one record per response, and their columns up to the update."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,14 +128,20 @@ class Rollout:
 
     def only(self, keep_B: Sequence[bool]) -> "Rollout":
         """Return the selected samples, in order."""
+        kept = [number for number, is_kept in enumerate(keep_B) if is_kept]
+        return self._each(lambda column: [column[number] for number in kept])
+
+    def part(self, numbers: slice) -> "Rollout":
+        """Return consecutive samples."""
+        return self._each(lambda column: column[numbers])
+
+    def _each(self, select: Callable[[Sequence[Any]], Sequence[Any]]) -> "Rollout":
         names = (column.name for column in fields(self) if column.name != "frozen_logprobs")
         columns = {name: column for name in names if (column := getattr(self, name)) is not None}
-        kept = [number for number, is_kept in enumerate(keep_B) if is_kept]
-        of_roles = self.frozen_logprobs.items()
         return replace(
             self,
-            frozen_logprobs={role: [column[number] for number in kept] for role, column in of_roles},
-            **{name: [column[number] for number in kept] for name, column in columns.items()},
+            frozen_logprobs={role: select(column) for role, column in self.frozen_logprobs.items()},
+            **{name: select(column) for name, column in columns.items()},
         )
 
     def scored(self) -> "Rollout":
