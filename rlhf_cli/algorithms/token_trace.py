@@ -24,8 +24,8 @@ class TokenTrace:
     - `advantage`, `ratio`, `clip_low`, `clip_high`, `clip_dual`, `loss`: policy loss.
     - `weight`, `corrected`: rollout correction.
     - `entropy`; `ROLE_kl` and `ROLE_coef`: KL estimate and coefficient of each KL term.
-    - `gradient`: derivative of the step's total loss with respect to the token's log-prob, except through the entropy:
-      the gradient of the loss is the sum of `gradient` times the gradient of the log-prob over all tokens.
+    - `gradient`, `entropy_gradient`: derivatives of the step's total loss with respect to the token's log-prob and
+      entropy. The gradient of the loss is the sum over all tokens of both times the gradients of log-prob and entropy.
     """
 
     def __init__(self) -> None:
@@ -35,38 +35,50 @@ class TokenTrace:
         """Begin an optimizer step."""
         self.steps.append([])
 
-    def record(
-        self,
-        place: Mapping[str, Tensor],
-        logprobs_K: Tensor,
-        entropy_K: Tensor,
-        columns: PolicyColumns,
-        *,
-        settings: PolicyConfig,
-        totals: StepTotals,
-        weights: LossWeights,
-        max_new_tokens: int,
-    ) -> None:
-        """Record a micro-batch; arguments as of `policy_objective`, and the columns `PLACE`."""
-        own_K, entropy_K = logprobs_K.detach().requires_grad_(), entropy_K.detach()
-        common: dict[str, Any] = {"settings": settings, "weights": weights}
-        loss, _ = policy_objective(own_K, entropy_K, columns, totals=totals, max_new_tokens=max_new_tokens, **common)
-        (gradient_K,) = torch.autograd.grad(loss, own_K)
-        terms = token_terms(own_K, columns, **common)
-        found = {
-            **place,
-            "logprob": own_K,
-            "anchor": terms.anchor_K,
-            "rollout": columns.rollout_K,
-            "advantage": columns.advantages_K,
-            **terms.flags,
-            "loss": terms.loss_K,
-            "weight": terms.weight_K,
-            "corrected": terms.corrected_K,
-            "entropy": entropy_K,
-            "gradient": gradient_K,
-        }
-        for role, term in weights.kl.items():
-            found |= {role: columns.frozen_K[role], f"{role}_kl": terms.kl_K[role]}
-            found[f"{role}_coef"] = torch.full_like(own_K, term.coef)
-        self.steps[-1].append({name: values.detach().float().cpu() for name, values in found.items()})
+    def add(self, columns: Mapping[str, Tensor]) -> None:
+        """Add the columns of a micro-batch, with `PLACE`, to the optimizer step."""
+        self.steps[-1].append({name: values.detach().float().cpu() for name, values in columns.items()})
+
+    def of_sequence(self, number: int) -> dict[str, Tensor]:
+        """Return the columns of a sequence's tokens, in order, in the current optimizer step."""
+        parts = [(part, part[SAMPLE] == number) for part in self.steps[-1]]
+        found = {name: torch.cat([part[name][chosen] for part, chosen in parts]) for name in self.steps[-1][0]}
+        order = found[TOKEN].argsort()
+        return {name: values[order] for name, values in found.items()}
+
+
+def policy_columns(
+    logprobs_K: Tensor,
+    entropy_K: Tensor,
+    columns: PolicyColumns,
+    *,
+    settings: PolicyConfig,
+    totals: StepTotals,
+    weights: LossWeights,
+    max_new_tokens: int,
+) -> dict[str, Tensor]:
+    """Return the columns of a micro-batch of a policy, except `PLACE`; arguments as of `policy_objective`."""
+    own_K, own_entropy_K = logprobs_K.detach().requires_grad_(), entropy_K.detach().requires_grad_()
+    common: dict[str, Any] = {"settings": settings, "weights": weights}
+    loss, _ = policy_objective(own_K, own_entropy_K, columns, totals=totals, max_new_tokens=max_new_tokens, **common)
+    gradient_K, entropy_gradient_K = torch.autograd.grad(
+        loss, (own_K, own_entropy_K), allow_unused=True, materialize_grads=True
+    )
+    terms = token_terms(own_K, columns, **common)
+    found = {
+        "logprob": own_K,
+        "anchor": terms.anchor_K,
+        "rollout": columns.rollout_K,
+        "advantage": columns.advantages_K,
+        **terms.flags,
+        "loss": terms.loss_K,
+        "weight": terms.weight_K,
+        "corrected": terms.corrected_K,
+        "entropy": own_entropy_K,
+        "gradient": gradient_K,
+        "entropy_gradient": entropy_gradient_K,
+    }
+    for role, term in weights.kl.items():
+        found |= {role: columns.frozen_K[role], f"{role}_kl": terms.kl_K[role]}
+        found[f"{role}_coef"] = torch.full_like(own_K, term.coef)
+    return found

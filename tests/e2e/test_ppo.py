@@ -168,6 +168,11 @@ def test_a_response_is_explained_with_the_numbers_of_the_run(finished_run, tmp_p
     assert "Equal to the run: all " in printed
     assert "GAE, arXiv 1506.02438, eq. 16" in printed
     assert "Token 1, " in printed
+    shares = [
+        line for token in explained["tokens"] for line in token["lines"] if "share of the gradient norm: " in line
+    ]
+    assert len(shares) >= row["length"]
+    assert all("g_t . g / |g|^2 = " in line for line in shares)
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.name != ".lock"} == before
 
 

@@ -48,6 +48,7 @@ def test_a_response_is_explained_with_the_numbers_of_the_run(name, model, proble
     printed = run_rlhf("why", output, "--sample", rows[-1]["id"], "--token", "0")
     assert "Equal to the run: all " in printed
     assert paper in printed
+    assert ("share of the gradient norm: g_t . g" in printed) == (name != "two ranks a sequence")
     # From the start of the run, over two iterations.
     for checkpoint in (output / "checkpoints").iterdir():
         checkpoint.rename(checkpoint.with_name(f"aside_{checkpoint.name}"))

@@ -18,8 +18,9 @@ from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.backends.training import distributed
-from rlhf_cli.backends.training.deepspeed_engine import seed_everything, whole_weights
+from rlhf_cli.backends.training.deepspeed_engine import whole_weights
 from rlhf_cli.backends.training.frozen_model import FrozenEngine, move_weights
+from rlhf_cli.backends.training.random_states import seed_everything
 from rlhf_cli.backends.training.weight_average import WeightAverage
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig

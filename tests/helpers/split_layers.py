@@ -14,8 +14,8 @@ from preference_training import TASKS, run_steps
 from shared_roles import GSPO, actor, critic
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 
-from rlhf_cli.backends.training.deepspeed_engine import seed_everything
 from rlhf_cli.backends.training.deepspeed_weights import EngineWeights
+from rlhf_cli.backends.training.random_states import seed_everything
 
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 """In the last step, one of two rank groups is idle."""

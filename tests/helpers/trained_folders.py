@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from tiny_training import Items, Layout, make_engine, make_sequences, partition, train
 
-from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
+from rlhf_cli.backends.roles.saved_models import describe_model, save_whole_model
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter

@@ -14,13 +14,14 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from rlhf_cli.algorithms.gradient_share import Projection
 from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, finish_value_metrics
 from rlhf_cli.algorithms.shaping import normalised_scores
-from rlhf_cli.algorithms.token_trace import PLACE, SAMPLE, TOKEN
 from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.serialization import PickledCall, RankWork, SentWork, store
 from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.backends.roles.watch import Place, Watch, joined_projections, joined_trace, with_place
 from rlhf_cli.data.packing.packs import TokenSequence, only_end
 from rlhf_cli.errors import (
     OutOfMemory,
@@ -285,12 +286,14 @@ class TrainedRole(RoleGroup[_TrainedT]):
 class ActorRole(TrainedRole["ActorRank"]):
     """The trained policy.
 
-    - `traces`: whether updates record their tokens in `trace`, one mapping of columns per optimizer step
-      (algorithms/token_trace.py).
+    - `watch`: what updates record.
+    - `trace`: columns of the tokens of the last watched update, one mapping per optimizer step
+      (algorithms/token_trace.py). `projections`: gradients of its watched tokens.
     """
 
-    traces = False
+    watch: Watch | None = None
     trace: Sequence[dict[str, np.ndarray]] = ()
+    projections: Sequence[Mapping[Place, Projection]] = ()
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens per sequence, in nats."""
@@ -303,37 +306,23 @@ class ActorRole(TrainedRole["ActorRank"]):
 
         Returns metrics per step.
         """
-        if self.traces:
+        if self.watch is not None:
             samples = [with_place(sample, number) for number, sample in enumerate(samples)]
-        shares, traces = self.planner.steps(samples, steps), self.traces
+        shares, watch = self.planner.steps(samples, steps), self.watch
         metrics = self.run_awake(
-            lambda rank, share: rank.update(share, on_policy, weights, traces=traces), shares, rest=_keep_weights
+            lambda rank, share: rank.update(share, on_policy, weights, watch=watch), shares, rest=_keep_weights
         )
-        if traces:
-            self.trace = joined_trace(self.group.all(lambda rank: rank.trace.steps if rank.trace else []))
+        if watch is not None:
+            records = self.group.all(_recorded)
+            self.trace = joined_trace([trace for trace, _ in records])
+            self.projections = joined_projections([found for _, found in records])
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
 
 
-def with_place(sample: TokenSequence, number: int) -> TokenSequence:
-    """Return the sequence with columns that identify its tokens in a trace."""
-    # float32 like all columns: exact up to 16 million.
-    tokens_K = np.arange(sample.num_trained, dtype=np.float32)
-    place = {SAMPLE: np.full_like(tokens_K, number), TOKEN: tokens_K}
-    return replace(sample, columns={**sample.columns, **place})
-
-
-def joined_trace(ranks: Sequence[Sequence[Sequence[Mapping[str, torch.Tensor]]]]) -> list[dict[str, np.ndarray]]:
-    """Return the columns of each optimizer step over all ranks and micro-batches, ordered by sequence and token.
-
-    Ranks in a sequence- or tensor-parallel group record the same tokens, of which one is kept.
-    """
-    joined = []
-    for of_ranks in zip(*ranks, strict=True):
-        parts = [part for micro_batches in of_ranks for part in micro_batches]
-        columns = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
-        _, kept = np.unique(np.stack([columns[name] for name in PLACE]), axis=1, return_index=True)
-        joined.append({name: values[kept] for name, values in columns.items()})
-    return joined
+def _recorded(rank: "ActorRank") -> tuple[list[list[dict[str, torch.Tensor]]], list[dict[Place, Projection]]]:
+    """Return what a rank has recorded, except gradients: a model's worth would fill Ray's object store."""
+    assert rank.record is not None, "the update had no watch"
+    return rank.record.trace.steps, rank.record.projections
 
 
 class StudentRole(TrainedRole["StudentRank"]):

@@ -5,7 +5,7 @@ only token IDs and numbers are sent between processes.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,19 +19,21 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, next_weights, policy_objective, value_objective
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
-from rlhf_cli.algorithms.token_trace import PLACE, TokenTrace
+from rlhf_cli.algorithms.token_trace import PLACE, policy_columns
+from rlhf_cli.backends.roles.saved_models import describe_model, save_weights, save_whole_model
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings
+from rlhf_cli.backends.roles.update_record import UpdateRecord
+from rlhf_cli.backends.roles.watch import Watch
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import (
     ComputeLoss,
     DeepSpeedEngine,
     buckets,
-    seed_everything,
 )
-from rlhf_cli.backends.training.deepspeed_weights import DESCRIPTION
 from rlhf_cli.backends.training.frozen_model import FrozenModel
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.random_states import seed_everything
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.weight_average import WeightAverage
 from rlhf_cli.backends.weight_sync.adapter_push import ObjectTransport, vllm_config
@@ -44,11 +46,8 @@ from rlhf_cli.data.packing.splitting import split_members
 from rlhf_cli.models.adapters import (
     ACTIVE,
     adapter_off,
-    describe_adapter,
     file_name,
-    is_adapted,
     load_with_adapter,
-    save_adapter,
     scales,
 )
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
@@ -60,11 +59,10 @@ from rlhf_cli.models.mixers.layers import layers_in
 from rlhf_cli.models.mixers.remainders import with_remainders
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.quantised import dense
-from rlhf_cli.models.saving import end_at, save_all_but_weights, save_hf
+from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tokenizers import load_tokenizer
-from rlhf_cli.models.vision.freezing import describe_frozen_parts
 
 
 def _transport(link: EngineLink, hf_model: Any) -> Transport:
@@ -135,9 +133,18 @@ class TrainedRank:
         trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
 
-    def train_step(self, packed: Callable[[int | None], list[Any]], loss: ComputeLoss) -> dict[str, float]:
-        """Run an optimizer step on micro-batches that `packed` returns for a token limit. Returns the metrics."""
-        return self.engine.train_step(packed(self.engine.token_limit), loss, smaller=packed)
+    def train_step(
+        self,
+        packed: Callable[[int | None], list[Any]],
+        loss: ComputeLoss,
+        *,
+        accumulated: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Run an optimizer step on micro-batches that `packed` returns for a token limit. Returns the metrics.
+
+        `accumulated` is called before the optimizer step.
+        """
+        return self.engine.train_step(packed(self.engine.token_limit), loss, smaller=packed, accumulated=accumulated)
 
     def update_average(self) -> None:
         """Update the moving average of the weights, if enabled. Call it after each optimizer step."""
@@ -231,30 +238,28 @@ class SampledRank(TrainedRank):
 
 
 class ActorRank(SampledRank):
-    """One rank of the trained policy. `trace`: tokens of the last update with `traces`, None without."""
+    """One rank of the trained policy. `record`: of the last update with a `watch`, None without."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, partial(PolicyModel, replays_routing=settings.policy.rollout_routing_replay))
-        self.trace: TokenTrace | None = None
+        self.record: UpdateRecord | None = None
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""
         return _infer(self, micro_batches, _logprobs_at(self.settings.temperature))
 
     def update(
-        self, work: RankWork, on_policy: bool, weights: LossWeights, *, traces: bool = False
+        self, work: RankWork, on_policy: bool, weights: LossWeights, *, watch: Watch | None = None
     ) -> list[dict[str, float]]:
-        """Run the optimizer steps. Returns metrics per step. `on_policy`: ratios use current log-probs; see `trace`."""
-        self.trace = TokenTrace() if traces else None
+        """Run the optimizer steps. Returns metrics per step. `on_policy`: ratios use current log-probs."""
+        self.record = None if watch is None else UpdateRecord(watch)
         anchor = () if on_policy else ("old_logprobs",)
-        place = PLACE if traces else ()
+        place = () if self.record is None else PLACE
         names = ("rollout_logprobs", "advantages", *anchor, *(f"{role}_logprobs" for role in weights.kl), *place)
         _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
-        for packed, totals in self.packer.steps(work, names):
-            if self.trace is not None:
-                self.trace.begin_step()
-            found = self.train_step(packed, self._loss(totals, weights))
+        for step, (packed, totals) in zip(work.steps, self.packer.steps(work, names), strict=True):
+            found = self.train_step(packed, self._loss(totals, weights), accumulated=self._began(step))
             self.update_average()
             weights = next_weights(weights, found, settings=self.settings.policy)
             metrics.append(found)
@@ -276,6 +281,17 @@ class ActorRank(SampledRank):
         # Copied, because a gathered tensor is valid only until the next one.
         return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
 
+    def _began(self, step: list[list[TokenSequence]]) -> Callable[[], None]:
+        """Begin an optimizer step. Returns the function to call before its end."""
+        return (lambda: None) if self.record is None else self.record.begin_step(self.engine.module, step, self._terms)
+
+    def _terms(self, sequence: TokenSequence, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the parts of the step's loss by token, `[K]`: their gradients sum to that of the loss."""
+        pack = self.packer([sequence]).to(distributed.device())
+        logprobs_K, entropy_K = self.engine.module(pack, temperature=self.settings.temperature, with_entropy=True)
+        parts = (columns[name].to(logprobs_K) for name in ("gradient", "entropy_gradient"))
+        return sum(part_K * values_K for part_K, values_K in zip(parts, (logprobs_K, entropy_K), strict=True))
+
     def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
         settings = self.settings
 
@@ -289,9 +305,10 @@ class ActorRank(SampledRank):
                 frozen_K={role: batch.columns[f"{role}_logprobs"] for role in weights.kl},
             )
             step: dict[str, Any] = {"totals": totals, "weights": weights, "max_new_tokens": settings.max_new_tokens}
-            if self.trace is not None:
+            if self.record is not None:
                 place = {name: batch.columns[name] for name in PLACE}
-                self.trace.record(place, logprobs_K, entropy_K, columns, settings=settings.policy, **step)
+                found = policy_columns(logprobs_K, entropy_K, columns, settings=settings.policy, **step)
+                self.record.trace.add(place | found)
             return policy_objective(logprobs_K, entropy_K, columns, settings=settings.policy, **step)
 
         return loss
@@ -403,35 +420,3 @@ def _infer(
 
 def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]:
     return lambda model, batch: model(batch, temperature=temperature)[0]
-
-
-def save_whole_model(engine: DeepSpeedEngine, hf_model: object, tokenizer: object, directory: Path) -> None:
-    """Save the model, or only its adapter, in Hugging Face format, on rank 0. Call it on all ranks."""
-    save_weights(engine.named_weights(hf_model, only_trained=is_adapted(hf_model)), hf_model, tokenizer, directory)
-
-
-def save_weights(
-    named: Iterable[tuple[str, torch.Tensor]], hf_model: object, tokenizer: object, directory: Path
-) -> None:
-    """Save these weights of the model or adapter, on rank 0. Call it on all ranks."""
-    is_writer = dist.get_rank() == 0
-    # All ranks iterate, because gathering is a collective. A gathered tensor is valid only until the next one.
-    weights = {name: weight.to("cpu", copy=True) for name, weight in named if is_writer}
-    if is_writer:
-        if not is_adapted(hf_model):
-            weights |= {name: buffer.cpu() for name, buffer in persistent_buffers(hf_model)}
-        save = save_adapter if is_adapted(hf_model) else save_hf
-        save(hf_model, tokenizer, directory, state_dict=weights)
-    # No rank may continue before the files exist.
-    distributed.barrier()
-
-
-def describe_model(hf_model: object, tokenizer: object, directory: Path) -> None:
-    """Save the files, next to a saved engine, with which `rlhf merge` makes a Hugging Face folder of it, on rank 0."""
-    if dist.get_rank() == 0:
-        folder = directory / DESCRIPTION
-        folder.mkdir(exist_ok=True)
-        save_all_but_weights(hf_model, tokenizer, folder)
-        if is_adapted(hf_model):
-            describe_adapter(hf_model, folder)
-        describe_frozen_parts(hf_model, folder)

@@ -6,14 +6,12 @@ sequences), so gradients are summed over micro-batches and ranks. DeepSpeed aver
 
 import gc
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
@@ -27,6 +25,7 @@ from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspe
 from rlhf_cli.backends.training.discarded_gradients import discard_gradients
 from rlhf_cli.backends.training.memory import named_shortage, note_peak, peak_gpu_memory
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
+from rlhf_cli.backends.training.random_states import random_states, seed_everything, set_random_states
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import TrainedStates
@@ -100,7 +99,12 @@ class DeepSpeedEngine:
         return self._engine.module
 
     def train_step(
-        self, micro_batches: Sequence[Any], compute_loss: ComputeLoss, *, smaller: Smaller | None = None
+        self,
+        micro_batches: Sequence[Any],
+        compute_loss: ComputeLoss,
+        *,
+        smaller: Smaller | None = None,
+        accumulated: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Run one optimizer step. Returns the step's metrics over all ranks, with `grad_norm` and `lr`.
 
@@ -113,8 +117,10 @@ class DeepSpeedEngine:
                 Metrics with names ending in `_max` are combined as maxima.
             smaller: packs the step again with fewer tokens. On one rank at ZeRO 0 to 2, a step that runs out of memory
                 starts again with half the tokens, the engine's `token_limit` from then on.
+            accumulated: called when all gradients are accumulated, before the optimizer step.
         """
         metrics = self._accumulate_within_memory(micro_batches, compute_loss, smaller)
+        accumulated()
         # Before the optimizer step, which advances the schedule.
         lr = self._engine.get_lr()[0]
         norm = self._optimizer_step()
@@ -134,7 +140,7 @@ class DeepSpeedEngine:
         """Accumulate the step's gradients. If memory is full, start the step again with smaller micro-batches."""
         if smaller is None or self._stage == 3 or dist.get_world_size() > 1:
             return self._accumulate_gradients(micro_batches, compute_loss)
-        state = _rng_state()
+        state = random_states()
         while True:
             try:
                 return self._accumulate_gradients(micro_batches, compute_loss)
@@ -147,7 +153,7 @@ class DeepSpeedEngine:
             # Not in the handler, where the error still holds activations of the micro-batch that failed.
             gc.collect()
             discard_gradients(self._engine)
-            _set_rng_state(state)
+            set_random_states(state)
             micro_batches, self.token_limit = parts, limit
 
     def _accumulate_gradients(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> Metrics:
@@ -248,7 +254,7 @@ class DeepSpeedEngine:
                 str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
             )
         write_layout(self._layout(), directory, rank=dist.get_rank())
-        torch.save(_rng_state() | {"token_limit": self.token_limit}, directory / f"rng_rank{dist.get_rank()}.pt")
+        torch.save(random_states() | {"token_limit": self.token_limit}, directory / f"rng_rank{dist.get_rank()}.pt")
         # The driver publishes the checkpoint as soon as rank 0 returns, so all files must exist by then.
         distributed.barrier()
 
@@ -268,7 +274,7 @@ class DeepSpeedEngine:
         set_rates(self._engine.optimizer, self._engine.lr_scheduler)
         if saved.num_ranks == own.num_ranks:
             state = torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False)
-            _set_rng_state(state)
+            set_random_states(state)
             self.token_limit = state.get("token_limit")
         else:
             seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
@@ -389,30 +395,6 @@ def buckets(
         size += num_bytes
     if bucket:
         yield bucket
-
-
-def _rng_state() -> dict[str, object]:
-    """Return the states of all random generators in this process."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    """Restore random generator states from `_rng_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def seed_everything(seed: int) -> None:
-    """Seed all random generators in this process."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _tensor_parallel_config(module: nn.Module, size: int) -> dict[str, object]:

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.backends.process.launch import stop_with_launcher
 from rlhf_cli.backends.process.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
-from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
+from rlhf_cli.backends.roles.saved_models import describe_model, save_whole_model
 from rlhf_cli.backends.training import distributed, distributed_env
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
-from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.random_states import seed_everything
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.base import default_settings

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.formulas import number
+from rlhf_cli.algorithms.gradient_share import Projection
 from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.roles.groups import ActorRole
+from rlhf_cli.backends.roles.watch import Place, Watch
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.commands.online import OnlineConfig
@@ -71,6 +73,7 @@ class Replayed:
       could be trained on.
     - `trace`: columns of all trained tokens by optimizer step (algorithms/token_trace.py).
     - `update`: change of the actor's weights by name; empty unless requested.
+    - `projections`: gradients of the requested tokens by optimizer step; `no_shares` says why there are none.
     """
 
     root: Path
@@ -83,6 +86,8 @@ class Replayed:
     state: LoopState | None
     trace: Sequence[dict[str, np.ndarray]]
     update: Mapping[str, torch.Tensor]
+    projections: Sequence[Mapping[Place, Projection]] = ()
+    no_shares: str | None = None
 
     @property
     def compared(self) -> list[str]:
@@ -207,7 +212,12 @@ def _by_token(replayed: Replayed, names: Sequence[str]) -> dict[tuple[float, flo
 
 
 def replay(
-    config: OnlineConfig, iteration: int, *, changed: OnlineConfig | None = None, keeps_update: bool = False
+    config: OnlineConfig,
+    iteration: int,
+    *,
+    changed: OnlineConfig | None = None,
+    keeps_update: bool = False,
+    tokens: Callable[[ScoredBatch], Sequence[Place]] = lambda batch: (),
 ) -> Replayed:
     """Run an iteration again, with the samples and weights that the run had.
 
@@ -217,6 +227,7 @@ def replay(
         changed: settings of this iteration. The iterations between the checkpoint and this one must have the run's, so
             a checkpoint directly before it is required.
         keeps_update: whether to return the change of the weights, which requires a checkpoint directly before it.
+        tokens: tokens of the batch whose gradients are computed.
 
     Raises:
         UsageError: the run has no such iteration, or its model or data have changed.
@@ -225,7 +236,7 @@ def replay(
     resume = _checkpoint_before(config, iteration, is_next=changed is not None)
     # Kept after other errors than UsageError: they name the logs in it.
     folder = Path(tempfile.mkdtemp(prefix="rlhf-replay-"))
-    watch = _Watch()
+    results = _Results(tokens)
     try:
         run = _checked(config, folder)
         if resume is not None:
@@ -233,7 +244,7 @@ def replay(
         if changed is not None:
             run = _checked(changed, folder)
             resume = resume and _with_coefficients(resume, config, changed)
-        _run_again(replace(run, resume=resume), watch, last=iteration, keeps_update=keeps_update)
+        _run_again(replace(run, resume=resume), results, last=iteration, keeps_update=keeps_update)
     except UsageError:
         shutil.rmtree(folder)
         raise
@@ -243,12 +254,14 @@ def replay(
         run,
         iteration,
         read_metrics(root)[iteration],
-        watch.metrics,
-        watch.rows,
-        watch.batch,
-        watch.before,
-        watch.trace,
-        watch.update,
+        results.metrics,
+        results.rows,
+        results.batch,
+        results.before,
+        results.trace,
+        results.update,
+        results.projections,
+        results.no_shares,
     )
 
 
@@ -290,9 +303,10 @@ def _with_coefficients(resume: Checkpoint, config: OnlineConfig, changed: Online
 
 
 @dataclass
-class _Watch(SilentTracker):
-    """Keeps the results of the last iteration that ran."""
+class _Results(SilentTracker):
+    """Keeps the results of the last iteration that ran. `tokens`: as of `replay`."""
 
+    tokens: Callable[[ScoredBatch], Sequence[Place]]
     metrics: dict[str, float] = field(default_factory=dict)
     rows: Sequence[Mapping[str, object]] = ()
     batch: ScoredBatch | None = None
@@ -300,6 +314,8 @@ class _Watch(SilentTracker):
     trace: Sequence[dict[str, np.ndarray]] = ()
     step: int = 0
     update: dict[str, torch.Tensor] = field(default_factory=dict)
+    projections: Sequence[Mapping[Place, Projection]] = ()
+    no_shares: str | None = None
     say: Callable[[str], None] = print
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
@@ -315,38 +331,52 @@ class _Watch(SilentTracker):
         self.say(text)
 
 
-def _run_again(run: OnlineRun, watch: _Watch, *, last: int, keeps_update: bool) -> None:
+def _run_again(run: OnlineRun, results: _Results, *, last: int, keeps_update: bool) -> None:
     """Run the iterations after the checkpoint, up to `last`."""
     stop = StopSignal()
     begin_logs(run.paths, keep=False)
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
-        watch.say = terminal.console.print
+        results.say = terminal.console.print
         run, where = reserve(run, stack)
         roles = stack.enter_context(build(run, where))
         if run.episodes is not None:
             roles.rollout = stack.enter_context(run.episodes.played_by(roles.engines))
-        scorer = stack.enter_context(scorer_of(run, watch.message))
+        scorer = stack.enter_context(scorer_of(run, results.message))
         resume_collector()
         actor = roles.actor
-        if isinstance(actor, ActorRole):
-            actor.traces = True
+        results.no_shares = no_shares(run.config)
 
-        def updated(batch: ScoredBatch, state: LoopState) -> None:
-            watch.batch, watch.before = batch, state
-            if isinstance(actor, ActorRole):
-                watch.trace = actor.trace
+        def updates(batch: ScoredBatch, state: LoopState) -> None:
+            if state.iteration == last - 1:
+                results.batch, results.before = batch, state
+                if isinstance(actor, ActorRole):
+                    actor.watch = Watch(() if results.no_shares else tuple(results.tokens(batch)))
 
         def ends() -> bool:
-            return watch.step == last or stop()
+            return results.step == last or stop()
 
-        train, _ = prepared(run, roles, scorer, watch, ends, updated=updated, saves=False)
+        train, _ = prepared(run, roles, scorer, results, ends, updates=updates, saves=False)
         before = _weights(actor) if keeps_update and isinstance(actor, ActorRole) else {}
         train()
-        if watch.step != last:  # interrupted: these are the results of a different iteration
+        if results.step != last:  # interrupted: these are the results of a different iteration
             sys.exit(INTERRUPTED)
+        if isinstance(actor, ActorRole):
+            results.trace, results.projections = actor.trace, actor.projections
         if isinstance(actor, ActorRole) and before:
-            watch.update = {name: weight - before[name] for name, weight in _weights(actor).items()}
+            results.update = {name: weight - before[name] for name, weight in _weights(actor).items()}
+
+
+def no_shares(config: OnlineConfig) -> str | None:
+    """Return why the gradients of single tokens cannot be computed; None if they can."""
+    settings = config.deepspeed_of("actor")
+    if settings.zero_stage == 3:
+        return "with zero_stage 3, ranks have the weights of a layer only during the passes of an optimizer step"
+    if settings.ranks_per_pack > 1:
+        return "ranks that share sequences or layers have only parts of a token's gradient"
+    if config.adapter.lora_dropout or config.model.keep_dropout:
+        return "with dropout, a second forward pass is not that of the optimizer step"
+    return None
 
 
 def _weights(actor: ActorRole) -> dict[str, torch.Tensor]:

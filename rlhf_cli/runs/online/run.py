@@ -228,13 +228,13 @@ def prepared(
     tracker: Tracker | SilentTracker,
     stop: Callable[[], bool],
     *,
-    updated: Callable[[ScoredBatch, LoopState], None] = lambda batch, state: None,
+    updates: Callable[[ScoredBatch, LoopState], None] = lambda batch, state: None,
     saves: bool = True,
 ) -> tuple[Callable[[], Finished], Evaluator]:
     """Load the state of the run. Returns the function that trains from it, and the evaluator.
 
     Args:
-        updated: called after each update.
+        updates: called before each update.
         saves: whether checkpoints are written.
     """
     state = first_state(run.config.policy)
@@ -277,6 +277,6 @@ def prepared(
         state=state,
         total_iterations=run.total_iterations,
         save_steps=run.config.checkpoint.save_steps,
-        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator, evaluator.is_due, updated),
+        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator, evaluator.is_due, updates),
     )
     return run_loop, evaluator

@@ -1,7 +1,7 @@
 """`rlhf why`: how a sampled token entered the loss, with numbers from a repeated iteration."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,9 @@ from rlhf_cli.algorithms.formulas import (
     whitening_formula,
 )
 from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
+from rlhf_cli.backends.roles.watch import Place
 from rlhf_cli.command_table import ONLINE_TRAINING
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.replay import WhyGroup
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import UsageError
@@ -28,9 +30,12 @@ from rlhf_cli.runs.online.replay import Replayed, replay
 from rlhf_cli.runs.run_directory import recorded_config
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_lines
 from rlhf_cli.trainers.online.batch import experience_of
+from rlhf_cli.trainers.online.loop import ScoredBatch
 from rlhf_cli.trainers.online.samples import Rollout, Sample
 
 _SHOWN_DIFFERENCES = 8
+_MOST_SHARES = 64
+"""Tokens of a response for whose shares of the gradient a JSON file has room: each costs a backward pass."""
 
 
 def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, object]]]:
@@ -40,8 +45,39 @@ def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[s
     row = _row(root, settings.sample)
     if settings.step is not None:
         raise UsageError("--step is for rows of offline commands: a response is trained in its iteration only")
-    again = replay(own, int(str(row["step"])))
+    again = replay(own, int(str(row["step"])), tokens=partial(_tokens_with_share, row, settings, own.policy))
     return lines(again, row, settings.token), partial(explanation, again, row)
+
+
+def _tokens_with_share(
+    row: Mapping[str, object], settings: WhyGroup, policy: PolicyConfig, batch: ScoredBatch
+) -> list[Place]:
+    """Return the tokens whose gradient shares are computed: the chosen one; for a file, all of a short response."""
+    _, _, places = _located(batch, row, policy) or (None, None, [])
+    if settings.json_file is not None and len(places) <= _MOST_SHARES:
+        return places
+    return [] if settings.token is None else places[settings.token : settings.token + 1]
+
+
+def _located(
+    batch: ScoredBatch, row: Mapping[str, object], policy: PolicyConfig
+) -> tuple[Rollout, int, list[Place]] | None:
+    """Return a response in a batch; None if it was not trained on.
+
+    Returns:
+        The rollout with it, its number there, and its tokens in the update; these are [] if it is truncated and masked.
+    """
+    rollout = batch.trainable
+    numbers = [number for number, sample in enumerate(rollout.samples) if sample.id == row["id"]]
+    if not numbers:
+        return None
+    trained = rollout.trained_B(policy).tolist()
+    # The update contains only the sequences of trained responses.
+    counts = [
+        (len(sample.branches) + 1) * is_trained for sample, is_trained in zip(rollout.samples, trained, strict=True)
+    ]
+    first, own = sum(counts[: numbers[0]]), rollout.samples[numbers[0]].sequences[: counts[numbers[0]]]
+    return rollout, numbers[0], [(first + n, token) for n, one in enumerate(own) for token in range(one.num_trained)]
 
 
 def _row(root: Path, sample: str) -> Mapping[str, object]:
@@ -58,11 +94,13 @@ class Explained:
     """A response in an iteration that was run again.
 
     - `number`: its place in the trained responses of the iteration.
+    - `places`: its tokens in the update; [] if it is truncated and masked.
     """
 
     again: Replayed
     rollout: Rollout
     number: int
+    places: Sequence[Place]
 
     @property
     def sample(self) -> Sample:
@@ -78,19 +116,12 @@ class Explained:
         return experience_of(self.rollout, batch.greedy, self.again.run.settings, kl_coef=state.kl_coef)[0]
 
     @cached_property
-    def sequences(self) -> range:
-        """Numbers of its sequences in the update, which contains only trained responses."""
-        trained = self.rollout.trained_B(self.again.run.config.policy).tolist()
-        counts = [len(sample.branches) + 1 for sample in self.rollout.samples]
-        first = sum(count for count, is_trained in zip(counts[: self.number], trained, strict=False) if is_trained)
-        return range(first, first + counts[self.number] if trained[self.number] else first)
-
-    @cached_property
     def steps(self) -> dict[int, list[dict[str, float]]]:
         """Columns of its tokens in order, by number of the optimizer step."""
         found: dict[int, list[dict[str, float]]] = {}
+        sequences = sorted({sequence for sequence, _ in self.places})
         for step, columns in enumerate(self.again.trace, start=1):
-            for place in np.flatnonzero(np.isin(columns[SAMPLE], self.sequences)).tolist():
+            for place in np.flatnonzero(np.isin(columns[SAMPLE], sequences)).tolist():
                 found.setdefault(step, []).append({name: float(values[place]) for name, values in columns.items()})
         return found
 
@@ -131,9 +162,8 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 def _explained(again: Replayed, row: Mapping[str, object]) -> Explained | None:
     """Return the response; None if it was not trained on."""
-    samples = again.batch.trainable.samples if again.batch is not None else []
-    places = [number for number, sample in enumerate(samples) if sample.id == row["id"]]
-    return Explained(again, again.batch.trainable, places[0]) if again.batch is not None and places else None
+    found = None if again.batch is None else _located(again.batch, row, again.run.config.policy)
+    return None if found is None else Explained(again, *found)
 
 
 def lines(
@@ -262,6 +292,25 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             f"  gradient of the loss with respect to the log-prob {number(values['gradient'])}, {share:.3%} of the sum "
             "of their magnitudes in the step"
         )
+        yield from (f"  {line}" for line in _share(explained, step, token))
+
+
+def _share(explained: Explained, step: int, token: int) -> list[str]:
+    """Return the share of a token in the gradient of an optimizer step, as a formula."""
+    again, name = explained.again, "share of the gradient norm"
+    if again.no_shares is not None:
+        return [f"{name}: not computed: {again.no_shares}"]
+    found = again.projections[step - 1].get(explained.places[token])
+    if found is None:
+        return [f"{name}: not computed for all of more than {_MOST_SHARES} tokens: set --token {token}"]
+    if not math.isfinite(found.step_norm) or not found.step_norm:
+        return [f"{name}: not computed: the gradient of the step has norm {number(found.step_norm)}"]
+    cosine = found.product / (found.norm * found.step_norm) if found.norm else 0.0
+    return [
+        f"gradient g_t of the token: norm {number(found.norm)}; gradient g of the step, the sum over all tokens: norm "
+        f"{number(found.step_norm)}; cosine {number(cosine)}",
+        f"{name}: g_t . g / |g|^2 = {number(found.product)} / {number(found.step_norm**2)} = {found.share:.3%}",
+    ]
 
 
 def _version(sample: Sample, token: int) -> int:

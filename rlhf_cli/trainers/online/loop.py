@@ -45,14 +45,14 @@ from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
 @dataclass(frozen=True)
 class OnlineHooks:
-    """Callbacks of the loop, in addition to the roles. `updated`: of a batch with all model outputs, and the state."""
+    """Callbacks of the loop, in addition to the roles. `updates`: before each update, with its batch and the state."""
 
     tracker: RunTracker
     save_checkpoint: Callable[[LoopState], None]
     should_stop: Callable[[], bool]
     evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
     evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
-    updated: Callable[["ScoredBatch", LoopState], None] = lambda batch, state: None
+    updates: Callable[["ScoredBatch", LoopState], None] = lambda batch, state: None
 
 
 _BatchT = TypeVar("_BatchT")
@@ -286,8 +286,8 @@ class _PolicyGradient:
                 )
             roles.actor.wake_weights()  # as after an update: engines need weights after sleeping
         else:
+            self.hooks.updates(batch, state)
             metrics, updates = self._update_models(batch, state, timer)
-            self.hooks.updated(batch, state)
         waited, found = schedule.wait(batch.state, timer, version=iteration)
         with schedule.engines(timer):
             if settings.staleness:

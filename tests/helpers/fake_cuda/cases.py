@@ -85,7 +85,7 @@ def actor(
 ) -> Result:
     weights = LossWeights({"ref": KLTerm(0.1, kl)}, EntropyState(entropy))
     role = SimpleNamespace(
-        settings=SimpleNamespace(policy=PolicyConfig(**settings), temperature=0.9, max_new_tokens=64), trace=None
+        settings=SimpleNamespace(policy=PolicyConfig(**settings), temperature=0.9, max_new_tokens=64), record=None
     )
     loss, metrics = ActorRank._loss(role, TOTALS, weights)(module, batch)  # type: ignore[arg-type]
     combine_metrics(metrics, metrics)

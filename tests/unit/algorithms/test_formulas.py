@@ -25,7 +25,7 @@ from rlhf_cli.algorithms.formulas import (
 )
 from rlhf_cli.algorithms.objective import LossWeights, policy_objective
 from rlhf_cli.algorithms.policy_loss import PolicyColumns
-from rlhf_cli.algorithms.token_trace import TokenTrace
+from rlhf_cli.algorithms.token_trace import TokenTrace, policy_columns
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.roles import KLTerm
 
@@ -109,7 +109,7 @@ def traced(settings: PolicyConfig) -> tuple[dict[str, torch.Tensor], torch.Tenso
     trace = TokenTrace()
     trace.begin_step()
     place = {"sample": torch.zeros(6), "token": torch.arange(6.0)}
-    trace.record(place, logprobs_K, entropy_K, columns(), **common)
+    trace.add(place | policy_columns(logprobs_K, entropy_K, columns(), **common))
     loss, _ = policy_objective(logprobs_K, entropy_K, columns(), **common)
     (gradient_K,) = torch.autograd.grad(loss, logprobs_K)
     return trace.steps[0][0], gradient_K
@@ -126,6 +126,26 @@ def test_a_trace_has_the_gradient_of_the_loss_and_formulas_its_values(loss, agg)
         values = {name: float(column[token]) for name, column in trace.items()}
         assert last_number(ratio_formula(settings, values)) == pytest.approx(values["ratio"], rel=1e-4)
         assert f"= {values['loss']:.6g}" in loss_formula(settings, values)[0].replace("-0 ", "0 ")
+
+
+def test_a_trace_has_the_gradient_with_respect_to_the_entropy():
+    """A bonus of 0.2 on the mean over 10 tokens: -0.2 / 10 for each; 0 without a bonus."""
+    logprobs_K, entropy_K = torch.full((6,), -1.0), torch.full((6,), 0.4)
+    common: dict[str, Any] = {"settings": PolicyConfig(), "totals": StepTotals(10, 5), "max_new_tokens": 8}
+    for weight in (0.2, 0.0):
+        found = policy_columns(
+            logprobs_K, entropy_K, columns(), weights=LossWeights({}, EntropyState(weight)), **common
+        )
+        assert found["entropy_gradient"].tolist() == pytest.approx([-weight / 10] * 6)
+
+
+def test_a_trace_returns_the_columns_of_a_sequence_in_the_order_of_its_tokens():
+    trace = TokenTrace()
+    trace.begin_step()
+    for sample, token, logprob in (([1.0, 0.0], [1.0, 0.0], [-0.2, -0.9]), ([1.0], [0.0], [-0.1])):
+        values = {"sample": sample, "token": token, "logprob": logprob}
+        trace.add({name: torch.tensor(column) for name, column in values.items()})
+    assert trace.of_sequence(1)["logprob"].tolist() == pytest.approx([-0.1, -0.2])
 
 
 def test_the_formula_of_the_clipped_loss_names_the_bound():

@@ -20,7 +20,8 @@ from rlhf_cli.backends.training.checkpoint_layout import (
     read_layout,
     write_layout,
 )
-from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
+from rlhf_cli.backends.training.random_states import seed_everything
 from rlhf_cli.backends.training.reshaping import layout_of
 from rlhf_cli.errors import UsageError
 

@@ -27,8 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.algorithms.objective import value_objective
-from rlhf_cli.backends.training.deepspeed_engine import seed_everything
 from rlhf_cli.backends.training.frozen_model import FrozenEngine
+from rlhf_cli.backends.training.random_states import seed_everything
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.packs import TokenSequence, micro_batch, pack

@@ -26,8 +26,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
-from rlhf_cli.backends.training.deepspeed_engine import seed_everything
+from rlhf_cli.backends.roles.saved_models import describe_model, save_whole_model
+from rlhf_cli.backends.training.random_states import seed_everything
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlhf_cli.backends.roles.ranks import save_weights
+from rlhf_cli.backends.roles.saved_models import save_weights
 from rlhf_cli.models.checkpoint_names import (
     as_in_checkpoint,
     copy_from_checkpoint,
