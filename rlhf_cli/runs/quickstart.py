@@ -18,8 +18,8 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.runs.calculator_walkthrough import CalculatorWalkthrough
 from rlhf_cli.runs.walkthroughs import PicturesWalkthrough, SumsWalkthrough, Walkthrough
 from rlhf_cli.tracking.figures import duration, number
-from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.summary import Summary, summarise
+from rlhf_cli.tracking.view.export import write_report
 
 _PARTS = ("data", "untrained", "sft", "practice", "practice_alone", "eval", "eval_alone", "report.html")
 

@@ -40,7 +40,7 @@ def _cell(name: str, value: object) -> str | float | None:
 
 
 def markdown(table: Sequence[Sequence[str | float | None]]) -> str:
-    """Return a table as Markdown. Markup in texts is shown literally."""
+    """Return a table as Markdown. Markup is shown literally."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *([_markdown_cell(cell) for cell in row] for row in table)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

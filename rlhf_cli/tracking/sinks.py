@@ -1,6 +1,6 @@
 """Sinks for metrics and samples: JSON lines files, trackers of other packages and user code. `SINKS` lists them.
 
-terminal/progress.py writes to the terminal, and report/page.py renders the files as a page.
+terminal/progress.py writes to the terminal, and view/ shows the files as a page.
 """
 
 import json

@@ -1,7 +1,6 @@
 """End-to-end test of `rlhf quickstart`: from no files to a model that adds."""
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from site_hooks import undocumented
+from viewed_runs import exported
 
 from rlhf_cli.runs.walkthroughs import SumsWalkthrough
 
@@ -59,12 +59,11 @@ def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, outp
     before, after = accuracies(folder)
     assert 0.2 < before < 0.6
     assert after >= 0.95
-    report = (folder / "report.html").read_text()
-    assert "accuracy after ppo" in report
+    report = exported(folder / "report.html")
+    assert "accuracy after ppo" in dict(report["headline"])
     for command, run in (("sft", "sft"), ("ppo", "practice")):
         rows = map(json.loads, (folder / run / "metrics.jsonl").read_text().splitlines())
         assert not undocumented(command, {name for row in rows for name in row} - {"step"})
-    assert "http" not in re.sub(r"http://www\.w3\.org\S*", "", report)  # one file, nothing fetched
     printed = [shlex.split(line)[2:] for line in output.splitlines() if line.startswith("$ rlhf ")]
     assert [command[0] for command in printed] == ["scratch", "sft", "ppo", "eval"]
 
@@ -136,11 +135,11 @@ def test_grpo_teaches_a_model_to_call_a_calculator_without_which_it_learns_littl
     assert found["eval_alone", "practice_alone"] < 0.3
     commands = [shlex.split(line)[2] for line in printed.splitlines() if line.startswith("$ rlhf ")]
     assert commands == ["scratch", "sft", "grpo", "grpo", "eval", "eval"]
-    report = (root / "report.html").read_text()
-    assert "accuracy with calculator after grpo" in report
-    assert "accuracy alone after grpo alone" in report
-    assert re.findall(r"<h2>(.*?)</h2>", report) == ["sft", "grpo", "grpo alone"]
-    assert '"function":{"name":"calculate","arguments":{"terms":' in report  # the turns of episodes
+    report = exported(root / "report.html")
+    assert {"accuracy with calculator after grpo", "accuracy alone after grpo alone"} <= dict(report["headline"]).keys()
+    assert [run["name"] for run in report["runs"]] == ["sft", "grpo", "grpo alone"]
+    turns = json.dumps(report["runs"][1]["samples"]["samples.jsonl"]["rows"])
+    assert '"function": {"name": "calculate", "arguments": {"terms": ' in turns
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Made-up run directories for tests of `rlhf view`."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def make_run(path: Path, *, samples: int = 12, steps: int = 3, outcome: str = "f
     write(path / METRICS_FILE, metrics, "w")
     write(path / SAMPLES_FILE, map(sample, range(samples)), "w")
     return path
+
+
+def exported(report: Path) -> Any:
+    """Return the data in a report.html."""
+    page = report.read_text(encoding="utf-8")
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    assert "<" not in text  # no parser can end the element or start a comment
+    return json.loads(text)
 
 
 def add_image(path: Path) -> str:

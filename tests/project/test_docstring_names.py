@@ -46,7 +46,7 @@ def missing(doc: str) -> list[str]:
 
 def test_a_name_that_is_gone_is_found():
     assert missing("Leaves out who sits where (placement) and what runs there (worker, role_group).") == ["role_group"]
-    assert missing("Reads only; how it looks is report.py and page.py.") == ["report.py"]
+    assert missing("Reads only; how it looks is report.py and sinks.py.") == ["report.py"]
     assert missing("The rest is in `weight_transfer_shm` and `backends/weight_sync/`.") == ["weight_transfer_shm"]
 
 

@@ -61,9 +61,9 @@ from rlhf_cli.runs.run_identity import (
 from rlhf_cli.runs.run_lock import write_lock
 from rlhf_cli.runs.shared_sequences import sharing, splitting, tokens_of_sequence
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
+from rlhf_cli.tracking.view.export import record_report
 from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, StepTracker, train
 
 _STOP = "a step is done and saved"
@@ -153,7 +153,7 @@ def _report(config: OfflineConfig, data: LoadedItems, root: Path, *, num_ranks: 
         per_node = distributed_env.ranks_per_node()
         found |= gpu_settings([per_node] * (num_ranks // per_node))
     record_plan(root, found)
-    write_report(root)
+    record_report(root)
 
 
 def _busy(num_ranks: int) -> list[str]:

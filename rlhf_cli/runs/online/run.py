@@ -42,9 +42,9 @@ from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file
 from rlhf_cli.runs.run_directory import begin_logs, held_output, prepare_run_directory
 from rlhf_cli.runs.run_lock import write_lock
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
+from rlhf_cli.tracking.view.export import record_report
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.distilling import train_student
 from rlhf_cli.trainers.online.evaluation import Evaluator
@@ -115,7 +115,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         conclude(tracker, run.paths, finished, best_facts(evaluator, run.paths))
         record_plan(run.paths.root, sampled_settings(run.data.prompts, where.cluster))
     # Outside the block: the report reads files that the tracker closes at its end.
-    write_report(run.paths.root)
+    record_report(run.paths.root)
     return finished
 
 

@@ -1,42 +1,28 @@
 """HTTP application of `rlhf view`: the page, and its data as JSON.
 
 All addresses begin with a random key. Requests are answered only with it, and only under a loopback host name: another
-site could otherwise resolve its own name to 127.0.0.1 and read the answers (DNS rebinding).
+site could otherwise resolve its own name to 127.0.0.1 and read the responses (DNS rebinding).
 """
 
 import asyncio
-import base64
 import hmac
 import json
 import math
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from rlhf_cli.tracking import report
 from rlhf_cli.tracking.view.explanations import Explanations
+from rlhf_cli.tracking.view.front_end import SHELL, TYPES, content_security_policy, files
 from rlhf_cli.tracking.view.index import COLUMNS, Query, SampleIndex
 from rlhf_cli.tracking.view.runs import SAMPLE_FILES, ViewedRun, ViewedRuns
 
-PAGE = Path(__file__).with_name("page")
-_STYLE = Path(report.__file__).with_name("page.css")
-"""Style of report.html. The page adds to it."""
-_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".mjs": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-}
-_IMPORT_MAP = re.compile(r'<script type="importmap">(.*?)</script>', re.DOTALL)
+_SERVED = "; connect-src 'self'; frame-ancestors 'none'"
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 _INDEX_SECONDS = 0.25
-"""Time per request for indexing new samples, and for searching texts. The page requests the rest."""
+"""Time per request for indexing new samples and for text search. The page requests the rest."""
 _ROWS, _MAX_ROWS = 50, 200
 _SHOWN_CHARACTERS = 240
 """Characters of a text in a list of samples."""
@@ -49,13 +35,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def view_app(runs: ViewedRuns, *, key: str) -> web.Application:
     """Build the application for the runs, at the addresses `/KEY/...`."""
     app = web.Application(middlewares=[_guarded(key)])
-    files = {path.name: path for path in PAGE.rglob("*") if path.suffix in _TYPES} | {"report.css": _STYLE}
-    policy = _content_security_policy((PAGE / "index.html").read_text(encoding="utf-8"))
+    parts = files()
+    policy = content_security_policy(parts[SHELL].read_text(encoding="utf-8"), "'self'") + _SERVED
 
     async def file(request: web.Request) -> web.Response:
-        path = files[request.match_info.get("name") or "index.html"]
+        path = parts[request.match_info.get("name") or SHELL]
         text = await asyncio.to_thread(path.read_text, encoding="utf-8")
-        return web.Response(text=text, content_type=_TYPES[path.suffix])
+        return web.Response(text=text, content_type=TYPES[path.suffix])
 
     async def secured(_: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(
@@ -104,16 +90,6 @@ def _guarded(key: str) -> Any:
             return web.json_response({"detail": f"not found or invalid: {error}"}, status=404)
 
     return guarded
-
-
-def _content_security_policy(page: str) -> str:
-    """Allow this server's files and the page's import map, which cannot be a file, by its hash."""
-    (imports,) = _IMPORT_MAP.findall(page)
-    digest = base64.b64encode(sha256(imports.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
 
 
 Parameters = Mapping[str, str]
@@ -182,7 +158,7 @@ def _part(parameters: Parameters) -> dict[str, int]:
 
 
 def _indexed(runs: ViewedRuns, parameters: Parameters) -> tuple[SampleIndex, float]:
-    """Return the index of a samples file, extended for some time, and the share of the file that is indexed."""
+    """Return the index of a samples file, extended for some time, and the indexed fraction."""
     index = _run_of(runs, parameters).samples(parameters.get("file", SAMPLE_FILES[0]))
     done, size = index.extend(_INDEX_SECONDS)
     return index, done / size if size else 1.0
@@ -200,9 +176,9 @@ def _samples(runs: ViewedRuns, parameters: Parameters) -> dict[str, Any]:
 
 
 def _listed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample for a list, with the beginning of its text."""
+    """Return a sample for a list, with truncated text."""
     shown = {name: row[name] for name in _LISTED if name in row}
-    text = shown.get("response") or _json(shown.get("messages", ""))
+    text = shown.get("response") or (_json(row["messages"]) if row.get("messages") else "")
     return {**shown, "response": str(text)[:_SHOWN_CHARACTERS], "messages": None}
 
 

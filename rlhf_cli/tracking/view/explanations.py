@@ -71,7 +71,7 @@ class Explanations:
 
 
 async def _ran(words: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Run a program. Returns its exit status and the lines of its errors."""
+    """Run a program. Returns exit status and stderr lines."""
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
     try:
         _, errors = await process.communicate()

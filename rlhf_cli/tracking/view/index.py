@@ -1,6 +1,6 @@
 """Index of a samples file: an SQLite file next to it with one row per sample, extended while the samples file grows.
 
-Texts stay in the samples file; the index has numbers to filter and sort by, and the offset of each line.
+Text stays in the samples file; the index stores line offsets and numbers to filter and sort by.
 """
 
 import json
@@ -115,7 +115,7 @@ class SampleIndex:
         return Page(rows, place if place < total else None, total)
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return a sample by its number in the file, from 1, with `prompt_number` as in the column `prompt`.
+        """Return a sample by number in the file, from 1, with `prompt_number` as in the column `prompt`.
 
         Raises:
             KeyError: there is none.
@@ -148,7 +148,7 @@ class SampleIndex:
 
         Returns:
             - `low`, `high` and `first`, `last`: ranges of values and steps; `bins`, `steps`: numbers of equal parts.
-            - `counts`: [part of the steps, part of the values, number of samples] for all parts with samples.
+            - `counts`: [step bin, value bin, number of samples] for bins with samples.
         """
         condition, values = query.where
         known = f'{condition} AND "{column}" IS NOT NULL'
@@ -284,10 +284,11 @@ def _values(line: tuple[int, bytes]) -> tuple[Any, ...] | None:
         numbers = [row.get(name) for name in COLUMNS[:-1]]
     except (ValueError, AttributeError):
         return None
-    return (start, *(one if isinstance(one, int | float) else None for one in numbers), _hash_of_prompt(row))
+    return (start, *(one if isinstance(one, int | float) else None for one in numbers), prompt_number(row))
 
 
-def _hash_of_prompt(row: Mapping[str, Any]) -> int:
+def prompt_number(row: Mapping[str, Any]) -> int:
+    """Return a hash of a sample's prompt."""
     prompt = row.get("prompt")
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
     # 6 bytes: JavaScript has integers of 53 bits.
@@ -299,6 +300,6 @@ def _digest(line: bytes) -> bytes:
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    """Return the texts of a sample in lower case."""
+    """Return a sample's text in lower case."""
     texts = [row.get(name) for name in ("id", "prompt", "response", "label", "messages")]
     return "\n".join(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts).lower()

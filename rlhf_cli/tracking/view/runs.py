@@ -2,28 +2,34 @@
 
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlhf_cli.command_table import POLICY_GRADIENT
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.figures import prominent, title
-from rlhf_cli.tracking.report.data import THUMBNAIL, read_object, read_settings
 from rlhf_cli.tracking.sinks import (
     ALARMS_FILE,
     EVAL_SAMPLES_FILE,
     METRICS_FILE,
+    PLAN_FILE,
     RUN_FILE,
     SAMPLES_FILE,
     SETTINGS_FILE,
-    read_lines,
+    read_alarms,
 )
+from rlhf_cli.tracking.thumbnails import FOLDER
 from rlhf_cli.tracking.view.index import SampleIndex
 
 SAMPLE_FILES = (SAMPLES_FILE, EVAL_SAMPLES_FILE)
+_THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)
+"""Names come from files: no other path is read."""
 _METRICS_BYTES = 2 << 20
 """Maximum bytes of metrics per response. The page requests the rest."""
 
@@ -51,15 +57,16 @@ class ViewedRun:
         return path
 
     def description(self) -> dict[str, Any]:
-        """Return path, command, outcome, messages of alarms, and the sample files with samples."""
-        run = read_object(self.file(RUN_FILE))
-        alarms = read_lines(self.file(ALARMS_FILE)) if self._has(ALARMS_FILE) else ()
+        """Return name, path, command, outcome, messages of alarms, plan, and the sample files with samples."""
+        run, plan = self._object(RUN_FILE), self._object(PLAN_FILE)
         outcome = run.get("outcome")
         return {
             **{name: run.get(name) for name in ("command", "unit", "total_steps", "facts")},
             "outcome": self.state(self.path) if outcome == "running" else outcome,
-            "alarms": [line["message"] for line in alarms],
+            "alarms": read_alarms(self.path) if self._has(ALARMS_FILE) else [],
+            "plan": {name: plan[name] for name in ("assumed", "values") if name in plan},
             "number": self.number,
+            "name": self.path.name,
             "is_explained": self.is_explained,
             "path": str(self.path),
             "files": [name for name in SAMPLE_FILES if self._has(name) and self.file(name).stat().st_size],
@@ -68,7 +75,7 @@ class ViewedRun:
     @property
     def is_explained(self) -> bool:
         """Whether `rlhf why` explains its samples."""
-        return read_object(self.file(RUN_FILE)).get("command") in POLICY_GRADIENT
+        return self._object(RUN_FILE).get("command") in POLICY_GRADIENT
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by group."""
@@ -84,7 +91,7 @@ class ViewedRun:
             - `titles`: title by metric; `prominent`: important metrics, most important first.
         """
         if not self._has(METRICS_FILE):
-            return {"records": [], "cursor": "", "is_first": True, "has_more": False, "titles": {}, "prominent": []}
+            return {"records": [], "cursor": "", "is_first": True, "has_more": False, **described([])}
         with self.file(METRICS_FILE).open("rb") as lines:
             # A resumed run replaces the file, which the inode shows.
             inode = str(os.fstat(lines.fileno()).st_ino)
@@ -105,12 +112,11 @@ class ViewedRun:
             "cursor": f"{inode}-{start + len(whole)}",
             "is_first": start == 0,
             "has_more": has_more,
-            "titles": {name: title(name) for name in names},
-            "prominent": prominent(names),
+            **described(names),
         }
 
     def samples(self, name: str) -> SampleIndex:
-        """Return the index of a samples file. Raises KeyError if there is no such file."""
+        """Return the index of a samples file. Raises KeyError if the file does not exist."""
         if name not in SAMPLE_FILES:
             raise KeyError(name)
         with self._lock:
@@ -119,8 +125,8 @@ class ViewedRun:
             return self._indexes[name]
 
     def image(self, name: str) -> bytes:
-        """Return a thumbnail that samples name. Raises KeyError if there is none."""
-        if not THUMBNAIL.fullmatch(name):
+        """Return a thumbnail that samples name. Raises KeyError if it does not exist."""
+        if not _THUMBNAIL.fullmatch(name):
             raise KeyError(name)
         return self.file(name).read_bytes()
 
@@ -128,6 +134,10 @@ class ViewedRun:
         """Close the indexes."""
         for index in self._indexes.values():
             index.close()
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file; empty if it does not exist."""
+        return dict(json.loads(self.file(name).read_text(encoding="utf-8"))) if self._has(name) else {}
 
     def _has(self, name: str) -> bool:
         try:
@@ -150,7 +160,7 @@ class ViewedRuns:
         return [run for run in self._runs.values() if (run.path / RUN_FILE).is_file()]
 
     def __getitem__(self, number: int) -> ViewedRun:
-        """Return a run by its number. Raises KeyError if there is none."""
+        """Return a run by number. Raises KeyError for an unknown number."""
         return {run.number: run for run in self._runs.values()}[number]
 
     def close(self) -> None:
@@ -179,6 +189,23 @@ def checked_folders(words: Sequence[str]) -> list[Path]:
                 f"{folder} is no run directory and contains none: no {RUN_FILE} in it or directly inside its folders"
             )
     return folders
+
+
+def read_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the settings by group, from the comment line above each group."""
+    groups: dict[str, dict[str, Any]] = {}
+    for part in re.split(r"^# ", "\n" + path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        heading, _, body = part.partition("\n")
+        values = yaml.safe_load(body)
+        if isinstance(values, dict):
+            groups.setdefault(heading.strip() or "Settings", {}).update(values)
+    return groups
+
+
+def described(metrics: Iterable[str]) -> dict[str, Any]:
+    """Return `titles`: title by metric; `prominent`: important metrics, most important first."""
+    names = list(metrics)
+    return {"titles": {name: title(name) for name in names}, "prominent": prominent(names)}
 
 
 def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:

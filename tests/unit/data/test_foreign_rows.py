@@ -27,7 +27,7 @@ from rlhf_cli.data.sft_data import SEQUENCES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.tracking.report.page import packaged
+from rlhf_cli.tracking.view.front_end import PAGE
 from rlhf_cli.trainers.online.sample_rows import sample_row
 
 
@@ -215,13 +215,15 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
         load_rows(str(path), split="train", seed=0)
 
 
-def test_the_report_reads_columns_that_rows_of_samples_have():
+def test_the_page_reads_columns_that_rows_of_samples_have():
     picture = PlacedPicture(picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8)), 0, 1, token=1)
     prompt = Prompt([1], "p", "l", "d", 0, pictures=(picture,))
     branch = Branch([1], [2], ((0, 1),), ({"role": "user", "content": "p"},))
     episode = Episode(((0, 1),), (1.0,), opening="Begin.", cut="ended it at a limit", earlier=(branch,))
     row = sample_row(sample_of(prompt, Generation([1], [0.0], "stop", 0, episode), Score(1.0, "correct"), text="r"))
-    assert set(re.findall(r"\brow\.(\w+)\b(?!\()", packaged("page.js"))) <= {"step", *row}
+    scripts = [(PAGE / f"{name}.js").read_text() for name in ("sample", "samples", "groups")]
+    read = {name for script in scripts for name in re.findall(r"\brow\.(\w+)\b(?!\()", script)}
+    assert read <= {"step", "advantage", "number", "prompt_number", *row}
 
 
 TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}

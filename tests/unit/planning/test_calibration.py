@@ -6,6 +6,7 @@ import pytest
 import torch
 from plans import LARGE, SMALL, plan_of
 from test_plan_proof import STEP, proof, rows, written_run
+from viewed_runs import exported
 
 from rlhf_cli import cli
 from rlhf_cli.backends.training import memory
@@ -13,7 +14,7 @@ from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.options import build_config
 from rlhf_cli.planning.calibration import append_run, calibrated, calibration_file, key_of, read_runs
 from rlhf_cli.runs.plan_proof import record_plan
-from rlhf_cli.tracking.report.page import write_report
+from rlhf_cli.tracking.view.export import write_report
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +72,8 @@ def test_a_run_records_its_plan_in_its_folder_its_report_and_the_calibration(tmp
     assert measured == 2.0  # in each step
     (line,) = read_runs(calibration_file())
     assert line["values"]["train, s"] == [planned, measured]
-    page = write_report(run).read_text()
-    assert "Plan and measured" in page
-    assert f'<td class="num">{planned / measured - 1:+.0%}</td>' in page
+    (shown,) = exported(write_report(run))["runs"]
+    assert shown["plan"]["values"]["train, s"] == [planned, measured]
     # The lengths of the run are used again.
     status, out, _ = proof(capsys, run)
     assert (status, "124 tokens per sequence" in out.splitlines()[0]) == (0, True)
@@ -90,7 +90,7 @@ def test_a_short_run_calibrates_nothing_and_a_plan_that_fails_is_logged(tmp_path
     assert read_runs(calibration_file()) == []
     record_plan(sft_run(tmp_path / "unknown", 3, pretrain=str(tmp_path / "nowhere")), {})
     assert "the plan of this run was not recorded" in capsys.readouterr().err
-    assert "Plan and measured" not in write_report(tmp_path / "unknown").read_text()
+    assert exported(write_report(tmp_path / "unknown"))["runs"][0]["plan"] == {}
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     record_plan(sft_run(tmp_path / "run", 3), {})

@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from viewed_runs import exported
 
 from rlhf_cli import cli
 from rlhf_cli.agents.file_environments import FileEnvironments
@@ -115,12 +115,11 @@ def test_the_table_and_the_report_have_each_accuracy_at_its_stage_alone(tmp_path
     ]
     places = [row.index("%") for row in printed.splitlines() if row.startswith("after grpo")]
     assert places[0] < places[1]  # in different columns
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert re.findall("<h2>(.*?)</h2>", report) == ["sft", "grpo", "grpo alone"]
-    labels = re.findall(r'<div class="label">(.*?)</div><div class="value">(.*?)</div>', report)
-    assert dict(labels) == {
-        "accuracy with calculator after sft": "0.0300",
-        "accuracy alone after sft": "0.0200",
-        "accuracy with calculator after grpo": "0.9700",
-        "accuracy alone after grpo alone": "0.0100",
+    report = exported(tmp_path / "run" / "report.html")
+    assert [run["name"] for run in report["runs"]] == ["sft", "grpo", "grpo alone"]
+    assert dict(report["headline"]) == {
+        "accuracy with calculator after sft": 0.03,
+        "accuracy alone after sft": 0.02,
+        "accuracy with calculator after grpo": 0.97,
+        "accuracy alone after grpo alone": 0.01,
     }

@@ -11,8 +11,8 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.selection import select_samples
 from rlhf_cli.runs.online.group_files import load_ahead, load_surplus
-from rlhf_cli.tracking.report.data import read_stage
 from rlhf_cli.tracking.sinks import read_samples
+from rlhf_cli.tracking.view.export import read_rollouts
 from rlhf_cli.trainers.online.prompt_source import prompt_at
 from rlhf_cli.trainers.online.state import LoopState
 
@@ -57,7 +57,7 @@ def test_a_run_is_resumed_from_surplus_and_batches_ahead_of_an_earlier_version(n
 
 @pytest.mark.parametrize("name", ["training", "generate", "eval"])
 def test_the_report_shows_samples_of_an_earlier_version(name):
-    rows = read_stage(OLD / name).rollouts.rows
+    rows = read_rollouts(OLD / name / "samples.jsonl")["rows"]
     assert len(rows) == 4
     assert all(isinstance(row["response"], str) for row in rows)
 

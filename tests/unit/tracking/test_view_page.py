@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from viewed_runs import add_image, make_run, sample, write
 from rlhf_cli.tracking.sinks import METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from rlhf_cli.tracking.view import explanations
 from rlhf_cli.tracking.view.app import view_app
+from rlhf_cli.tracking.view.export import write_report
 from rlhf_cli.tracking.view.runs import ViewedRuns
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
@@ -236,3 +238,89 @@ def test_tokens_are_explained_on_request_and_colored(browser, tmp_path, monkeypa
         assert "Equal to the run." in await page.value(TEXT)
 
     viewed(browser, tmp_path, "samples?number=3", check)
+
+
+FRAGMENTS = (
+    "curves",
+    "samples?order=number+1",
+    "samples?order=reward+1&length_min=2&length_max=9",
+    "samples?text=ANSWER+1&order=advantage",
+    "samples?file=eval_samples.jsonl&order=length",
+    "groups?order=spread&open=1.0,2.3&step_max=2",
+    "distribution?column=length&reward_min=1",
+    "evaluations",
+    "time",
+    "settings",
+)
+
+
+async def text_at(page: Page, fragment: str) -> str:
+    """Return the text of the panel at a fragment, once it stays the same."""
+    await page.value(f"location.hash = {json.dumps(fragment)}")
+    before, text = None, ""
+    while before != text:
+        before = text
+        await page.value("new Promise(done => setTimeout(done, 150))")
+        text = await page.value("document.querySelector('[role=tabpanel]').innerText")
+    return text
+
+
+def texts_of_report(browser: str, report: Path) -> list[str]:
+    """Return the text of report.html at each fragment. Errors and requests to other addresses fail."""
+
+    async def view() -> list[str]:
+        async with ClientSession() as session:
+            page = await new_page(session, browser)
+            await page.open(report.as_uri())
+            assert await page.until("document.querySelector('.tiles')?.innerText") == "Accuracy after grpo\n0.5"
+            texts = [await text_at(page, fragment) for fragment in FRAGMENTS]
+            assert page.problems == []
+            assert {url for url in page.requests if not url.startswith("data:")} == {report.as_uri()}
+            return texts
+
+    return asyncio.run(view())
+
+
+# Only the server explains tokens.
+EXPLAINED = re.compile(r"Tokens\s+Explain tokens\s+Runs [^.]*\.[^.]*\.|To explain its tokens: .*")
+
+
+def test_the_report_shows_what_the_server_shows(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [
+        sample(12, step=9, prompt=HOSTILE, response=HOSTILE, images=[add_image(run)]),
+        sample(13, reward=None, response=""),
+    ]
+    write(run / SAMPLES_FILE, rows)
+    write(run / "eval_samples.jsonl", map(sample, range(5)))
+    evaluation = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.75}
+    write(run / METRICS_FILE, [{"step": 3, **evaluation, "kl": "NaN", "entropy": 0.0, "loss_ratio": 1.0}])
+    (run / "plan.json").write_text(json.dumps({"assumed": "planned for H100", "values": {"train, s": [2.0, 2.5]}}))
+    (run / RUN_FILE).write_text((run / RUN_FILE).read_text().replace('"facts": {}', '"facts": {"Model": "tiny"}'))
+    report = write_report(run, headline={"accuracy after grpo": 0.5})
+    served = []
+
+    async def check(page: Page) -> None:
+        served.extend([await text_at(page, fragment) for fragment in FRAGMENTS])
+
+    viewed(browser, tmp_path, "curves", check)
+    exported = texts_of_report(browser, report)
+    for fragment, *texts in zip(FRAGMENTS, served, exported, strict=True):
+        one, other = (EXPLAINED.sub("", text).split() for text in texts)
+        assert one == other, fragment
+    found = dict(zip(FRAGMENTS, exported, strict=True))
+    # Charts of zeros are last.
+    headings = [
+        "Evaluation accuracy",
+        "Reward",
+        "KL from reference",
+        "Not finite: iteration 3",
+        "Loss ratio",
+        "Entropy",
+    ]
+    places = [found["curves"].index(heading) for heading in headings]
+    assert places == sorted(places)
+    assert "train, s 2 2.5 -20 % planned for H100" in " ".join(found["time"].split())
+    assert "Model\ttiny" in found["settings"]
+    assert "3\t0.5 (0.25 to 0.75)" in found["evaluations"]
+    assert HOSTILE in found["samples?order=number+1"]

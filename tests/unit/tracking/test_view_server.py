@@ -16,7 +16,8 @@ from viewed_runs import add_image, make_run, sample, write
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.sinks import METRICS_FILE, SAMPLES_FILE
 from rlhf_cli.tracking.view import explanations
-from rlhf_cli.tracking.view.app import PAGE, view_app
+from rlhf_cli.tracking.view.app import view_app
+from rlhf_cli.tracking.view.front_end import PAGE
 from rlhf_cli.tracking.view.runs import ViewedRuns, checked_folders
 
 KEY = "the-key"
@@ -45,7 +46,7 @@ def data(folder: Path, *paths: str):
     return [json.loads(body) for _, _, body in found][1:]
 
 
-PATHS = ["", "page/main.js", "page/report.css", "api/runs", "api/metrics?run=0", "api/samples?run=0", "api/image?run=0"]
+PATHS = ["", "page/main.js", "page/view.css", "api/runs", "api/metrics?run=0", "api/samples?run=0", "api/image?run=0"]
 
 
 @pytest.mark.parametrize("key", ["wrong", "the-ke", "the-keys", "%20"])
@@ -84,7 +85,8 @@ def test_the_page_loads_only_its_own_files_and_no_inline_script(tmp_path):
     assert {one[0] for one in answers(tmp_path, *named)} == {200}
     scripts = [path.read_text() for path in PAGE.glob("*.js")]
     imports = {name for text in scripts for name in re.findall(r'from "([^"]+)"', text)}
-    assert {name for name in imports if not name.startswith("./")} == {"preact", "preact/hooks", "htm"}
+    (mapped,) = re.findall(r'<script type="importmap">(.*?)</script>', page.decode(), re.DOTALL)
+    assert imports == set(json.loads(mapped)["imports"])
 
 
 def test_files_outside_the_runs_are_out_of_reach(tmp_path):

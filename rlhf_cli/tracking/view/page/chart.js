@@ -1,9 +1,9 @@
 // A line chart of one metric for one or more runs.
 
 import {useEffect, useRef} from "preact/hooks";
-import {colour, html, number, useTheme, useWidth} from "./shared.js";
+import {colour, html, number, useTheme, useWidth} from "view/shared.js";
 
-const HEIGHT = 210;
+const HEIGHT = 210, BROKEN = 8;
 
 // Exponential moving average, corrected for its start as in Adam, so that the first value stays as it is.
 export function smoothed(values, weight) {
@@ -100,11 +100,14 @@ export function LineChart({title, name, lines, version, smoothing = 0, isLog = f
     const place = Math.max(0, Math.min(plot.data[0].length - 1, (plot.cursor.idx ?? (move > 0 ? -1 : plot.data[0].length)) + move));
     plot.setCursor({left: plot.valToPos(plot.data[0][place], "x"), top: 10});
   };
+  const broken = lines.flatMap(line => line.broken ?? []);
   const last = drawn.length === 1 && !drawn[0].isHistogram ? drawn[0].y.findLast(value => value !== null) : undefined;
   return html`<figure class="card" aria-label=${title}>
     <figcaption class="cardhead"><h3 title=${name}>${title}</h3>
       <span class="now">${last === undefined ? "" : number(last)}</span></figcaption>
     <div ref=${box} class="plot" tabindex="0" role="img" aria-label=${description(title, drawn, unit)} onKeyDown=${onKey}>
       <div ref=${holder}></div></div>
+    ${broken.length > 0 && html`<p class="broken">Not finite: ${unit} ${broken.slice(0, BROKEN).map(number).join(", ")}${
+      broken.length > BROKEN ? ", …" : ""}</p>`}
     <div ref=${shown} class="readout" aria-live="polite"></div></figure>`;
 }

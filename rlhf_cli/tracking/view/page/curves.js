@@ -1,44 +1,48 @@
 // Curves of all metrics, runs overlaid.
 
 import {useMemo, useState} from "preact/hooks";
-import {LineChart} from "./chart.js";
-import {colourOf, html, nameOf} from "./shared.js";
+import {LineChart} from "view/chart.js";
+import {colourOf, html} from "view/shared.js";
 
 const MEASURED = ["time/", "perf/", "memory/"];
-const BROKEN = {NaN: null, Infinity: null, "-Infinity": null};
 
-// Positions on the x axis by step.
+// Positions on the x axis by step. In report.html a record may be the mean of `averaged` steps.
 const AXES = {
   step: ["iteration or step", records => records.map(record => record.step)],
   hours: ["hours of training", records => {
     let seconds = 0;
-    return records.map(record => (seconds += (record["time/step"] ?? 0) + (record["time/eval"] ?? 0)) / 3600);
+    return records.map(record => (seconds += (record.averaged ?? 1)
+      * ((record["time/step"] ?? 0) + (record["time/eval"] ?? 0))) / 3600);
   }],
   tokens: ["trained tokens", records => {
     let tokens = 0;
-    return records.map(record => tokens += record.num_tokens ?? 0);
+    return records.map(record => tokens += (record.averaged ?? 1) * (record.num_tokens ?? 0));
   }],
 };
 
 export function lineOf(run, records, positions, name) {
-  const x = [], y = [];
+  const x = [], y = [], broken = [];
   records.forEach((record, place) => {
     if (!(name in record)) return;
     // Equal positions would not be one point: uPlot needs growing ones.
     if (x.length && positions[place] <= x[x.length - 1]) return;
     x.push(positions[place]);
     const value = record[name];
-    y.push(typeof value === "string" ? BROKEN[value] ?? null : Number(value));
+    // NaN and infinities are strings.
+    if (typeof value === "string") broken.push(positions[place]);
+    y.push(typeof value === "string" ? null : Number(value));
   });
-  return {name: nameOf(run), colour: colourOf(run), x, y, isMarked: name.startsWith("eval/")};
+  return {name: run.name, colour: colourOf(run), x, y, broken, isMarked: name.startsWith("eval/")};
 }
 
-// Names of all metrics: important ones first, in the order of the terminal and report.html; then measurements.
+// Names of all metrics: important ones first, in the order of the terminal, of them last those that are 0 in all steps;
+// then measurements.
 export function namesOf(runs, metrics) {
   const found = runs.map(run => metrics.get(run.number)).filter(Boolean);
   const first = new Set(found.flatMap(({prominent}) => prominent));
   const rest = new Set(found.flatMap(({titles}) => Object.keys(titles)));
-  return {first: [...first], rest: [...rest].filter(name => !first.has(name)), titles:
+  const isZero = name => found.every(({records}) => records.every(record => !record[name]));
+  return {first: [...first].sort((a, b) => isZero(a) - isZero(b)), rest: [...rest].filter(name => !first.has(name)), titles:
     Object.assign({}, ...found.map(({titles}) => titles))};
 }
 

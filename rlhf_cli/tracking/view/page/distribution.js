@@ -1,9 +1,9 @@
 // Histograms of samples over the iterations, and of all selected iterations with runs overlaid.
 
 import {useEffect, useRef, useState} from "preact/hooks";
-import {LineChart} from "./chart.js";
-import {boundsOf, FILES, Range, RANGES} from "./samples.js";
-import {colour, colourOf, Failed, go, html, Indexing, nameOf, number, useRequest, useTheme, useWidth} from "./shared.js";
+import {LineChart} from "view/chart.js";
+import {boundsOf, FILES, Range, RANGES} from "view/samples.js";
+import {colour, colourOf, Coverage, Failed, go, html, number, useRequest, useTheme, useWidth} from "view/shared.js";
 
 const COLUMNS = ["reward", "advantage", "length"];
 const HEIGHT = 190, INDEX_AGAIN = 200, LIVE_AGAIN = 5000;
@@ -35,9 +35,9 @@ function draw(canvas, width, data, run) {
 function HeatMap({run, column, data}) {
   const [box, width] = useWidth(), canvas = useRef(null), theme = useTheme();
   useEffect(() => { if (width) draw(canvas.current, width, data, run); }, [data, width, theme]);
-  const label = `${column} of ${nameOf(run)}: from ${number(data.low)} to ${number(data.high)}, ${run.unit} ${data.first} to ${
+  const label = `${column} of ${run.name}: from ${number(data.low)} to ${number(data.high)}, ${run.unit} ${data.first} to ${
     data.last}. Darker: more samples.`;
-  return html`<figure class="card"><figcaption class="cardhead"><h3>${column} by ${run.unit}: ${nameOf(run)}</h3></figcaption>
+  return html`<figure class="card"><figcaption class="cardhead"><h3>${column} by ${run.unit}: ${run.name}</h3></figcaption>
     <div class="heat"><div class="scale"><span>${number(data.high)}</span><span>${number(data.low)}</span></div>
       <div ref=${box} role="img" aria-label=${label}><canvas ref=${canvas} style=${{width: "100%", height: `${HEIGHT}px`}}></canvas></div>
       <div></div><div class="scale across"><span>${data.first}</span><span>${data.last}</span></div></div></figure>`;
@@ -47,9 +47,9 @@ function One({run, file, column, bounds, report}) {
   const {data, error, isCurrent} = useRequest("histogram", {run: run.number, file, column, ...bounds},
     found => found.indexed < 1 ? INDEX_AGAIN : run.outcome === "running" ? LIVE_AGAIN : null);
   useEffect(() => { if (data) report(run.number, data); }, [data]);
-  return html`<${Failed} error=${error}/>${data && html`<${Indexing} share=${data.indexed}/>`}
+  return html`<${Failed} error=${error}/>${data && html`<${Coverage} ...${data}/>`}
     ${data && isCurrent && (data.counts.length ? html`<${HeatMap} run=${run} column=${column} data=${data}/>`
-      : html`<section class="card"><h3>${column}: ${nameOf(run)}</h3><p class="soft">No sample has this value.</p></section>`)}`;
+      : html`<section class="card"><h3>${column}: ${run.name}</h3><p class="soft">No sample has this value.</p></section>`)}`;
 }
 
 export function Distribution({runs, parameters}) {
@@ -60,7 +60,7 @@ export function Distribution({runs, parameters}) {
   const files = Object.keys(FILES).filter(name => runs.some(run => run.files.includes(name)));
   const key = `${column} ${file} ${JSON.stringify(bounds)}`;
   const lines = having.filter(run => found[`${key} ${run.number}`]?.counts.length).map(run => ({
-    name: nameOf(run), colour: colourOf(run), isHistogram: true, ...totals(found[`${key} ${run.number}`])}));
+    name: run.name, colour: colourOf(run), isHistogram: true, ...totals(found[`${key} ${run.number}`])}));
   const report = (run, data) => setFound(previous => ({...previous, [`${key} ${run}`]: data}));
   return html`
     <form class="controls" onSubmit=${event => event.preventDefault()}>

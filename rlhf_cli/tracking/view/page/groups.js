@@ -1,7 +1,7 @@
 // Groups, the samples of one prompt, next to each other.
 
-import {Chip, Failed, go, html, Indexing, number, useRequest} from "./shared.js";
-import {boundsOf, Range, SourceControls, sourceOf} from "./samples.js";
+import {Chip, Coverage, Failed, go, html, number, useRequest} from "view/shared.js";
+import {boundsOf, Range, SourceControls, sourceOf} from "view/samples.js";
 
 const ORDERS = {"step 1": "newest", "step": "oldest", "spread 1": "largest spread", "spread": "smallest spread",
   "mean": "lowest mean reward", "mean 1": "highest mean reward"};
@@ -60,7 +60,7 @@ export function Groups({runs, parameters}) {
       ${["step", "group"].map(name => html`
         <${Range} name=${name} title=${name === "step" ? "iteration" : "group"} parameters=${parameters} change=${change}/>`)}
       <span class="small">Choose one or more groups.</span></form>
-    <${Failed} error=${error}/>${data && html`<${Indexing} share=${data.indexed}/>`}
+    <${Failed} error=${error}/>${data && html`<${Coverage} ...${data}/>`}
     <div class="rollouts panes narrow"><ol class="list" aria-label="Groups">
       ${groups.map(group => html`<li key=${nameOfGroup(group)}><button class="item" aria-pressed=${
         String(opened.includes(nameOfGroup(group)))} onClick=${() => toggle(nameOfGroup(group))}>

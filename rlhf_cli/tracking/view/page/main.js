@@ -1,20 +1,23 @@
-// The page of rlhf view: runs, their metrics, and a tab for each view.
+// The page of rlhf view and report.html: runs, their metrics, and a tab for each view.
 
 import {render} from "preact";
 import {useEffect, useRef, useState} from "preact/hooks";
-import {Curves} from "./curves.js";
-import {Distribution} from "./distribution.js";
-import {Groups} from "./groups.js";
-import {Samples} from "./samples.js";
-import {Settings} from "./settings.js";
-import {colourOf, Failed, go, html, nameOf, onArrows, request, useAddress, useRequest} from "./shared.js";
-import {Time} from "./time.js";
+import {Curves} from "view/curves.js";
+import {headline, isLive, name as pageName, note, request} from "view/data.js";
+import {Distribution} from "view/distribution.js";
+import {Evaluations} from "view/evaluations.js";
+import {Groups} from "view/groups.js";
+import {Samples} from "view/samples.js";
+import {Settings} from "view/settings.js";
+import {colourOf, Failed, go, html, number, onArrows, useAddress, useRequest} from "view/shared.js";
+import {Time} from "view/time.js";
 
 const TABS = {
   curves: ["Curves", Curves],
   samples: ["Samples", Samples],
   groups: ["Groups", Groups],
   distribution: ["Histograms", Distribution],
+  evaluations: ["Evaluations", Evaluations],
   time: ["Time", Time],
   settings: ["Settings", Settings],
 };
@@ -69,22 +72,27 @@ function merged(records) {
   return [...bySteps.values()].sort((a, b) => a.step - b.step);
 }
 
-function RunList({runs, hidden, setHidden}) {
+function RunList({runs, metrics, hidden, setHidden}) {
   const toggle = run => setHidden(previous => {
     const next = new Set(previous);
     if (!next.delete(run.number)) next.add(run.number);
     return next;
   });
+  const done = run => metrics.get(run.number)?.records.at(-1)?.step ?? 0;
   return html`<ul class="runs" aria-label="Runs">${runs.map(run => html`
     <li key=${run.number}><label title=${run.path}>
       <input type="checkbox" checked=${!hidden.has(run.number)} onChange=${() => toggle(run)}/>
       <i style=${{background: `var(${colourOf(run)})`}}></i>
-      <b>${nameOf(run)}</b> <span class="soft">${run.command}</span>
+      <b>${run.name}</b> <span class="soft">${run.command}, ${run.unit ?? "step"} ${done(run)}${run.total_steps
+        ? ` of ${run.total_steps}` : ""}</span>
       <span class=${`chip ${{finished: "good", failed: "bad", killed: "bad"}[run.outcome] ?? "warn"}`}>${run.outcome}</span>
     </label>${run.alarms.length > 0 && html`<details><summary><span class="chip bad">${run.alarms.length === 1 ? "1 alarm"
       : `${run.alarms.length} alarms`}</span></summary>${run.alarms.map(message => html`<p class="small">${message}</p>`)}</details>`}
     </li>`)}</ul>`;
 }
+
+const Headline = () => headline.length > 0 && html`<dl class="tiles">${headline.map(([name, value]) => html`
+  <div class="tile"><dt>${name}</dt><dd>${typeof value === "number" ? number(value) : value}</dd></div>`)}</dl>`;
 
 function Tabs({tab}) {
   return html`<div role="tablist" aria-label="Views" onKeyDown=${event =>
@@ -95,24 +103,26 @@ function Tabs({tab}) {
 
 function App() {
   const {tab, parameters} = useAddress();
-  const {data: runs, error} = useRequest("runs", {}, () => POLL);
+  const {data: runs, error} = useRequest("runs", {}, () => isLive ? POLL : null);
   const metrics = useMetrics(runs);
   const [hidden, setHidden] = useState(new Set());
   const name = tab in TABS ? tab : "curves", View = TABS[name][1];
-  useEffect(() => { document.title = `${TABS[name][0]} · rlhf view`; }, [name]);
+  useEffect(() => { document.title = `${TABS[name][0]} · ${pageName}`; }, [name]);
   const shown = (runs ?? []).filter(run => !hidden.has(run.number));
   return html`
     <a class="skip" href="#panel" onClick=${event => { event.preventDefault(); document.getElementById("panel").focus(); }}>
       Skip to content</a>
-    <div class="bar"><div><b>rlhf view</b><${Tabs} tab=${name}/></div></div>
+    <div class="bar"><div><b>${pageName}</b><${Tabs} tab=${name}/></div></div>
     <main>
       <h1 class="unseen">${TABS[name][0]}</h1>
+      ${name === "curves" && html`<${Headline}/>`}
       <${Failed} error=${error && `No answer from rlhf view: ${error}. Is it still running?`}/>
-      ${runs && html`<${RunList} runs=${runs} hidden=${hidden} setHidden=${setHidden}/>`}
+      ${runs && html`<${RunList} runs=${runs} metrics=${metrics} hidden=${hidden} setHidden=${setHidden}/>`}
       <div id="panel" role="tabpanel" aria-labelledby=${`tab-${name}`} tabindex="-1">
         ${runs && (shown.length ? html`<${View} runs=${shown} metrics=${metrics} parameters=${parameters}/>`
           : html`<p class="soft">No run is selected.</p>`)}
       </div>
+      ${note && html`<p class="small soft">${note}</p>`}
     </main>`;
 }
 

@@ -1,7 +1,8 @@
 // One sample: its numbers, prompt, response or turns, and images. Text is only inserted as text, never as markup.
 
-import {Tokens} from "./tokens.js";
-import {Chip, Failed, go, html, number, useRequest} from "./shared.js";
+import {imageAddress, isLive} from "view/data.js";
+import {Tokens} from "view/tokens.js";
+import {Chip, Failed, go, html, number, useRequest} from "view/shared.js";
 
 const HEADINGS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
 // Shown in other places than the list of values.
@@ -33,14 +34,16 @@ export function Sample({run, file, number: chosen}) {
     ${Object.entries(HEADINGS).map(([name, heading]) => name === "response" && Array.isArray(row.messages)
       ? html`<${Episode} row=${row}/>`
       : row[name] !== null && row[name] !== undefined && html`<h3>${heading}</h3><pre>${asText(row[name])}</pre>`)}
-    ${run.is_explained && file === "samples.jsonl" && html`<${Tokens} key=${`${run.number} ${chosen}`} run=${run}
-      number=${chosen} step=${row.step}/>`}
+    ${run.is_explained && file === "samples.jsonl" && (isLive
+      ? html`<${Tokens} key=${`${run.number} ${chosen}`} run=${run} number=${chosen} step=${row.step}/>`
+      : html`<p class="small soft">To explain its tokens: <code>rlhf why ${run.path} --sample ${row.id}</code></p>`)}
     <h3>Values</h3>
     <dl class="values">${values.map(([name, value]) => html`<div><dt>${name}</dt><dd>${plain(value)}</dd></div>`)}</dl>`;
 }
 
-const Images = ({run, row}) => html`<div class="pictures">${(row.images ?? []).map((name, place) => html`
-  <img src=${`api/image?${new URLSearchParams({run: run.number, name})}`} alt=${`image ${place + 1} of the prompt`}/>`)}
+const Images = ({run, row}) => html`<div class="pictures">${
+  (row.images ?? []).map(name => imageAddress(run, name)).filter(Boolean).map((address, place) => html`
+  <img src=${address} alt=${`image ${place + 1} of the prompt`}/>`)}
 </div>`;
 
 // An environment without rewards gives zeros, which mean nothing next to the score of a verifier.

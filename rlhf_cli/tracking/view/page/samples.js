@@ -1,8 +1,8 @@
 // Browser of samples: filters, a page of the list, and one sample in full.
 
 import {useEffect, useRef, useState} from "preact/hooks";
-import {Sample} from "./sample.js";
-import {Chip, Failed, go, html, Indexing, nameOf, number, onArrows, useRequest} from "./shared.js";
+import {Sample} from "view/sample.js";
+import {Chip, Coverage, Failed, go, html, number, onArrows, useRequest} from "view/shared.js";
 
 export const FILES = {"samples.jsonl": "training samples", "eval_samples.jsonl": "evaluation samples"};
 const ORDERS = {
@@ -23,7 +23,7 @@ export function SourceControls({runs, run, file, change}) {
   return html`
     ${runs.length > 1 && html`<label>Run <select value=${String(run.number)} onChange=${event =>
       change({run: event.target.value, number: "", skip: ""})}>
-      ${runs.map(one => html`<option value=${String(one.number)}>${nameOf(one)}</option>`)}</select></label>`}
+      ${runs.map(one => html`<option value=${String(one.number)}>${one.name}</option>`)}</select></label>`}
     ${run.files.length > 1 && html`<label>File <select value=${file} onChange=${event =>
       change({file: event.target.value, number: "", skip: ""})}>
       ${run.files.map(name => html`<option value=${name}>${FILES[name]}</option>`)}</select></label>`}`;
@@ -39,11 +39,11 @@ export function Range({name, title, parameters, change}) {
 export const boundsOf = parameters => Object.fromEntries(
   Object.entries(parameters).filter(([name]) => /_(min|max)$/.test(name)));
 
-// The first sample of a query. It stays while samples are added, so that an open one is not replaced.
-function useFirst(rows, query) {
-  const first = useRef({query: null, number: ""});
-  if (query && rows.length && first.current.query !== query) first.current = {query, number: String(rows[0].number)};
-  return first.current.number;
+// The first sample of a query. It stays while samples are added to its source, so that an open one is not replaced.
+function useFirst(rows, query, source) {
+  const first = useRef({});
+  if (query && rows.length && first.current.query !== query) first.current = {query, source, number: String(rows[0].number)};
+  return first.current.source === source ? first.current.number : null;
 }
 
 export function Samples({runs, parameters}) {
@@ -54,7 +54,7 @@ export function Samples({runs, parameters}) {
   const {data, error, of, isCurrent} = useRequest(file && "samples",
     {run: run.number, file, order, descending, skip, text: parameters.text, ...boundsOf(parameters)},
     found => found.indexed < 1 ? INDEX_AGAIN : run.outcome === "running" ? LIVE_AGAIN : null);
-  const rows = data?.rows ?? [], first = useFirst(rows, isCurrent ? of : null);
+  const rows = data?.rows ?? [], first = useFirst(rows, isCurrent ? of : null, `${run.number} ${file}`);
   const chosen = parameters.number ?? first;
   if (!file) return html`<p class="soft">This run has no samples yet.</p>`;
   return html`
@@ -71,7 +71,7 @@ export function Samples({runs, parameters}) {
         change({prompt_min: "", prompt_max: "", skip: "", number: ""})}>Show all prompts</button>`}
     </form>
     <${Failed} error=${error}/>
-    ${data && html`<${Indexing} share=${data.indexed}/>`}
+    ${data && html`<${Coverage} ...${data}/>`}
     <div class="rollouts panes">
       <${List} data=${data} rows=${rows} chosen=${chosen} skip=${skip} change=${change} unit=${run.unit}
         isSearch=${Boolean(parameters.text)}/>

@@ -1,18 +1,11 @@
-// Rendering, requests and formats that all parts of the page share.
+// Rendering, repeated requests and formats that all parts of the page share.
 
 import {h} from "preact";
 import {useEffect, useRef, useState} from "preact/hooks";
 import htm from "htm";
+import {request} from "view/data.js";
 
 export const html = htm.bind(h);
-
-// Addresses are relative to /KEY/, so every request carries the key.
-export async function request(name, parameters = {}, options = {}) {
-  const given = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null && value !== "");
-  const response = await fetch(`api/${name}?${new URLSearchParams(given)}`, options);
-  if (!response.ok) throw new Error((await response.json().catch(() => ({}))).detail ?? `status ${response.status}`);
-  return response.json();
-}
 
 export function number(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return String(value ?? "–");
@@ -100,8 +93,6 @@ export function useWidth() {
   return [node, width];
 }
 
-export const nameOf = run => run.path.split("/").pop();
-
 // Arrow keys move the focus between the elements that match a selector.
 export function onArrows(event, selector, keys = ["ArrowUp", "ArrowDown"]) {
   const move = {[keys[0]]: -1, [keys[1]]: 1}[event.key];
@@ -121,8 +112,11 @@ export function Chip({value, verdict}) {
   return html`<span class=${`chip ${tone}`}>${isNumber ? number(value) : verdict || "no score"}</span>`;
 }
 
-export const Indexing = ({share}) => share < 1 && html`
-  <p class="indexing" role="status">Indexing new samples: ${Math.floor(share * 100)} %.
-    <progress max="1" value=${share}></progress></p>`;
+// Which samples of the run the answer to a request covers.
+export const Coverage = ({indexed, exported, all}) => indexed < 1 ? html`
+  <p class="coverage" role="status">Indexing new samples: ${Math.floor(indexed * 100)} %.
+    <progress max="1" value=${indexed}></progress></p>`
+  : exported < all && html`<p class="coverage">This file contains ${exported.toLocaleString("en")} of ${
+    all.toLocaleString("en")} samples.</p>`;
 
 export const Failed = ({error}) => error && html`<p class="failed" role="alert">${error}</p>`;

@@ -1,7 +1,8 @@
 // Tokens of a sample, colored by their values, with the explanation by rlhf why: the server runs the iteration again.
 
 import {useEffect, useState} from "preact/hooks";
-import {duration, Failed, html, number, onArrows, request} from "./shared.js";
+import {request} from "view/data.js";
+import {duration, Failed, html, number, onArrows} from "view/shared.js";
 
 const AGAIN = 1500;
 // What to color by: title, and value of a token. Positive values are blue, negative ones are red.
