@@ -116,19 +116,36 @@ def test_an_open_sample_stays_while_samples_are_added(browser, tmp_path):
 
 def test_turns_of_an_episode_have_their_rewards(browser, tmp_path):
     run = make_run(tmp_path / "run", samples=1)
+    call = {"function": {"name": "run", "arguments": {"program": "a = 1\nprint(a)", "limit": 2}}}
     messages = [
-        {"role": "assistant", "content": "let me see", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
-        {"role": "tool", "name": "add", "content": "4"},
-        {"role": "assistant", "content": "it is 4"},
-    ]  # fmt: skip
-    write(run / SAMPLES_FILE, [sample(1, messages=messages, turn_rewards=[0.0, 0.75], response="")])
+        {"role": "assistant", "content": "let me see", "tool_calls": [call]},
+        {"role": "tool", "name": "run", "content": "1"},
+        {"role": "assistant", "content": "it is 1"},
+    ]
+    # A program's own prompt contains an example, whose turn has no reward.
+    own = [{"role": role, "content": f"part {place}"} for place, role in enumerate(["user", "assistant"] * 3)]
+    rows = [
+        sample(1, messages=own, turn_rewards=[1, 2], branches=[[{"role": "user", "content": "early"}]], response=""),
+        sample(2, messages=messages, turn_rewards=[0.0, 0.75], response="", finish_reason="length"),
+    ]
+    write(run / SAMPLES_FILE, rows)
 
     async def check(page: Page) -> None:
-        await page.until("document.querySelector('.detail').innerText.includes('it is 4')")
+        await page.until("document.querySelector('.detail').innerText.includes('it is 1')")
         shown = await page.value("document.querySelector('.detail').innerText")
-        parts = ["Turn 1", "let me see", "Call of add", "Result of add", "4", "Turn 2", "reward 0.75", "it is 4"]
+        parts = ["Turn 1", "let me see", "Call of run", "program: a = 1\nprint(a)\nlimit: 2", "Result of run", "Turn 2",
+                 "reward 0.75", "it is 1", "truncated"]  # fmt: skip
         places = [shown.index(part) for part in parts]
         assert places == sorted(places)
+        await page.value("location.hash = 'samples?number=2'")
+        await page.until("document.querySelector('.detail').innerText.includes('part 5')")
+        shown = await page.value("[...document.querySelectorAll('.message h4')].map(one => one.innerText)")
+        assert shown == [
+            "Message of the user",
+            *("Message of the user", "Turn 1"),
+            *("Message of the user", "Turn 2 reward 1"),
+            *("Message of the user", "Turn 3 reward 2"),
+        ]
 
     viewed(browser, tmp_path, "samples", check)
 

@@ -52,12 +52,18 @@ function turnRewards(row) {
   return "reward/environment" in row || rewards.some(reward => reward !== 0) ? rewards : [];
 }
 
+// One line per argument: programs among them stay readable.
+function argumentsOf({arguments: values}) {
+  if (typeof values === "string") return values;
+  return Object.entries(values ?? {}).map(([name, value]) => `${name}: ${asText(value)}`).join("\n") || "(no arguments)";
+}
+
 function Message({message, heading, reward}) {
   const calls = message.tool_calls ?? [];
   return html`<div class=${`message ${message.role === "assistant" ? "own" : ""}`}>
     <h4>${heading}${typeof reward === "number" && html` <span class="chip">reward ${number(reward)}</span>`}</h4>
     ${message.content && html`<pre>${asText(message.content)}</pre>`}
-    ${calls.map(({function: call}) => html`<h4>Call of ${call.name}</h4><pre>${asText(call.arguments ?? "")}</pre>`)}
+    ${calls.map(({function: call}) => html`<h4>Call of ${call.name}</h4><pre>${argumentsOf(call)}</pre>`)}
   </div>`;
 }
 
