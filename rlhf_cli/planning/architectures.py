@@ -1,4 +1,4 @@
-"""Shapes of models for a plan: from a table of published models, or from a configuration without weights."""
+"""Shapes of models for a plan: from a table of published models, a folder, or a configuration."""
 
 import json
 from functools import cache
@@ -10,6 +10,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, find_model, naming_the_model
 from rlhf_cli.planning.plain_shapes import Values, plain_shape
 from rlhf_cli.planning.shapes import ModelShape, shape_of
+from rlhf_cli.planning.stored_shapes import stored_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,7 +40,7 @@ def find_shape(pretrain: str, *, trust_remote_code: bool = False) -> ModelShape:
         # Without importing transformers, which takes seconds.
         values = row["shape"] | {"linears": tuple(map(tuple, row["shape"]["linears"]))}
         return ModelShape(**values)
-    shape = plain_shape(_folder_config(pretrain))
+    shape = _folder_shape(pretrain)
     if shape is not None:
         return shape
     architecture = find_architecture(pretrain, trust_remote_code=trust_remote_code)
@@ -52,11 +53,19 @@ def base_of(pretrain: str) -> str:
     return pretrain if folder is None else base_of(str(read_adapter(folder, "base_model_name_or_path")))
 
 
-def _folder_config(pretrain: str) -> Values:
-    """Return the contents of a folder's config.json; empty without a readable one, which transformers reports."""
+def _folder_shape(pretrain: str) -> ModelShape | None:
+    """Return the shape of a model in a folder, or None if only transformers can tell."""
     place = model_place(pretrain)
+    if place is None:
+        return None
+    config = read_config(place)
+    return plain_shape(config) or stored_shape(place, config)
+
+
+def read_config(place: Path) -> Values:
+    """Return the contents of a folder's config.json; empty if it is damaged, which transformers reports."""
     try:
-        found = {} if place is None else json.loads((place / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((place / "config.json").read_text(encoding="utf-8"))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

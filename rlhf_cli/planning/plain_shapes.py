@@ -41,13 +41,14 @@ def plain_shape(config: Values) -> ModelShape | None:
         return None
     text = SimpleNamespace(**{"hidden_act": "silu"} | config)
     # The names of older files, which transformers replaces when it reads them.
-    text.rope_parameters = config.get("rope_parameters") or _renamed(config.get("rope_scaling") or {})
+    text.rope_parameters = config.get("rope_parameters") or renamed_rope(config.get("rope_scaling") or {})
     text.get_text_config = lambda: text
     text.to_dict = lambda: config
     return _shape(text)
 
 
-def _renamed(rope: Values) -> Values:
+def renamed_rope(rope: Values) -> Values:
+    """Return settings of rotary embeddings with the key that transformers uses today."""
     return rope | {"rope_type": rope.get("rope_type") or rope.get("type")}
 
 

@@ -19,6 +19,7 @@ from rlhf_cli.models.cost import (
 )
 from rlhf_cli.models.fused import fused_kernels
 from rlhf_cli.models.positions import known_positions
+from rlhf_cli.models.vision.families.table import names_of_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -146,28 +147,39 @@ def _last_names(targets: Sequence[str]) -> set[str]:
     return {target.rpartition(".")[2] for target in targets}
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a language model: sizes by name, tied ones once.
+
+    - `embedding`, `head`: sizes of the input embedding and LM head, 0 without one. `has_tied_head`: they are the same.
+    - `linears`: linear layers, as in `ModelShape`.
+    """
+
+    sizes: Mapping[str, int]
+    embedding: int
+    head: int
+    has_tied_head: bool
+    linears: tuple[tuple[str, int, int, int], ...]
+
+
 def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> ModelShape:
     """Compute a language model's sizes, including any vision encoder, without allocating weights."""
-    # Loading imports torch and transformers' models, which take seconds.
-    from rlhf_cli.models.vision.families.table import names_of_parts
+    return shape_from(config, _meta_weights(config, trust_remote_code=trust_remote_code))
 
-    text = config.get_text_config()
-    model = _on_meta(config, trust_remote_code=trust_remote_code)
-    vision = tuple(names_of_parts(config))
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    num_head = 0 if head is None else head.weight.numel()
-    is_tied = head is not None and head.weight is embedding.weight
-    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    decoder = {name: size for name, size in parameters.items() if not _is_part(name, vision)}
+
+def shape_from(config: "PretrainedConfig", weights: Weights) -> ModelShape:
+    """Return the sizes of a model with this configuration and these parameters."""
+    text, vision = config.get_text_config(), vision_parts(config)
+    decoder = {name: size for name, size in weights.sizes.items() if not is_part(name, vision)}
     inactive = _inactive_experts(decoder, text)
     attention = [layer for layer, holds in zip(layer_configs(text), attention_layers(text), strict=True) if holds]
     queries = [layer.num_attention_heads * head_size(layer) for layer in attention]
     return ModelShape(
-        parameters=sum(parameters.values()),
-        active=int(sum(decoder.values()) - inactive - (0 if is_tied else embedding.weight.numel())),
-        head=num_head,
-        has_tied_head=is_tied,
-        largest=max(parameters.values()),
+        parameters=sum(weights.sizes.values()),
+        active=int(sum(decoder.values()) - inactive - (0 if weights.has_tied_head else weights.embedding)),
+        head=weights.head,
+        has_tied_head=weights.has_tied_head,
+        largest=max(weights.sizes.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
@@ -184,9 +196,14 @@ def shape_of(config: "PretrainedConfig", *, trust_remote_code: bool = False) -> 
         fused_backward_values=backward_values(text, is_fused=True),
         capped_heads=_capped_heads(text),
         positions=num_positions(config),
-        vision=_vision_shape(config, parameters, vision),
-        linears=_linears(model, vision),
+        vision=_vision_shape(config, weights.sizes, vision),
+        linears=weights.linears,
     )
+
+
+def vision_parts(config: "PretrainedConfig") -> tuple[str, ...]:
+    """Return the module names of the vision encoder and its projectors, which older files store without `model.`."""
+    return tuple(name.removeprefix("model.") for name in names_of_parts(config))
 
 
 _VISION_VALUES = {"qwen2_5_vl_vision": (15, 4), "clip_vision_model": (8, 3), "qwen2_vl_vision": (11, 3)}
@@ -210,7 +227,7 @@ def _vision_shape(config: "PretrainedConfig", sizes: Mapping[str, int], parts: S
     usual = _PLAIN_VISION if hasattr(vision, "num_hidden_layers") else _ROTATED_VISION
     of_hidden, of_width = _VISION_VALUES.get(vision.model_type, usual)
     layers = size("depth", "num_hidden_layers")
-    own = (count for name, count in sizes.items() if _is_part(name, [tower]) and not _is_part(name, projectors))
+    own = (count for name, count in sizes.items() if is_part(name, [tower]) and not is_part(name, projectors))
     return VisionShape(sum(own), layers, hidden, layers * (of_hidden * hidden + of_width * width))
 
 
@@ -224,30 +241,41 @@ def _capped_heads(text: "PretrainedConfig") -> int:
     return text.num_attention_heads if getattr(text, "attn_logit_softcapping", None) else 0
 
 
-def _on_meta(config: "PretrainedConfig", *, trust_remote_code: bool) -> Any:
+def _meta_weights(config: "PretrainedConfig", *, trust_remote_code: bool) -> Weights:
+    """Return the parameters of a model on PyTorch's meta device. Importing torch and transformers takes seconds."""
     import torch
 
     from rlhf_cli.models.compat import without_partitions
     from rlhf_cli.models.loading import language_model_class
 
     with without_partitions(), torch.device("meta"):
-        return language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        model = language_model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return Weights(
+        sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
+        embedding=embedding.weight.numel(),
+        head=0 if head is None else head.weight.numel(),
+        has_tied_head=head is not None and head.weight is embedding.weight,
+        linears=_linears(model, vision_parts(config)),
+    )
 
 
-def _is_part(name: str, parts: Sequence[str]) -> bool:
+def is_part(name: str, parts: Sequence[str]) -> bool:
+    """Return whether a parameter or module is in one of these modules."""
     return any(f".{part}." in f".{name}" for part in parts)
 
 
 def _inactive_experts(sizes: dict[str, int], text: "PretrainedConfig") -> float:
     """Return the parameters of experts that do not process a token."""
-    count = next((getattr(text, name) for name in _NUM_EXPERTS if getattr(text, name, None)), None)
+    count = next((getattr(text, name) for name in NUM_EXPERTS if getattr(text, name, None)), None)
     active = getattr(text, "num_experts_per_tok", None)
     if not count or not active:
         return 0
     return (1 - active / count) * sum(size for name, size in sizes.items() if ".experts." in name)
 
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configurations."""
 
 
 def _cache_values(text: "PretrainedConfig", key_width: int) -> int:
@@ -263,7 +291,7 @@ def _linears(model: Any, vision: Sequence[str]) -> tuple[tuple[str, int, int, in
     found = Counter(
         (name.rpartition(".")[2], module.in_features, module.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and not _is_part(name, vision)
+        if isinstance(module, torch.nn.Linear) and module is not head and not is_part(name, vision)
     )
     return tuple((*layer, count) for layer, count in found.items())
 

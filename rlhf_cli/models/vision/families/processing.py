@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import naming_the_model
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 ImageProcessor: TypeAlias = Any
@@ -81,7 +81,7 @@ class PictureProcessing(ABC):
         """Return feature rows and columns for models with three-axis positions, otherwise None."""
         return None
 
-    def inputs_of(self, pixels: np.ndarray) -> dict[str, torch.Tensor]:
+    def inputs_of(self, pixels: np.ndarray) -> "dict[str, torch.Tensor]":
         """Compute the encoder inputs for an image, uint8 [height, width, 3] in its final size."""
         # Pass the layout: transformers would guess it from the shape, and an image of height 3 is ambiguous.
         made = self._processor(images=self._as_sample(pixels), return_tensors="pt", input_data_format="channels_last")
@@ -90,8 +90,11 @@ class PictureProcessing(ABC):
     def _as_sample(self, pixels: np.ndarray) -> list[object]:
         return [pixels]
 
-    def joined(self, inputs: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def joined(self, inputs: "Sequence[dict[str, torch.Tensor]]") -> "dict[str, torch.Tensor]":
         """Concatenate the encoder inputs of more than one image."""
+        # Plans import this module, and importing torch takes seconds.
+        import torch
+
         return {name: torch.cat([one[name] for one in inputs], dim=self.sample_axis) for name in self.input_names}
 
     def blank(self) -> np.ndarray:
