@@ -25,6 +25,17 @@ def divergence(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
     return beta * of_teacher_B + (1.0 - beta) * of_student_B
 
 
+def divergence_terms(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
+    """Compute the term of each event, `[B, E]`. They sum to `divergence`."""
+    if beta == 0.0:
+        return (teacher_BE - student_BE).mul_(teacher_BE.exp())
+    if beta == 1.0:
+        return (student_BE - teacher_BE).mul_(student_BE.exp())
+    middle_BE = _mixture(student_BE, teacher_BE, beta)
+    of_teacher_BE = (teacher_BE - middle_BE).mul_(teacher_BE.exp())
+    return of_teacher_BE.mul_(beta).add_((student_BE - middle_BE).mul_(student_BE.exp()), alpha=1.0 - beta)
+
+
 def divergence_gradient(student_BE: Tensor, teacher_BE: Tensor, beta: float) -> Tensor:
     """Compute the `divergence` gradient `[B, E]` with respect to student logits, `s = softmax(logits)`.
 

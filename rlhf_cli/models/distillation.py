@@ -14,6 +14,7 @@ from rlhf_cli.algorithms.divergence import (
     as_events,
     divergence,
     divergence_gradient,
+    divergence_terms,
     entropy,
     gradient_of_tokens,
     kl_divergence,
@@ -32,6 +33,8 @@ from rlhf_cli.models.logit_chunks import (
 DIVERGENCE = "divergence"
 MEASURES = ("forward_kl", "reverse_kl", "teacher_entropy", "teacher_agreement")
 """Metrics on the full token distributions, independent of the training divergence."""
+TERMS = 5
+"""Terms of a token's divergence in its details."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,21 @@ def token_divergences(
     are not. Teacher hidden states [K, E] may have a different width. If one head has more rows, the additional rows are
     padding and excluded from both distributions. `chunk_size` is the number of rows per head product.
     """
+    student, call = _call(hidden_KD, student, teacher_KE, teacher, settings, chunk_size)
+    # Autograd only tracks tensors that are arguments; `call` holds the rest.
+    divergence_K, *measures = _TokenDivergences.apply(hidden_KD, student.weight_VD, student.bias_V, teacher_KE, call)
+    return {DIVERGENCE: divergence_K, **dict(zip(MEASURES, measures, strict=True))}
+
+
+def _call(
+    hidden_KD: torch.Tensor,
+    student: HeadWeights,
+    teacher_KE: torch.Tensor,
+    teacher: HeadWeights,
+    settings: DivergenceSettings,
+    chunk_size: int | None = None,
+) -> tuple[HeadWeights, _Call]:
+    """Return (the student's head, all other arguments), with heads of the same number of rows."""
     # Model families pad the embedding matrix differently, for example Qwen2.5 0.5B and 7B.
     vocabulary = min(len(student.weight_VD), len(teacher.weight_VD))
     student, teacher = student.first_rows(vocabulary), teacher.first_rows(vocabulary)
@@ -88,10 +106,35 @@ def token_divergences(
         block_row_bytes=vocabulary * 8,
         chunk_size=chunk_size,
     )
-    call = _Call(teacher, student.transform, settings, sizes)
-    # Autograd only tracks tensors that are arguments; `call` holds the rest.
-    divergence_K, *measures = _TokenDivergences.apply(hidden_KD, student.weight_VD, student.bias_V, teacher_KE, call)
-    return {DIVERGENCE: divergence_K, **dict(zip(MEASURES, measures, strict=True))}
+    return student, _Call(teacher, student.transform, settings, sizes)
+
+
+@torch.no_grad()
+def divergence_details(
+    hidden_KD: torch.Tensor,
+    student: HeadWeights,
+    teacher_KE: torch.Tensor,
+    teacher: HeadWeights,
+    settings: DivergenceSettings,
+    targets_K: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return what a token's divergence consists of, `[K]` each; arguments as of `token_divergences`.
+
+    - `logprob`, `teacher`: log-probs of the target, at the temperature of the settings.
+    - `term_0` to `term_4`: largest terms of the divergence.
+    - `term_0_token`, `term_0_student`, `term_0_teacher`: token of a term and its log-probs; token -1 stands for all
+      tokens except the teacher's top tokens.
+    """
+    head, call = _call(hidden_KD, student, teacher_KE, teacher, settings)
+    found = []
+    # At least one block, so that a pack without targets has all columns.
+    for chunk in [*call.sizes.chunks(len(targets_K))] or [slice(0, 0)]:
+        products = head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
+        for rows, block in [*call.sizes.blocks(chunk)] or [(chunk, chunk)]:
+            student_BV = torch.log_softmax(call.student_logits(products[0][block]), -1)
+            teacher_BV = call.teacher_logprobs(products[1][block])
+            found.append(_details(student_BV, teacher_BV, targets_K[rows], settings))
+    return {name: torch.cat([one[name] for one in found]) for name in found[0]}
 
 
 class _TokenDivergences(torch.autograd.Function):
@@ -144,6 +187,25 @@ def _divergence(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: Di
     if tokens_Bk is not None:
         student_BV, teacher_BV = as_events(student_BV, tokens_Bk), as_events(teacher_BV, tokens_Bk)
     return divergence(student_BV, teacher_BV, settings.beta)
+
+
+def _details(
+    student_BV: torch.Tensor, teacher_BV: torch.Tensor, targets_B: torch.Tensor, settings: DivergenceSettings
+) -> dict[str, torch.Tensor]:
+    tokens_BE = torch.arange(student_BV.shape[-1], device=student_BV.device).expand_as(student_BV)
+    events = (student_BV, teacher_BV)
+    tokens_Bk = _top_tokens(teacher_BV, settings.teacher_top_k)
+    if tokens_Bk is not None:
+        tokens_BE = torch.nn.functional.pad(tokens_Bk, (0, 1), value=-1)
+        events = as_events(student_BV, tokens_Bk), as_events(teacher_BV, tokens_Bk)
+    terms_BE = divergence_terms(*events, settings.beta)
+    places_Bn = terms_BE.abs().topk(min(TERMS, terms_BE.shape[-1]), -1).indices
+    columns = {"": terms_BE, "_token": tokens_BE, "_student": events[0], "_teacher": events[1]}
+    chosen = {name: values_BE.gather(-1, places_Bn).unbind(-1) for name, values_BE in columns.items()}
+    of_target = {"logprob": student_BV, "teacher": teacher_BV}
+    return {name: values_BV.gather(-1, targets_B[:, None])[:, 0] for name, values_BV in of_target.items()} | {
+        f"term_{number}{name}": values_B for name, values in chosen.items() for number, values_B in enumerate(values)
+    }
 
 
 def _gradient(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: DivergenceSettings) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_cli.models.distillation import DivergenceSettings, token_divergences
+from rlhf_cli.models.distillation import DivergenceSettings, divergence_details, token_divergences
 from rlhf_cli.models.logit_chunks import HeadWeights
 from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.packs import PackLike
@@ -46,8 +46,10 @@ class StudentModel(LanguageModel):
         teacher: HeadWeights,
         settings: DivergenceSettings,
         with_logprobs: bool = False,
+        with_details: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Return `token_divergences` for the pack's K targets, plus target log-probs if requested.
+        """Return `token_divergences` for the pack's K targets, plus target log-probs or `divergence_details` if
+        requested.
 
         `teacher_kD` are the teacher's states for this pack on this rank. Log-probs use temperature 1.
         """
@@ -57,6 +59,9 @@ class StudentModel(LanguageModel):
 
         def compute(hidden_kD: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
             found = token_divergences(hidden_kD, head, teacher_kD, teacher, settings)
+            if with_details:
+                targets_k = part.pack.targets_K[part.targets]
+                found |= divergence_details(hidden_kD, head, teacher_kD, teacher, settings, targets_k)
             return found | ({LOGPROBS: _logprobs(hidden_kD, head, part)} if with_logprobs else {})
 
         found = self.head(self._decoder(part, real=pack), compute)

@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
-from rlhf_cli.backends.roles.groups import WorkerGroup
 from rlhf_cli.backends.roles.worker import RayWorker
+from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.errors import ProcessDied
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -109,6 +109,11 @@ def test_a_run_learns_on_own_and_fixed_responses_and_measures_rewards(mixed):
     assert set(own[:3]) == set(own[3:]) == {0.0, 1.0}
     assert all(("accuracy" in found[step]) == bool(is_own) for step, is_own in enumerate(own, start=1))
     assert found[6]["forward_kl"] < found[1]["forward_kl"]
+    rows = [json.loads(line) for line in (whole / "samples.jsonl").open()]
+    printed = run_rlhf("why", whole, "--sample", rows[-1]["id"], "--token", "0")
+    assert "Equal to the run: all " in printed
+    assert "D = sum beta t log(t / m) + (1 - beta) s log(s / m)" in printed
+    assert "share of the gradient norm: g_t . g" in printed
     assert {step for step, metrics in found.items() if "eval/accuracy" in metrics} == {0, 2, 4, 6}
     assert sorted(path.name for path in (whole / "checkpoints").glob("step_*")) == ["step_000003", "step_000006"]
 

@@ -5,176 +5,45 @@ Sequences are sent to the ranks as micro-batches (planner.py).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayTaskError
 
 from rlhf_cli.algorithms.gradient_share import Projection
 from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, finish_value_metrics
 from rlhf_cli.algorithms.shaping import normalised_scores
-from rlhf_cli.backends.cluster.ray_cluster import PROCESS_DEATHS, death_reason
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
-from rlhf_cli.backends.roles.serialization import PickledCall, RankWork, SentWork, store
-from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.backends.roles.serialization import RankWork, store
 from rlhf_cli.backends.roles.watch import Place, Watch, joined_projections, joined_trace, with_place
+from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.data.packing.packs import TokenSequence, only_end
-from rlhf_cli.errors import (
-    OutOfMemory,
-    ProcessDied,
-    RunError,
-    Shortage,
-    UsageError,
-    first_line,
-    full_memory,
-    one_line,
-)
 from rlhf_cli.models.reward_model import ScoreStatistics
 
 # Only ranks import DeepSpeed.
 if TYPE_CHECKING:
-    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, FrozenPolicyRank, RewardRank, TrainedRank
+    from rlhf_cli.backends.roles.ranks import (
+        ActorRank,
+        CriticRank,
+        FrozenPolicyRank,
+        RewardRank,
+        SampledRank,
+        TrainedRank,
+    )
     from rlhf_cli.backends.roles.student_rank import StudentRank
 
-_DEATH_SECONDS = 5.0
-"""Seconds to wait after a rank's failure for the death of another rank, which Ray reports after about a second."""
-
-_LOOK_SECONDS = 1.0
-"""Interval between looks for ranks that died while others compute."""
-
-_HeldT = TypeVar("_HeldT")
-_Work = TypeVar("_Work")
 Result = TypeVar("Result")
 _RankT = TypeVar("_RankT", bound="TrainedRank | FrozenPolicyRank | RewardRank")
+_SampledT = TypeVar("_SampledT", bound="ActorRank | StudentRank")
 _TrainedT = TypeVar("_TrainedT", bound="ActorRank | CriticRank | StudentRank")
 
 
 def store_sequences(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
     """Return the sequences with tokens and images in Ray's object store, so that calls send them only once."""
     return store(sequences, ray.put)
-
-
-class WorkerGroup(Generic[_HeldT]):
-    """The workers of a role by rank, each with an object of type `_HeldT`.
-
-    A call is a function of this object, usually a lambda, so that types are checked. Ray pickles the function with all
-    values that it refers to. Refer only to the argument and to picklable local variables, never to `self`.
-    """
-
-    def __init__(self, role: str, workers: list[Any], log_dir: Path) -> None:
-        self.role = role
-        self._workers = workers
-        self._log_dir = log_dir
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def start(self, call: Callable[[_HeldT], object]) -> list[object]:
-        """Start a call on all ranks. Pass the result to `wait`."""
-        pickled = PickledCall(call)
-        return [worker.call.remote(pickled) for worker in self._workers]
-
-    def start_each(self, call: Callable[[_HeldT, _Work], object], work: Sequence[_Work]) -> list[Any]:
-        """Start a call on all ranks, each with its element of `work`. Pass the result to `wait`."""
-        pickled = PickledCall(call)
-        return [worker.call.remote(pickled, share) for worker, share in zip(self._workers, work, strict=True)]
-
-    def wait(self, calls: list[object]) -> list[Any]:
-        """Wait for the calls and return the results by rank.
-
-        Raises:
-            UsageError, RunError: raised in the worker.
-            RunError: a worker died or failed. The message has rank, reason and log file.
-        """
-        pending = {call: rank for rank, call in enumerate(calls)}
-        results = dict[int, Any]()
-        while pending:
-            # A look costs time for every pending call, so wait for all. But look again every second: after a rank dies,
-            # others may wait for it in a collective and never finish.
-            done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_LOOK_SECONDS)
-            for call in done:
-                rank = pending.pop(call)
-                try:
-                    results[rank] = ray.get(call)
-                except RayTaskError as error:
-                    # The error may only be a consequence, such as a closed connection to a rank that died.
-                    if not isinstance(error.cause, UsageError | RunError):
-                        self._raise_if_one_died(pending)
-                    raise self._failure(rank, error) from error
-                except PROCESS_DEATHS as error:
-                    raise self._death(rank, error) from error
-        return [results[rank] for rank in range(len(calls))]
-
-    def _raise_if_one_died(self, pending: dict[object, int]) -> None:
-        """Raise ProcessDied if one of these ranks died."""
-        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_DEATH_SECONDS) if pending else ([], [])
-        for call in done:
-            try:
-                ray.get(call)
-            except PROCESS_DEATHS as error:
-                raise self._death(pending[call], error) from error
-            except RayTaskError:
-                continue
-
-    def address(self) -> tuple[str, int]:
-        """Return (IP address of rank 0's node, a free port there)."""
-        return self.wait([self._workers[0].address.remote()])[0]
-
-    def visible_gpus(self) -> list[str]:
-        """Return CUDA_VISIBLE_DEVICES of every rank."""
-        return self.wait([worker.visible_gpus.remote() for worker in self._workers])
-
-    def build(self, rank_class: str, settings: RoleSettings, *, local_size: int) -> list[object]:
-        """Start building the role on all ranks. Pass the result to `wait`.
-
-        Args:
-            rank_class: "module:class" of a rank.
-            local_size: ranks on a node.
-        """
-        host, port = self.address()
-        # Always local rank 0, because Ray shows each process only its own GPU.
-        size = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(local_size)}
-        common = size | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        return [
-            worker.build.remote(common | {"RANK": str(rank)}, rank_class, settings)
-            for rank, worker in enumerate(self._workers)
-        ]
-
-    def all(self, call: Callable[[_HeldT], Result]) -> list[Result]:
-        """Run a call on all ranks and return the results by rank."""
-        return self.wait(self.start(call))
-
-    def all_each(self, call: Callable[[_HeldT, RankWork], Result], work: Sequence[RankWork]) -> list[Result]:
-        """Run a call on all ranks, each with its element of `work`, and return the results by rank."""
-        pickled = PickledCall(lambda rank, sent, *chunks: call(rank, sent.work(chunks)))
-        pairs = zip(self._workers, work, strict=True)
-        # The chunks are arguments of their own: Ray reads such references before the call, without asking the driver.
-        return self.wait([worker.call.remote(pickled, SentWork.of(share), *share.chunks) for worker, share in pairs])
-
-    def _log_file(self, rank: int) -> Path:
-        """Return a rank's log file."""
-        return self._log_dir / f"{self.role}-{rank}.log"
-
-    def _death(self, rank: int, error: Exception) -> ProcessDied:
-        reason = death_reason(error, self.role)
-        return ProcessDied(f"{self.role} rank {rank} died (", reason, f"); its log is {self._log_file(rank)}")
-
-    def _failure(self, rank: int, error: RayTaskError) -> Exception:
-        where, log_file = f"{self.role} rank {rank}: ", f"; its log is {self._log_file(rank)}"
-        if isinstance(error.cause, OutOfMemory) and error.cause.shortage is not None:
-            return OutOfMemory(where, replace(error.cause.shortage, role=self.role), log_file)
-        if isinstance(error.cause, UsageError | RunError):
-            return error.cause
-        with self._log_file(rank).open("a") as log:
-            log.write(f"{error}\n")
-        if (kind := full_memory(error.cause)) is not None:
-            return OutOfMemory(where, Shortage(kind, role=self.role, detail=one_line(error.cause)), log_file)
-        reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
-        return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self._log_file(rank)}")
 
 
 class RoleGroup(Generic[_RankT]):
@@ -283,8 +152,8 @@ class TrainedRole(RoleGroup[_TrainedT]):
             self.group.all(lambda rank: rank.save_average(directory))
 
 
-class ActorRole(TrainedRole["ActorRank"]):
-    """The trained policy.
+class _WatchedRole(TrainedRole[_SampledT]):
+    """A trained model whose weights are pushed to the engines.
 
     - `watch`: what updates record.
     - `trace`: columns of the tokens of the last watched update, one mapping per optimizer step
@@ -294,6 +163,44 @@ class ActorRole(TrainedRole["ActorRank"]):
     watch: Watch | None = None
     trace: Sequence[dict[str, np.ndarray]] = ()
     projections: Sequence[Mapping[Place, Projection]] = ()
+
+    def gradient(self) -> dict[str, torch.Tensor]:
+        """Return the gradient of the first optimizer step of the last watched update, by parameter; {} if not kept."""
+        names = self.group.all(_gradient_names)[0]
+        # One at a time: a model's worth would fill Ray's object store.
+        return {name: self.group.all(partial(_gradient_of, name))[0] for name in names}
+
+    def _placed(self, sequences: Sequence[TokenSequence]) -> Sequence[TokenSequence]:
+        """Return the sequences of an update, with their place in it if it is watched."""
+        if self.watch is None:
+            return sequences
+        return [with_place(sequence, number) for number, sequence in enumerate(sequences)]
+
+    def _take_records(self) -> None:
+        """Take over what the ranks have recorded."""
+        if self.watch is not None:
+            records = self.group.all(_recorded)
+            self.trace = joined_trace([trace for trace, _ in records])
+            self.projections = joined_projections([found for _, found in records])
+
+
+def _recorded(rank: "SampledRank") -> tuple[list[list[dict[str, torch.Tensor]]], list[dict[Place, Projection]]]:
+    """Return what a rank has recorded, except the gradient."""
+    assert rank.record is not None, "the update had no watch"
+    return rank.record.trace.steps, rank.record.projections
+
+
+def _gradient_names(rank: "SampledRank") -> list[str]:
+    return [] if rank.record is None else list(rank.record.gradient)
+
+
+def _gradient_of(name: str, rank: "SampledRank") -> torch.Tensor | None:
+    """Return the gradient of a parameter on the rank that keeps it."""
+    return None if rank.record is None else rank.record.gradient.get(name)
+
+
+class ActorRole(_WatchedRole["ActorRank"]):
+    """The trained policy."""
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens per sequence, in nats."""
@@ -306,26 +213,15 @@ class ActorRole(TrainedRole["ActorRank"]):
 
         Returns metrics per step.
         """
-        if self.watch is not None:
-            samples = [with_place(sample, number) for number, sample in enumerate(samples)]
-        shares, watch = self.planner.steps(samples, steps), self.watch
+        shares, watch = self.planner.steps(self._placed(samples), steps), self.watch
         metrics = self.run_awake(
             lambda rank, share: rank.update(share, on_policy, weights, watch=watch), shares, rest=_keep_weights
         )
-        if watch is not None:
-            records = self.group.all(_recorded)
-            self.trace = joined_trace([trace for trace, _ in records])
-            self.projections = joined_projections([found for _, found in records])
+        self._take_records()
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
 
 
-def _recorded(rank: "ActorRank") -> tuple[list[list[dict[str, torch.Tensor]]], list[dict[Place, Projection]]]:
-    """Return what a rank has recorded, except gradients: a model's worth would fill Ray's object store."""
-    assert rank.record is not None, "the update had no watch"
-    return rank.record.trace.steps, rank.record.projections
-
-
-class StudentRole(TrainedRole["StudentRank"]):
+class StudentRole(_WatchedRole["StudentRank"]):
     """A policy that is trained on the distributions of a teacher in the same ranks."""
 
     def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
@@ -333,8 +229,10 @@ class StudentRole(TrainedRole["StudentRank"]):
 
         Returns metrics per step.
         """
-        shares = self.planner.steps(sequences, steps)
-        return self.run_awake(lambda rank, share: rank.learn(share), shares, rest=_keep_weights)[0]
+        shares, watch = self.planner.steps(self._placed(sequences), steps), self.watch
+        metrics = self.run_awake(lambda rank, share: rank.learn(share, watch=watch), shares, rest=_keep_weights)
+        self._take_records()
+        return metrics[0]
 
 
 SampledRole = ActorRole | StudentRole

@@ -23,7 +23,7 @@ from rlhf_cli.algorithms.token_trace import PLACE, policy_columns
 from rlhf_cli.backends.roles.saved_models import describe_model, save_weights, save_whole_model
 from rlhf_cli.backends.roles.serialization import RankWork
 from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings
-from rlhf_cli.backends.roles.update_record import UpdateRecord
+from rlhf_cli.backends.roles.update_record import Terms, UpdateRecord
 from rlhf_cli.backends.roles.watch import Watch
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import (
@@ -195,7 +195,12 @@ class TrainedRank:
 
 
 class SampledRank(TrainedRank):
-    """One rank of a trained model whose weights are pushed to the engines: policy or student."""
+    """One rank of a trained model whose weights are pushed to the engines: policy or student.
+
+    `record`: of the last update with a `watch`, None without.
+    """
+
+    record: UpdateRecord | None = None
 
     def __init__(self, settings: RoleSettings, wrap: Callable[[Any, SequenceRanks | None], nn.Module]) -> None:
         hf_model = join_and_load(settings, load_causal_lm)
@@ -231,6 +236,21 @@ class SampledRank(TrainedRank):
         parameters = with_remainders(hf_model, parameters)
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
+    def num_buckets(self) -> int:
+        """Return the number of buckets with weights."""
+        return len(list(buckets(list(self.hf_model.named_parameters()))))
+
+    def bucket(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the full weights of a bucket on the CPU, on rank 0. Call it on all ranks."""
+        chosen = list(buckets(list(self.hf_model.named_parameters())))[number]
+        gathered = self.engine.whole(chosen)
+        # Copied, because a gathered tensor is valid only until the next one.
+        return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
+
+    def _began(self, step: list[list[TokenSequence]], terms: Terms) -> Callable[[], None]:
+        """Begin an optimizer step. Returns the function to call before its end."""
+        return (lambda: None) if self.record is None else self.record.begin_step(self.engine.module, step, terms)
+
     def _adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapter's full weights under PEFT's names. Every rank must iterate to the end."""
         trained = self.engine.named_weights(self.hf_model, only_trained=True)
@@ -238,11 +258,10 @@ class SampledRank(TrainedRank):
 
 
 class ActorRank(SampledRank):
-    """One rank of the trained policy. `record`: of the last update with a `watch`, None without."""
+    """One rank of the trained policy."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings, partial(PolicyModel, replays_routing=settings.policy.rollout_routing_replay))
-        self.record: UpdateRecord | None = None
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of trained tokens, float32 [K] per micro-batch, in nats."""
@@ -259,7 +278,7 @@ class ActorRank(SampledRank):
         _check_all_read(work, {*names, "old_logprobs", *CriticRank.COLUMNS})
         metrics = []
         for step, (packed, totals) in zip(work.steps, self.packer.steps(work, names), strict=True):
-            found = self.train_step(packed, self._loss(totals, weights), accumulated=self._began(step))
+            found = self.train_step(packed, self._loss(totals, weights), accumulated=self._began(step, self._terms))
             self.update_average()
             weights = next_weights(weights, found, settings=self.settings.policy)
             metrics.append(found)
@@ -269,21 +288,6 @@ class ActorRank(SampledRank):
         """Return the same as `logprobs`, for the base model without the adapter."""
         with adapter_off(self.engine.module):
             return self.logprobs(micro_batches)
-
-    def num_buckets(self) -> int:
-        """Return the number of buckets with weights."""
-        return len(list(buckets(list(self.hf_model.named_parameters()))))
-
-    def bucket(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the full weights of a bucket on the CPU, on rank 0. Call it on all ranks."""
-        chosen = list(buckets(list(self.hf_model.named_parameters())))[number]
-        gathered = self.engine.whole(chosen)
-        # Copied, because a gathered tensor is valid only until the next one.
-        return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
-
-    def _began(self, step: list[list[TokenSequence]]) -> Callable[[], None]:
-        """Begin an optimizer step. Returns the function to call before its end."""
-        return (lambda: None) if self.record is None else self.record.begin_step(self.engine.module, step, self._terms)
 
     def _terms(self, sequence: TokenSequence, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the parts of the step's loss by token, `[K]`: their gradients sum to that of the loss."""

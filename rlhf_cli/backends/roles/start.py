@@ -12,10 +12,11 @@ import ray
 from rlhf_cli.backends.cluster.default_layout import memory_share
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
-from rlhf_cli.backends.roles.groups import RoleGroup, WorkerGroup
+from rlhf_cli.backends.roles.groups import RoleGroup
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.worker import AsyncRayWorker, RayWorker
+from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE

@@ -6,7 +6,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
-from rlhf_cli.algorithms.gradient_share import Projection
+from rlhf_cli.algorithms.gradient_share import Projection, compared
 
 
 def full_gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -28,20 +28,9 @@ def projection(term: Tensor, module: nn.Module, gradients: Mapping[str, Tensor])
     """
     trained = _trained(module)
     own = torch.autograd.grad(term, list(trained.values()), retain_graph=True, allow_unused=True)
-    product = square = 0.0
-    for name, gradient in zip(trained, own, strict=True):
-        if gradient is not None and name in gradients:
-            values = gradient.to("cpu", torch.float32)
-            product += _dot(values, gradients[name])
-            square += _dot(values, values)
-    step_square = sum(_dot(values, values) for values in gradients.values())
-    return Projection(product, square**0.5, step_square**0.5)
+    named = zip(trained, own, strict=True)
+    return compared({name: one.to("cpu", torch.float32) for name, one in named if one is not None}, gradients)
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _dot(one: Tensor, other: Tensor) -> float:
-    """Return the dot product, added in float64: it has as many terms as the model has weights."""
-    return float((one * other).sum(dtype=torch.float64))

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.formulas import number
-from rlhf_cli.algorithms.gradient_share import Projection
+from rlhf_cli.algorithms.gradient_share import Projection, compared
 from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
-from rlhf_cli.backends.roles.groups import ActorRole
+from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.watch import Place, Watch
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.command_table import ONLINE_TRAINING
+from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.replay import ReplayConfig
 from rlhf_cli.config.base import SettingsGroup, default_settings
@@ -43,7 +44,7 @@ from rlhf_cli.trainers.online.loop import ScoredBatch
 from rlhf_cli.trainers.online.state import LoopState
 
 if TYPE_CHECKING:
-    from rlhf_cli.backends.roles.ranks import ActorRank
+    from rlhf_cli.backends.roles.ranks import SampledRank
 
 _WITHOUT_OUTPUT: dict[str, object] = {
     "ckpt_path": None,
@@ -72,7 +73,8 @@ class Replayed:
     - `batch`, `state`: responses with all model outputs, and the loop's state before the iteration; None if no response
       could be trained on.
     - `trace`: columns of all trained tokens by optimizer step (algorithms/token_trace.py).
-    - `update`: change of the actor's weights by name; empty unless requested.
+    - `gradient`, `update`: gradient of the first optimizer step, and change of the actor's weights, by name; empty
+      unless requested.
     - `projections`: gradients of the requested tokens by optimizer step; `no_shares` says why there are none.
     """
 
@@ -88,6 +90,7 @@ class Replayed:
     update: Mapping[str, torch.Tensor]
     projections: Sequence[Mapping[Place, Projection]] = ()
     no_shares: str | None = None
+    gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def compared(self) -> list[str]:
@@ -181,17 +184,20 @@ def _own(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _apart(again: Replayed, other: Replayed, *, samples_again: bool) -> Iterator[str]:
-    """Yield how many tokens are clipped or corrected differently, and the cosine of the weight updates."""
+    """Yield the cosines of gradients and weight updates, and how many tokens are clipped or corrected differently."""
+    if again.gradient and other.gradient:
+        yield f"  cosine of the gradients of the first optimizer step {_cosine(again.gradient, other.gradient)}"
+    elif again.update and again.run.config.deepspeed_of("actor").tensor_parallel_size > 1:
+        yield "  cosine of the gradients: not computed with --tensor_parallel_size, whose ranks have parts of them"
     if again.update and other.update:
-        first, second = (torch.cat([one.update[name].flatten() for name in again.update]) for one in (again, other))
-        cosine = torch.nn.functional.cosine_similarity(first.double(), second.double(), dim=0)
-        lengths = (number(float(first.norm())), number(float(second.norm())))
-        yield f"  cosine of the weight updates {number(float(cosine))}, norms {lengths[0]} and {lengths[1]}"
+        yield f"  cosine of the weight updates {_cosine(again.update, other.update)}"
     if samples_again:
         return
     texts = [[row["response"] for row in one.rows] for one in (again, other)]
     if texts[0] != texts[1]:
         yield "  the engine sampled different responses, so the settings are not the only cause"
+    if isinstance(again.run.config, GKDConfig):
+        return
     marks = ("clip_low", "clip_high", "clip_dual", "corrected")
     flags = [_by_token(one, marks) for one in (again, other)]
     if flags[0].keys() != flags[1].keys():  # such as with mask_truncated
@@ -199,6 +205,11 @@ def _apart(again: Replayed, other: Replayed, *, samples_again: bool) -> Iterator
         return
     differing = sum(flags[0][place] != flags[1][place] for place in flags[0])
     yield f"  {differing} of {len(flags[0])} tokens are clipped or corrected differently"
+
+
+def _cosine(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str:
+    found = compared(one, other)
+    return f"{number(found.cosine)}, norms {number(found.norm)} and {number(found.step_norm)}"
 
 
 def _by_token(replayed: Replayed, names: Sequence[str]) -> dict[tuple[float, float], list[tuple[float, ...]]]:
@@ -262,6 +273,7 @@ def replay(
         results.update,
         results.projections,
         results.no_shares,
+        results.gradient,
     )
 
 
@@ -316,6 +328,7 @@ class _Results(SilentTracker):
     update: dict[str, torch.Tensor] = field(default_factory=dict)
     projections: Sequence[Mapping[Place, Projection]] = ()
     no_shares: str | None = None
+    gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     say: Callable[[str], None] = print
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
@@ -347,23 +360,26 @@ def _run_again(run: OnlineRun, results: _Results, *, last: int, keeps_update: bo
         actor = roles.actor
         results.no_shares = no_shares(run.config)
 
-        def updates(batch: ScoredBatch, state: LoopState) -> None:
+        # With tensor parallelism, a rank has only a part of the gradient.
+        keeps_gradient = keeps_update and run.config.deepspeed_of("actor").tensor_parallel_size == 1
+
+        def updates(batch: ScoredBatch | None, state: LoopState) -> None:
             if state.iteration == last - 1:
                 results.batch, results.before = batch, state
-                if isinstance(actor, ActorRole):
-                    actor.watch = Watch(() if results.no_shares else tuple(results.tokens(batch)))
+                tokens = () if batch is None or results.no_shares else tuple(results.tokens(batch))
+                actor.watch = Watch(tokens, keeps_gradient=keeps_gradient)
 
         def ends() -> bool:
             return results.step == last or stop()
 
         train, _ = prepared(run, roles, scorer, results, ends, updates=updates, saves=False)
-        before = _weights(actor) if keeps_update and isinstance(actor, ActorRole) else {}
+        before = _weights(actor) if keeps_update else {}
         train()
         if results.step != last:  # interrupted: these are the results of a different iteration
             sys.exit(INTERRUPTED)
-        if isinstance(actor, ActorRole):
-            results.trace, results.projections = actor.trace, actor.projections
-        if isinstance(actor, ActorRole) and before:
+        results.trace, results.projections = actor.trace, actor.projections
+        if keeps_update:
+            results.gradient = actor.gradient()
             results.update = {name: weight - before[name] for name, weight in _weights(actor).items()}
 
 
@@ -374,12 +390,18 @@ def no_shares(config: OnlineConfig) -> str | None:
         return "with zero_stage 3, ranks have the weights of a layer only during the passes of an optimizer step"
     if settings.ranks_per_pack > 1:
         return "ranks that share sequences or layers have only parts of a token's gradient"
+    if (
+        isinstance(config, GKDConfig)
+        and config.deepspeed_of("teacher").zero_stage == 3
+        and config.num_ranks("actor") > 1
+    ):
+        return "with teacher_zero_stage 3, ranks compute the teacher's hidden states together"
     if config.adapter.lora_dropout or config.model.keep_dropout:
         return "with dropout, a second forward pass is not that of the optimizer step"
     return None
 
 
-def _weights(actor: ActorRole) -> dict[str, torch.Tensor]:
+def _weights(actor: SampledRole) -> dict[str, torch.Tensor]:
     """Return the trained weights in host memory, float32."""
     buckets = []
     with actor.awake():
@@ -388,5 +410,5 @@ def _weights(actor: ActorRole) -> dict[str, torch.Tensor]:
     return {name: weight.float() for bucket in buckets for name, weight in bucket.items()}
 
 
-def _bucket(number: int, rank: "ActorRank") -> dict[str, torch.Tensor]:
+def _bucket(number: int, rank: "SampledRank") -> dict[str, torch.Tensor]:
     return rank.bucket(number)

@@ -228,7 +228,7 @@ def prepared(
     tracker: Tracker | SilentTracker,
     stop: Callable[[], bool],
     *,
-    updates: Callable[[ScoredBatch, LoopState], None] = lambda batch, state: None,
+    updates: Callable[[ScoredBatch | None, LoopState], None] = lambda batch, state: None,
     saves: bool = True,
 ) -> tuple[Callable[[], Finished], Evaluator]:
     """Load the state of the run. Returns the function that trains from it, and the evaluator.

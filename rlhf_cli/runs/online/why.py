@@ -1,14 +1,12 @@
 """`rlhf why`: how a sampled token entered the loss, with numbers from a repeated iteration."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from rlhf_cli.algorithms.estimators.estimator import Experience
 from rlhf_cli.algorithms.formulas import (
     advantage_formula,
     correction_formula,
@@ -19,23 +17,18 @@ from rlhf_cli.algorithms.formulas import (
     whitening_formula,
 )
 from rlhf_cli.algorithms.token_trace import SAMPLE, TOKEN
-from rlhf_cli.backends.roles.watch import Place
 from rlhf_cli.command_table import ONLINE_TRAINING
-from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.replay import WhyGroup
-from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
+from rlhf_cli.runs.online.explained import Explained, located, sampled_lines, share_lines, tokens_with_share
 from rlhf_cli.runs.online.replay import Replayed, replay
+from rlhf_cli.runs.online.why_student import student_table, student_token
 from rlhf_cli.runs.run_directory import recorded_config
 from rlhf_cli.tracking.sinks import SAMPLES_FILE, read_lines
-from rlhf_cli.trainers.online.batch import experience_of
-from rlhf_cli.trainers.online.loop import ScoredBatch
-from rlhf_cli.trainers.online.samples import Rollout, Sample
 
 _SHOWN_DIFFERENCES = 8
-_MOST_SHARES = 64
-"""Tokens of a response for whose shares of the gradient a JSON file has room: each costs a backward pass."""
 
 
 def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, object]]]:
@@ -45,39 +38,8 @@ def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[s
     row = _row(root, settings.sample)
     if settings.step is not None:
         raise UsageError("--step is for rows of offline commands: a response is trained in its iteration only")
-    again = replay(own, int(str(row["step"])), tokens=partial(_tokens_with_share, row, settings, own.policy))
+    again = replay(own, int(str(row["step"])), tokens=partial(tokens_with_share, row, settings, own))
     return lines(again, row, settings.token), partial(explanation, again, row)
-
-
-def _tokens_with_share(
-    row: Mapping[str, object], settings: WhyGroup, policy: PolicyConfig, batch: ScoredBatch
-) -> list[Place]:
-    """Return the tokens whose gradient shares are computed: the chosen one; for a file, all of a short response."""
-    _, _, places = _located(batch, row, policy) or (None, None, [])
-    if settings.json_file is not None and len(places) <= _MOST_SHARES:
-        return places
-    return [] if settings.token is None else places[settings.token : settings.token + 1]
-
-
-def _located(
-    batch: ScoredBatch, row: Mapping[str, object], policy: PolicyConfig
-) -> tuple[Rollout, int, list[Place]] | None:
-    """Return a response in a batch; None if it was not trained on.
-
-    Returns:
-        The rollout with it, its number there, and its tokens in the update; these are [] if it is truncated and masked.
-    """
-    rollout = batch.trainable
-    numbers = [number for number, sample in enumerate(rollout.samples) if sample.id == row["id"]]
-    if not numbers:
-        return None
-    trained = rollout.trained_B(policy).tolist()
-    # The update contains only the sequences of trained responses.
-    counts = [
-        (len(sample.branches) + 1) * is_trained for sample, is_trained in zip(rollout.samples, trained, strict=True)
-    ]
-    first, own = sum(counts[: numbers[0]]), rollout.samples[numbers[0]].sequences[: counts[numbers[0]]]
-    return rollout, numbers[0], [(first + n, token) for n, one in enumerate(own) for token in range(one.num_trained)]
 
 
 def _row(root: Path, sample: str) -> Mapping[str, object]:
@@ -87,54 +49,6 @@ def _row(root: Path, sample: str) -> Mapping[str, object]:
             f"--sample: {root / SAMPLES_FILE} has no response {sample!r}: copy an `id` from that file or the report"
         )
     return rows[-1]
-
-
-@dataclass(frozen=True)
-class Explained:
-    """A response in an iteration that was run again.
-
-    - `number`: its place in the trained responses of the iteration.
-    - `places`: its tokens in the update; [] if it is truncated and masked.
-    """
-
-    again: Replayed
-    rollout: Rollout
-    number: int
-    places: Sequence[Place]
-
-    @property
-    def sample(self) -> Sample:
-        """The response."""
-        return self.rollout.samples[self.number]
-
-    @cached_property
-    def experience(self) -> Experience:
-        """Input for the estimator."""
-        assert self.again.batch is not None
-        assert self.again.state is not None
-        batch, state = self.again.batch, self.again.state
-        return experience_of(self.rollout, batch.greedy, self.again.run.settings, kl_coef=state.kl_coef)[0]
-
-    @cached_property
-    def steps(self) -> dict[int, list[dict[str, float]]]:
-        """Columns of its tokens in order, by number of the optimizer step."""
-        found: dict[int, list[dict[str, float]]] = {}
-        sequences = sorted({sequence for sequence, _ in self.places})
-        for step, columns in enumerate(self.again.trace, start=1):
-            for place in np.flatnonzero(np.isin(columns[SAMPLE], sequences)).tolist():
-                found.setdefault(step, []).append({name: float(values[place]) for name, values in columns.items()})
-        return found
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Text of each sampled token."""
-        tokenizer = self.again.run.tokenizer
-        ids = [
-            int(token)
-            for sequence in self.sample.sequences
-            for token in sequence.token_ids[np.flatnonzero(sequence.loss_mask)]
-        ]
-        return [text_of(tokenizer, [token], skip_special_tokens=False) for token in ids]
 
 
 def explanation(again: Replayed, row: Mapping[str, object]) -> dict[str, object]:
@@ -162,7 +76,7 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 def _explained(again: Replayed, row: Mapping[str, object]) -> Explained | None:
     """Return the response; None if it was not trained on."""
-    found = None if again.batch is None else _located(again.batch, row, again.run.config.policy)
+    found = None if again.batch is None else located(again.batch, row, again.run.config)
     return None if found is None else Explained(again, *found)
 
 
@@ -178,8 +92,15 @@ def lines(
         return [*head, "", "not trained on: its reward failed, or its group was filtered", "", *_equality(again, row)]
     if token is not None and token >= len(explained.texts):
         raise UsageError(f"--token {token}: the response has tokens 0 to {len(explained.texts) - 1}")
-    body = list(_table(explained)) if token is None else list(_token(explained, token))
-    return [*head, "", *_rewards(explained), "", *_advantage(explained, token), "", *body, "", *_equality(again, row)]
+    return [*head, "", *_body(explained, token), "", *_equality(again, row)]
+
+
+def _body(explained: Explained, token: int | None) -> Iterator[str]:
+    if isinstance(explained.again.run.config, GKDConfig):
+        yield from student_table(explained) if token is None else student_token(explained, token)
+        return
+    yield from (*_rewards(explained), "", *_advantage(explained, token), "")
+    yield from _table(explained) if token is None else _token(explained, token)
 
 
 def _response(row: Mapping[str, object]) -> list[str]:
@@ -252,16 +173,7 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
     """Yield everything about one token."""
     run, again = explained.again.run, explained.again
     config, policy = run.config, run.config.policy
-    version = _version(explained.sample, token)
-    yield f"Token {token}, {explained.texts[token]!r}, sampled by the weights after iteration {version}"
-    sampling = config.rollout
-    limits = [f"temperature {number(sampling.temperature)}"]
-    limits += [f"top_p {number(sampling.top_p)}"] if sampling.top_p < 1 else []
-    limits += [f"top_k {sampling.top_k}"] if sampling.top_k and sampling.top_k > 0 else []
-    limits += [f"min_p {number(sampling.min_p)}"] if sampling.min_p > 0 else []
-    engine = float(explained.rollout.rollout_logprobs[explained.number][token])
-    probability = number(float(np.exp(engine)))
-    yield f"  log-prob of the engine {number(engine)} (probability {probability}, {', '.join(limits)})"
+    yield from sampled_lines(explained, token)
     if explained.rollout.old_logprobs is not None:
         old = float(explained.rollout.old_logprobs[explained.number][token])
         yield f"  log-prob of the policy before the update {number(old)}"
@@ -283,7 +195,7 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             num_tokens=len(columns[TOKEN]),
             num_sequences=len(np.unique(columns[SAMPLE])),
             length=int((columns[SAMPLE] == values[SAMPLE]).sum()),
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=config.rollout.max_new_tokens,
         )
         yield f"  weight in the mean ({policy.loss_agg}): {mean}"
         total = float(np.abs(columns["gradient"]).sum())
@@ -292,35 +204,7 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
             f"  gradient of the loss with respect to the log-prob {number(values['gradient'])}, {share:.3%} of the sum "
             "of their magnitudes in the step"
         )
-        yield from (f"  {line}" for line in _share(explained, step, token))
-
-
-def _share(explained: Explained, step: int, token: int) -> list[str]:
-    """Return the share of a token in the gradient of an optimizer step, as a formula."""
-    again, name = explained.again, "share of the gradient norm"
-    if again.no_shares is not None:
-        return [f"{name}: not computed: {again.no_shares}"]
-    found = again.projections[step - 1].get(explained.places[token])
-    if found is None:
-        return [f"{name}: not computed for all of more than {_MOST_SHARES} tokens: set --token {token}"]
-    if not math.isfinite(found.step_norm) or not found.step_norm:
-        return [f"{name}: not computed: the gradient of the step has norm {number(found.step_norm)}"]
-    cosine = found.product / (found.norm * found.step_norm) if found.norm else 0.0
-    return [
-        f"gradient g_t of the token: norm {number(found.norm)}; gradient g of the step, the sum over all tokens: norm "
-        f"{number(found.step_norm)}; cosine {number(cosine)}",
-        f"{name}: g_t . g / |g|^2 = {number(found.product)} / {number(found.step_norm**2)} = {found.share:.3%}",
-    ]
-
-
-def _version(sample: Sample, token: int) -> int:
-    """Return the number of the weights that sampled a token."""
-    end = 0
-    for version, count in sample.response.runs:
-        end += count
-        if token < end:
-            return int(version)
-    return sample.response.weight_version
+        yield from (f"  {line}" for line in share_lines(explained, step, token))
 
 
 def _equality(again: Replayed, row: Mapping[str, object]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.command_table import POLICY_GRADIENT
+from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.errors import UsageError
 from rlhf_cli.tracking.figures import prominent, title
 from rlhf_cli.tracking.sinks import (
@@ -75,7 +75,7 @@ class ViewedRun:
     @property
     def is_explained(self) -> bool:
         """Whether `rlhf why` explains its samples."""
-        return self._object(RUN_FILE).get("command") in POLICY_GRADIENT
+        return self._object(RUN_FILE).get("command") in ONLINE_TRAINING
 
     def settings(self) -> dict[str, Any]:
         """Return the settings by group."""

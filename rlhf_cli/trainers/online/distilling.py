@@ -13,7 +13,7 @@ from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.sampling import SEED_MASK, StepBatches
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.interfaces import Roles, RunTracker, Student
+from rlhf_cli.trainers.online.interfaces import Roles, Student
 from rlhf_cli.trainers.online.loop import (
     Iterations,
     OnlineHooks,
@@ -76,7 +76,7 @@ def train_student(
     """Train a student on a teacher's distributions, like `run_iterations`. Rewards are only logged."""
     settings = source.settings
     with Schedule(source, roles.lent_actor, total_iterations=total_iterations) as schedule:
-        iterations: Iterations[_Batch] = _Distilling(roles, settings, mixture, schedule, hooks.tracker)
+        iterations: Iterations[_Batch] = _Distilling(roles, settings, mixture, schedule, hooks)
         return run_iterations(
             iterations,
             state=state,
@@ -95,7 +95,7 @@ class _Distilling:
     settings: OnlineSettings
     mixture: Mixture
     schedule: Schedule
-    tracker: RunTracker
+    hooks: OnlineHooks
 
     def collect(self, state: LoopState, timer: PhaseTimer) -> _Batch | None:
         """Return the next iteration's data."""
@@ -109,17 +109,18 @@ class _Distilling:
         iteration, settings = state.iteration + 1, self.settings
         own = batch if isinstance(batch, ScoredBatch) else None
         sequences = batch.sampled.sequences if isinstance(batch, ScoredBatch) else batch
+        self.hooks.updates(own, state)
         plan = plan_updates(len(sequences), settings.batch, settings.critic, iteration=iteration)
         with timer("train"):
             metrics = mean_of_steps(self.roles.actor.learn(sequences, plan.actor))
         metrics |= push_weights(self.roles, iteration, timer)
         metrics |= {} if own is None else batch_metrics(own, settings.reward)
         metrics |= {OWN_RESPONSES: float(own is not None), "num_tokens": float(sum(map(len, sequences)))}
-        self.tracker.log(iteration, metrics, timer.take())
+        self.hooks.tracker.log(iteration, metrics, timer.take())
         if own is None:  # skip the iteration's prompts
             # The source counts iterations to select prompts and seeds, so advance it without sampling.
             return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
-        self.tracker.samples(iteration, iteration_rows(own.sampled.samples, own.trainable, settings))
+        self.hooks.tracker.samples(iteration, iteration_rows(own.sampled.samples, own.trainable, settings))
         return replace(state, iteration=iteration, source=own.state.source), metrics
 
     def is_used_up(self, state: LoopState) -> bool:

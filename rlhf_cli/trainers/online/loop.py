@@ -45,14 +45,17 @@ from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
 @dataclass(frozen=True)
 class OnlineHooks:
-    """Callbacks of the loop, in addition to the roles. `updates`: before each update, with its batch and the state."""
+    """Callbacks of the loop, in addition to the roles.
+
+    - `updates`: called before each update with its batch, None without sampled responses, and the state.
+    """
 
     tracker: RunTracker
     save_checkpoint: Callable[[LoopState], None]
     should_stop: Callable[[], bool]
     evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
     evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
-    updates: Callable[["ScoredBatch", LoopState], None] = lambda batch, state: None
+    updates: Callable[["ScoredBatch | None", LoopState], None] = lambda batch, state: None
 
 
 _BatchT = TypeVar("_BatchT")

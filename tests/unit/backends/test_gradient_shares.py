@@ -13,7 +13,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.entropy import EntropyState
-from rlhf_cli.algorithms.gradient_share import Projection
+from rlhf_cli.algorithms.gradient_share import Projection, compared
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.backends.roles.ranks import ActorRank
 from rlhf_cli.backends.roles.serialization import RankWork
@@ -35,8 +35,16 @@ def test_a_share_is_the_projection_of_the_tokens_gradient_on_that_of_the_step():
     assert module.weight.grad is None
 
 
+def test_vectors_are_compared_over_all_tensors():
+    """(3, 4, 1) and (0, 4, 0): the product is 16, the norms are sqrt 26 and 4."""
+    one = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
+    found = compared(one, {"a": torch.tensor([0.0, 4.0])})
+    assert (found.product, found.norm, found.step_norm) == (16.0, pytest.approx(math.sqrt(26)), 4.0)
+    assert found.cosine == pytest.approx(4 / math.sqrt(26))
+
+
 def test_a_step_without_a_gradient_has_no_shares():
-    assert Projection(0.0, 0.0, 0.0).share == 0.0
+    assert (Projection(0.0, 0.0, 0.0).share, Projection(0.0, 0.0, 0.0).cosine) == (0.0, 0.0)
 
 
 def test_projections_of_ranks_are_joined_by_optimizer_step():
@@ -57,6 +65,16 @@ def samples() -> list[TokenSequence]:
         )
         for number, one in enumerate(make_sequences(4))
     ]
+
+
+def test_the_gradient_of_a_step_is_whole_with_partitioned_weights(tiny_model_dir):
+    sequences = samples()
+    totals = StepTotals(sum(one.num_trained for one in sequences), len(sequences))
+    actor = ActorRank(role_settings(tiny_model_dir, 3))
+    weights = LossWeights({}, EntropyState(0.0))
+    (found,) = actor.update(RankWork([[sequences]], [totals]), True, weights, watch=Watch(keeps_gradient=True))
+    assert actor.record is not None
+    assert compared(actor.record.gradient, {}).norm == pytest.approx(found["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +101,5 @@ def test_the_shares_of_all_tokens_sum_to_one(tiny_model_dir, stage, given: Any, 
         assert projections.keys() == set(places)
         assert sum(one.share for one in projections.values()) == pytest.approx(1, abs=close)
         assert all(one.step_norm == pytest.approx(metrics["grad_norm"], rel=close) for one in projections.values())
-    norm = math.sqrt(sum(float(values.square().sum()) for values in actor.record.gradient.values()))
-    assert norm == pytest.approx(found[0]["grad_norm"], rel=close)
+    assert compared(actor.record.gradient, {}).norm == pytest.approx(found[0]["grad_norm"], rel=close)
     assert all("lora" in name for name in actor.record.gradient) == ("lora_rank" in given)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import kl_div
 
-from rlhf_cli.models.distillation import DivergenceSettings, token_divergences
+from rlhf_cli.algorithms.divergence import divergence, divergence_terms
+from rlhf_cli.models.distillation import TERMS, DivergenceSettings, divergence_details, token_divergences
 from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 
 K, D, E, V = 23, 16, 24, 101
@@ -255,3 +256,41 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made_in_float32():
         )
         found["divergence"].sum().backward()
     assert max(sizes) == 8 * vocabulary
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_terms_of_a_divergence_sum_to_it(beta):
+    student, teacher = (torch.log_softmax(torch.randn(4, 9, dtype=torch.float64), -1) for _ in range(2))
+    terms = divergence_terms(student, teacher, beta)
+    torch.testing.assert_close(terms.sum(-1), divergence(student, teacher, beta))
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_details_are_the_largest_terms_of_the_dense_computation(top_k):
+    """With 3 top tokens, the fourth event is all remaining ones, and there is no fifth term."""
+    hidden, head, states, teacher = problem(torch.float64)
+    settings, targets = DivergenceSettings(0.0, 0.9, top_k), torch.arange(K)
+    found = divergence_details(hidden, head, states, teacher, settings, targets)
+    student, of_teacher = (dense_logprobs(x, h, 0.9, V) for x, h in ((hidden, head), (states, teacher)))
+    assert found["logprob"].tolist() == pytest.approx(student[torch.arange(K), targets].tolist())
+    assert found["teacher"].tolist() == pytest.approx(of_teacher[torch.arange(K), targets].tolist())
+    total = sum(found[f"term_{number}"] for number in range(TERMS if top_k is None else top_k + 1))
+    if top_k is None:
+        expected = (of_teacher.exp() * (of_teacher - student)).detach()
+        values, tokens = expected.abs().max(-1)
+        assert found["term_0"].abs().tolist() == pytest.approx(values.tolist())
+        assert found["term_0_token"].tolist() == tokens.tolist()
+        assert found["term_0_student"].tolist() == pytest.approx(student[torch.arange(K), tokens].tolist())
+    else:
+        assert "term_4" not in found
+        whole = token_divergences(hidden, head, states, teacher, settings)["divergence"]
+        assert total.tolist() == pytest.approx(whole.tolist())
+        assert all(
+            sorted(row)[0] == -1 for row in torch.stack([found[f"term_{n}_token"] for n in range(4)], 1).tolist()
+        )
+
+
+def test_a_pack_without_targets_has_the_same_details():
+    hidden, head, states, teacher = problem()
+    given = DivergenceSettings(), torch.arange(0)
+    assert {len(values) for values in divergence_details(hidden[:0], head, states[:0], teacher, *given).values()} == {0}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_cli.backends.roles.groups import joined_trace, with_place
+from rlhf_cli.backends.roles.watch import joined_trace, with_place
 from rlhf_cli.commands.grpo import GRPOConfig
 from rlhf_cli.commands.replay import ReplayConfig
 from rlhf_cli.commands.why import WhyConfig

@@ -70,6 +70,9 @@ class OneRank:
     def __init__(self, target: Any) -> None:
         self.target = target
 
+    def all(self, call: Callable[..., Any]) -> list[Any]:
+        return [call(self.target)]
+
     def all_each(self, call: Callable[..., Any], work: Sequence[Any]) -> list[Any]:
         return [call(self.target, share) for share in work]
 

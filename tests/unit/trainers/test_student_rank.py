@@ -14,10 +14,12 @@ from site_hooks import undocumented
 from test_online_repeats import PROMPTS, OneEngine, OneRank, Scorer
 from tiny_training import CLOSE, LEARNING_RATE, OPTIM, Layout, farthest, make_sequences
 
+from rlhf_cli.algorithms.gradient_share import compared
 from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.roles.planner import MicroBatchPlanner
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.student_rank import StudentRank
+from rlhf_cli.backends.roles.watch import Watch
 from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -121,6 +123,29 @@ def test_steps_on_rows_are_the_steps_of_the_offline_command(tiny_model_dir, tiny
         assert metrics == pytest.approx(expected, rel=1e-5, abs=2e-6)
     weights = dict(student.engine.named_weights(student.hf_model))
     assert farthest(weights, offline.weights) < CLOSE
+
+
+@pytest.mark.parametrize("given", [{}, {"teacher_top_k": "8", "beta": "0"}])
+def test_a_watched_update_has_the_divergence_of_each_token_and_shares_that_sum_to_one(
+    tiny_model_dir, tiny_llama_dir, given
+):
+    sequences = responses()
+    student = make_student(config_of(tiny_model_dir, tiny_llama_dir, **given))
+    role = role_of(student, max_tokens=12)
+    places = [(number, token) for number, one in enumerate(sequences) for token in range(one.num_trained)]
+    role.watch = Watch(tuple(places), keeps_gradient=True)
+    found = role.learn(sequences, [np.array(step) for step in STEPS])
+    for metrics, columns, projections in zip(found, role.trace, role.projections, strict=True):
+        assert (columns["divergence"] * columns["gradient"]).sum() == pytest.approx(metrics["loss"], rel=1e-6)
+        assert (columns["forward_kl"] * columns["gradient"]).sum() == pytest.approx(metrics["forward_kl"], rel=1e-6)
+        assert columns["gradient"] == pytest.approx(1 / len(columns["token"]))
+        assert sum(one.share for one in projections.values()) == pytest.approx(1, abs=1e-5)
+        assert len(projections) == len(columns["token"])
+        assert all(one.step_norm == pytest.approx(metrics["grad_norm"], rel=1e-5) for one in projections.values())
+    assert compared(role.gradient(), {}).norm == pytest.approx(found[0]["grad_norm"], rel=1e-5)
+    plain = role_of(make_student(config_of(tiny_model_dir, tiny_llama_dir, **given)), max_tokens=12)
+    again = plain.learn(sequences, [np.array(step) for step in STEPS])
+    assert [one["loss"] for one in again] == [one["loss"] for one in found]  # watching changes nothing
 
 
 def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iterations: int = 4) -> dict[str, Any]:

@@ -11,6 +11,7 @@ const COLOURS = {
   ratio: ["log ratio, now - before the update", values => Math.log(values.ratio)],
   advantage: ["advantage", values => values.advantage],
   entropy: ["entropy", values => values.entropy],
+  divergence: ["divergence from the teacher", values => values.divergence],
   gradient: ["gradient with respect to the log-prob", values => values.gradient],
 };
 
@@ -48,7 +49,7 @@ const visible = text => text.replaceAll("\n", "↵\n");
 const withoutHead = lines => lines.slice(lines.indexOf("") + 1);
 
 function Coloured({tokens}) {
-  const [name, setName] = useState("difference"), [place, setPlace] = useState(0);
+  const [name, setName] = useState(tokens[0].values.divergence === undefined ? "difference" : "divergence"), [place, setPlace] = useState(0);
   const [title, value] = COLOURS[name], values = tokens.map(token => value(token.values));
   const most = Math.max(0, ...values.filter(Number.isFinite).map(Math.abs));
   return html`
