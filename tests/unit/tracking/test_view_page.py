@@ -198,9 +198,9 @@ def test_groups_are_next_to_each_other_with_their_common_beginning_faint(browser
     viewed(browser, tmp_path, "groups?open=1.0", check)
 
 
-def test_histograms_times_and_differences_of_settings_are_shown(browser, tmp_path):
-    make_run(tmp_path / "one")
-    make_run(tmp_path / "two", lr=0.2)
+def test_histograms_times_settings_and_merged_metrics_are_shown(browser, tmp_path):
+    write(make_run(tmp_path / "one") / METRICS_FILE, [{"step": 3, "kl": 0.5}])
+    write(make_run(tmp_path / "two", lr=0.2) / METRICS_FILE, [{"step": 3, "accuracy": 0.5}])
     (tmp_path / "two" / SAMPLES_FILE).write_text("")
 
     async def check(page: Page) -> None:
@@ -218,6 +218,10 @@ def test_histograms_times_and_differences_of_settings_are_shown(browser, tmp_pat
         assert await page.value("[...document.querySelectorAll('td')].map(cell => cell.innerText)") == ["0.1", "0.2"]
         await page.value("document.querySelectorAll('.controls [type=checkbox]')[0].click()")
         await page.until(f"{TEXT}.includes('pretrain')")
+        await page.value("location.hash = 'curves'")
+        headings = "[...document.querySelectorAll('figure h3')].map(one => one.textContent).join()"
+        # First what is first in one of the runs.
+        await page.until(f"{headings} === 'reward,accuracy,KL from reference'")
 
     viewed(browser, tmp_path, "distribution?column=length", check)
 

@@ -35,14 +35,16 @@ export function lineOf(run, records, positions, name) {
   return {name: run.name, colour: colourOf(run), x, y, broken, isMarked: name.startsWith("eval/")};
 }
 
-// Names of all metrics: important ones first, in the order of the terminal, of them last those that are 0 in all steps;
-// then measurements.
+// Names of all metrics: important ones first, as in the terminal for one of the runs, and last those that are 0 in all
+// steps; then measurements.
 export function namesOf(runs, metrics) {
   const found = runs.map(run => metrics.get(run.number)).filter(Boolean);
   const first = new Set(found.flatMap(({prominent}) => prominent));
   const rest = new Set(found.flatMap(({titles}) => Object.keys(titles)));
   const isZero = name => found.every(({records}) => records.every(record => !record[name]));
-  return {first: [...first].sort((a, b) => isZero(a) - isZero(b)), rest: [...rest].filter(name => !first.has(name)), titles:
+  const ranks = new Map([...first].map(name => [name, Math.min(...found.map(({prominent}) =>
+    prominent.includes(name) ? prominent.indexOf(name) : Infinity))]));
+  return {first: [...first].sort((a, b) => isZero(a) - isZero(b) || ranks.get(a) - ranks.get(b)), rest: [...rest].filter(name => !first.has(name)), titles:
     Object.assign({}, ...found.map(({titles}) => titles))};
 }
 
