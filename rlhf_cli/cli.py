@@ -44,6 +44,13 @@ class CommandGroup(HelpPageGroup):
         for name, entry in self.table.items():
             self.add_command(TyperCommand(name, short_help=entry.summary, rich_help_panel=entry.panel))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:
+            args = [*args[1:2], "--help", *args[2:]]
+        if args and args[0].partition("=")[0] == "--config":
+            raise UsageError("--config belongs to a command: rlhf COMMAND --config FILE")
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (
             args
@@ -146,10 +153,7 @@ def _root(
     ] = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
 ) -> None:
-    """Post-train language models: supervised fine-tuning and reinforcement learning, from a laptop to a cluster.
-
-    Pass settings as flags, or in a YAML file with --config. `rlhf COMMAND --help` lists them.
-    """
+    """Post-train language models. `rlhf COMMAND --help` shows a command's settings."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 

@@ -225,7 +225,11 @@ def typer_command(
     usage = f"{positional.upper()} {_FLAGS}" if positional else _FLAGS
     command = _from_config(name, config_cls, run, text)
     app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=usage)(command)
-    return typer.main.get_command(app)
+    built: Any = typer.main.get_command(app)
+    built.example = config_cls.example
+    groups = {flag.panel: config_cls.group_class(flag.group) for flag in flags_of(config_cls).values()}
+    built.outside = {panel for panel, group in groups.items() if group.__module__.split(".")[0] != __package__}
+    return built
 
 
 def underscores(word: str) -> str:

@@ -15,6 +15,7 @@ class ChatConfig(CommandConfig):
 
     unsupported = OF_PROMPTS | {"sampling.rollout_batch_size", "sampling.n_samples_per_prompt"}
     positional = "pretrain"
+    example = 'runs/sft,runs/grpo --temperature 0.7 --max_new_tokens 512 --system_prompt "Answer briefly."'
 
     model: EvaluatedModelConfig
     template: TemplateConfig = TemplateConfig()

@@ -23,6 +23,9 @@ class CompareConfig(CommandConfig):
     """
 
     positional = "models"
+    example = (
+        "runs/sft runs/grpo --prompt_data openai/gsm8k:main --reward_funcs gsm8k --max_new_tokens 512 --max_len 1024"
+    )
     unsupported = frozenset({"model.pretrain", *filter(lambda name: "out." not in name, EvalConfig.unsupported)})
 
     compare: CompareGroup

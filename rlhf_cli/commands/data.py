@@ -35,6 +35,7 @@ class DataCommandConfig(CommandConfig):
         }
     )
     positional = "dataset"
+    example = "openai/gsm8k:main --for grpo --pretrain Qwen/Qwen2.5-0.5B-Instruct --rewards --reward_funcs gsm8k"
 
     show: ShowConfig
     model: ModelSource

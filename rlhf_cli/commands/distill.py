@@ -11,6 +11,11 @@ class DistillConfig(OfflineConfig):
     """Distill a teacher into a student: match the teacher's token distributions on fixed examples."""
 
     command = "distill"
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --teacher_pretrain Qwen/Qwen2.5-7B-Instruct "
+        "--dataset trl-lib/Capybara --output runs/distill --max_len 2048 --train_batch_size 64 --max_epochs 1 "
+        "--learning_rate 1e-5"
+    )
 
     unsupported = NEVER_OFFLINE | PROMPT_SHARING | {"distillation.lmbda"}
 

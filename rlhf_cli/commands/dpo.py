@@ -16,6 +16,10 @@ class DPOConfig(OfflineConfig):
     """Train a policy on preference pairs: DPO, IPO, SimPO, ORPO and other losses."""
 
     command = "dpo"
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized --output runs/dpo "
+        "--beta 0.1 --max_len 2048 --train_batch_size 64 --max_epochs 1 --learning_rate 1e-6 --lora_rank 0"
+    )
 
     unsupported = NEVER_OFFLINE
 

@@ -15,6 +15,11 @@ class GKDConfig(OnlineConfig):
     """Distill a teacher on the student's own responses, mixed with a fraction of fixed responses (GKD)."""
 
     command = "gkd"
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --teacher_pretrain Qwen/Qwen2.5-7B-Instruct "
+        "--prompt_data openai/gsm8k:main --output runs/gkd --rollout_batch_size 128 --max_new_tokens 512 "
+        "--max_len 1024 --train_batch_size 128 --actor_learning_rate 1e-6"
+    )
 
     unsupported = (
         NEVER_ONLINE

@@ -30,6 +30,10 @@ OF_TRAINING = (
 class InferenceConfig(CommandConfig):
     """Settings of a command that answers prompts. Each command lists what it does not support."""
 
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --prompt_data openai/gsm8k:main --reward_funcs gsm8k "
+        "--output runs/gsm8k_test --n_samples_per_prompt 4 --temperature 1.0 --max_new_tokens 512 --max_len 1024"
+    )
     makes_figures: ClassVar[bool] = False
     """Whether the command's results are computed from scores."""
 

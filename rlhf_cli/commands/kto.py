@@ -12,6 +12,10 @@ class KTOConfig(OfflineConfig):
     """Train a policy on single responses labelled desirable or undesirable (KTO)."""
 
     command = "kto"
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/kto-mix-14k --output runs/kto "
+        "--beta 0.1 --max_len 2048 --train_batch_size 64 --max_epochs 1 --learning_rate 1e-6 --lora_rank 0"
+    )
 
     unsupported = NEVER_OFFLINE | PROMPT_SHARING | {"reference.ref_sync_steps", "reference.ref_mixup_alpha"}
 

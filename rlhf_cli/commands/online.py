@@ -58,6 +58,11 @@ NEVER_ONLINE = frozenset(
 class OnlineConfig(CommandConfig):
     """Settings of a command that trains on sampled responses. Each command lists unsupported settings."""
 
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --prompt_data openai/gsm8k:main --reward_funcs gsm8k "
+        "--output runs/gsm8k --rollout_batch_size 128 --n_samples_per_prompt 8 --max_new_tokens 512 --max_len 1024 "
+        "--train_batch_size 128 --actor_learning_rate 1e-6"
+    )
     roles: ClassVar[Mapping[str, Role]] = ROLES
     """Possible roles of the command."""
     needs_reward: ClassVar[str] = ""

@@ -24,6 +24,8 @@ class PlanCommandConfig(CommandConfig):
     fit.
     """
 
+    example = "grpo --pretrain Qwen/Qwen2.5-7B --gpu h100 --num_gpus 8"
+
     plan: PlanConfig = PlanConfig()
     proof: ProofConfig = ProofConfig()
 

@@ -11,6 +11,10 @@ class RMConfig(OfflineConfig):
     """Train a reward model on preference pairs, to score the chosen response higher than the rejected one."""
 
     command = "rm"
+    example = (
+        "--pretrain Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized --output runs/rm "
+        "--max_len 2048 --train_batch_size 64 --max_epochs 1 --learning_rate 1e-5 --lora_rank 0"
+    )
 
     unsupported = NEVER_OFFLINE
 

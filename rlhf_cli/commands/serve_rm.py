@@ -22,6 +22,7 @@ class ServeRMConfig(CommandConfig):
     with --reward_pretrain.
     """
 
+    example = "--reward_pretrain runs/rm --port 5000"
     unsupported = (
         STEP_REWARDS
         | SHAPING

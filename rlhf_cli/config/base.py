@@ -156,6 +156,8 @@ class CommandConfig(BaseModel):
     positional: ClassVar[str | None] = None
     """Setting that may be passed without a flag: the first argument, or for a list all of them."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    example: ClassVar[str] = ""
+    """Arguments of a typical call. If the command has many flags, `--help` shows this call with its flags."""
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,13 @@ def _epochs(values: list[str], call: Call) -> _Settings:
     return {"num_episodes" if call.command in _SAMPLING else "max_epochs": whole}
 
 
+def _dataset(values: list[str], call: Call) -> _Settings:
+    """Translate `--data FILE`. In a file of verl, `data` is a section."""
+    if values and values[0].startswith("{"):
+        raise Refused(FLAT)
+    return {"prompt_data" if call.command in _SAMPLING else "dataset": values}
+
+
 def _peft(values: list[str], call: Call) -> None:
     is_off = bool(values) and values[0].lower() == "false"
     if not is_off and not {"lora_r", "lora_rank"} & call.values.keys():
@@ -140,7 +147,10 @@ FUNCTIONS: dict[str, _Meaning] = {
     "epochs": _epochs,
     "peft": _peft,
     "vllm": _vllm,
-    "dataset": lambda values, call: {"prompt_data" if call.command in _SAMPLING else "dataset": values},
+    "dataset": _dataset,
+    "learning_rate": lambda values, call: {
+        "actor_learning_rate" if call.command in ONLINE_TRAINING else "learning_rate": values
+    },
     # In LLaMA-Factory, `all` means all linear layers.
     "linear_layers": lambda values, call: {"target_modules": ["all-linear" if values == ["all"] else ",".join(values)]},
     "layers": lambda values, call: {"target_modules": [",".join(values)]},
@@ -225,7 +235,9 @@ COMMANDS_ELSEWHERE: dict[str, str] = _READ["command_names"]
 SECTIONS: tuple[str, ...] = tuple(_READ["sections"]["names"].split())
 """Sections in verl's and EasyR1's settings."""
 FLAT: str = _READ["sections"]["reason"]
-TABLE = _flags(_READ["all"]) | dict.fromkeys(SECTIONS, Foreign(None, _meaning(FLAT)))
+SECTION = Foreign(None, _meaning(FLAT))
+"""The meaning of a section, and of a setting in one."""
+TABLE = _flags(_READ["all"])
 """Flags with one meaning in all commands."""
 _SEQUENCES, _LAYERS = _flags(_READ["sequence_parallel"]), _flags(_READ["tensor_parallel"])
 OF_COMMAND = {command: _of_command(command) for command in COMMANDS}

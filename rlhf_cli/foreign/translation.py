@@ -9,6 +9,7 @@ from rlhf_cli.foreign.table import (
     FLAT_NAMES,
     OF_COMMAND,
     OWN_AND_FOREIGN,
+    SECTION,
     SECTIONS,
     TABLE,
     Call,
@@ -155,7 +156,8 @@ def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | Non
     is_own = name in known or name.removeprefix("no_") in known
     if is_own and name not in OWN_AND_FOREIGN:
         return None
-    return OF_COMMAND.get(command, {}).get(name) or TABLE.get(name) or TABLE.get(name.partition(".")[0])
+    section = SECTION if name.partition(".")[0] in SECTIONS else None
+    return OF_COMMAND.get(command, {}).get(name) or TABLE.get(name) or section
 
 
 def _without_sections(words: Sequence[str], done: Translation) -> list[str]:

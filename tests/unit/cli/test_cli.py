@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from rlhf_cli import cli
 from rlhf_cli.command_table import Command
+from rlhf_cli.commands.plan import planned_class
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
 from rlhf_cli.errors import RunError, UsageError, first_line
-from rlhf_cli.flags import config_class
+from rlhf_cli.flags import config_class, flags_of
+from rlhf_cli.options import typer_command
 from rlhf_cli.version import __version__
 
 REPOSITORY = Path(__file__).parents[3]
@@ -153,7 +156,7 @@ def test_version():
 
 
 def test_no_command_shows_the_help():
-    assert rlhf().stdout == rlhf("--help").stdout == rlhf("-h").stdout
+    assert rlhf().stdout == rlhf("--help").stdout == rlhf("-h").stdout == rlhf("help").stdout
 
 
 def test_the_deepspeed_launcher_may_put_local_rank_first():
@@ -180,7 +183,14 @@ for words in json.loads(sys.argv[1]):
     texts = [stream.seek(0) or stream.read() for stream in (output, errors)]
     print(json.dumps([words, [status, *texts, heavy]]))
 """
-HELP_CALLS = [["--version"], ["--help"], *([name, "--help"] for name in cli.COMMANDS)]
+HELP_CALLS = [
+    ["--version"],
+    ["help"],
+    *([name, "--help"] for name in cli.COMMANDS),
+    *([name, "--help", "all"] for name in cli.COMMANDS),
+    ["help", "sft", "lora"],
+    ["sft", "--help", "learning_rate"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +205,65 @@ def help_pages() -> dict[str, HelpPage]:
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_help_fits_80_columns_and_shows_every_flag(name, help_pages):
-    from rlhf_cli.flags import flags_of
-
-    page = help_pages[f"{name} --help"]
+    page = help_pages[f"{name} --help all"]
     assert (page.status, page.errors) == (0, "")
     assert max(map(len, page.text.splitlines())) <= 80
     shown = set(re.findall(r"^│ --(\w+)", page.text, re.MULTILINE))
     flags = flags_of(cli.COMMANDS[name].config_class)
     assert shown == flags.keys() | {"config", "help"}
-    assert {flag.panel for flag in flags.values()} <= set(re.findall(r"╭─ (.+?) ─", page.text))
+    assert {flag.panel for flag in flags.values()} <= set(re.findall(r"[╭├]─ (.+?) ─", page.text))
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_help_fits_a_screen_and_has_the_flags_of_its_example(name, help_pages):
+    page, example = help_pages[f"{name} --help"], cli.COMMANDS[name].config_class.example
+    assert (page.status, page.errors) == (0, "")
+    lines = page.text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+    if example and "Main flags" in page.text:
+        call = page.text[page.text.index(f"\nrlhf {name} ") : page.text.index("╭")].replace("\\\n", " ")
+        call = " ".join(call.split())
+        assert call == f"rlhf {name} {example}"
+        shown = set(re.findall(r"^│ (--\w+)", page.text, re.MULTILINE))
+        own = {f"--{flag}" for flag in flags_of(cli.COMMANDS[name].config_class)}
+        assert shown - {"--load_checkpoint"} == set(re.findall(r"--\w+", example)) & own
+    else:
+        assert page.text == help_pages[f"{name} --help all"].text
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if cli.COMMANDS[name].config_class.example])
+def test_examples_in_help_pages_are_valid(name):
+    words, settings = shlex.split(cli.COMMANDS[name].config_class.example), cli.COMMANDS[name].config_class
+    if name == "plan":
+        settings, words = planned_class(words[0]), words[1:]
+    read: list[CommandConfig] = []
+    typer_command(name, settings, read.append, words).main(words, standalone_mode=False)
+    assert len(read) == 1
+
+
+def test_help_of_a_topic_and_of_a_flag(help_pages):
+    topic, flag = help_pages["help sft lora"].text, help_pages["sft --help learning_rate"].text
+    assert "─ Adapter (LoRA) ─" in topic
+    assert "--lora_rank" in topic
+    assert "--max_len" not in topic
+    assert re.findall(r"^│ --(\w+)", flag, re.MULTILINE) == ["learning_rate"]
+    assert "peak learning rate" in flag.lower()
+
+
+def test_a_topic_that_no_command_has_is_named_with_those_that_there_are():
+    done = rlhf("chat", "--help", "lora")
+    assert done.returncode == 2
+    assert done.stderr.endswith("neither a topic nor part of a flag; the topics are model, template, sampling\n")
+
+
+def test_settings_files_belong_to_a_command():
+    done = rlhf("--config", "sft.yaml")
+    assert (done.returncode, done.stderr) == (2, "rlhf: --config belongs to a command: rlhf COMMAND --config FILE\n")
+
+
+def test_help_of_the_program_fits_a_screen(help_pages):
+    assert len(help_pages["help"].text.splitlines()) <= 40
 
 
 def test_help_of_the_program_groups_the_commands():

@@ -14,7 +14,7 @@ from foreign_commands import COMMAND_LINES
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import RESERVED, flags_of
-from rlhf_cli.foreign.table import FLAT_NAMES, FUNCTIONS, OF_COMMAND, TABLE, Call
+from rlhf_cli.foreign.table import FLAT, FLAT_NAMES, FUNCTIONS, OF_COMMAND, TABLE, Call
 from rlhf_cli.foreign.translation import WANDB_KEY, translate, translate_settings
 from rlhf_cli.options import typer_command
 
@@ -289,3 +289,24 @@ def test_every_flag_of_openrlhf_is_a_setting_or_named(line):
 
 def test_a_flag_that_nothing_names_is_found():
     assert unnamed(["pretrain", "no_such_flag", "actor.no_such"], "ppo") == ["no_such_flag", "actor.no_such"]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("sft", "--pretrain m --dataset d --learning_rate 1e-5 --train_batch_size 8 --max_epochs 3"),
+        ("grpo", "--pretrain m --prompt_data d --actor_learning_rate 1e-5 --train_batch_size 8 --num_episodes 3"),
+    ],
+)
+def test_short_names_are_those_of_the_command(command, expected):
+    words = "--model m --data d --lr 1e-5 --batch_size 8 --epochs 3".split()
+    known = {flag.name: flag.takes for flag in flags_of(cli.COMMANDS[command].config_class).values()}
+    done = translate(words, command=command, known=known)
+    assert (" ".join(done.words), done.problems) == (expected, [])
+    assert len(done.notes) == 5
+
+
+def test_data_is_a_section_in_a_file_of_verl_and_a_name_otherwise():
+    assert FLAT in str(translate_settings({"data": {"train_files": "a.parquet"}}, command="sft", known={"dataset": 1}))
+    own, _ = translate_settings({"data": "a.jsonl"}, command="sft", known={"dataset": 1})
+    assert own == {"dataset": "a.jsonl"}
