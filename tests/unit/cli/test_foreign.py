@@ -299,7 +299,7 @@ def test_a_flag_that_nothing_names_is_found():
     ],
 )
 def test_short_names_are_those_of_the_command(command, expected):
-    words = "--model m --data d --lr 1e-5 --batch_size 8 --epochs 3".split()
+    words = ["--model", "m", "--data", "d", "--lr", "1e-5", "--batch_size", "8", "--epochs", "3"]
     known = {flag.name: flag.takes for flag in flags_of(cli.COMMANDS[command].config_class).values()}
     done = translate(words, command=command, known=known)
     assert (" ".join(done.words), done.problems) == (expected, [])
