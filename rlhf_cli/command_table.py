@@ -186,6 +186,12 @@ COMMANDS = {
         "Preview how a command reads a dataset, or test its rewards.",
         "data:show_data",
     ),
+    "schema": Command(
+        "schema:SchemaConfig",
+        _HELP,
+        "Print the JSON Schema of a command's settings, for editors.",
+        "schema:print_schema",
+    ),
     "doctor": Command(
         "doctor:DoctorConfig",
         _HELP,

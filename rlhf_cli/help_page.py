@@ -63,13 +63,14 @@ class HelpPageGroup(TyperGroup):
     """A command group with panels in its help page."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        panels = _panels_of(self, ctx)
-        # Already on the page: the description names --help.
-        panels["Options"] = [row for row in panels["Options"] if HELP_FLAGS[0] not in row[0]]
+        panels: _Panels = {}
         for name, member in self.commands.items():
             assert isinstance(member, TyperCommand)
             panels.setdefault(member.rich_help_panel or "Commands", []).append((name, member.short_help or ""))
-        lines = _page(self, panels, usage=f"{ctx.command_path} COMMAND [--FLAG VALUE]...")
+        usage = (
+            f"{ctx.command_path} COMMAND [--FLAG VALUE]...\n       {ctx.command_path} --version | --install-completion"
+        )
+        lines = _page(self, panels, usage=usage)
         formatter.write(_encodable("\n".join(lines) + "\n"))
 
 
@@ -79,11 +80,10 @@ def _topic_of(args: list[str]) -> str:
     return args.pop(place) if place < len(args) and not args[place].startswith("-") else ""
 
 
-def _panels_of(command: TyperCommand | TyperGroup, ctx: Any) -> _Panels:
+def _panels_of(command: TyperCommand, ctx: Any) -> _Panels:
     panels: _Panels = {"Options": []}
     for option in command.get_params(ctx):
-        # One line about completion is enough.
-        if isinstance(option, typer.core.TyperOption) and not option.hidden and option.name != "show_completion":
+        if isinstance(option, typer.core.TyperOption) and not option.hidden:
             rows = panels.setdefault(option.rich_help_panel or "Options", [])
             rows.append((", ".join(sorted(option.opts, key=len, reverse=True)), option.help or ""))
     return panels

@@ -20,7 +20,7 @@ _LARGEST_VALUE = 1_000_000
 """Maximum characters and items in one setting, because messages and checks format values."""
 
 
-_EXTENDS = "extends"
+EXTENDS = "extends"
 """Key that lists base files. Settings in the file override those in base files."""
 _MOST_FILES = 100
 """Maximum number of files read for one `--config`, with repetitions."""
@@ -50,14 +50,14 @@ def read_settings(config: str) -> list[SettingsFile]:
 
 def _read_extended(path: Path, above: tuple[Path, ...], files: list[SettingsFile]) -> None:
     """Append a file after its base files. `above` holds the files through which it was reached."""
-    named = f"--config {f' {_EXTENDS} '.join(map(str, (*above, path)))}"
+    named = f"--config {f' {EXTENDS} '.join(map(str, (*above, path)))}"
     if path.resolve() in {file.resolve() for file in above}:
         raise UsageError(f"{named}: a file cannot extend itself")
     # Without a cycle, a chain of files that each extend the next one twice still grows exponentially.
     if len(files) + len(above) >= _MOST_FILES:
         raise UsageError(f"{named}: more than {_MOST_FILES} files")
     values = read_yaml(path, named=named)
-    for name in _extended_names(values.pop(_EXTENDS, None), named):
+    for name in _extended_names(values.pop(EXTENDS, None), named):
         _read_extended(path.parent / os.path.expanduser(name), (*above, path), files)
     files.append(SettingsFile(path, values))
 
@@ -67,7 +67,7 @@ def _extended_names(value: object, named: str) -> list[str]:
     given = value if isinstance(value, list) else [] if value is None else [value]
     names = [name for name in given if isinstance(name, str) and name]
     if len(names) < len(given):
-        raise UsageError(f"{named}: {_EXTENDS} {shown(value)}: must be a file, or a list of files")
+        raise UsageError(f"{named}: {EXTENDS} {shown(value)}: must be a file, or a list of files")
     return names
 
 

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import to_jsonable_python
 
 from rlhf_cli.config.plugins import group_of_code, is_target
@@ -28,7 +36,7 @@ def _object_text(value: Any) -> str:
     return text
 
 
-JsonObject = Annotated[str, BeforeValidator(_object_text)]
+JsonObject = Annotated[str, BeforeValidator(_object_text), WithJsonSchema({"type": ["string", "object"]})]
 """JSON object as text; YAML files may use a mapping."""
 
 
