@@ -133,7 +133,9 @@ def after_program(words: list[str]) -> list[str]:
 def check(words: list[str]) -> None:
     """Raise UsageError unless the arguments after `rlhf` are a valid command line."""
     words = [word for word in words if not word.startswith("--local_rank")]
-    if not words or words[0].startswith("-") or words[0].isupper():  # `rlhf --help`, `rlhf COMMAND --help`
+    if (
+        not words or words[0].startswith("-") or words[0].isupper() or words[0] == "help"
+    ):  # `rlhf --help`, `rlhf COMMAND --help`
         unknown = [word for word in words if word.startswith("-") and word not in ROOT_FLAGS]
         if unknown:
             raise UsageError(f"unknown flag {unknown[0]}")
@@ -299,7 +301,7 @@ def test_commands_are_found_in_scripts():
         ("deepspeed --module rlhf_cli sft --config run.yaml --zero_stag 3", "zero_stag"),
         ("ray job submit -- rlhf pppo --pretrain m", "unknown command pppo"),
         ("FOO=1 python -m rlhf_cli --versoin", "--versoin"),
-        ("rlhf sft --seed $SEED ... --epochs 2", "--epochs"),
+        ("rlhf sft --seed $SEED ... --epoch_count 2", "--epoch_count"),
     ],
 )
 def test_a_documented_command_that_is_wrong_is_named(line, complaint):

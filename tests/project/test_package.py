@@ -102,4 +102,4 @@ def test_the_wheel_in_an_empty_environment_answers_help(wheel, tmp_path):
         home
     )
     assert "quickstart" in run(str(home / "bin" / "rlhf"), "--help", folder=tmp_path)
-    assert "--eps_clip" in run(str(home / "bin" / "rlhf"), "ppo", "--help", folder=tmp_path)
+    assert "--eps_clip" in run(str(home / "bin" / "rlhf"), "ppo", "--help", "all", folder=tmp_path)
