@@ -1,6 +1,7 @@
 """Implementation of `rlhf schema`: JSON Schema of a settings file."""
 
 import json
+
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from rlhf_cli.command_table import COMMANDS

@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ from rlhf_cli.runs.schema import settings_schema
 RECIPES = sorted((Path(__file__).parents[3] / "examples" / "recipes").rglob("*.yaml"))
 
 
-def schema_of(command: str) -> dict[str, object]:
+def schema_of(command: str) -> dict[str, Any]:
     return settings_schema(command, COMMANDS[command].config_class)
 
 
