@@ -62,7 +62,10 @@ def _run_stages(settings: QuickstartGroup) -> None:
     console.print()
     console.print(_results(walk, accuracies, seconds))
     console.print(f"Report   {report}")
+    run = shlex.quote(str(walk.root / "practice"))
     console.print(f"Model    {walk.root / 'practice' / 'model'}")
+    for prefix, command in (("Next", f"rlhf chat {run}"), ("", f"rlhf view {run}"), ("", "rlhf sft --help")):
+        console.print(f"{prefix:<9}{command}", markup=False, soft_wrap=True)
 
 
 def _make_room(root: Path, *, overwrite: bool) -> None:
