@@ -124,10 +124,11 @@ def share_lines(explained: Explained, step: int, token: int) -> list[str]:
         return [f"{name}: not computed for all of more than {MOST_SHARES} tokens: set --token {token}"]
     if not math.isfinite(found.step_norm) or not found.step_norm:
         return [f"{name}: not computed: the gradient of the step has norm {number(found.step_norm)}"]
+    percent = number(100 * found.share)
     return [
         f"gradient g_t of the token: norm {number(found.norm)}; gradient g of the step, the sum over all tokens: norm "
         f"{number(found.step_norm)}; cosine {number(found.cosine)}",
-        f"{name}: g_t . g / |g|^2 = {number(found.product)} / {number(found.step_norm**2)} = {found.share:.3%}",
+        f"{name}: g_t . g / |g|^2 = {number(found.product)} / {number(found.step_norm**2)} = {percent}%",
     ]
 
 

@@ -122,7 +122,7 @@ def test_the_formula_of_a_share_has_its_numbers():
     norms, formula = share({(0, 1): Projection(31.0, 5.0, math.sqrt(41))})
     assert "norm 5;" in norms
     assert norms.endswith("norm 6.40312; cosine 0.968277")
-    assert formula == "share of the gradient norm: g_t . g / |g|^2 = 31 / 41 = 75.610%"
+    assert formula == "share of the gradient norm: g_t . g / |g|^2 = 31 / 41 = 75.6098%"
 
 
 def test_a_share_that_is_not_computed_is_explained():
