@@ -1,4 +1,4 @@
-"""Compare planned with measured host memory on a CPU, for eight commands on models of four sizes.
+"""Compare planned with measured host memory on a CPU, for nine commands on models of four sizes.
 
     python benchmarks/plan_memory.py [--commands sft ppo] [--sizes 11M 135M] [--folder X]
 
@@ -57,6 +57,7 @@ RUNS: dict[str, tuple[str, dict[str, object]]] = {
     "dpo": ("dpo", OFFLINE),
     "rm": ("rm", OFFLINE),
     "grpo": ("grpo", ONLINE),
+    "grpo, images": ("grpo", {**ONLINE, "prompt_key": "prompt"}),
     "grpo, vLLM": ("grpo", {**ONLINE, "rollout_backend": "vllm", "enforce_eager": True}),
     "ppo": ("ppo", ONLINE),
 }
@@ -72,7 +73,8 @@ def write_data(folder: Path) -> dict[str, Path]:
     for number, pixels in enumerate(pictures):
         Image.fromarray(pixels).save(folder / "pictures" / f"{number}.png")
     shown = (
-        {"images": [f"pictures/{number}.png"], "prompt": f"<image>{row['question']}", "response": row["answer"]}
+        {"images": [f"pictures/{number}.png"], "prompt": f"<image>{row['question']}"}
+        | {"response": row["answer"], "answer": row["answer"]}
         for number, row in enumerate(problems)
     )
     rows = ({name: row[name] for name in ("question", "answer")} for row in problems)
