@@ -16,7 +16,7 @@ _LARGE = 8192
 
 @dataclass(frozen=True)
 class RowImages:
-    """Images of a row: their number, and tokens and patches of each in the largest size.
+    """Images of a row: their number, and tokens, patches and pixels of each in the largest size.
 
     Example: with `--max_pixels 1003520`, Qwen2.5-VL reads a square image as 35 * 35 tokens of four patches each.
     """
@@ -24,6 +24,7 @@ class RowImages:
     count: int = 0
     tokens: int = 0
     patches: int = 0
+    pixels: int = 0
 
     @property
     def all_tokens(self) -> int:
@@ -74,8 +75,8 @@ def row_images(config: CommandConfig, plan: PlanConfig) -> RowImages:
 @cache
 def _largest_image(
     pretrain: str, min_pixels: int | None, max_pixels: int | None, *, trust_remote_code: bool
-) -> tuple[int, int]:
-    """Return tokens and patches of the largest square image, as data preparation counts them."""
+) -> tuple[int, int, int]:
+    """Return tokens, patches and pixels of the largest square image, as data preparation counts them."""
     # Imports torch and transformers, which takes seconds; a model with images needs them for its shape too.
     from rlhf_cli.models.tokenizers import load_tokenizer
     from rlhf_cli.models.vision.families.table import find_family, takes_pictures
@@ -95,5 +96,6 @@ def _largest_image(
         trust_remote_code=trust_remote_code,
     )
     assert family is not None
-    run = family.run(*family.final_size(_LARGE, _LARGE))
-    return len(run.token_ids), run.patches
+    height, width = family.final_size(_LARGE, _LARGE)
+    run = family.run(height, width)
+    return len(run.token_ids), run.patches, height * width

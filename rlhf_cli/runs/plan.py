@@ -21,6 +21,12 @@ from rlhf_cli.planning.shared_memory import shared_memory
 
 _UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "environment", "agent_command")
 """Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
+_SHORT_STEP = 2.0
+"""Seconds below which fixed costs dominate a step on a CPU (docs/benchmarks.md)."""
+_SHORT_STEPS = (
+    "Steps this short last up to four times as long on a CPU: Python, Ray and DeepSpeed have fixed costs that are not "
+    "planned. A run of three steps calibrates later plans"
+)
 DOES_NOT_FIT = 3
 """Exit status if a command does not fit the hardware."""
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "cache", "processes")
@@ -97,7 +103,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         lines.append(f"  engine: {_cache(work.engine, work.tokens.prompt + work.tokens.response)}")
     lines += [f"  {plan.batching.reason}"] if plan.batching.reason else []
     lines += _sizes("Host memory per node", plan.host)
-    lines += _sizes("/dev/shm per node, without Ray's objects", shared_memory(plan.work))
+    lines += _sizes("/dev/shm per node", shared_memory(plan.work))
     return [*lines, *_sizes("Disk", plan.disk), ""]
 
 
@@ -138,6 +144,8 @@ def _time_lines(plan: Plan) -> list[str]:
     lines.append(f"  {'total'.ljust(10)}{plan.seconds:10.1f} s{overlap}, {plan.tokens_per_second:,.0f} tokens/s{after}")
     unknown = [name for name in _UNKNOWN_TIMES if plan.work.config.setting(name)]
     lines += [f"Not included, because their duration is unknown: {listed(unknown)}"] if unknown else []
+    if plan.work.hardware.is_cpu and not plan.num_calibrating and plan.seconds < _SHORT_STEP:
+        lines.append(_SHORT_STEPS)
     lines.append(f"Bottleneck: {plan.bottleneck} ({plan.times[plan.bottleneck].limit})")
     steps = plan.work.steps
     if steps is not None:

@@ -53,6 +53,17 @@ def test_a_plan_shows_placement_memory_times_and_price(capsys):
     assert f"{2.5 * 8 * plan.seconds / 3600:,.4g} per iteration" in price
 
 
+def test_short_steps_on_a_cpu_are_marked_as_uncertain(capsys, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": True} | sizes))
+    words = ["sft", "--max_len", "256", "--train_batch_size", "2", "--no_calibration", "--gpu", "cpu"]
+    _, short, _ = run(capsys, *words, "--pretrain", str(tmp_path))
+    _, long, _ = run(capsys, *words, "--pretrain", SMALL)
+    assert "\nSteps this short last up to four times as long on a CPU: " in short
+    assert "Steps this short" not in long
+
+
 def test_the_page_shows_what_its_first_command_prints(capsys):
     page = (Path(cli.__file__).parents[1] / "docs" / "commands" / "plan.md").read_text()
     command, shown = re.search(r"^rlhf plan (.+)$", page, re.M), re.search(r"```text\n(.+?)```", page, re.S)

@@ -12,6 +12,7 @@ from rlhf_cli.planning.architectures import config_of, find_shape, published
 from rlhf_cli.planning.memory import GIB, added, total
 from rlhf_cli.planning.plain_shapes import plain_shape
 from rlhf_cli.planning.shapes import shape_of
+from rlhf_cli.planning.shared_memory import shared_memory
 
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,
@@ -207,3 +208,11 @@ def test_checkpoints_on_disk_are_those_that_are_kept_and_one_more():
 def test_a_folder_needs_only_its_configuration(tmp_path):
     config_of(published()[SMALL]).save_pretrained(tmp_path)
     assert find_shape(str(tmp_path)) == find_shape(SMALL)
+
+
+def test_the_object_store_holds_the_tokens_of_an_iteration():
+    lengths = {"prompt_tokens": 100, "response_tokens": 300, "rollout_batch_size": 64, "n_samples_per_prompt": 16}
+    found = shared_memory(plan_of("grpo", **lengths).work)
+    # 1,024 samples of 400 tokens with 17 bytes each.
+    assert found["Ray's objects"] == 1024 * 400 * 17
+    assert "Ray's objects" not in shared_memory(plan_of("sft", num_gpus=8).work)

@@ -30,6 +30,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.planning.images import RowImages
 from rlhf_cli.planning.memory import added, total
 from rlhf_cli.planning.shapes import shape_of
+from rlhf_cli.planning.shared_memory import shared_memory
 
 PIXELS = 9 * 28 * 28
 """Three by three features of four patches with 14 pixels."""
@@ -113,6 +114,13 @@ def test_images_of_a_shared_prompt_are_encoded_once(folder):
     assert shape.kept_values == plain.kept_values + KEPT
     apart = planned("grpo", folder, **given, share_prompts="false").work.roles["actor"].shape
     assert apart.kept_values == plain.kept_values + round(72 / 48 * KEPT)
+
+
+def test_the_object_store_holds_four_copies_of_an_image(folder):
+    given = {"n_samples_per_prompt": 4, "rollout_batch_size": 8, "prompt_tokens": 40, "max_new_tokens": 56}
+    found = [shared_memory(planned("grpo", folder, **given, images_per_row=count).work) for count in (2, None)]
+    # Two images for each of eight prompts, with three bytes per pixel: two calls of two iterations.
+    assert found[0]["Ray's objects"] - found[1]["Ray's objects"] == 2 * 2 * 8 * 2 * PIXELS * 3
 
 
 def test_images_need_more_memory_and_time(folder):
