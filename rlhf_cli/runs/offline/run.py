@@ -123,7 +123,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
                 for name, value in task.describe(finished.evaluated).items():
                     setattr(ready.hf_model.config, name, value)
                 save_whole_model(ready.engine, ready.hf_model, task.model.tokenizer, paths.model)
-            conclude(tracker, paths, finished)
+            conclude(tracker, paths, finished, given)
         if rank == 0:
             _report(given, ready.items.data, paths.root, num_ranks=num_ranks)
         distributed.leave_process_group()

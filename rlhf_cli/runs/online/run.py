@@ -112,7 +112,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
             roles.actor.save_model(run.paths.model)
             if config.optim.enable_ema:
                 roles.actor.save_average(run.paths.ema)
-        conclude(tracker, run.paths, finished, best_facts(evaluator, run.paths))
+        conclude(tracker, run.paths, finished, config, best_facts(evaluator, run.paths))
         record_plan(run.paths.root, sampled_settings(run.data.prompts, where.cluster))
     # Outside the block: the report reads files that the tracker closes at its end.
     record_report(run.paths.root)
