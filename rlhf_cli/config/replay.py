@@ -36,11 +36,13 @@ class WhyGroup(SettingsGroup):
 
     run: str
     """Run directory of a training command."""
-    sample: str
-    """`id` of a response in samples.jsonl; with offline commands, file and line of a row, like `rows.jsonl:12`."""
+    sample: str | None = None
+    """`id` of a response in samples.jsonl; with offline commands, file and line of a row, like `rows.jsonl:12`. Without
+    it, offline commands list the rows of the step, the largest loss first.
+    """
     token: int | None = Field(None, ge=0)
     """Number of a sampled or trained token, from 0. Default: a table of all tokens."""
     step: int | None = Field(None, gt=0)
-    """Optimizer step of an offline command. Default: the first that trained the row."""
+    """Optimizer step of an offline command. Default with --sample: the first that trained the row."""
     json_file: str | None = None
     """Also write the explanation and values of all tokens to this file, as JSON."""

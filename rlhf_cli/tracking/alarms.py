@@ -116,5 +116,5 @@ ALARMS = (
     Alarm("engine-mismatch", _engine_mismatch, "keep --rollout_correction, and compare with --param_dtype fp32"),
     Alarm("dead-reward", _dead_reward, "test the reward with rlhf data --rewards"),
     Alarm("length-drift", _length_drift, "read the longest responses, and try --overlong_buffer_len"),
-    Alarm("loss-spike", _loss_spike, "lower the learning rate or --max_norm"),
+    Alarm("loss-spike", _loss_spike, "look at the rows (rlhf why RUN --step N), lower the learning rate or --max_norm"),
 )

@@ -362,6 +362,17 @@ def test_a_run_repeats_bit_for_bit_and_changed_data_are_named(place, finished, t
     assert "contents of the training rows" in printed
 
 
+def test_the_rows_of_a_step_are_listed_by_their_loss(place, finished):
+    run = place.folder / finished("one process")
+    title, _, *rows = run_rlhf("why", run, "--step", "2").splitlines()
+    assert re.fullmatch(r"Optimizer step 2 of rlhf sft: loss [\d.]+", title)
+    losses = [float(row.split()[0]) for row in rows]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == len({row.split()[1] for row in rows}) == 8
+    worst = run_rlhf("why", run, "--step", "2", "--sample", rows[0].split()[1])
+    assert f"  loss                    {losses[0]:g}\n" in worst
+
+
 # Enough steps that the run must be interrupted; checkpoints are written only then.
 ENDLESS = {"max_epochs": "100000", "save_steps": "-1", "eval_steps": "-1"}
 LONG_STEP_ROWS = 256

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,6 +30,7 @@ from rlhf_cli.data.step_data import StepItem
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.runs.offline.run import Ready, checked_identity, make_ready
+from rlhf_cli.runs.offline.task import OfflineTask
 from rlhf_cli.runs.run_directory import NOT_REPEATED, recorded_config, run_directory
 from rlhf_cli.tracking.sinks import read_metrics
 from rlhf_cli.tracking.tracker import SilentTracker
@@ -61,14 +63,16 @@ class ExplainedRow:
 
 
 def explain_row(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, object]]]:
-    """Return the explanation of a row as lines, and a function that returns JSON values."""
+    """Return the explanation of a row, or without one of a step, as lines, and a function that returns JSON values."""
     root = Path(settings.run).expanduser()
     config: OfflineConfig = recorded_config(root, _COMMANDS)
     task = resolve_name(f"rlhf_cli.runs.{COMMANDS[config.command].task}")(config)
     recorded = read_metrics(root)
     data: LoadedItems[object] = task.items.data
-    index = _index(data, settings.sample)
     batches = _batches(config, data)
+    if settings.sample is None:
+        return _explain_step(settings, config, task, recorded)
+    index = _index(data, settings.sample)
     # One step per epoch trains an item.
     steps = [number for number, items in enumerate(batches, start=1) if index in items and number in recorded]
     if not steps:
@@ -76,18 +80,10 @@ def explain_row(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, o
     step = settings.step or steps[0]
     if step not in steps:
         raise UsageError(f"--step {step} did not train {settings.sample}: set --step {listed(map(str, steps), 'or')}")
-    store = CheckpointStore(run_directory(config.checkpoint).checkpoints, max_num=1)
-    resume = store.latest(at_most=step - 1)
-    distributed.join_process_group()
-    try:
-        checked_identity(config, task, resume)
-        ready = make_ready(config, task, resume)
-        _train(ready, ready.task.objective, resume.step if resume else 0, step - 1)
+    with _before(step, config, task) as ready:
         own = _own_metrics(ready, index)
         seen: list[_Pass] = []
         metrics = _train(ready, _watched(ready.task.objective, seen), step - 1, step)
-    finally:
-        distributed.leave_process_group()
     row = ExplainedRow(
         _place(data, index),
         step,
@@ -102,6 +98,46 @@ def explain_row(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, o
     return list(lines(row, config.command, tokenizer, settings.token)), partial(
         explanation, row, config.command, tokenizer
     )
+
+
+@contextmanager
+def _before(step: int, config: OfflineConfig, task: OfflineTask) -> Iterator[Ready]:
+    """Yield the trainer of a run with the weights before a step."""
+    store = CheckpointStore(run_directory(config.checkpoint).checkpoints, max_num=1)
+    resume = store.latest(at_most=step - 1)
+    distributed.join_process_group()
+    try:
+        checked_identity(config, task, resume)
+        ready = make_ready(config, task, resume)
+        _train(ready, ready.task.objective, resume.step if resume else 0, step - 1)
+        yield ready
+    finally:
+        distributed.leave_process_group()
+
+
+def _explain_step(
+    settings: WhyGroup, config: OfflineConfig, task: OfflineTask, recorded: Mapping[int, Mapping[str, float]]
+) -> tuple[list[str], Callable[[], dict[str, object]]]:
+    """Return the rows of a step, the largest loss first."""
+    step, data = settings.step, task.items.data
+    if step not in recorded:
+        what = "set --sample FILE:LINE or" if step is None else f"--step {step}: the run has no such step; set"
+        raise UsageError(f"{what} --step N, up to {max(recorded, default=0)}")
+    with _before(step, config, task) as ready:
+        own = {index: _own_metrics(ready, index) for index in _batches(config, data)[step - 1]}
+    # NaN first, which is the worst.
+    worst = sorted(own, key=lambda index: -loss if (loss := own[index]["loss"]) == loss else -math.inf)
+    found = [
+        f"Optimizer step {step} of rlhf {config.command}: loss {number(recorded[step]['loss'])}",
+        f"Rows by their own loss with the weights before the step, of {len(worst)}",
+    ]
+    for index in worst:
+        text = "".join(
+            text_of(task.model.tokenizer, ids, skip_special_tokens=True) for _, ids in _texts(data.data.items[index])
+        )
+        found.append(f"  {number(own[index]['loss']):>12}  {_place(data, index):24} {text!r:.60}")
+    rows = [{"row": _place(data, index), "metrics": own[index]} for index in worst]
+    return found, lambda: {"step": step, "rows": rows}
 
 
 def _index(data: LoadedItems[object], sample: str) -> int:

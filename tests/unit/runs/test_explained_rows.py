@@ -89,3 +89,10 @@ def test_rows_and_steps_that_the_run_has_not_trained_are_refused(run):
     assert sorted(text.rpartition(" ")[2] for text in trained.values()) == ["1", "1", "2", "2"]
     assert sum(text.endswith("yet: it has 2 optimizer steps") for text in messages.values()) == 4
     assert "no trained row has this file and line; the first is " in messages[9]
+
+
+def test_a_step_or_row_is_required(run):
+    with pytest.raises(UsageError, match=r"^set --sample FILE:LINE or --step N, up to 2$"):
+        explain_row(WhyGroup(run=str(run)))
+    with pytest.raises(UsageError, match=r"^--step 7: the run has no such step; set --step N, up to 2$"):
+        explain_row(WhyGroup(run=str(run), step=7))
