@@ -364,12 +364,13 @@ def test_a_run_repeats_bit_for_bit_and_changed_data_are_named(place, finished, t
 
 def test_the_rows_of_a_step_are_listed_by_their_loss(place, finished):
     run = place.folder / finished("one process")
-    title, _, *rows = run_rlhf("why", run, "--step", "2").splitlines()
-    assert re.fullmatch(r"Optimizer step 2 of rlhf sft: loss [\d.]+", title)
-    losses = [float(row.split()[0]) for row in rows]
+    printed = run_rlhf("why", run, "--step", "2")
+    assert re.search(r"^Optimizer step 2 of rlhf sft: loss [\d.]+$", printed, re.MULTILINE)
+    rows = re.findall(r"^ +([\d.]+)  (\S+:\d+) ", printed, re.MULTILINE)
+    losses = [float(loss) for loss, _ in rows]
     assert losses == sorted(losses, reverse=True)
-    assert len(losses) == len({row.split()[1] for row in rows}) == 8
-    worst = run_rlhf("why", run, "--step", "2", "--sample", rows[0].split()[1])
+    assert len(losses) == len(dict.fromkeys(place for _, place in rows)) == 8
+    worst = run_rlhf("why", run, "--step", "2", "--sample", rows[0][1])
     assert f"  loss                    {losses[0]:g}\n" in worst
 
 
