@@ -64,7 +64,9 @@ def _run_stages(settings: QuickstartGroup) -> None:
     console.print(f"Report   {report}")
     run = shlex.quote(str(walk.root / "practice"))
     console.print(f"Model    {walk.root / 'practice' / 'model'}")
-    for prefix, command in (("Next", f"rlhf chat {run}"), ("", f"rlhf view {run}"), ("", "rlhf sft --help")):
+    # The tiny models have few positions.
+    commands = (f"rlhf chat {run} --max_new_tokens 16", f"rlhf view {run}", "rlhf sft --help")
+    for prefix, command in zip(("Next", "", ""), commands, strict=True):
         console.print(f"{prefix:<9}{command}", markup=False, soft_wrap=True)
 
 
