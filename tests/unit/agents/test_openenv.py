@@ -164,7 +164,8 @@ def test_an_episode_without_a_session_fails_at_its_limit() -> None:
     with OpenEnvLike(Moods, max_sessions=1) as server, opened(server, timeout=3) as environments:
         assert ask(environments, 0, Reset({}, 0)).failure is None
         assert ask(environments, 1, Reset({}, 1)).failure == (
-            "has no free session: Server at capacity: 1/1 sessions active (raise its max_concurrent_envs); tried for 3 s"
+            "has no free session: Server at capacity: 1/1 sessions active (raise its max_concurrent_envs); "
+            "tried for 3 s"
         )
 
 
