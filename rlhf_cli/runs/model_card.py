@@ -6,7 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from rlhf_cli.command_table import COMMANDS
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.runs.recorded_runs import RecordedRun
 from rlhf_cli.tracking.figures import number, title
@@ -41,7 +40,7 @@ def write_model_card(folder: Path, config: CommandConfig, run: RecordedRun) -> N
 
 # {folder.resolve().parent.name}
 
-{COMMANDS[name].summary} Trained with rlhf-cli {__version__}, `rlhf {name}`, {run.unit} {run.step} of {run.total_steps}.
+Trained with `rlhf {name}` (rlhf-cli {__version__}): {run.unit} {run.step} of {run.total_steps}.
 
 - Base model: {_public(base)}
 - Data: {", ".join(map(_public, data))}

@@ -49,7 +49,8 @@ def test_a_card_names_base_model_data_settings_and_metrics(tmp_path):
         "datasets": ["openai/gsm8k"],
     }
     assert "# gsm8k\n" in text
-    assert "`rlhf grpo`, iteration 80 of 100." in text
+    assert "Trained with `rlhf grpo` (rlhf-cli " in text
+    assert "): iteration 80 of 100.\n" in text
     assert "- Data: openai/gsm8k, own.jsonl\n" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
     assert {"reward_funcs": ["gsm8k"], "eps_clip": 0.3, "use_kl_loss": True}.items() <= settings.items()
