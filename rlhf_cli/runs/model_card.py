@@ -43,7 +43,7 @@ def write_model_card(folder: Path, config: CommandConfig, run: RecordedRun) -> N
 Trained with `rlhf {name}` (rlhf-cli {__version__}): {run.unit} {run.step} of {run.total_steps}.
 
 - Base model: {_public(base)}
-- Data: {", ".join(map(_public, data))}
+- Data: {", ".join(str(_public(one)) for one in data)}
 
 ## Settings
 

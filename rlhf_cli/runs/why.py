@@ -5,7 +5,6 @@ from pathlib import Path
 
 from rlhf_cli.command_table import ONLINE_TRAINING
 from rlhf_cli.commands.why import WhyConfig
-from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import recorded_command
 
 
@@ -15,8 +14,6 @@ def explain(config: WhyConfig) -> None:
     if recorded_command(Path(settings.run).expanduser(), source=settings.run) in ONLINE_TRAINING:
         from rlhf_cli.runs.online.why import explain_response
 
-        if settings.sample is None:
-            raise UsageError(f"set --sample to an id in {settings.run}/samples.jsonl")
         lines, as_json = explain_response(settings)
     else:
         from rlhf_cli.runs.offline.why import explain_row

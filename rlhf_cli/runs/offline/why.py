@@ -120,7 +120,7 @@ def _explain_step(
 ) -> tuple[list[str], Callable[[], dict[str, object]]]:
     """Return the rows of a step, the largest loss first."""
     step, data = settings.step, task.items.data
-    if step not in recorded:
+    if step is None or step not in recorded:
         what = "set --sample FILE:LINE or" if step is None else f"--step {step}: the run has no such step; set"
         raise UsageError(f"{what} --step N, up to {max(recorded, default=0)}")
     with _before(step, config, task) as ready:

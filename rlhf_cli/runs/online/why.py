@@ -35,6 +35,8 @@ def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[s
     """Return how a response or one of its tokens changed the model: lines, and a function that returns JSON values."""
     root = Path(settings.run).expanduser()
     own = recorded_config(root, ONLINE_TRAINING)
+    if settings.sample is None:
+        raise UsageError(f"set --sample to an id in {root / SAMPLES_FILE}")
     row = _row(root, settings.sample)
     if settings.step is not None:
         raise UsageError("--step is for rows of offline commands: a response is trained in its iteration only")
