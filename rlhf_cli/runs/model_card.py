@@ -15,14 +15,18 @@ _CARD = "README.md"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HOW_IT_RAN = ("checkpoint", "tracking", "launch", "placement", "engine")
 """Groups without effect on the model."""
-_NAMES = ("pretrain", "dataset", "prompt_data", "eval_dataset")
-"""Settings with models and data, which have lines of their own."""
+_OMITTED = (
+    *("pretrain", "dataset", "prompt_data", "eval_dataset"),
+    *("agent_command", "environment", "reward_func_args", "remote_rm_url"),
+)
+"""Settings with models and data, which have separate lines, and settings that may contain passwords."""
 
 
 def write_model_card(folder: Path, config: CommandConfig, run: RecordedRun) -> None:
     """Write the card of a model that a run has trained: base model, data, settings that differ from defaults, metrics.
 
-    Cards are published with models, so local paths are shortened to their last part, and addresses are left out.
+    Cards are published with models, so local paths are shortened to their last part. Addresses, commands and arguments
+    of user code are left out.
     """
     name = config.command
     base, data = str(config.setting("pretrain")), _data_of(config)
@@ -72,7 +76,7 @@ def _data_of(config: CommandConfig) -> list[str]:
 def _changed(config: CommandConfig) -> Iterator[tuple[str, object]]:
     for group, settings in config:
         if group not in _HOW_IT_RAN:
-            names = [name for name in config.supported(group) if name not in _NAMES and settings.changed(name)]
+            names = [name for name in config.supported(group) if name not in _OMITTED and settings.changed(name)]
             values = settings.model_dump(mode="json", include=set(names))
             yield from ((name, _public(values[name])) for name in names if "://" not in str(values[name]))
 

@@ -20,7 +20,7 @@ from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
-from rlhf_cli.trainers.online.samples import Rollout
+from rlhf_cli.trainers.online.samples import Rollout, flat
 from rlhf_cli.trainers.online.state import OnlineSettings
 from rlhf_cli.trainers.online.update_plan import Steps, UpdatePlan
 
@@ -69,7 +69,7 @@ def learning_samples(
     for role, logprobs in rollout.frozen_logprobs.items():
         if role not in settings.kl_terms:
             metrics[kl_metric(role)] = float(_log_ratio(rollout, role).mean())
-            metrics[f"{role}_logprob"] = float(_flat(logprobs).mean())
+            metrics[f"{role}_logprob"] = float(flat(logprobs).mean())
     # Keep the advantages for samples.jsonl.
     rollout.advantages = _advantages(found, cu)
     columns = _columns(rollout, settings, rollout.advantages, returns_N=found.returns_N)
@@ -103,7 +103,7 @@ def _shaped(rollout: Rollout, settings: OnlineSettings, rewards_N: torch.Tensor)
         return rewards_N
     # NaN marks tokens that do not end a step.
     if rollout.step_rewards is not None:
-        rewards_N = rewards_N + settings.step_weight * _flat(rollout.step_rewards).nan_to_num(0.0)
+        rewards_N = rewards_N + settings.step_weight * flat(rollout.step_rewards).nan_to_num(0.0)
     if any(one.episode is not None for one in rollout.responses):
         rewards_N = rewards_N + _moved_to_turns(rollout, settings.reward)
     return rewards_N
@@ -188,13 +188,13 @@ def _experience(
     return Experience(
         shaped_N=shaped_N,
         parts=weighted_parts(rollout, settings.reward) if settings.estimator.rewards_apart else (),
-        values_N=None if rollout.values is None else _flat(rollout.values),
+        values_N=None if rollout.values is None else flat(rollout.values),
         bootstrap_B=None if rollout.bootstrap is None else torch.tensor(rollout.bootstrap),
         cu=rollout.cu,
         groups_B=rollout.groups_B,
         trained_B=rollout.trained_B(settings.policy),
         greedy_B=None if greedy is None else _of_groups(_rewards(greedy, settings), greedy, rollout),
-        steps_N=None if rollout.step_rewards is None else _flat(rollout.step_rewards),
+        steps_N=None if rollout.step_rewards is None else flat(rollout.step_rewards),
         step_weight=settings.step_weight,
         scale=scale_of(scores_B),
         scores_B=scores_B,
@@ -246,7 +246,7 @@ def _kl(rollout: Rollout, policy: PolicyConfig) -> torch.Tensor | None:
     if reference is None:
         return None
     assert rollout.old_logprobs is not None, "the KL divergence requires policy log-probs"
-    return kl_estimate(_flat(rollout.old_logprobs), _flat(reference), policy.kl_estimator)
+    return kl_estimate(flat(rollout.old_logprobs), flat(reference), policy.kl_estimator)
 
 
 def _log_ratio(rollout: Rollout, role: str) -> torch.Tensor:
@@ -255,11 +255,7 @@ def _log_ratio(rollout: Rollout, role: str) -> torch.Tensor:
     The sampler's log-probs would add numerical differences between engines to every value.
     """
     assert rollout.old_logprobs is not None, f"{role} requires policy log-probs"
-    return _flat(rollout.old_logprobs) - _flat(rollout.frozen_logprobs[role])
-
-
-def _flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(by_response))
+    return flat(rollout.old_logprobs) - flat(rollout.frozen_logprobs[role])
 
 
 def _split(values_N: torch.Tensor, cu: torch.Tensor) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import torch
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
 from rlhf_cli.algorithms.ragged import segment_lengths, segment_mean, segment_sum
 from rlhf_cli.data.rollouts import Generation
-from rlhf_cli.trainers.online.samples import Rollout, Sample
+from rlhf_cli.trainers.online.samples import Rollout, Sample, flat
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 LEARNED = ("old_logprob", "ref_logprob", "ratio", "kl", "advantage")
@@ -91,16 +91,16 @@ def _learned_columns(trained: Rollout, settings: OnlineSettings) -> dict[str, li
     cu, unknown = trained.cu, list[float | None]([None] * len(trained))
     has_tokens_B = segment_lengths(cu) > 0
     columns = dict.fromkeys(LEARNED, unknown)
-    old_N = None if trained.old_logprobs is None else _flat(trained.old_logprobs)
+    old_N = None if trained.old_logprobs is None else flat(trained.old_logprobs).double()
     if old_N is not None:
         columns["old_logprob"] = _cells(segment_sum(old_N, cu))
-        log_ratio_B = segment_mean(old_N - _flat(trained.rollout_logprobs), cu)
+        log_ratio_B = segment_mean(old_N - flat(trained.rollout_logprobs).double(), cu)
         columns["ratio"] = _cells(log_ratio_B.exp(), has_tokens_B)
     if trained.advantages is not None:
         is_trained_B = trained.trained_B(settings.policy) & has_tokens_B
-        columns["advantage"] = _cells(segment_mean(_flat(trained.advantages), cu), is_trained_B)
+        columns["advantage"] = _cells(segment_mean(flat(trained.advantages).double(), cu), is_trained_B)
     for role, logprobs in trained.frozen_logprobs.items():
-        frozen_N, term = _flat(logprobs), settings.kl_terms.get(role)
+        frozen_N, term = flat(logprobs).double(), settings.kl_terms.get(role)
         if term is not None:
             columns[f"{role}_logprob"] = _cells(segment_sum(frozen_N, cu))
         if old_N is not None and term is not None:
@@ -110,10 +110,6 @@ def _learned_columns(trained: Rollout, settings: OnlineSettings) -> dict[str, li
         elif term is not None:
             columns[kl_metric(role)] = unknown
     return columns
-
-
-def _flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(by_response)).double()
 
 
 def _cells(values_B: torch.Tensor, is_known_B: torch.Tensor | None = None) -> list[float | None]:

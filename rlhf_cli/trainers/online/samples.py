@@ -90,6 +90,11 @@ Group = list[Sample]
 """All samples for a prompt, ordered by index."""
 
 
+def flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:
+    """Concatenate a column of response tokens, `[N]`."""
+    return torch.from_numpy(np.concatenate(by_response))
+
+
 def scores_of(samples: Iterable[Sample]) -> list[Score]:
     """Return all scores."""
     return [sample.score for sample in samples]

@@ -71,6 +71,13 @@ def test_paths_and_addresses_stay_private(private, tmp_path):
     assert "tokenizer_chat_template: chat.jinja" in text
 
 
+def test_commands_with_passwords_stay_private(tmp_path):
+    words = "--pretrain m --prompt_data p --output o --agent_command 'env KEY=hush python agent.py'"
+    _, text = card("grpo", words, tmp_path)
+    assert "hush" not in text
+    assert "agent_command" not in text
+
+
 def test_a_reward_model_and_an_adapter_are_what_they_are(tmp_path):
     front, _ = card("rm", "--pretrain m --dataset d --output o --lora_rank 8", tmp_path, adapter_config="{}")
     assert (front["library_name"], front["pipeline_tag"]) == ("peft", "text-classification")
