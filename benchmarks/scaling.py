@@ -182,7 +182,7 @@ class _Rank:
     def logprobs(self, micro_batches: list[list[Any]]) -> list[np.ndarray]:
         return [np.full(sum(one.num_trained for one in members), -0.5, np.float32) for members in micro_batches]
 
-    def update(self, work: RankWork, on_policy: bool, weights: object, *, traces: bool) -> list[dict[str, float]]:
+    def update(self, work: RankWork, on_policy: bool, weights: object, *, watch: None) -> list[dict[str, float]]:
         moments = dict.fromkeys((f"moment/{name}_mean" for name in ("x", "y", "xx", "yy", "xy")), 0.5)
         return [{"policy_loss": 0.0, "entropy": 0.1, "kl": 0.01, **moments} for _ in work.totals]
 
