@@ -137,8 +137,8 @@ class WandbSink:
     def alarm(self, step: int, name: str, message: str) -> None:
         self._run.alert(title=name, text=message)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, outcome: str) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
 
 
 class MlflowSink:
@@ -180,8 +180,8 @@ class MlflowSink:
     def alarm(self, step: int, name: str, message: str) -> None:
         self._client.set_tag(self.run_id, f"alarm.{name}", message)
 
-    def close(self) -> None:
-        self._client.set_terminated(self.run_id)
+    def close(self, outcome: str) -> None:
+        self._client.set_terminated(self.run_id, {"interrupted": "KILLED"}.get(outcome, outcome.upper()))
 
 
 class TrackioSink:
@@ -211,7 +211,7 @@ class TrackioSink:
     def alarm(self, step: int, name: str, message: str) -> None:
         self._run.alert(name, message, step=step)
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         self._run.finish()
 
 
@@ -252,8 +252,10 @@ class SwanlabSink:
     def alarm(self, step: int, name: str, message: str) -> None:
         self._run.log({_ALARMS: self._swanlab.Text(message)}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, outcome: str) -> None:
+        states = {"interrupted": ("aborted", None), "failed": ("crashed", "the run failed")}
+        state, error = states.get(outcome, ("success", None))
+        self._run.finish(state=state, error=error)
 
 
 class Service:
@@ -267,6 +269,7 @@ class Service:
         self._saved_id = str(run.saved[key]) if run.saved.get(key) else None
         self._open_sink = open_sink
         self._sink: Any = None
+        self._outcome = "finished"
         self._has_failed = False
         self._next_try = 0.0
         for name, limit in _LIMITS.items():
@@ -305,9 +308,12 @@ class Service:
         run_id = self._sink.run_id if self._sink else self._saved_id
         return {self._key: run_id} if run_id else {}
 
+    def outcome(self, name: str) -> None:
+        self._outcome = name
+
     def close(self) -> None:
         if self._sink:
-            self._attempt(lambda sink: sink.close())
+            self._attempt(lambda sink: sink.close(self._outcome))
 
 
 def _reason(error: Exception) -> str:

@@ -248,9 +248,9 @@ class _SinkRow:
 
     `files` are the names in the run directory that the sink writes; --overwrite removes them. `check` raises UsageError
     if the sink cannot run. The opened object has any of the methods `log(step, metrics)`, `samples(step, rows)`,
-    `evaluation_samples(step, rows)`, `sample_table(step, table)`, `alarm(step, name, message)`, `state()`, `close()`. A
-    table has a few of the rows (`sample_table.py`). Values returned by `state()` must be JSON; they are saved in the
-    checkpoint.
+    `evaluation_samples(step, rows)`, `sample_table(step, table)`, `alarm(step, name, message)`, `state()`,
+    `outcome(name)`, `close()`. A table has a few of the rows (`sample_table.py`). Values returned by `state()` must be
+    JSON; they are saved in the checkpoint. An outcome is finished, interrupted or failed.
 
     One thread makes all calls. `log` is called again for the `eval/` metrics of the same step, so `step` is not unique.
     Values may be NaN or infinite. Data must be on disk when a call returns, because a checkpoint may follow.

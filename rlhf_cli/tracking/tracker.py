@@ -210,6 +210,8 @@ class Tracker:
         # Stop redrawing first, so that the summary is printed below the view.
         self._view.close()
         self._memory.close()
+        for end in self._each("outcome"):
+            end(outcome)
         for close in self._each("close"):
             close()
         self._write_facts(outcome)

@@ -101,6 +101,7 @@ class FakeWandb:
         self.given: dict = {}
         self.logged: list[dict] = []
         self.alerts: list[dict] = []
+        self.exits: list[int] = []
 
     def teardown(self) -> None:
         self.given = {}
@@ -114,7 +115,7 @@ class FakeWandb:
             define_metric=lambda *names, **options: None,
             log=self.logged.append,
             alert=lambda **given: self.alerts.append(given),
-            finish=lambda: None,
+            finish=lambda exit_code: self.exits.append(exit_code),
         )
 
 
@@ -129,6 +130,16 @@ def test_a_resumed_run_continues_the_wandb_run_with_its_id(tmp_path, monkeypatch
     assert [alert["title"] for alert in wandb.alerts] == ["kl-spike", "kl-spike"]
     assert wandb.logged[1]["samples"]["columns"] == list(COLUMNS)
     assert wandb.logged[1]["samples"]["data"][1] == ["d:2/0.0@0", "2 | 2?", "*2*\nfour", 1.0, None]
+
+
+def test_a_tracker_receives_the_outcome_of_the_run(tmp_path, monkeypatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = TrackingConfig(use_tensorboard=False, use_wandb=True)
+    track(config, tmp_path / "run", steps=(1,))
+    with pytest.raises(TypeError):
+        track(config, tmp_path / "run", steps=(1, None))
+    assert wandb.exits == [0, 1]
 
 
 def test_without_a_server_the_wandb_run_is_recorded_offline_under_its_id(tmp_path, monkeypatch) -> None:
@@ -154,7 +165,7 @@ class Server:
             raise ConnectionError("refused")
         self.logged.append(step)
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         self.log(0, {})
 
 
@@ -225,6 +236,10 @@ def test_an_installed_mlflow_has_one_run_with_settings_metrics_and_a_table(tmp_p
     assert [point.step for point in client.get_metric_history(run.info.run_id, "reward")] == [1, 2, 2, 3]
     table = client.load_table(run.info.experiment_id, "samples/000000-000099.json", [run.info.run_id])
     assert (list(table.columns), list(table["step"])) == (["step", *COLUMNS], [1] * 4 + [2] * 8 + [3] * 4)
+    with pytest.raises(TypeError):
+        track(TrackingConfig(use_tensorboard=False, use_mlflow=True), tmp_path / "broken", steps=(1, None))
+    (broken,) = client.search_runs([run.info.experiment_id], "attributes.run_name = 'broken'")
+    assert broken.info.status == "FAILED"
 
 
 def test_an_installed_trackio_has_one_run_with_metrics_and_tables(tmp_path, monkeypatch) -> None:

@@ -71,6 +71,19 @@ def test_curves_of_runs_are_overlaid_and_follow_a_live_run(browser, tmp_path):
     viewed(browser, tmp_path, "curves", check)
 
 
+def test_a_curve_of_nearly_equal_values_is_drawn(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    write(run / METRICS_FILE, [{"step": step, "reward": 1 + step * 4e-8} for step in (-1, 0, 1)], "w")
+
+    async def check(page: Page) -> None:
+        await page.until("document.querySelectorAll('canvas').length > 0")
+        await page.value("document.querySelector('.controls [type=checkbox]').click()")  # logarithmic
+        await page.until("document.querySelector('.controls [type=checkbox]').checked")
+        await page.until("document.querySelectorAll('canvas').length > 0")
+
+    viewed(browser, tmp_path, "curves", check)
+
+
 def test_samples_are_filtered_and_chosen_by_keys(browser, tmp_path):
     run = make_run(tmp_path / "run")
     image = add_image(run)

@@ -3,7 +3,9 @@
 import {useEffect, useRef} from "preact/hooks";
 import {colour, html, number, useTheme, useWidth} from "view/shared.js";
 
-const HEIGHT = 210, BROKEN = 8;
+const HEIGHT = 210, BROKEN = 8, NEARLY = 1e-5;
+// Distances of marks on an axis of whole numbers, such as iterations.
+const WHOLE = Array.from({length: 12}, (_, power) => [1, 2, 5].map(digit => digit * 10 ** power)).flat();
 
 // Exponential moving average, corrected for its start as in Adam, so that the first value stays as it is.
 export function smoothed(values, weight) {
@@ -24,15 +26,17 @@ const axis = extra => ({
   font: "12px ui-sans-serif, system-ui, sans-serif", ...extra,
 });
 
-// A line of equal values is in the middle, except at 0.
+// A line of equal values is in the middle, except at 0. So is one of nearly equal values: uPlot would round its range to
+// one value, and then add marks without end.
 function range(_, low, high) {
   if (low === null) return [0, 1];
-  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low <= NEARLY * size) return size === 0 ? [0, 1] : [low - size / 2, low + size / 2];
   return uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function options({lines, smoothing, isLog, width, unit, group, readout, height}) {
-  const series = [{label: unit}];
+  const series = [{label: unit}], isWhole = lines.every(line => line.x.every(Number.isInteger));
   for (const line of lines) {
     const points = {show: !line.isHistogram && (line.x.length <= 40 || line.isMarked), size: 5};
     const faint = smoothing > 0 && !line.isMarked;
@@ -45,7 +49,7 @@ function options({lines, smoothing, isLog, width, unit, group, readout, height})
     width, height, series, padding: [10, 12, 0, 0], legend: {show: false},
     scales: {x: {time: false}, y: isLog ? {distr: 3} : {range}},
     cursor: {sync: {key: group}, points: {size: 7}, y: false},
-    axes: [axis({size: 28, values: (_, ticks) => ticks.map(number)}),
+    axes: [axis({size: 28, values: (_, ticks) => ticks.map(number), ...(isWhole && {incrs: WHOLE})}),
       axis({size: 56, values: (_, ticks) => ticks.map(tick => tick === null ? "" : number(tick))})],
     hooks: {setCursor: [chart => readout(chart)]},
   };
