@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from rlhf_cli.command_table import COMMANDS, Command
 from rlhf_cli.environment import prepare_environment, rest_collector
-from rlhf_cli.errors import RunError, UsageError, listed, missing_package
+from rlhf_cli.errors import ProcessDied, RunError, UsageError, listed, missing_package
 from rlhf_cli.foreign.table import COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
@@ -220,16 +220,24 @@ def _with_trace(run: Callable[..., None], *, checks: bool = True) -> Callable[..
         except UsageError:
             raise
         except RunError as error:
-            # Raised by this package on purpose: the sentence is complete without a traceback.
-            if error.__cause__ is None:
-                raise
-            raise RunError(f"{error} (trace in {_write_trace(error, _run_directory(config))})") from error
+            text = error.message if isinstance(error, ProcessDied) and not _can_resume(config) else str(error)
+            # Without a cause, it is raised by this package on purpose: the sentence is complete without a traceback.
+            trace = f" (trace in {_write_trace(error, _run_directory(config))})" if error.__cause__ else ""
+            raise RunError(f"{text}{trace}") from error
         except ModuleNotFoundError as error:
             raise RunError(missing_package(error)) from None
         except Exception as error:
-            raise RunError(_unexpected(error, _run_directory(config))) from error
+            directory = _run_directory(config)
+            # The program that reads the output has ended, such as `head`.
+            if isinstance(error, BrokenPipeError) and directory is None:
+                raise typer.Exit(1) from None
+            raise RunError(_unexpected(error, directory)) from error
 
     return guarded
+
+
+def _can_resume(config: "CommandConfig") -> bool:
+    return any(hasattr(group, "load_checkpoint") for _, group in config)
 
 
 def _run_directory(config: "CommandConfig") -> Path | None:

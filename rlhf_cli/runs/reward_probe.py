@@ -31,6 +31,7 @@ from rlhf_cli.rewards.probes.judging import (
     earning_junk,
     failures_of,
     lines_of,
+    overpaid_junk,
     without_spelling_faults,
 )
 from rlhf_cli.rewards.probes.labels import Answer, answer_of, has_tests, sort_key, surely_differ
@@ -282,14 +283,14 @@ class _Test:
         junk = [probe for row in range(len(self._rows)) for probe in self._junk(row, form)]
         forms = [one for one in _of_forms(trials, form) if one.probe.role != "wrong"]
         scored = [*forms, *self._scored(junk)]
-        lines = lines_of(scored, None)
+        lines, overpaid = lines_of(scored, None), overpaid_junk(scored)
         note = "the reward does not depend on the label: right and wrong answers, and many answers, are not tested"
         return replace(
             report,
             lines=lines,
             failures=failures_of(scored),
-            faults=[*self._constant(scored), *self._blind_verifiers(dependent)],
-            notes=[note, *earning_junk(lines), *self._part_notes(scored, dependent)],
+            faults=[*self._constant(scored), *self._blind_verifiers(dependent), *overpaid],
+            notes=[note, *([] if overpaid else earning_junk(lines)), *self._part_notes(scored, dependent)],
         )
 
     def _blind_verifiers(self, dependent: set[str]) -> Iterator[str]:

@@ -186,11 +186,29 @@ def _verdict(
     return "fault" if is_fault else "note", f"paid: {len(paying)} of {len(scored)}", paying
 
 
-def earning_junk(lines: Sequence[Line]) -> list[str]:
-    """Return a sentence if a response without an answer earns as much as an answer in any form, on average."""
+def overpaid_junk(scored: Iterable[Scored]) -> list[str]:
+    """Return a fault if a response without an answer earns more than all answers, on average, by more than answers in
+    different forms differ.
+    """
+    lines = lines_of((one for one in scored if one.probe.is_sure), None)
+    answers = [line.mean for line in lines if line.role in _EARNING and line.mean is not None]
+    return earning_junk(lines, margin=max(answers) - min(answers), is_more=True) if answers else []
+
+
+def earning_junk(lines: Sequence[Line], *, margin: float = 0.0, is_more: bool = False) -> list[str]:
+    """Return a sentence if a response without an answer earns at least as much as an answer in any form, on average.
+
+    Args:
+        lines: results of all probes.
+        margin: what it must earn in addition.
+        is_more: whether it must earn more than that.
+    """
     answers = [line.mean for line in lines if line.role in _EARNING and line.mean is not None]
     junk = [(line.mean, line.name) for line in lines if line.role == "junk" and line.mean is not None]
-    if not answers or not junk or max(junk)[0] < max(answers):
+    if not answers or not junk:
+        return []
+    excess = round(max(junk)[0] - max(answers) - margin, 9)
+    if excess < 0 or (is_more and not excess):
         return []
     mean, name = max(junk, key=lambda one: round(one[0], 9))
     return [f'"{name}" earns {mean:.3g}, an answer at most {max(answers):.3g}']

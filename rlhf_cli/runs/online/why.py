@@ -35,11 +35,17 @@ def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[s
     """Return how a response or one of its tokens changed the model: lines, and a function that returns JSON values."""
     root = Path(settings.run).expanduser()
     own = recorded_config(root, ONLINE_TRAINING)
+    if settings.step is not None:
+        raise UsageError(
+            f"--step is for rows of offline commands; a response of rlhf {own.command} is trained in its iteration "
+            f"only: set --sample to an id in {root / SAMPLES_FILE}"
+        )
     if settings.sample is None:
         raise UsageError(f"set --sample to an id in {root / SAMPLES_FILE}")
     row = _row(root, settings.sample)
-    if settings.step is not None:
-        raise UsageError("--step is for rows of offline commands: a response is trained in its iteration only")
+    # Before the iteration runs again, which takes minutes. Branches have tokens of their own.
+    if "branches" not in row and "length" in row:
+        _check_token(settings.token, int(str(row["length"])))
     again = replay(own, int(str(row["step"])), tokens=partial(tokens_with_share, row, settings, own))
     return lines(again, row, settings.token), partial(explanation, again, row)
 
@@ -92,9 +98,13 @@ def lines(
     head = [f"{row['id']}, iteration {again.iteration} of rlhf {again.run.config.command}", *_response(row)]
     if explained is None:
         return [*head, "", "not trained on: its reward failed, or its group was filtered", "", *_equality(again, row)]
-    if token is not None and token >= len(explained.texts):
-        raise UsageError(f"--token {token}: the response has tokens 0 to {len(explained.texts) - 1}")
+    _check_token(token, len(explained.texts))
     return [*head, "", *_body(explained, token), "", *_equality(again, row)]
+
+
+def _check_token(token: int | None, count: int) -> None:
+    if token is not None and token >= count:
+        raise UsageError(f"--token {token}: the response has tokens 0 to {count - 1}")
 
 
 def _body(explained: Explained, token: int | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rlhf_cli import cli
 from rlhf_cli.command_table import Command
 from rlhf_cli.commands.plan import planned_class
 from rlhf_cli.config.base import CommandConfig, SettingsGroup
-from rlhf_cli.errors import RunError, UsageError, first_line
+from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import typer_command
 from rlhf_cli.version import __version__
@@ -51,6 +51,10 @@ def mood(config: MoodConfig) -> None:
                 _ = 1 / 0
             except ZeroDivisionError as error:
                 raise RunError("engine 1 died: continue with --load_checkpoint") from error
+        case "dead":
+            raise ProcessDied("engine 1 died")
+        case "unread":
+            raise BrokenPipeError("pipe")
         case "defect":
             raise KeyError("first line\nsecond line")
         case "interrupt":
@@ -314,6 +318,16 @@ def test_a_reader_that_stops_early_is_no_failure():
         ["bash", "-c", command], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
     )
     assert (done.stdout, done.stderr) == ("Usage: rlhf ppo [--FLAG VALUE]...\n", "")
+
+
+def test_a_command_without_an_output_folder_ends_silently_if_its_reader_stops(capsys, tmp_path):
+    assert ends(["mood", "--mood", "unread", "--output", str(tmp_path / "none")], capsys) == (1, "")
+    status, said = ends(["mood", "--mood", "unread", "--output", str(tmp_path)], capsys)
+    assert (status, said[:43]) == (1, "rlhf mood: unexpected BrokenPipeError: pipe")
+
+
+def test_a_command_that_cannot_resume_does_not_mention_it(capsys):
+    assert ends(["mood", "--mood", "dead"], capsys) == (1, "rlhf mood: engine 1 died\n")
 
 
 def test_completion_offers_commands_flags_and_choices():

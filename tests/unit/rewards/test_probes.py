@@ -15,6 +15,7 @@ from rlhf_cli.rewards.probes.judging import (
     earning_junk,
     failures_of,
     lines_of,
+    overpaid_junk,
 )
 from rlhf_cli.rewards.probes.labels import answer_of, close_answers, other_answers, sort_key, spellings, surely_differ
 from rlhf_cli.rewards.probes.responses import FORMS, Probe, Role, programs, sprays, wanted_form
@@ -251,6 +252,15 @@ def test_junk_that_earns_as_much_as_an_answer_is_named():
     assert earning_junk(lines_of([*scored("form", "box", 0.7), *junk], None)) == [
         '"empty" earns 0.7, an answer at most 0.7'
     ]
+
+
+def test_junk_that_earns_more_than_answers_differ_is_a_fault():
+    answers = [*scored("form", "box", 1.0), *scored("form", "words", 0.5)]
+    assert overpaid_junk([*answers, *scored("junk", "empty", 1.5)]) == []
+    found = overpaid_junk([*answers, *scored("junk", "empty", 1.6)])
+    assert found == ['"empty" earns 1.6, an answer at most 1']
+    # Equal to the only answer, as with a reward for the format.
+    assert overpaid_junk([*scored("form", "box", 1.0), *scored("junk", "empty", 1.0)]) == []
 
 
 def test_the_value_of_a_number_is_exact():

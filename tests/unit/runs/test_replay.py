@@ -36,7 +36,7 @@ def run(tmp_path):
     (root / "run.json").write_text(json.dumps({"command": "grpo"}))
     lines = [json.dumps({"step": step, "policy_loss": 0.5}) for step in (1, 2, 3)]
     (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (root / "samples.jsonl").write_text(json.dumps({"step": 1, "id": "data.jsonl:0/4.0@0"}) + "\n")
+    (root / "samples.jsonl").write_text(json.dumps({"step": 1, "id": "data.jsonl:0/4.0@0", "length": 3}) + "\n")
     return root
 
 
@@ -126,6 +126,19 @@ def test_a_folder_that_is_no_run_and_a_command_without_iterations_are_refused(ru
 def test_a_response_that_the_run_does_not_have_is_refused(run):
     config = WhyConfig(why=WhyGroup(run=str(run), sample="data.jsonl:0/4.1@0"))
     with pytest.raises(UsageError, match=r"has no response 'data.jsonl:0/4.1@0': copy an `id`"):
+        explain(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"token": 3}, "^--token 3: the response has tokens 0 to 2$"),
+        ({"step": 1, "sample": None}, "^--step is for rows of offline .* of rlhf grpo .*: set --sample"),
+    ],
+)
+def test_a_token_or_step_that_a_response_does_not_have_is_refused_before_a_run(run, given, message):
+    config = WhyConfig(why=WhyGroup(**{"run": str(run), "sample": "data.jsonl:0/4.0@0", **given}))
+    with pytest.raises(UsageError, match=message):
         explain(config)
 
 

@@ -107,10 +107,14 @@ def test_a_reward_that_breaks_is_reported_once_with_the_reason(probe, reward_fil
     assert levels(report, "fault") == {"trailing zeros", "thousands separators"}
 
 
-def test_a_reward_of_length_is_no_fault_but_a_constant_is(probe, reward_file):
+def test_a_penalty_for_length_is_no_fault_but_a_reward_for_it_and_a_constant_are(probe, reward_file):
     status, found = probe("--reward_func", reward_file(LENGTH))
     assert (status, found["faults"]) == (0, 0)
     assert "does not depend on the label" in found["reports"][0]["notes"][0]
+    assert found["reports"][0]["notes"][1].startswith('"empty" earns 0, ')
+    status, found = probe("--reward_func", reward_file(LENGTH.replace("-len", "len")))
+    assert (status, len(found["reports"][0]["notes"])) == (1, 1)
+    assert found["reports"][0]["faults"][0].startswith('"20,000 words" earns ')
     status, found = probe("--reward_func", reward_file(ZERO))
     assert status == 1
     assert found["reports"][0]["faults"][0].endswith("get the reward 0: nothing can be learned from it")
