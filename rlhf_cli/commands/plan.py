@@ -74,6 +74,11 @@ def _of_hardware(base: type[CommandConfig], given: Mapping[str, Any]) -> dict[st
     if on_gpu and "param_dtype" in names:
         values["param_dtype"] = "bf16"
     # One launcher per machine starts the ranks; on several nodes, it is torchrun or similar.
-    if "num_processes" in names and given.get("num_gpus") and str(given.get("num_nodes") or 1) == "1":
+    if "num_processes" in names and _is_count(given.get("num_gpus")) and str(given.get("num_nodes") or 1) == "1":
         values["num_processes"] = given["num_gpus"]
     return values
+
+
+def _is_count(value: object) -> bool:
+    """Return whether a value, perhaps still text of a flag, is a positive integer. Others have an error themselves."""
+    return str(value).isdecimal() and int(str(value)) > 0

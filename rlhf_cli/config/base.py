@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -182,12 +183,14 @@ class CommandConfig(BaseModel):
         return annotation
 
     @classmethod
+    @cache
     def supported(cls, group: str) -> tuple[str, ...]:
         """Return the supported settings of a group, in order."""
         unsupported = cls.unsupported_in(group)
         return tuple(name for name in cls.group_class(group).model_fields if name not in unsupported)
 
     @classmethod
+    @cache
     def unsupported_in(cls, group: str) -> frozenset[str]:
         """Return the unsupported settings of a group, which a dump omits."""
         names = cls.group_class(group).model_fields
@@ -203,7 +206,7 @@ class CommandConfig(BaseModel):
         """Return a setting of any group; None if it is not set, or the command has none."""
         # A setting of an unsupported group has its default, None, and hides none of the same name.
         # A plan reads thousands of settings, and Pydantic's getattr is slow for missing ones.
-        values = (vars(group).get(name) for _, group in self)
+        values = (vars(group).get(name) for group in vars(self).values())
         return next((value for value in values if value is not None), None)
 
     def changed(self, *names: str) -> str | None:

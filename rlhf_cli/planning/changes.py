@@ -18,6 +18,8 @@ Planner = Callable[[CommandConfig, Hardware], Plan]
 _MOST_SHOWN, _MOST_COMBINED = 3, 4
 _LEAST_SAVED = 0.03
 """Fraction of a step's time that a change must save."""
+_CHANGED = 2
+"""How much a change affects the result if it trains other weights or other texts."""
 _CLUSTERS = ((2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16))
 """GPUs per node and nodes that are tried if no flags make a command fit."""
 
@@ -67,9 +69,19 @@ def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Ch
         faster = [one for one in fitting if one.plan.seconds < (1 - _LEAST_SAVED) * plan.seconds]
         return _best(sorted(faster, key=lambda one: one.plan.seconds))
     if fitting:
-        return _best(sorted(fitting, key=_order))
+        return _best(sorted([*fitting, *_of_the_same_result(config, plan, planner, fitting)], key=_order))
     found = _combined(config, plan, planner) or _on_more_gpus(config, plan, planner)
     return [] if found is None else [found]
+
+
+def _of_the_same_result(
+    config: CommandConfig, plan: Plan, planner: Planner, fitting: Sequence[Change]
+) -> Iterator[Change]:
+    """Yield a combination that fits and trains the same weights, if each single change that fits is an adapter."""
+    if all(_changes_result(one) == _CHANGED for one in fitting):
+        found = _combined(config, plan, planner)
+        if found is not None and _changes_result(found) < _CHANGED:
+            yield found
 
 
 def _best(several: Sequence[Change]) -> list[Change]:
@@ -86,7 +98,7 @@ def _order(change: Change) -> tuple[int, float]:
 
 def _changes_result(change: Change) -> int:
     """Return how much a change affects the result: 0 only by rounding, 1 other optimizer states, 2 more than that."""
-    return 2 if {"lora_rank", "max_len"} & change.values.keys() else int("optim" in change.values)
+    return _CHANGED if {"lora_rank", "max_len"} & change.values.keys() else int("optim" in change.values)
 
 
 def _combined(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
@@ -212,7 +224,8 @@ def _of_states(config: CommandConfig, plan: Plan) -> Iterator[Values]:
     yield {"adam_offload": not config.setting("adam_offload")}
     if config.setting("optim") == "adamw":
         yield {"optim": "adamw_bf16"}
-    yield {"zero_stage": 3, "param_offload": True}
+    if not plan.fits:
+        yield {"zero_stage": 3, "param_offload": True}
 
 
 def _of_adapters(config: CommandConfig) -> Iterator[Values]:

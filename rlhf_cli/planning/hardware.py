@@ -95,17 +95,30 @@ _NAMES: dict[str, GpuName] = {
 """Rows by a part of a GPU's name, in NVIDIA's driver or in Ray."""
 
 
+_ASSUMED = "; {} is planned with the speed of an A100"
+_OF_GPUS = (
+    *("num_gpus", "num_nodes", "gpu_memory_gib", "gpu_tflops", "gpu_bandwidth", "gpu_link", "network"),
+    "price_per_gpu_hour",
+)
+"""Settings that only a plan for GPUs reads."""
+# Placements list all GPUs, and a plan compares hundreds of them.
+_MOST_GPUS = 8192
+
+
 def hardware_of(plan: PlanConfig) -> Hardware:
     """Return the hardware that the settings name; by default this machine's.
 
     Raises:
-        UsageError: GPUs are requested but of no known kind.
+        UsageError: GPUs are requested but of no known kind, too many, or with `--gpu cpu`.
     """
+    of_gpus = plan.changed(*_OF_GPUS)
     if plan.gpu == "cpu":
+        if of_gpus:
+            raise UsageError(f"--{of_gpus} describes GPUs, which --gpu cpu has none of: remove one of the two")
         return _with_memory(this_cpu(), plan)
     here = gpus() if plan.gpu is None else []
     if plan.gpu is None and not here and not plan.describes_gpu:
-        if plan.changed("num_gpus", "num_nodes", "price_per_gpu_hour"):
+        if of_gpus:
             raise UsageError(f"this machine has no GPU: set --gpu {', '.join(GPUS)}, or --gpu_memory_gib and others")
         return _with_memory(this_cpu(), plan)
     base = GPUS[plan.gpu] if plan.gpu is not None and plan.gpu != "cpu" else _of_driver(here)
@@ -119,7 +132,13 @@ def hardware_of(plan: PlanConfig) -> Hardware:
         "host_memory": host if host is not None or not here else usable_memory(),
     }
     given = {name: value for name, value in values.items() if value is not None}
-    return replace(base, **given, num_gpus=plan.num_gpus or max(1, len(here)), num_nodes=plan.num_nodes)  # type: ignore[arg-type]
+    base = replace(base, assumption="") if {"flops", "bandwidth"} <= given.keys() else base
+    num_gpus = plan.num_gpus or max(1, len(here))
+    if num_gpus * plan.num_nodes > _MOST_GPUS:
+        raise UsageError(
+            f"--num_gpus {num_gpus} on {plan.num_nodes:,} nodes: a plan has at most {_MOST_GPUS:,} GPUs; plan for fewer"
+        )
+    return replace(base, **given, num_gpus=num_gpus, num_nodes=plan.num_nodes)  # type: ignore[arg-type]
 
 
 def _with_memory(cpu: Hardware, plan: PlanConfig) -> Hardware:
@@ -134,7 +153,7 @@ def _given(value: float | None, unit: float) -> float | None:
 def _of_driver(here: list[Gpu]) -> Hardware:
     """Return the row of this machine's smallest GPU; without GPUs, or for an unknown one, speeds of an A100."""
     if not here:
-        return replace(GPUS["a100-80"], name="own GPU")
+        return replace(GPUS["a100-80"], name="own GPU", assumption=_ASSUMED.format("own GPU"))
     smallest = min(here, key=lambda gpu: gpu.memory)
     memory = smallest.memory * 2.0**20
     return replace(_with_packages(_of_name(smallest.name)), name=smallest.name, memory=memory)
@@ -150,7 +169,7 @@ def _of_name(name: str) -> Hardware:
     known = next((key for part, key in _NAMES.items() if part in name), None)
     if known is not None:
         return GPUS[known]
-    return replace(GPUS["a100-80"], assumption=f"; {name} is planned with the speed of an A100")
+    return replace(GPUS["a100-80"], assumption=_ASSUMED.format(name))
 
 
 def hardware_of_run(node_gpus: Sequence[int], kinds: Sequence[str]) -> Hardware | None:

@@ -3,6 +3,7 @@
 The same functions choose gradient checkpointing and micro-batches of a run, and make `rlhf plan`.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -341,5 +342,8 @@ def _fits(role: RoleMemory, free: float, num_tokens: int, *, recomputes: bool) -
 
 def _largest(role: RoleMemory, free: float, most: int, *, recomputes: bool) -> int:
     """Return the largest multiple of 512 up to `most` whose activations and logits fit, or `most` if it fits."""
-    sizes = (most, *range(most // _STEP * _STEP, 0, -_STEP))
-    return next((size for size in sizes if _fits(role, free, size, recomputes=recomputes)), 0)
+    if _fits(role, free, most, recomputes=recomputes):
+        return most
+    # A linear search is too slow for the hundreds of layouts of a plan. False sorts before True.
+    sizes = range(_STEP, most + 1, _STEP)
+    return _STEP * bisect_left(sizes, True, key=lambda size: not _fits(role, free, size, recomputes=recomputes))

@@ -96,17 +96,20 @@ def _training(work: Workload, batching: Batching, name: str) -> Costs:
     is_full = role.num_trained >= role.shape.parameters
     num_passes = (3.0 if is_full else 2.0) + (1.0 if batching.recomputes else 0.0)
     costs = _pass(work, batching, role, work.tokens.trained, num_passes=num_passes, trains=True)
-    packs = _packs(work, batching, role)
+    packs = _packs(work, batching, role, work.tokens.trained, at_least=updates)
+    busy = costs["compute"] + costs["memory bandwidth"] + costs["launches"]
+    costs["communication"] += _reductions(work, role, packs, compute=busy)
+    if role.offloads_activations:
+        costs["host link"] += _offloading(work, role)
     shards = role.num_ranks if role.settings.zero_stage else 1
     step = role.num_trained * _OPTIMIZER_TRAFFIC / shards / _elementwise(hardware)
     costs["memory bandwidth"] += packs * role.num_trained * _GRADIENT_TRAFFIC / _elementwise(hardware)
     if role.settings.adam_offload:
         # Gradients and weights travel; the CPU reads and writes states at the speed of its memory.
         moved = 6 * role.num_trained / shards / (_LINKS * hardware.host_link)
-        costs["host link"] = updates * (moved + role.num_trained * _OPTIMIZER_TRAFFIC / shards / _HOST_BANDWIDTH)
+        costs["host link"] += updates * (moved + role.num_trained * _OPTIMIZER_TRAFFIC / shards / _HOST_BANDWIDTH)
     else:
         costs["memory bandwidth"] += updates * step
-    costs["communication"] = _reductions(work, role, packs, compute=sum(costs.values()))
     return costs
 
 
@@ -118,11 +121,11 @@ def _elementwise(hardware: Hardware) -> float:
     return _MEMORY * hardware.bandwidth
 
 
-def _packs(work: Workload, batching: Batching, role: RoleMemory) -> float:
-    """Return the micro-batches of a rank in all updates of a step."""
+def _packs(work: Workload, batching: Batching, role: RoleMemory, tokens: float, *, at_least: float) -> float:
+    """Return the micro-batches of a rank that hold these tokens of all ranks."""
     groups = role.num_ranks / role.settings.ranks_per_pack
     size = (batching.max_tokens or work.longest) * role.settings.sequence_parallel_size
-    return max(work.tokens.updates, work.tokens.trained / groups / size)
+    return max(at_least, tokens / groups / size)
 
 
 def _pass(
@@ -131,23 +134,27 @@ def _pass(
     """Return the costs of passes over tokens; `num_passes` counts forward passes of equal cost."""
     hardware, shape = work.hardware, role.shape
     own = tokens / role.num_ranks
-    size = (batching.max_tokens or work.longest) * 1.0
-    packs = max(1.0, own / size)
+    packs = _packs(work, batching, role, tokens, at_least=work.tokens.updates if trains else 1.0)
     layer_seconds = _CPU_LAYER_SECONDS if hardware.is_cpu else _LAYER_SECONDS
     traffic = own * shape.kept_values * role.value_bytes * _TRAFFIC * num_passes
     logits = own * shape.vocabulary * _LOGIT_TRAFFIC * (1.0 if trains else 1 / 3)
     launches = packs * shape.layers * layer_seconds * (1.0 if trains else 1 / 3)
     if role.settings.zero_stage == 3 and not hardware.is_cpu:
         launches += packs * shape.layers * _ZERO3_LAYER_SECONDS * (1.0 if trains else 1 / 3)
-    costs = {
-        "compute": num_passes * shape.forward_flops(own, work.tokens.length) / (_PRODUCTS * hardware.flops),
+    compute = num_passes * shape.forward_flops(own, work.tokens.length) / (_PRODUCTS * hardware.flops)
+    # Forward and backward pass read all weights once each; a recomputed layer reads them for its backward pass too.
+    weights = packs * (2 if trains else 1) * shape.parameters * role.weight_bytes
+    is_sharded = role.settings.zero_stage == 3 and role.num_ranks > 1
+    gathered = weights / _collective(work, role) if is_sharded else 0.0
+    fetched = weights / (role.num_ranks if is_sharded else 1) / (_LINKS * hardware.host_link)
+    return {
+        "compute": compute,
         "memory bandwidth": (traffic + (logits if shape.vocabulary > 1 else 0)) / _elementwise(hardware),
         "launches": launches,
+        # Both run ahead of the computation.
+        "communication": max(0.0, gathered - compute),
+        "host link": max(0.0, fetched - compute) if role.settings.param_offload else 0.0,
     }
-    if role.settings.zero_stage == 3 and role.num_ranks > 1:
-        gathered = packs * num_passes / 1.5 * shape.parameters * role.weight_bytes
-        costs["communication"] = max(0.0, gathered / _collective(work, role) - costs["compute"])
-    return costs
 
 
 def _collective(work: Workload, role: RoleMemory) -> float:
@@ -158,16 +165,26 @@ def _collective(work: Workload, role: RoleMemory) -> float:
 
 
 def _reductions(work: Workload, role: RoleMemory, packs: float, *, compute: float) -> float:
-    """Return the exposed time of gradient reductions: each micro-batch at ZeRO 2 and 3, each update otherwise."""
+    """Return the exposed time of gradient reductions, and of gathering updated weights at ZeRO 1 and 2.
+
+    Gradients are reduced in float32: in each micro-batch at ZeRO 2 and 3, in each update otherwise.
+    """
     if role.num_ranks == 1:
         return 0.0
-    count = packs if role.settings.zero_stage >= 2 else work.tokens.updates
-    seconds = count * role.num_trained * 4 / _collective(work, role)
-    if role.settings.zero_stage < 2:
-        seconds *= 2  # all-reduce
-    overlaps = role.settings.overlap_comm is not False and not role.settings.adam_offload
-    # Reductions overlap with the backward pass, two thirds of the computation.
-    return max(0.1 * seconds, seconds - 2 / 3 * compute) if overlaps else seconds
+    stage, updates, rate = role.settings.zero_stage, work.tokens.updates, _collective(work, role)
+    seconds = (packs if stage >= 2 else updates) * role.num_trained * 4 / rate
+    if stage < 3:
+        seconds *= 2  # Also at ZeRO 2, DeepSpeed reduces its buckets with all-reduce.
+    gathering = updates * role.num_trained * role.value_bytes / rate if stage in (1, 2) else 0.0
+    # At ZeRO 2 and 3, reductions overlap with the backward pass, two thirds of the computation.
+    overlaps = stage >= 2 and role.settings.overlap_comm is not False and not role.settings.adam_offload
+    return gathering + (max(0.1 * seconds, seconds - 2 / 3 * compute) if overlaps else seconds)
+
+
+def _offloading(work: Workload, role: RoleMemory) -> float:
+    """Return the time of copies of layer inputs to host memory and back, for which the GPU waits."""
+    values = work.tokens.trained / role.num_ranks * (role.shape.recomputed_values - role.shape.layer_values)
+    return 2 * values * role.value_bytes / (_LINKS * work.hardware.host_link)
 
 
 def _prefill(work: Workload) -> Costs:

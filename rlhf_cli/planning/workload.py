@@ -105,7 +105,8 @@ def trained_role(
         optimizer=config.optim.optim,
         weight_bytes=FOUR_BIT_BYTES if in_4bit else value_bytes,
         value_bytes=value_bytes,
-        offloads_activations=config.model.activation_offload,
+        # On a CPU, they would go from host memory to host memory.
+        offloads_activations=config.model.activation_offload and not hardware.is_cpu,
         has_gpus=not hardware.is_cpu,
         is_fused=_is_fused(config, hardware),
         keeps_scores=config.model.attn_implementation in ("auto", "eager") and not hardware.has_flash,

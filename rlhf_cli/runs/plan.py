@@ -8,7 +8,8 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.plan import plan_settings
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
-from rlhf_cli.errors import listed
+from rlhf_cli.config.train import DEFAULT_TOKENS
+from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.planning.calibration import calibrated, calibration_file, read_runs
 from rlhf_cli.planning.changes import Change, Planner, best_changes
 from rlhf_cli.planning.engines import EngineMemory
@@ -18,6 +19,9 @@ from rlhf_cli.planning.memory import GIB, USABLE, total
 from rlhf_cli.planning.phases import GpuMemory
 from rlhf_cli.planning.planner import Plan, make_plan, placement, shapes_of
 from rlhf_cli.planning.shared_memory import shared_memory
+from rlhf_cli.planning.workload import Workload
+from rlhf_cli.runs.online.checks import check_settings
+from rlhf_cli.runs.online.estimator import estimator_of
 
 _UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "environment", "agent_command")
 """Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
@@ -35,6 +39,9 @@ _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers
 def plan_command(config: CommandConfig) -> None:
     """Print the plan of a command, and changes that help. Exits with 3 if the command does not fit."""
     settings = plan_settings(config)
+    _check_lengths(config, settings)
+    if isinstance(config, OnlineConfig):
+        check_settings(config, estimator_of(config))
     plan, changes = plan_with_changes(config, settings)
     if settings.as_json:
         found = [{"flags": one.flags, "fits": one.plan.fits, **_result(one)} for one in changes]
@@ -43,6 +50,18 @@ def plan_command(config: CommandConfig) -> None:
         print("\n".join(lines_of(config, plan, changes)))
     if not plan.fits:
         sys.exit(DOES_NOT_FIT)
+
+
+def _check_lengths(config: CommandConfig, settings: PlanConfig) -> None:
+    """Raise UsageError if a mean length is more than the longest sequence."""
+    longest = config.setting("max_len")
+    for name in ("row_tokens", "prompt_tokens", "response_tokens"):
+        mean = getattr(settings, name)
+        if longest is not None and mean is not None and mean > longest:
+            raise UsageError(
+                f"--{name} {mean} is more than --max_len {longest}, the longest sequence: lower the former or raise "
+                "the latter"
+            )
 
 
 def plan_with_changes(config: CommandConfig, settings: PlanConfig) -> tuple[Plan, list[Change]]:
@@ -102,9 +121,22 @@ def _memory_lines(plan: Plan) -> list[str]:
     if work.engine is not None:
         lines.append(f"  engine: {_cache(work.engine, work.tokens.prompt + work.tokens.response)}")
     lines += [f"  {plan.batching.reason}"] if plan.batching.reason else []
+    lines += [f"  {warning}"] if (warning := _long_rows(work, plan.batching.max_tokens)) else []
     lines += _sizes("Host memory per node", plan.host)
     lines += _sizes("/dev/shm per node", shared_memory(plan.work))
     return [*lines, *_sizes("Disk", plan.disk), ""]
+
+
+def _long_rows(work: Workload, max_tokens: int) -> str:
+    """Warn that a run stops if its data has rows as long as the settings allow; "" if they fit a micro-batch."""
+    # On a CPU, micro-batches of a plan are those of mean rows.
+    limit = max(max_tokens, work.config.setting("train_max_tokens_per_gpu") or DEFAULT_TOKENS)
+    if not work.trained or work.longest <= limit:
+        return ""
+    return (
+        f"rows that need more than {limit:,} tokens of a GPU stop the run: set --train_max_tokens_per_gpu "
+        f"{work.longest} to plan for the longest, or lower --max_len"
+    )
 
 
 def _phase_table(gpu: GpuMemory) -> list[str]:
@@ -167,7 +199,8 @@ def _unit(plan: Plan) -> str:
 def _how(plan: Plan) -> str:
     """Describe how the times were forecast."""
     count = plan.num_calibrating
-    return "forecast" + (f", calibrated by {count} run{'s' if count > 1 else ''} on this machine" if count else "")
+    runs = f", calibrated by {count} run{'s' if count > 1 else ''} on this machine" if count else ""
+    return f"forecast{plan.work.hardware.assumption}{runs}"
 
 
 def _change_lines(plan: Plan, changes: list[Change]) -> list[str]:

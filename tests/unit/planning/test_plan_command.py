@@ -200,6 +200,25 @@ def test_times_of_rewards_are_named_as_missing_except_for_a_reward_model(capsys)
     assert head not in run(capsys, *words, "--reward_pretrain", SMALL)[1]
 
 
+def test_changes_that_train_the_same_weights_come_before_adapters():
+    _, changes = plans_of("sft", pretrain="Qwen/Qwen2.5-72B", num_gpus=8)
+    assert [one.flags for one in changes] == ["--adam_offload --zero_stage 3", "--lora_rank 16 --load_in_4bit"]
+
+
+def test_a_plan_warns_of_rows_that_no_micro_batch_holds(capsys):
+    words = ["sft", "--pretrain", SMALL, "--gpu", "h100", "--max_len", "65536"]
+    warning = "rows that need more than 16,192 tokens of a GPU stop the run: set --train_max_tokens_per_gpu 65536 "
+    assert warning in run(capsys, *words)[1]
+    assert warning not in run(capsys, *words, "--train_max_tokens_per_gpu", "65536")[1]
+
+
+def test_assumed_speed_of_an_own_gpu_is_stated(capsys):
+    words = ["sft", "--pretrain", SMALL, "--gpu_memory_gib", "48"]
+    assumed = "Time per step (forecast; own GPU is planned with the speed of an A100)"
+    assert assumed in run(capsys, *words)[1]
+    assert assumed not in run(capsys, *words, "--gpu_tflops", "200", "--gpu_bandwidth", "0.9")[1]
+
+
 def test_a_change_has_no_setting_without_an_effect():
     plan, changes = plans_of("sft", pretrain="Qwen/Qwen2.5-0.5B", gpu="h200")
     assert not plan.batching.recomputes
@@ -259,6 +278,13 @@ def test_host_memory_of_a_node_is_checked_if_it_is_known():
         (["sft", "--pretrain", "no/such-model", "--gpu", "h100"], "a plan needs only a folder with the model's config"),
         (["sft", "--pretrain", SMALL, "--gpu", "h900"], "--gpu h900: must be a100-40"),
         (["sft", "--pretrain", SMALL, "--num_gpus", "8"], "this machine has no GPU: set --gpu a100-40"),
+        (["sft", "--pretrain", SMALL, "--gpu_tflops", "200"], "this machine has no GPU: set --gpu a100-40"),
+        (["sft", "--pretrain", SMALL, "--gpu", "cpu", "--num_gpus", "2"], "--num_gpus describes GPUs, which --gpu cpu"),
+        (["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "0"], "rlhf plan: --num_gpus 0: must be an int"),
+        (["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "9000"], "a plan has at most 8,192 GPUs"),
+        (["sft", "--pretrain", SMALL, "--gpu", "h100", "--row_tokens", "4096"], "is more than --max_len 2048"),
+        (["grpo", "--pretrain", SMALL, "--gpu", "h100", "--max_len", "32768"], "cannot fit one sequence of --max_len"),
+        (["ppo", "--pretrain", SMALL, "--gpu", "h100", "--train_batch_size", "100"], "does not divide the 1024"),
         (["sft", "--pretrain", SMALL, "--zero_stag", "3"], "unknown flag --zero_stag (did you mean --zero_stage?)"),
         (
             ["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "2", "--num_processes", "4"],
