@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from site_hooks import undocumented
 from viewed_runs import exported
 
@@ -14,6 +16,7 @@ from rlhf_cli.runs.walkthroughs import SumsWalkthrough
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
+NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 SEED = 1
 OTHERS = (
     "grpo",
@@ -66,6 +69,19 @@ def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, outp
         assert not undocumented(command, {name for row in rows for name in row} - {"step"})
     printed = [shlex.split(line)[2:] for line in output.splitlines() if line.startswith("$ rlhf ")]
     assert [command[0] for command in printed] == ["scratch", "sft", "ppo", "eval"]
+
+
+@pytest.mark.usefixtures("output")
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_on_its_files(folder, tmp_path, path):
+    (tmp_path / "quickstart").symlink_to(folder)
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    tables = [
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if "text/html" in output.get("data", ())
+    ]
+    assert len(tables) >= 2
 
 
 @pytest.mark.slow

@@ -23,14 +23,13 @@ ROWS = [
         "environment",
         "event_loop",
         "version",
-        "__init__",
     },
     {"models"},
     {"agents", "data", "rewards", "tracking"},
     {"backends"},
     {"planning", "trainers"},
     {"runs"},
-    {"cli", "__main__"},
+    {"__init__", "__main__", "api", "cli"},
 ]
 RANK = {member: rank for rank, row in enumerate(ROWS) for member in row}
 BACKEND_PACKAGES = {"ray", "deepspeed", "vllm"}  # only backends/ may import these

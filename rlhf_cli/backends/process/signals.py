@@ -47,7 +47,7 @@ def children_apart() -> Iterator[None]:
 
 
 @contextmanager
-def stops_forwarded(command: "subprocess.Popen[bytes]") -> Iterator[Callable[[], bool]]:
+def stops_forwarded(command: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> Iterator[Callable[[], bool]]:
     """Let a command of this terminal finish its step and save after a stop signal, while the block waits for it.
 
     Yields a function that returns whether there was a signal.
