@@ -16,7 +16,7 @@ import yaml
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from rlhf_cli.backends.process.signals import INTERRUPTED, stops_forwarded
-from rlhf_cli.command_table import COMMANDS
+from rlhf_cli.command_table import COMMANDS, FUNCTIONS
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.flags import Flag, describe, flags_of
 from rlhf_cli.options import build_config
@@ -25,25 +25,7 @@ from rlhf_cli.runs.recorded_runs import RecordedRun, read_run
 from rlhf_cli.runs.run_directory import recorded_settings
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, SAMPLES_FILE, read_alarms, read_metrics, read_samples
 
-__all__ = [
-    "Run",
-    "RunError",
-    "UsageError",
-    "distill",
-    "dpo",
-    "eval",
-    "generate",
-    "gkd",
-    "grpo",
-    "kto",
-    "ppo",
-    "prm",
-    "reinforce",
-    "remax",
-    "rloo",
-    "rm",
-    "sft",
-]
+__all__ = ["Run", "RunError", "UsageError", *FUNCTIONS]
 
 
 class Run:
@@ -104,7 +86,7 @@ class Run:
         return read_samples(self.folder / EVAL_SAMPLES_FILE)
 
 
-def _function(command: str) -> Callable[..., Run]:
+def _function(name: str, command: str) -> Callable[..., Run]:
     """Return a function that runs a command with its settings as keyword arguments."""
 
     def function(**settings: Any) -> Run:
@@ -115,7 +97,7 @@ def _function(command: str) -> Callable[..., Run]:
         return Run(next(group.output for _, group in config if hasattr(group, "output")))
 
     flags = flags_of(COMMANDS[command].config_class)
-    function.__name__ = function.__qualname__ = command.replace("+", "")
+    function.__name__ = function.__qualname__ = name
     function.__doc__ = _documentation(command, flags)
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(flag) for flag in sorted(flags.values(), key=lambda flag: not flag.required)],
@@ -175,17 +157,4 @@ def _run(command: str, settings: dict[str, Any]) -> None:
         raise (UsageError if status == 2 else RunError)(last.removeprefix(f"rlhf {command}: "))
 
 
-distill = _function("distill")
-dpo = _function("dpo")
-eval = _function("eval")
-generate = _function("generate")
-gkd = _function("gkd")
-grpo = _function("grpo")
-kto = _function("kto")
-ppo = _function("ppo")
-prm = _function("prm")
-reinforce = _function("reinforce++")
-remax = _function("remax")
-rloo = _function("rloo")
-rm = _function("rm")
-sft = _function("sft")
+globals().update({name: _function(name, command) for name, command in FUNCTIONS.items()})

@@ -210,5 +210,7 @@ TRAINING = tuple(name for name, command in COMMANDS.items() if command.panel in 
 """Commands that train a model."""
 ONLINE_TRAINING = tuple(name for name, command in COMMANDS.items() if command.panel == ONLINE)
 """Commands that train on sampled responses."""
+FUNCTIONS = {name.replace("+", ""): name for name in (*TRAINING, "generate", "eval")}
+"""Commands by the name of their function in Python (api.py)."""
 POLICY_GRADIENT = tuple(name for name, command in COMMANDS.items() if command.estimator)
 """Commands that train on advantages. They also support episodes and asynchronous sampling."""
