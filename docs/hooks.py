@@ -16,6 +16,8 @@ from rlhf_cli.flags import Flag, describe, flags_of
 
 METRICS_FILE = Path(__file__).with_name("metrics.yaml")
 MARKER = re.compile(r"^<!-- (flags|metrics): (\S+) -->$", re.MULTILINE)
+PAPER = re.compile(r"(?<![\w./])(\d{4}\.\d{5})(?!\w)")
+PROTECTED = re.compile(r"(<(?:code|pre|a)\b.*?</(?:code|pre|a)>)", re.DOTALL)
 
 PANELS = {OFFLINE: "offline", ONLINE: "online"}
 """Names that stand for all commands of a panel in metrics.yaml."""
@@ -33,6 +35,14 @@ def on_post_build(config: Any, **_: Any) -> None:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page with a table in place of each marker; MkDocs calls this."""
     return MARKER.sub(lambda found: TABLES[found[1]](found[2]), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return the page with a link for each arXiv number in its text; MkDocs calls this."""
+    # Odd parts are code and links, which stay as they are.
+    parts = PROTECTED.split(html)
+    parts[::2] = (PAPER.sub(r'<a href="https://arxiv.org/abs/\1">\1</a>', part) for part in parts[::2])
+    return "".join(parts)
 
 
 def flags_table(command: str) -> str:

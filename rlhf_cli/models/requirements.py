@@ -59,7 +59,7 @@ def check_trainable(architecture: PretrainedConfig, *, trust_remote_code: bool) 
     if is_of_transformers and kind not in PACKED_TYPES:
         reason = NOT_PACKED.get(kind, "not tested to keep sequences separate")
         raise UsageError(
-            f"models of type {kind} cannot be trained on packs: {reason}; docs/status.md lists the supported types"
+            f"models of type {kind} cannot be trained on packs: {reason}; docs/models.md lists the supported types"
         )
     named = getattr(architecture.get_text_config(), "layer_types", None) or ()
     # Chunked or sparse attention goes through the interface too, with masks that the kernels ignore.

@@ -32,6 +32,14 @@ def site(tmp_path_factory):
     return folder
 
 
+def test_arxiv_numbers_in_text_are_links_and_those_in_code_are_not():
+    html = "<td>2203.02155</td><p>arXiv 1707.06347, <code>2503.20783</code> and <a href='x'>2402.03300</a> 0.12345</p>"
+    link = '<a href="https://arxiv.org/abs/{0}">{0}</a>'
+    assert site_hooks().on_page_content(html) == html.replace("2203.02155", link.format("2203.02155")).replace(
+        "1707.06347", link.format("1707.06347")
+    )
+
+
 def test_the_page_of_each_command_has_all_of_its_flags(site):
     for name, entry in cli.COMMANDS.items():
         text = unescape((site / "commands" / f"{name}.html").read_text())

@@ -102,8 +102,8 @@ def test_the_tests_that_the_table_names_make_these_models():
 
 
 def test_the_page_has_the_table_of_types_that_train():
-    page = (Path(__file__).parents[3] / "docs" / "status.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     table = models_table()
-    assert f"\n\n{table}\n\n" in page, "run `rlhf doctor --models` and copy its output to docs/status.md"
+    assert f"\n\n{table}\n" in page, "run `rlhf doctor --models` and copy its output to docs/models.md"
     kinds = [row.split("|")[1] for row in table.splitlines()[2:]]
     assert set(re.findall(r"`([\w-]+)`", "".join(kinds))) == PACKED_TYPES | FAMILIES.keys() | TEXT_ONLY.keys()
