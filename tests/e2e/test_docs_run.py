@@ -1,7 +1,9 @@
-"""Run the shell blocks of the documentation that work on this machine, in page order.
+"""Run the documentation's shell blocks that work on this machine, in navigation order.
 
-A block runs if the line before it is the comment `<!-- runs -->`. All blocks share a folder with a tiny model in
-runs/sft, data files of each kind under data/, and the reward file of docs/howto/own-reward.md.
+A block runs if the line before it is the comment `<!-- runs -->`. Python blocks that start with a file name are written
+first; the last one with a name wins. All blocks share a folder with a tiny model in runs/sft, data files of each kind
+under data/, the reward file in docs/howto/own-reward.md, and the examples. The learn pages name their model `$MODEL`,
+here the untrained tiny one.
 """
 
 import json
@@ -18,7 +20,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 REPOSITORY = Path(__file__).parents[2]
 MARKED = re.compile(r"<!-- runs -->\n+```bash\n(.*?)```", re.DOTALL)
-PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if MARKED.search(page.read_text())]
+NAMED = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+NAVIGATION = re.findall(r"\S+\.md", (REPOSITORY / "mkdocs.yml").read_text())
+PAGES = [page for name in NAVIGATION if MARKED.search((page := REPOSITORY / "docs" / name).read_text())]
 
 
 def sums(count: int) -> list[tuple[str, str, str]]:
@@ -49,8 +53,8 @@ def write_rows(folder: Path) -> None:
     (folder / "data").mkdir()
     for name, content in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
-    page = (REPOSITORY / "docs" / "howto" / "own-reward.md").read_text()
-    (folder / "reward.py").write_text(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0])
+    (name, code), *_ = NAMED.findall((REPOSITORY / "docs" / "howto" / "own-reward.md").read_text())
+    (folder / name).write_text(code)
 
 
 def shell(script: str, folder: Path) -> None:
@@ -59,7 +63,7 @@ def shell(script: str, folder: Path) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "MODEL": "models/start"},
         capture_output=True,
         text=True,
         timeout=900,
@@ -75,6 +79,7 @@ def folder(tmp_path_factory):
     program = home / "bin" / "rlhf"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rlhf_cli "$@"\n')
     program.chmod(0o755)
+    (home / "examples").symlink_to(REPOSITORY / "examples")
     write_rows(home)
     shell("rlhf scratch --dataset data/train.jsonl --output models/start", home)
     shell("rlhf sft --pretrain models/start --dataset data/train.jsonl --output runs/sft", home)
@@ -83,7 +88,10 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_the_marked_blocks_of_a_page_run(page, folder):
-    for block in MARKED.findall(page.read_text()):
+    text = page.read_text()
+    for name, code in NAMED.findall(text):
+        (folder / name).write_text(code)
+    for block in MARKED.findall(text):
         shell(block, folder)
 
 

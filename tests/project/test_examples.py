@@ -1,7 +1,9 @@
 """Tests of the examples: solutions of word problems as preference pairs, and the multi-node launchers."""
 
+import csv
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -113,6 +115,27 @@ def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
     given = ["One two three four five six seven eight.", "one two - three 4 five six seven", "word " * 20, ""]
     assert [result["reward"] for result in reward_func(given)] == [1, 1 / 2, 1 / 13, 1 / 9]
     assert [result["exact"] for result in reward_func(given)] == [1, 0, 0, 0]
+
+
+def test_held_out_tickets_share_no_item_and_no_sentence_with_those_for_training(tmp_path):
+    """Tickets repeat number and item from the message."""
+    files = [str(tmp_path / name) for name in ("train.csv", "held_out.csv")]
+    subprocess.run([sys.executable, SCRIPT.parent / "tickets.py", *files], check=True)
+    splits = [list(csv.DictReader(Path(file).read_text().splitlines())) for file in files]
+    assert [len(rows) for rows in splits] == [120, 40]
+    items: list[set[str]] = [set(), set()]
+    sentences: list[set[str]] = [set(), set()]
+    for split, rows in enumerate(splits):
+        for row in rows:
+            number, item, _, _ = row["ticket"].split(" | ")
+            assert number in row["message"]
+            assert item in row["message"]
+            items[split].add(item)
+            text = row["message"].replace(number, "N").replace(item, "ITEM")
+            sentences[split].update(re.findall(r"[A-Z(][^.!?]*", text))
+    assert not items[0] & items[1]
+    assert not sentences[0] & sentences[1]
+    assert len(sentences[0]) > 30
 
 
 def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
