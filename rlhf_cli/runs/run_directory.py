@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,31 @@ def check_run_directory(settings: CheckpointConfig) -> None:
 
 def recorded_command(root: Path, *, source: str) -> str:
     """Return the command of a run. Raises UsageError, which names `source`, if the folder is not a run directory."""
+    return str(_recorded_facts(root, source=source)["command"])
+
+
+def _recorded_facts(root: Path, *, source: str) -> dict[str, Any]:
+    """Return run.json, which has a command."""
     try:
-        return str(json.loads((root / RUN_FILE).read_text(encoding="utf-8"))["command"])
+        facts: dict[str, Any] = json.loads((root / RUN_FILE).read_text(encoding="utf-8"))
+        return {"command": facts["command"], **facts}
     except (OSError, ValueError, KeyError):
         raise UsageError(f"{source}: not a run directory, it has no readable {RUN_FILE}") from None
+
+
+@contextmanager
+def folder_of_start(root: Path) -> Iterator[Path]:
+    """Work in the folder in which a run was started, if it still exists: the paths in its settings are relative to it.
+
+    Yields the run directory as it is called from there. Raises UsageError if it is none.
+    """
+    folder = Path(_recorded_facts(root, source=str(root)).get("folder") or "")
+    if not folder.is_dir() or folder.samefile("."):
+        yield root
+        return
+    path = root.absolute()
+    with chdir(folder):
+        yield path
 
 
 def recorded_settings(root: Path) -> dict[str, Any]:

@@ -211,13 +211,16 @@ def _problem(path: Path, size: int, probe: int) -> str | None:
     return None if _probe(path) == probe else "has changed since it was written"
 
 
-def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+def check_same_run(
+    checkpoint: Checkpoint, identity: Mapping[str, object], defaults: Mapping[str, object], *, repeats: bool = False
+) -> None:
     """Raise UsageError if the checkpoint belongs to a run with a different identity.
 
     Args:
         checkpoint: the checkpoint to resume.
         identity: values that must match for resuming, such as command, weights and batch size.
         defaults: default by setting name, as JSON values.
+        repeats: whether steps of the run are repeated, with its own settings and output folder.
     """
     written = checkpoint.state.get("identity", {})
     # A setting that is missing in the checkpoint is newer than the checkpoint, which behaved like the default. The new
@@ -225,6 +228,10 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object], defau
     newer = {name for name, value in identity.items() if name not in written and value in (None, defaults.get(name))}
     current = {name: value for name, value in identity.items() if name not in newer}
     if changes := differences(written, current):
+        if repeats:
+            raise UsageError(
+                f"the run cannot be repeated from {checkpoint.path}: {changes}; restore what has changed since then"
+            )
         settings = checkpoint.path.parent.parent / "config.yaml"
         # Defaults change between versions; the run directory records the old ones.
         are_settings = all(name in defaults for name, value in current.items() if _differs(name, written, value))

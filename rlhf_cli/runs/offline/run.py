@@ -261,7 +261,9 @@ def _checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_ran
     )
 
 
-def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None) -> dict[str, object]:
+def checked_identity(
+    config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None, *, repeats: bool = False
+) -> dict[str, object]:
     """Return the facts that must match to resume. Raises UsageError if `resume` is from a different run."""
     data, model = task.items.data, task.model
     identity = {
@@ -282,7 +284,7 @@ def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoin
         **task.identity(),
     }
     if resume is not None:
-        check_same_run(resume, identity, default_settings(config))
+        check_same_run(resume, identity, default_settings(config), repeats=repeats)
     return identity
 
 

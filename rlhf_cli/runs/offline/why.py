@@ -107,7 +107,7 @@ def _before(step: int, config: OfflineConfig, task: OfflineTask) -> Iterator[Rea
     resume = store.latest(at_most=step - 1)
     distributed.join_process_group()
     try:
-        checked_identity(config, task, resume)
+        checked_identity(config, task, resume, repeats=True)
         ready = make_ready(config, task, resume)
         _train(ready, ready.task.objective, resume.step if resume else 0, step - 1)
         yield ready
@@ -269,6 +269,8 @@ def lines(row: ExplainedRow, command: str, tokenizer: PreTrainedTokenizerBase, t
     yield ""
     yield f"In the step, with {row.metrics['num_sequences']:.0f} rows"
     yield f"  loss {number(row.metrics['loss'])}, gradient norm {number(row.metrics['grad_norm'])}"
+    if token is not None and token >= (most := max(len(token_ids) for token_ids, _ in row.sequences)):
+        raise UsageError(f"--token {token}: {most} tokens are trained, 0 to {most - 1}")
     for count, (token_ids, columns) in enumerate(row.sequences):
         if len(row.sequences) > 1:
             yield f"  {('chosen', 'rejected')[count]}"
@@ -281,8 +283,6 @@ def lines(row: ExplainedRow, command: str, tokenizer: PreTrainedTokenizerBase, t
 
 
 def _table(texts: list[str], columns: Mapping[str, list[float]], token: int | None) -> Iterator[str]:
-    if token is not None and token >= len(texts):
-        raise UsageError(f"--token {token}: {len(texts)} tokens are trained, 0 to {len(texts) - 1}")
     yield "    token             " + "".join(f"{name:>12}" for name in columns)
     for place, text in enumerate(texts):
         if token in (None, place):

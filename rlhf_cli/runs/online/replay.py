@@ -27,6 +27,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.commands.replay import ReplayConfig
 from rlhf_cli.config.base import SettingsGroup, default_settings
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.replay import ReplayGroup
 from rlhf_cli.config.roles import CriticConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import RewardConfig
@@ -36,7 +37,7 @@ from rlhf_cli.errors import UsageError, listed
 from rlhf_cli.runs.online.checked_run import OnlineRun, check_run
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.run import build, prepared, reserve, scorer_of
-from rlhf_cli.runs.run_directory import NOT_REPEATED, begin_logs, recorded_config, run_directory
+from rlhf_cli.runs.run_directory import NOT_REPEATED, begin_logs, folder_of_start, recorded_config, run_directory
 from rlhf_cli.tracking.sinks import read_metrics
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker
@@ -110,8 +111,12 @@ class Replayed:
 
 def run_replay(config: ReplayConfig) -> None:
     """Print an iteration of a run, the same again, and the same with other settings."""
-    settings = config.replay
-    root, changes = Path(settings.run).expanduser(), _changes(settings.set or [])
+    with folder_of_start(Path(config.replay.run).expanduser()) as root:
+        _replay(config.replay, root)
+
+
+def _replay(settings: ReplayGroup, root: Path) -> None:
+    changes = _changes(settings.set or [])
     own: OnlineConfig = recorded_config(root, ONLINE_TRAINING)
     changed = None
     if changes or settings.sample_again:
@@ -251,7 +256,7 @@ def replay(
     try:
         run = _checked(config, folder)
         if resume is not None:
-            check_same_run(resume, run.identity, default_settings(run.config))
+            check_same_run(resume, run.identity, default_settings(run.config), repeats=True)
         if changed is not None:
             run = _checked(changed, folder)
             resume = resume and _with_coefficients(resume, config, changed)

@@ -195,6 +195,8 @@ def test_a_checkpoint_of_another_run_is_refused(store):
     check_same_run(latest, {"seed": 1}, {})
     with pytest.raises(UsageError, match=r"belongs to another run: its seed is 1, not 2; use another --output"):
         check_same_run(latest, {"seed": 2}, {})
+    with pytest.raises(UsageError, match=r"cannot be repeated from .*: its seed is 1, not 2; restore what has changed"):
+        check_same_run(latest, {"seed": 2}, {}, repeats=True)
     with pytest.raises(UsageError, match="belongs to another run: it does not record number of ranks; use"):
         check_same_run(latest, {"seed": 1, "number of ranks": 2}, {})
 

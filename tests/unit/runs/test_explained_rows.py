@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +42,15 @@ def test_one_token_has_its_own_part():
     assert "'!'" not in text
     with pytest.raises(UsageError, match=r"--token 2: 2 tokens are trained, 0 to 1"):
         list(lines(explained({}), "sft", TOKENIZER, 2))
+
+
+def test_a_token_that_only_one_response_of_a_pair_has_is_shown():
+    row = explained({})
+    pair = replace(row, item=None, sequences=[*row.sequences, ([33], {"log-prob": [-2.0]})])
+    text = "\n".join(lines(pair, "dpo", TOKENIZER, 1))
+    assert text.count("'O'") == 1
+    with pytest.raises(UsageError, match=r"--token 2: 2 tokens are trained, 0 to 1"):
+        list(lines(pair, "dpo", TOKENIZER, 2))
 
 
 def test_metrics_that_differ_from_the_run_are_named():

@@ -22,6 +22,7 @@ from rlhf_cli.runs.run_directory import (
     begin_logs,
     check_not_replaced,
     check_run_directory,
+    folder_of_start,
     held_output,
     prepare_run_directory,
     run_directory,
@@ -56,6 +57,20 @@ def add_run(output: Path) -> None:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_a_run_is_repeated_in_the_folder_in_which_it_was_started(tmp_path, monkeypatch):
+    start, here = tmp_path / "start", tmp_path / "here"
+    start.mkdir()
+    (here / "run").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with pytest.raises(UsageError, match=r"^run: not a run directory"), folder_of_start(Path("run")):
+        pass
+    for folder, seen in ((start, (here / "run", start)), (here, (Path("run"), here)), ("gone", (Path("run"), here))):
+        (here / "run" / "run.json").write_text(json.dumps({"command": "sft", "folder": str(folder)}))
+        with folder_of_start(Path("run")) as root:
+            assert (root, Path.cwd()) == seen
+    assert Path.cwd() == here
 
 
 def test_a_fresh_folder_gets_settings_and_a_place_for_logs(tmp_path):
