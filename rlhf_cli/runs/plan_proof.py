@@ -39,7 +39,11 @@ def run_plan(config: PlanCommandConfig) -> None:
     """Compare a run with its plan. Raises UsageError without a run, because a plan needs a command."""
     if config.proof.proof is None:
         raise UsageError(f"set the command to plan, with its flags: rlhf plan {listed(PLANNED, 'or')}")
-    print("\n".join(lines_of_proof(Path(config.proof.proof).expanduser(), config.plan)))
+    directory = Path(config.proof.proof).expanduser()
+    if config.plan.as_json:
+        print(json.dumps(_with_settings(directory, config.plan).as_dict(), indent=1))
+    else:
+        print("\n".join(lines_of_proof(directory, config.plan)))
 
 
 def lines_of_proof(directory: Path, settings: PlanConfig) -> list[str]:
@@ -52,10 +56,15 @@ def lines_of_proof(directory: Path, settings: PlanConfig) -> list[str]:
     Raises:
         UsageError: the folder is not a run of a command with a plan, or no step was completed.
     """
-    given = settings.model_dump(exclude_unset=True, by_alias=True)
-    proof = _proof(directory, {**_recorded(directory), **given}, source=f"--proof {directory}")
+    proof = _with_settings(directory, settings)
     rows = [_row(name, *pair) for name, pair in proof.values.items()]
     return [proof.head, "", f"{'':24}{'plan':>12}{'measured':>12}{'difference':>12}", *rows]
+
+
+def _with_settings(directory: Path, settings: PlanConfig) -> "_Proof":
+    """Return the proof of a run with the settings that it recorded, unless others are given."""
+    given = settings.model_dump(exclude_unset=True, by_alias=True)
+    return _proof(directory, {**_recorded(directory), **given}, source=f"--proof {directory}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ class _Proof:
     @property
     def head(self) -> str:
         return f"rlhf {self.command} in {self.directory}, {self.num_steps} steps, {self.assumed}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the comparison and the plan as JSON values."""
+        return {"assumed": self.assumed, "values": self.values, "plan": self.plan.as_dict()}
 
 
 def _proof(directory: Path, settings: Mapping[str, object], *, source: str) -> _Proof:
@@ -115,7 +128,7 @@ def record_plan(directory: Path, settings: Mapping[str, object]) -> None:
 
 def _record(directory: Path, settings: Mapping[str, object]) -> None:
     proof = _proof(directory, settings, source=str(directory))
-    found = {"settings": settings, "assumed": proof.assumed, "values": proof.values, "plan": proof.plan.as_dict()}
+    found = {"settings": settings, **proof.as_dict()}
     (directory / PLAN_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     # The first step compiles and allocates, so that a median needs others.
     if proof.num_steps >= _LEAST_STEPS:

@@ -46,6 +46,9 @@ def test_a_run_on_a_gpu_is_compared_by_memory_and_phase(capsys, tmp_path):
     planned = (plan.peak - plan.gpus[0].phases["train"]["processes"]) / 2**30
     assert found["training, GiB of a GPU"] == pytest.approx((planned, 40.0, 100 * (planned / 40 - 1)), abs=0.6)
     assert found["host memory, GiB"][1] == 2.0
+    as_json = json.loads(proof(capsys, run, "--gpu", "h100", "--row_tokens", "100", "--json")[1])
+    assert as_json["values"]["train, s"] == pytest.approx([plan.times["train"].seconds, 2.2])
+    assert as_json["plan"]["hardware"] == "1 x H100 (79 GiB)"
 
 
 def test_an_online_run_has_the_lengths_that_it_measured(capsys, tmp_path, monkeypatch):
