@@ -62,16 +62,20 @@ def _shorter(shortage: Shortage, config: CommandConfig) -> str | None:
 
 def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner) -> str | None:
     """Return the best change that saves the missing memory."""
+    # With the values that were chosen for the GPU, so that they can be lowered.
+    batching, chosen = plan.batching, dict[str, object]()
+    if plan.work.trained and not plan.work.hardware.is_cpu:
+        chosen = {"gradient_checkpointing": batching.recomputes, "train_max_tokens_per_gpu": batching.max_tokens}
+    # A pack as short as one sequence does not get smaller with fewer tokens per micro-batch.
+    one_sequence = 0 < shortage.tokens <= plan.work.longest
+    failed = {"train_max_tokens_per_gpu": shortage.tokens} if one_sequence else {}
+    filled = with_values(config, chosen | failed) or config
+    plan = planner(filled, plan.work.hardware)
     limits = _limits(shortage, plan)
 
     def limited(changed: CommandConfig, hardware: Hardware) -> Plan:
         return replace(planner(changed, hardware), limits=limits)
 
-    # With the values that were chosen for the GPU, so that they can be lowered.
-    batching, chosen = plan.batching, dict[str, object]()
-    if plan.work.trained and not plan.work.hardware.is_cpu:
-        chosen = {"gradient_checkpointing": batching.recomputes, "train_max_tokens_per_gpu": batching.max_tokens}
-    filled = with_values(config, chosen) or config
     change = next(iter(best_changes(filled, limited(filled, plan.work.hardware), limited)), None)
     if change is None:
         return None
@@ -79,7 +83,7 @@ def _fix(shortage: Shortage, config: CommandConfig, plan: Plan, planner: Planner
         flags = f" with {replace(change, gpus='').flags}" if change.values else ""
         return f"no flag saves enough here; it fits {change.plan.work.hardware.title}{flags}"
     # The next run would fill the memory that a change frees, unless it is given the same values.
-    both = [change.values, chosen | change.values]
+    both = [] if one_sequence else [change.values, chosen | change.values]
     change = next((one for one in tried(config, both, plan.work.hardware, limited) if one.plan.fits), change)
     fullest = max(limits, key=plan.peak_in)
     before, after = plan.peak_in(fullest) / GIB, change.plan.peak_in(fullest) / GIB

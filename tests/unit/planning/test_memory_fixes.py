@@ -55,6 +55,18 @@ def fixed(command: str, shortage: Shortage, **values) -> tuple[str, Plan, Plan]:
     return str(OutOfMemory(Shortage(shortage.kind, where, fix))), planner(config, hardware), planner(changed, hardware)
 
 
+def test_fewer_tokens_per_micro_batch_are_not_proposed_for_a_pack_of_one_sequence():
+    """A run splits packs until each has one sequence, here of 162 tokens."""
+    config = plan_config("sft", gpu="cpu", pretrain="HuggingFaceTB/SmolLM2-135M", gradient_checkpointing="true")
+    words = {"kind": "host memory", "where": "while training on a pack of 162 tokens", "detail": f"{CPU} 900000 bytes"}
+    hardware, planner = hardware_of(config.plan), planner_of(config, config.plan)
+    fixes = [explained(Shortage(**words, tokens=size), config, hardware, planner)[1] for size in (0, 162)]  # type: ignore[arg-type]
+    assert fixes[0] is not None
+    assert fixes[1] is not None
+    assert fixes[0].startswith("set --train_max_tokens_per_gpu ")
+    assert fixes[1].startswith("set --lora_rank 16 (")
+
+
 @pytest.mark.parametrize(
     ("command", "values", "shortage", "phase"),
     [
