@@ -231,15 +231,19 @@ def _of_states(config: CommandConfig, plan: Plan) -> Iterator[Values]:
 def _of_adapters(config: CommandConfig) -> Iterator[Values]:
     if not config.setting("lora_rank"):
         yield {"lora_rank": 16}
-        yield {"lora_rank": 16, "load_in_4bit": True}
+        # ZeRO 3 cannot partition 4-bit weights.
+        whole: Values = {"zero_stage": 2} if config.setting("zero_stage") == 3 else {}
+        yield {"lora_rank": 16, "load_in_4bit": True, **whole}
 
 
 def _of_ranks(config: CommandConfig, plan: Plan) -> Iterator[Values]:
     processes = config.setting("num_processes")
     if plan.work.hardware.is_cpu and not plan.fits and processes is not None and processes > 1:
         yield {"num_processes": processes // 2}
-    size = 2 * config.setting("sequence_parallel_size")
-    if all(role.num_ranks % size == 0 for role in plan.work.roles.values()):
+    size, roles = 2 * config.setting("sequence_parallel_size"), plan.work.roles.values()
+    # Neither images nor recurrent states cross ranks.
+    can_share = all(role.shape.vision is None and role.shape.attention_layers == role.shape.layers for role in roles)
+    if can_share and all(role.num_ranks % size == 0 for role in roles):
         yield {"sequence_parallel_size": size}
 
 

@@ -14,6 +14,7 @@ from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.plan import PlanConfig
 from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import adapter_folder
 from rlhf_cli.planning.architectures import read_adapter
 from rlhf_cli.planning.engines import EngineMemory
@@ -130,7 +131,11 @@ def _is_fused(config: TrainingConfig, hardware: Hardware) -> bool:
 
 
 def check_states(config: TrainingConfig, settings: DeepSpeedConfig) -> None:
-    """Raise UsageError if DeepSpeed does not support the settings of a trained model."""
+    """Raise UsageError if a run rejects the settings of a trained model."""
+    if settings.zero_stage == 3:
+        needs_whole = {"load_in_4bit": config.adapter.load_in_4bit, "compile_model": config.model.compile_model}
+        if given := next((name for name, value in needs_whole.items() if value), None):
+            raise UsageError(f"--{given} cannot be combined with --zero_stage 3, which partitions weights")
     sleeps = isinstance(config, OnlineConfig) and bool(config.placement.deepspeed_enable_sleep)
     # Packages of this machine do not matter for a plan.
     optimizer = "adamw" if config.optim.optim == "adamw_8bit" else config.optim.optim

@@ -64,10 +64,31 @@ def _check_lengths(config: CommandConfig, settings: PlanConfig) -> None:
             )
 
 
+def _check_plan(config: CommandConfig, work: Workload) -> None:
+    """Raise UsageError if a run rejects settings that do not fit the models or their ranks."""
+    for name, role in work.roles.items():
+        settings, ranks = role.settings, role.num_ranks
+        flag = "tensor_parallel_size" if settings.tensor_parallel_size > 1 else "sequence_parallel_size"
+        if ranks % settings.ranks_per_pack:
+            raise UsageError(f"--{flag} {settings.ranks_per_pack} does not divide the {ranks} ranks of {name}")
+    targets = config.setting("target_modules")
+    if config.setting("optim") and not work.trained:
+        known = dict.fromkeys(linear[0] for role in work.roles.values() for linear in role.shape.linears)
+        raise UsageError(f"--target_modules {','.join(targets)} selects none of all-linear, {', '.join(known)}")
+    engine = work.engine
+    if engine is None or work.serves or not engine.is_vllm or engine.shape.positions is None:
+        return
+    if engine.max_len > engine.shape.positions:
+        raise UsageError(
+            f"--max_len {engine.max_len}: the model has {engine.shape.positions} positions, which is the limit in vLLM"
+        )
+
+
 def plan_with_changes(config: CommandConfig, settings: PlanConfig) -> tuple[Plan, list[Change]]:
-    """Return the plan of a command, and the best changes of its flags."""
+    """Return the plan of a command, and the best changes of its flags. Raises UsageError if a run rejects its flags."""
     planner = planner_of(config, settings)
     plan = planner(config, hardware_of(settings))
+    _check_plan(config, plan.work)
     return plan, best_changes(config, plan, planner)
 
 

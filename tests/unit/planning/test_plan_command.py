@@ -205,6 +205,14 @@ def test_changes_that_train_the_same_weights_come_before_adapters():
     assert [one.flags for one in changes] == ["--adam_offload --zero_stage 3", "--lora_rank 16 --load_in_4bit"]
 
 
+def test_no_change_combines_settings_that_a_run_rejects():
+    _, changes = plans_of("sft", gpu="rtx4090", zero_stage=3)
+    assert "--lora_rank 16 --load_in_4bit --zero_stage 2" in [one.flags for one in changes]
+    _, changes = plans_of("sft", num_gpus=2, compile_model="true")
+    assert changes
+    assert not [one.flags for one in changes if "--zero_stage 3" in one.flags]
+
+
 def test_a_plan_warns_of_rows_that_no_micro_batch_holds(capsys):
     words = ["sft", "--pretrain", SMALL, "--gpu", "h100", "--max_len", "65536"]
     warning = "rows that need more than 16,192 tokens of a GPU stop the run: set --train_max_tokens_per_gpu 65536 "
@@ -285,6 +293,19 @@ def test_host_memory_of_a_node_is_checked_if_it_is_known():
         (["sft", "--pretrain", SMALL, "--gpu", "h100", "--row_tokens", "4096"], "is more than --max_len 2048"),
         (["grpo", "--pretrain", SMALL, "--gpu", "h100", "--max_len", "32768"], "cannot fit one sequence of --max_len"),
         (["ppo", "--pretrain", SMALL, "--gpu", "h100", "--train_batch_size", "100"], "does not divide the 1024"),
+        (
+            ["sft", "--pretrain", SMALL, "--gpu", "h100", "--lora_rank", "8", "--target_modules", "nothing"],
+            "--target_modules nothing selects none of all-linear, q_proj",
+        ),
+        (
+            ["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "3", "--sequence_parallel_size", "2"],
+            "--sequence_parallel_size 2 does not divide the 3 ranks of model",
+        ),
+        (["eval", "--pretrain", SMALL, "--gpu", "h100", "--max_len", "1000000"], "positions, which is the limit in vL"),
+        (
+            ["sft", "--pretrain", SMALL, "--gpu", "h100", "--zero_stage", "3", "--compile_model"],
+            "--compile_model cannot be combined with --zero_stage 3",
+        ),
         (["sft", "--pretrain", SMALL, "--zero_stag", "3"], "unknown flag --zero_stag (did you mean --zero_stage?)"),
         (
             ["sft", "--pretrain", SMALL, "--gpu", "h100", "--num_gpus", "2", "--num_processes", "4"],
