@@ -1,0 +1,31 @@
+"""Both rewards on docs/learn/rewards.md behave as the page shows."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = (Path(__file__).parents[2] / "docs" / "learn" / "rewards.md").read_text()
+LABEL = "8848 | chair | late | cancel"
+MESSAGE = "Order 8848. The chair is late. I would like to cancel."
+
+
+def reward_of(code: str, response: str) -> float:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    (reward,) = names["reward_func"]([response], [LABEL])
+    return reward
+
+
+def test_the_first_reward_pays_for_junk_and_the_second_does_not():
+    first, second = re.findall(r"```python\n# ticket_reward.py\n(.*?)```", PAGE, re.DOTALL)
+    spray = f"987654321 or {LABEL} or 987654321"
+    assert [reward_of(first, text) for text in (LABEL, spray, MESSAGE)] == [1, 1, 1]
+    assert [reward_of(second, text) for text in (LABEL, spray, MESSAGE)] == [1, 0, 0]
+
+
+def test_the_second_reward_meets_the_expectations_and_the_first_half_of_them():
+    first, second = re.findall(r"```python\n# ticket_reward.py\n(.*?)```", PAGE, re.DOTALL)
+    expected = [json.loads(line) for line in re.findall(r"^\{\"row\".*$", PAGE, re.MULTILINE)]
+    met = [[reward_of(code, row["response"]) == row["reward"] for row in expected] for code in (first, second)]
+    assert [sum(each) for each in met] == [2, 4]
