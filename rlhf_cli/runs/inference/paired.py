@@ -12,6 +12,8 @@ from rlhf_cli.runs.inference.outputs import EvalOutput, EvaluatedPrompt, Key
 
 _FEW = 30
 """With fewer prompts, intervals of the mean are too narrow, so a difference must also pass an exact test."""
+_FEWEST = 6
+"""With fewer prompts, that test never passes: even if all differences have the same sign, p is at least 2 / 2**5."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Paired:
 
     def needed(self, size: float | None = None) -> int | None:
         """Return how many prompts show a difference as large as `size`, by default the observed one."""
-        return prompts_needed(self.differences, abs(self.difference) if size is None else size)
+        needed = prompts_needed(self.differences, abs(self.difference) if size is None else size)
+        return None if needed is None else max(needed, _FEWEST)
 
     def as_dict(self) -> dict[str, object]:
         """Return all numbers for JSON."""

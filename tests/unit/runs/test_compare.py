@@ -76,6 +76,7 @@ def test_a_difference_is_the_mean_over_prompts_with_its_interval():
     assert found.p_value is None
     assert found.needed() == 53  # (2.801585 / 0.2)^2 * 0.266667 = 52.3
     assert found.needed(0.1) == 210
+    assert found.needed(2.0) == 6  # 0.5 by the formula, but five equal signs have p = 2 / 2^5 = 0.0625
 
 
 def test_a_difference_of_few_prompts_must_also_pass_the_exact_test():
