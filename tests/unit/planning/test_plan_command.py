@@ -243,11 +243,13 @@ def test_changes_keep_the_rules_of_the_command():
 
 
 def test_forecasts_are_near_the_measured_speeds_of_an_h200():
+    page = (Path(cli.__file__).parents[1] / "docs" / "commands" / "plan.md").read_text()
     for measured, given in MEASURED.items():
         values = {"gradient_checkpointing": "false", "row_tokens": 382, "train_max_tokens_per_gpu": 16_384}
         plan = plan_of("sft", pretrain=SMALL, gpu="h200", **(values | given))
         print(f"{given or 'ZeRO 2'}: {plan.tokens_per_second:,.0f} tokens/s, measured {measured:,}")
         assert plan.tokens_per_second == pytest.approx(measured, rel=0.03)
+        assert f"| {measured:,} | {plan.tokens_per_second:,.0f} |" in page
 
 
 def test_more_gpus_and_faster_ones_take_less_time():
