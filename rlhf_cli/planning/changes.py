@@ -9,7 +9,7 @@ from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import shown
-from rlhf_cli.planning.hardware import Hardware
+from rlhf_cli.planning.hardware import GPUS, Hardware
 from rlhf_cli.planning.planner import Plan
 
 Values = dict[str, object]
@@ -70,7 +70,8 @@ def best_changes(config: CommandConfig, plan: Plan, planner: Planner) -> list[Ch
         return _best(sorted(faster, key=lambda one: one.plan.seconds))
     if fitting:
         return _best(sorted([*fitting, *_of_the_same_result(config, plan, planner, fitting)], key=_order))
-    found = _combined(config, plan, planner) or _on_more_gpus(config, plan, planner)
+    ways = (_combined, _on_more_gpus, _on_larger_gpus)
+    found = next(filter(None, (way(config, plan, planner) for way in ways)), None)
     return [] if found is None else [found]
 
 
@@ -144,6 +145,21 @@ def _on_more_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change
         if found is not None:
             nodes = f" --num_nodes {num_nodes}" if num_nodes > 1 else ""
             return replace(found, values=values | found.values, gpus=f"--num_gpus {num_gpus}{nodes}")
+    return None
+
+
+def _on_larger_gpus(config: CommandConfig, plan: Plan, planner: Planner) -> Change | None:
+    """Return the smallest kind of GPU in the table on which the command fits, if the planned one is in the table."""
+    hardware = plan.work.hardware
+    rows = sorted(GPUS.items(), key=lambda item: item[1].memory)
+    if (hardware.name, hardware.memory) not in [(row.name, row.memory) for _, row in rows]:
+        return None
+    for kind, row in rows:
+        if row.memory > hardware.memory:
+            sized = replace(row, num_gpus=hardware.num_gpus, num_nodes=hardware.num_nodes)
+            larger = planner(config, replace(sized, host_memory=hardware.host_memory))
+            if larger.fits:
+                return Change({}, larger, gpus=f"--gpu {kind}")
     return None
 
 

@@ -205,6 +205,15 @@ def test_changes_that_train_the_same_weights_come_before_adapters():
     assert [one.flags for one in changes] == ["--adam_offload --zero_stage 3", "--lora_rank 16 --load_in_4bit"]
 
 
+def test_a_larger_gpu_is_named_if_nothing_else_helps():
+    plan, changes = plans_of("chat", pretrain="Qwen/Qwen2.5-72B")
+    assert not plan.fits
+    assert [one.flags for one in changes] == ["--gpu b200"]
+    assert plan_of("chat", pretrain="Qwen/Qwen2.5-72B", gpu="b200").fits
+    # --gpu would not replace the given memory.
+    assert plans_of("chat", pretrain="Qwen/Qwen2.5-72B", gpu_memory_gib=80)[1] == []
+
+
 def test_no_change_combines_settings_that_a_run_rejects():
     _, changes = plans_of("sft", gpu="rtx4090", zero_stage=3)
     assert "--lora_rank 16 --load_in_4bit --zero_stage 2" in [one.flags for one in changes]
