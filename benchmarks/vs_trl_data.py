@@ -228,7 +228,7 @@ def read_pairs(dataset: Path) -> list[Row]:
     rows = [json.loads(line) for line in dataset.read_text(encoding="utf-8").splitlines()]
     if "chosen" in rows[0]:
         return rows
-    path = Path(__file__).parents[1] / "examples" / "scripts" / "gsm8k_pairs.py"
+    path = Path(__file__).parents[1] / "examples" / "gsm8k" / "pairs.py"
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
     assert specification.loader is not None

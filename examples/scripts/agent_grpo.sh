@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# GRPO in episodes with one of three environments, each a file of its own in examples/environments:
-#   search   questions about a folder of texts, which the model searches before it answers
-#   code     functions to write, which the model tries on examples in the sandbox before it answers
-#   nim      a game by turns against an opponent that plays at random
-# The rows are as few as show every part; give PROMPTS=FILE.jsonl for others. First one episode with the first row is
-# shown, with made-up calls instead of a model.
+# GRPO on multi-turn episodes with one of three environments from examples/environments:
+#   search   answer questions after searching a folder of texts
+#   code     write functions, and try them on examples in the sandbox before answering
+#   nim      play a turn-based game against an opponent that moves at random
+# The few rows show all parts; for others, set PROMPTS=FILE.jsonl. First, an episode with the first row is shown, with
+# example calls instead of a model.
 #
 #   examples/scripts/agent_grpo.sh search|code|nim MODEL [OUTPUT]
 #
-# MODEL    a folder, a run, or a Hugging Face name with calls in its chat template, such as Qwen/Qwen2.5-1.5B-Instruct
-# OUTPUT   folder of the run and the evaluation; runs/AGENT by default. What is there is continued.
+# MODEL    folder, run, or Hugging Face name with tool calls in its chat template, such as Qwen/Qwen2.5-1.5B-Instruct
+# OUTPUT   folder for the run and the evaluation (default runs/AGENT); an earlier run in it is resumed
 #
-# From the environment, for a small model on one machine; a large one takes what stands in brackets:
+# Environment variables, with defaults for a small model on one machine (large model in parentheses):
 #   PROMPTS (the rows of the example)  PROMPTS_PER_ITERATION 8 (128)  SAMPLES 4 (16)  ITERATIONS 6 (300)  MAX_TURNS 6
-#   MAX_NEW_TOKENS 256 (2048)  MAX_LEN 2048 (16384)  LEARNING_RATE 1e-5 (1e-6)  ENGINES 1 (one for each GPU)
-# TEXTS (the folder that is searched) and FLAGS (further flags of grpo and eval).
+#   MAX_NEW_TOKENS 256 (2048)  MAX_LEN 2048 (16384)  LEARNING_RATE 1e-5 (1e-6)  ENGINES 1 (number of GPUs)
+#   TEXTS (folder to search)  FLAGS (more flags for grpo and eval)
 set -euo pipefail
 
 AGENT=${1:?usage: $0 search|code|nim MODEL [OUTPUT]}

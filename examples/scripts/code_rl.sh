@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# GRPO on programming tasks: the reward is the share of a task's tests that the answer's code passes in the sandbox.
-#   1. twenty tiny tasks with tests, written by this script (functions, programs that read and print, assertions)
-#   2. grpo: the last ```python block of each answer is run; see docs/sandbox.md for what it can do meanwhile
-#   3. eval: the model before and after on the same tasks, a few answers to each
-# The tasks are as many as show every part; give TASKS=FILE.jsonl with columns "prompt" and "label" for real ones.
+# GRPO on programming tasks: the reward is the share of the task's tests that the code in the answer passes.
+#   1. writes twenty tiny tasks with tests (functions, programs with input and output, assertions)
+#   2. grpo: runs the last ```python block of each answer in the sandbox (docs/sandbox.md)
+#   3. eval: the model before and after on the same tasks, with several answers per task
+# The few tasks show all parts; for real ones, set TASKS=FILE.jsonl with columns "prompt" and "label".
 #
 #   examples/scripts/code_rl.sh MODEL [OUTPUT]
 #
-# MODEL               a folder, a run, or a Hugging Face name, such as Qwen/Qwen2.5-Coder-0.5B-Instruct
-# OUTPUT              folder of tasks and runs; runs/code_rl by default. What is there is continued.
+# MODEL    folder, run, or Hugging Face name, such as Qwen/Qwen2.5-Coder-0.5B-Instruct
+# OUTPUT   folder for tasks and runs (default runs/code_rl); earlier runs in it are resumed
 #
-# From the environment, for a small model on one machine; a large one takes what stands in brackets:
-#   TASKS (none)  PROMPTS 10 an iteration (128)  GROUP 4 answers to each (16)  ITERATIONS 6 (300)
-#   MAX_NEW_TOKENS 256 (4096)  MAX_LEN 512 (6144)  LEARNING_RATE 1e-5 (1e-6)  ENGINES 1 (one for each GPU)
-# and FLAGS (further flags of both commands).
+# Environment variables, with defaults for a small model on one machine (large model in parentheses):
+#   TASKS (none)  PROMPTS 10 per iteration (128)  GROUP 4 answers per task (16)  ITERATIONS 6 (300)
+#   MAX_NEW_TOKENS 256 (4096)  MAX_LEN 512 (6144)  LEARNING_RATE 1e-5 (1e-6)  ENGINES 1 (number of GPUs)
+#   FLAGS (more flags for both commands)
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL [OUTPUT]}

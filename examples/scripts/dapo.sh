@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# DAPO (arXiv 2503.14476): GRPO with clip-higher, a mean over all tokens, prompts replaced that teach nothing, a penalty
-# that grows over the last fifth of the longest response, and no KL divergence. `--preset dapo` sets these.
+# DAPO (arXiv 2503.14476): GRPO with clip-higher, a mean over all tokens, dynamic sampling of prompts, a length penalty
+# in the last fifth of the longest response, and no KL divergence. `--preset dapo` sets all of these.
 #
 #   examples/scripts/dapo.sh MODEL PROMPTS [OUTPUT]
 #
-# MODEL     a base model: a folder or a Hugging Face name (Qwen/Qwen2.5-32B)
-# PROMPTS   problems with their answers: a file, a folder or a Hugging Face name
-# OUTPUT    run directory; runs/dapo by default. A run that is there is continued.
+# MODEL     base model: folder or Hugging Face name (Qwen/Qwen2.5-32B)
+# PROMPTS   problems with answers: file, folder or Hugging Face name
+# OUTPUT    run directory (default runs/dapo); an earlier run in it is resumed
 #
-# From the environment: GPUS 8 (on each of NODES 16), ENGINES (GPUS / 4 a node) of TENSOR_PARALLEL 4 GPUs each,
-# PROMPTS_PER_ITERATION 512, SAMPLES 16, TRAIN_BATCH_SIZE 512,
-# MAX_NEW_TOKENS 20480, PROMPT_LEN 2048, ITERATIONS (all), FLAGS (further flags of `rlhf grpo`).
+# Environment variables and their defaults: NODES 16 with GPUS 8 each, ENGINES (GPUS / 4 per node) with
+# TENSOR_PARALLEL 4 GPUs each, PROMPTS_PER_ITERATION 512, SAMPLES 16, TRAIN_BATCH_SIZE 512, MAX_NEW_TOKENS 20480,
+# PROMPT_LEN 2048, ITERATIONS (all), FLAGS (more flags for grpo).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL PROMPTS [OUTPUT]}

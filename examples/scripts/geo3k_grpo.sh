@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Geometry from pictures: GRPO on a vision-language model with rewards for the right answer and for the form of the
-# response, in the sizes in which EasyR1 trains Qwen2.5-VL-7B on Geometry3K. As there, a template puts the form of the
-# response behind each question.
+# Geometry problems with images: GRPO on a vision-language model with rewards for the right answer and the response
+# format. Sizes and the template that appends the format to each question are those with which EasyR1 trains
+# Qwen2.5-VL-7B on Geometry3K.
 #
 #   examples/scripts/geo3k_grpo.sh MODEL PROMPTS [OUTPUT]
 #
-# MODEL     a folder or a Hugging Face name (Qwen/Qwen2.5-VL-7B-Instruct)
-# PROMPTS   rows with images, problem and answer: a file, a folder or a Hugging Face name (hiyouga/geometry3k)
-# OUTPUT    run directory; runs/geo3k_grpo by default. A run that is there is continued.
+# MODEL     folder or Hugging Face name (Qwen/Qwen2.5-VL-7B-Instruct)
+# PROMPTS   rows with images, problem and answer: file, folder or Hugging Face name (hiyouga/geometry3k)
+# OUTPUT    run directory (default runs/geo3k_grpo); an earlier run in it is resumed
 #
-# From the environment: GPUS 8, PROMPTS_PER_ITERATION 512, SAMPLES 5, TRAIN_BATCH_SIZE 640, MAX_NEW_TOKENS 2048,
-# MAX_LEN 4096, MIN_PIXELS 262144, MAX_PIXELS 4194304, ITERATIONS (all), FLAGS (further flags of `rlhf grpo`).
+# Environment variables and their defaults: GPUS 8, PROMPTS_PER_ITERATION 512, SAMPLES 5, TRAIN_BATCH_SIZE 640,
+# MAX_NEW_TOKENS 2048, MAX_LEN 4096, MIN_PIXELS 262144, MAX_PIXELS 4194304, ITERATIONS (all),
+# FLAGS (more flags for grpo).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL PROMPTS [OUTPUT]}

@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Learning from a reward model on the GPUs of one machine, which all models and engines share and take turns on:
-# PPO with a critic, or REINFORCE++ without one.
+# PPO or REINFORCE++ with a reward model on one machine, where all models and engines take turns on the same GPUs.
 #
 #   examples/scripts/hybrid_engine.sh ppo MODEL REWARD_MODEL PROMPTS [OUTPUT]
 #   examples/scripts/hybrid_engine.sh reinforce++ MODEL REWARD_MODEL PROMPTS [OUTPUT]
 #
-# MODEL          a fine-tuned model: a folder, a run of `rlhf sft`, or a Hugging Face name
-# REWARD_MODEL   a run of `rlhf rm`, a folder or a Hugging Face name, with the same tokens
-# PROMPTS        a file, a folder or a Hugging Face name
-# OUTPUT         run directory; runs/hybrid_engine by default. A run that is there is continued.
+# MODEL          fine-tuned model: folder, run of `rlhf sft`, or Hugging Face name
+# REWARD_MODEL   run of `rlhf rm`, folder or Hugging Face name, with the same vocabulary
+# PROMPTS        file, folder or Hugging Face name
+# OUTPUT         run directory (default runs/hybrid_engine); an earlier run in it is resumed
 #
-# From the environment: GPUS 8, PROMPTS_PER_ITERATION 1024, TRAIN_BATCH_SIZE 128, MAX_NEW_TOKENS 1024, MAX_LEN 2048,
-# ITERATIONS (all), FLAGS (further flags of the command).
+# Environment variables and their defaults: GPUS 8, PROMPTS_PER_ITERATION 1024, TRAIN_BATCH_SIZE 128,
+# MAX_NEW_TOKENS 1024, MAX_LEN 2048, ITERATIONS (all), FLAGS (more flags for the command).
 set -euo pipefail
 
 COMMAND=${1:?usage: $0 ppo|reinforce++ MODEL REWARD_MODEL PROMPTS [OUTPUT]}

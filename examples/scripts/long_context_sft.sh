@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Fine-tuning on conversations and documents of 128k tokens: eight GPUs share each sequence, so that each of them has 16k
-# tokens of it. Shorter rows are packed together up to the same number.
+# Fine-tunes on conversations and documents of up to 128k tokens. Eight GPUs share each sequence, 16k tokens per GPU.
+# Shorter rows are packed up to the same length.
 #
 #   examples/scripts/long_context_sft.sh MODEL DATA [OUTPUT]
 #
-# MODEL    a model with as many positions: a folder or a Hugging Face name (meta-llama/Llama-3.1-8B-Instruct)
-# DATA     conversations, or prompts with responses: a file, a folder or a Hugging Face name
-# OUTPUT   run directory; runs/long_context_sft by default. A run that is there is continued.
+# MODEL    model with enough positions: folder or Hugging Face name (meta-llama/Llama-3.1-8B-Instruct)
+# DATA     conversations, or prompts with responses: file, folder or Hugging Face name
+# OUTPUT   run directory (default runs/long_context_sft); an earlier run in it is resumed
 #
-# From the environment: GPUS 8 (on one machine), MAX_LEN 131072, RANKS_PER_SEQUENCE (all GPUs), TRAIN_BATCH_SIZE 32,
-# FLAGS (further flags of `rlhf sft`). A model whose heads RANKS_PER_SEQUENCE does not divide gathers keys instead of
-# exchanging heads, which takes more memory.
+# Environment variables and their defaults: GPUS 8 (on one machine), MAX_LEN 131072, RANKS_PER_SEQUENCE (all GPUs),
+# TRAIN_BATCH_SIZE 32, FLAGS (more flags for sft). If RANKS_PER_SEQUENCE does not divide the heads, ranks gather keys
+# instead of exchanging heads, which needs more memory.
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL DATA [OUTPUT]}

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Open-Reasoner-Zero (arXiv 2503.24290): PPO on a base model, from nothing but right and wrong answers.
-# GAE with gamma = lambda = 1, no KL divergence, 128 prompts x 64 responses, one actor step and twelve critic steps an
-# iteration, the R1-Zero prompt, responses that end with the answer or where the next turn would begin, and a reward only
-# for answers that are right and were not cut.
+# Open-Reasoner-Zero (arXiv 2503.24290): PPO on a base model with a verifier as the only reward.
+# GAE with gamma = lambda = 1, no KL divergence, 128 prompts x 64 responses, one actor step and twelve critic steps per
+# iteration, and the R1-Zero prompt. Responses end with the answer or before the next turn; only answers that are right
+# and not truncated are rewarded.
 #
 #   examples/scripts/orz_ppo.sh MODEL PROMPTS [OUTPUT]
 #
-# MODEL     a base model: a folder or a Hugging Face name (Qwen/Qwen2.5-7B)
-# PROMPTS   problems with their answers: a file, a folder or a Hugging Face name
-# OUTPUT    run directory; runs/orz_ppo by default. A run that is there is continued.
+# MODEL     base model: folder or Hugging Face name (Qwen/Qwen2.5-7B)
+# PROMPTS   problems with answers: file, folder or Hugging Face name
+# OUTPUT    run directory (default runs/orz_ppo); an earlier run in it is resumed
 #
-# From the environment: GPUS 8 (on one machine), PROMPTS_PER_ITERATION 128, SAMPLES 64, MAX_NEW_TOKENS 8000,
-# MAX_LEN 10000, ITERATIONS (all), FLAGS (further flags of `rlhf ppo`).
+# Environment variables and their defaults: GPUS 8 (on one machine), PROMPTS_PER_ITERATION 128, SAMPLES 64,
+# MAX_NEW_TOKENS 8000, MAX_LEN 10000, ITERATIONS (all), FLAGS (more flags for ppo).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL PROMPTS [OUTPUT]}

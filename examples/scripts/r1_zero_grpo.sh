@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# R1-Zero in small: GRPO on a chat model that learns to think before it answers, from five rewards added up: the right
-# answer, the form of the response, visible steps, a cosine of the length, and a penalty of repetition.
+# R1-Zero at small scale: GRPO on a chat model that learns to think before it answers. The reward is a sum of five:
+# right answer, response format, visible steps, a cosine of the length, and a repetition penalty.
 #
 #   examples/scripts/r1_zero_grpo.sh MODEL PROMPTS [OUTPUT]
 #
-# MODEL     a folder or a Hugging Face name (Qwen/Qwen2.5-1.5B-Instruct)
-# PROMPTS   problems with their answers: a file, a folder or a Hugging Face name
-# OUTPUT    run directory; runs/r1_zero_grpo by default. A run that is there is continued.
+# MODEL     folder or Hugging Face name (Qwen/Qwen2.5-1.5B-Instruct)
+# PROMPTS   problems with answers: file, folder or Hugging Face name
+# OUTPUT    run directory (default runs/r1_zero_grpo); an earlier run in it is resumed
 #
-# From the environment: GPUS 1, PROMPTS_PER_ITERATION 32, SAMPLES 8, MAX_NEW_TOKENS 1024, MAX_LEN 2048,
-# ITERATIONS (all), FLAGS (further flags of `rlhf grpo`).
+# Environment variables and their defaults: GPUS 1, PROMPTS_PER_ITERATION 32, SAMPLES 8, MAX_NEW_TOKENS 1024,
+# MAX_LEN 2048, ITERATIONS (all), FLAGS (more flags for grpo).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL PROMPTS [OUTPUT]}

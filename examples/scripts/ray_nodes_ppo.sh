@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# PPO on several machines, joined into one Ray cluster by hand. Run it on every machine:
+# PPO on several machines in one Ray cluster that you start manually. Run it on every machine:
 #
-#   examples/scripts/ray_nodes_ppo.sh head                                    # on the first; prints what comes next
-#   examples/scripts/ray_nodes_ppo.sh worker HEAD_ADDRESS                     # on each of the others
-#   examples/scripts/ray_nodes_ppo.sh submit MODEL PROMPTS OUTPUT [NODES]     # on the first, once all have joined
+#   examples/scripts/ray_nodes_ppo.sh head                                    # on the first; prints the next commands
+#   examples/scripts/ray_nodes_ppo.sh worker HEAD_ADDRESS                     # on each other machine
+#   examples/scripts/ray_nodes_ppo.sh submit MODEL PROMPTS OUTPUT [NODES]     # on the first, after all have joined
 #   examples/scripts/ray_nodes_ppo.sh stop                                    # on every machine, at the end
 #
-# HEAD_ADDRESS  the first machine's address in the network of the cluster; the port is RAY_PORT (6379)
-# MODEL, PROMPTS, OUTPUT  lie where every machine sees the same path; a run that is there is continued
-# NODES         machines, each with GPUS_PER_NODE (8) GPUs; 2 by default
+# HEAD_ADDRESS  address of the first machine in the cluster's network; the port is RAY_PORT (6379)
+# MODEL, PROMPTS, OUTPUT  paths in a file system that all machines share; an earlier run in OUTPUT is resumed
+# NODES         number of machines, each with GPUS_PER_NODE (8) GPUs; default 2
 #
-# Only who has the token of ~/.ray/auth_token may use the cluster: `head` makes one, copy it to the other machines. The
-# job server listens on the first machine's own address alone. Actor, critic, reference and engines share all GPUs and
-# take turns; what of this has run on hardware is in docs/status.md.
+# Access to the cluster requires the token in ~/.ray/auth_token: `head` creates it; copy it to the other machines. The
+# job server listens only on 127.0.0.1 of the first machine. Actor, critic, reference and engines share all GPUs. For
+# tested hardware, see docs/status.md.
 set -euo pipefail
 
 USAGE="usage: $0 head | worker HEAD_ADDRESS | submit MODEL PROMPTS OUTPUT [NODES] | stop"

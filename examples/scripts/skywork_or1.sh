@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Skywork-OR1 (arXiv 2505.22312): GRPO on problems of mathematics in stages of growing length, with an entropy bonus that
-# holds the entropy at a target, no KL divergence, and groups dropped whose responses are all right or all wrong. Two GPUs
-# share each sequence of the stage with 32k tokens.
+# Skywork-OR1 (arXiv 2505.22312): GRPO on math problems in stages of growing response length, with an entropy bonus that
+# keeps the entropy at a target, no KL divergence, and without groups that are all right or all wrong. In the stage with
+# 32k tokens, two GPUs share each sequence.
 #
 #   examples/scripts/skywork_or1.sh MODEL PROMPTS [OUTPUT]
 #
-# MODEL     a reasoning model: a folder or a Hugging Face name (deepseek-ai/DeepSeek-R1-Distill-Qwen-7B)
-# PROMPTS   problems with their answers: a file, a folder or a Hugging Face name
-# OUTPUT    folder of the stages; runs/skywork_or1 by default. What is there is continued.
+# MODEL     reasoning model: folder or Hugging Face name (deepseek-ai/DeepSeek-R1-Distill-Qwen-7B)
+# PROMPTS   problems with answers: file, folder or Hugging Face name
+# OUTPUT    folder for the stages (default runs/skywork_or1); earlier stages in it are resumed
 #
-# From the environment: STAGES "8192 16384 32768" (tokens of a response), ITERATIONS 300 a stage, GPUS 8,
-# PROMPTS_PER_ITERATION 256, SAMPLES 16, PROMPT_LEN 2048, LONGEST_ALONE 20000 (tokens of a sequence, above which two GPUs
-# share it), FLAGS (further flags of `rlhf grpo`).
+# Environment variables and their defaults: STAGES "8192 16384 32768" (tokens per response), ITERATIONS 300 per stage,
+# GPUS 8, PROMPTS_PER_ITERATION 256, SAMPLES 16, PROMPT_LEN 2048, LONGEST_ALONE 20000 (two GPUs share longer sequences),
+# FLAGS (more flags for grpo).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL PROMPTS [OUTPUT]}

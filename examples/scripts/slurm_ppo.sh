@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# PPO on the nodes of a Slurm job: Ray's head on the first node, workers on the others, the run beside the head. All of
-# them end with the job.
+# PPO on the nodes of a Slurm job: Ray's head and the run on the first node, workers on the others. All end with it.
 #
 #   sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 examples/scripts/slurm_ppo.sh MODEL PROMPTS OUTPUT
 #
-# MODEL, PROMPTS, OUTPUT  lie on a file system that all nodes share, as do this folder and the environment with `rlhf`
+# MODEL, PROMPTS, OUTPUT  paths in a file system that all nodes share, like this folder and the Python environment
 #
-# The same command continues from the newest checkpoint in OUTPUT, and so does a job that Slurm puts back into the queue.
-# Five minutes before the time limit Slurm sends SIGTERM, on which the run finishes its iteration and saves. Only who
-# reads the token in OUTPUT may use the cluster. What of this has run on hardware is in docs/status.md.
+# The same command, or a requeued job, resumes from the newest checkpoint in OUTPUT. Five minutes before the time limit,
+# Slurm sends SIGTERM: the run finishes its iteration and saves. Access to the cluster requires the token in OUTPUT. For
+# tested hardware, see docs/status.md.
 #SBATCH --job-name rlhf-ppo
 #SBATCH --ntasks-per-node 1
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --signal B:TERM@300
+# The run plans with the nodes that have joined when it starts.
 set -euo pipefail
 
 USAGE="usage: sbatch --nodes N --gpus-per-node G $0 MODEL PROMPTS OUTPUT"

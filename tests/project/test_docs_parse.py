@@ -32,7 +32,7 @@ from rlhf_cli.planning.shapes import ModelShape
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = [
     path
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "examples/scripts/*")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "examples/**/*.sh")
     for path in sorted(REPOSITORY.glob(pattern))
     if path.is_file()
 ]

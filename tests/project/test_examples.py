@@ -26,7 +26,8 @@ from rlhf_cli.options import build_config
 from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
 from rlhf_cli.runs.online.checks import check_batches
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "scripts" / "gsm8k_pairs.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAIRS_SCRIPT = EXAMPLES / "gsm8k" / "pairs.py"
 
 
 def solution(text: str, is_correct: bool) -> dict:
@@ -42,7 +43,7 @@ def convert(folder: Path, rows: list[dict]) -> tuple[list[dict], list[dict]]:
     """Return the training and evaluation pairs of the script."""
     source = write(folder / "solutions.jsonl", rows)
     files = [folder / "train.jsonl", folder / "eval.jsonl"]
-    subprocess.run([sys.executable, str(SCRIPT), str(source), *map(str, files)], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(PAIRS_SCRIPT), str(source), *map(str, files)], check=True, capture_output=True)
     train, evaluation = ([json.loads(line) for line in file.open()] for file in files)
     return train, evaluation
 
@@ -85,14 +86,14 @@ def test_the_pairs_are_read_by_the_program(tmp_path, tiny_model_dir):
 
 
 def test_wrong_usage_is_told(tmp_path):
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(PAIRS_SCRIPT), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "usage: " in done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SCRIPT.parent.glob("*.sh")))
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.sh")))
 def test_scripts_are_valid_shell_and_say_what_they_need(name):
-    script = str(SCRIPT.parent / name)
+    script = str(EXAMPLES / name)
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     done = subprocess.run(["bash", script], capture_output=True, text=True)
     assert done.returncode != 0
@@ -104,14 +105,15 @@ def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
     (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
-    script = str(SCRIPT.parent / "eight_words_grpo.sh")
+    script = str(EXAMPLES / "eight_words" / "grpo.sh")
     subprocess.run(["bash", script, "MODEL", str(tmp_path / "run")], check=True, env=environment)
     prompts = [(tmp_path / "run" / name).read_text().splitlines() for name in ("train.jsonl", "eval.jsonl")]
     assert [len(lines) for lines in prompts] == [32, 8]
     assert not set(prompts[0]) & set(prompts[1])
-    (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert f"--reward_func {SCRIPT.parent}/eight_words.py --output" in call
-    reward_func = runpy.run_path(str(SCRIPT.parent / "eight_words.py"))["reward_func"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["grpo", "compare"]
+    assert all(f"--reward_func {EXAMPLES}/eight_words/eight_words.py --output" in call for call in calls)
+    reward_func = runpy.run_path(str(EXAMPLES / "eight_words" / "eight_words.py"))["reward_func"]
     given = ["One two three four five six seven eight.", "one two - three 4 five six seven", "word " * 20, ""]
     assert [result["reward"] for result in reward_func(given)] == [1, 1 / 2, 1 / 13, 1 / 9]
     assert [result["exact"] for result in reward_func(given)] == [1, 0, 0, 0]
@@ -120,7 +122,7 @@ def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
 def test_held_out_tickets_share_no_item_and_no_sentence_with_those_for_training(tmp_path):
     """Tickets repeat number and item from the message."""
     files = [str(tmp_path / name) for name in ("train.csv", "held_out.csv")]
-    subprocess.run([sys.executable, SCRIPT.parent / "tickets.py", *files], check=True)
+    subprocess.run([sys.executable, EXAMPLES / "tickets" / "tickets.py", *files], check=True)
     splits = [list(csv.DictReader(Path(file).read_text().splitlines())) for file in files]
     assert [len(rows) for rows in splits] == [120, 40]
     items: list[set[str]] = [set(), set()]
@@ -143,7 +145,7 @@ def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
     (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
-    script = str(SCRIPT.parent / "code_rl.sh")
+    script = str(EXAMPLES / "scripts" / "code_rl.sh")
     subprocess.run(["bash", script, "MODEL", str(tmp_path / "run")], check=True, env=environment)
     rows = [json.loads(line) for line in (tmp_path / "run" / "tasks.jsonl").open()]
     assert len({row["prompt"] for row in rows}) == 20
@@ -168,7 +170,7 @@ def test_ranks_that_share_long_sequences_hold_one_whole_sequence(tmp_path, scrip
     (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
     (tmp_path / "rlhf").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
-    words = ["bash", str(SCRIPT.parent / script), "MODEL", "DATA", str(tmp_path / "run")]
+    words = ["bash", str(EXAMPLES / "scripts" / script), "MODEL", "DATA", str(tmp_path / "run")]
     subprocess.run(words, check=True, env=environment | given)
     found = []
     for call in (tmp_path / "calls").read_text().splitlines():
@@ -208,7 +210,7 @@ def calls(folder: Path) -> list[str]:
 
 
 def slurm(folder: Path, programs: dict, **environment: str) -> subprocess.Popen:
-    words = ["bash", str(SCRIPT.parent / "slurm_ppo.sh"), "model", "prompts.jsonl", str(folder / "run")]
+    words = ["bash", str(EXAMPLES / "scripts" / "slurm_ppo.sh"), "model", "prompts.jsonl", str(folder / "run")]
     job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
     return subprocess.Popen(words, env=programs | job | environment, stderr=subprocess.PIPE, text=True)
 
@@ -243,7 +245,7 @@ def test_a_slurm_job_near_its_time_limit_lets_the_run_save(tmp_path, programs):
 
 
 def test_machines_join_by_hand_and_a_run_is_submitted(tmp_path, programs):
-    script = str(SCRIPT.parent / "ray_nodes_ppo.sh")
+    script = str(EXAMPLES / "scripts" / "ray_nodes_ppo.sh")
     for words in (["head"], ["worker", "10.0.0.1"], ["submit", "model", "prompts", "run", "4"]):
         subprocess.run(["bash", script, *words], env=programs, check=True, capture_output=True)
     assert calls(tmp_path)[:3] == [
@@ -257,7 +259,7 @@ def test_machines_join_by_hand_and_a_run_is_submitted(tmp_path, programs):
 
 def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
     for name in ("slurm_ppo.sh", "ray_nodes_ppo.sh"):
-        text = (SCRIPT.parent / name).read_text().replace('"$((NODES * GPUS))"', "32")
+        text = (EXAMPLES / "scripts" / name).read_text().replace('"$((NODES * GPUS))"', "32")
         (command,) = commands_in(name, text.replace('"$NODES"', "4").replace('"$GPUS"', "8"))
         values: dict[str, str] = {}
         for word in command.words[1:]:
@@ -270,3 +272,12 @@ def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
         check_batches(config, ESTIMATORS["ppo"])
         layout = plan_layout(config.layout_settings(("actor", "critic", "ref")), node_gpus=[8, 8, 8, 8])
         assert layout.num_gpus == 32
+
+
+def test_a_curve_reaches_from_the_first_to_the_last_step_and_from_zero_to_the_highest_mark():
+    names = runpy.run_path(str(EXAMPLES / "curves.py"))
+    assert names["ticks"](0.97) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert names["ticks"](3.2) == [0, 1, 2, 3, 4]
+    image = names["chart"]({"reward & more": [(1, 0.0), (11, 1.0)]}, "step", "a note")
+    assert 'points="48.0,270.0 708.0,30.0"' in image
+    assert "reward &amp; more" in image

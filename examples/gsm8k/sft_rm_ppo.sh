@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Trains a policy and a reward model on GSM8K from nothing, on a CPU or a GPU, and lets the one judge the other:
-#   1. a tokenizer and an untrained Qwen2 of 11M parameters, made from the problems themselves
-#   2. fine-tuning on the worked solutions
-#   3. a reward model from solutions of other models, a right one against a wrong one of the same problem
-#   4. PPO, where a response is worth 1 if its number after #### is right, and what the reward model makes of it
-# A model this small tells right from wrong little better than chance: what this shows is every part of the chain on
-# real text. The published solutions are of GSM8K's test problems: do not measure a policy trained like this on those.
-# Nothing is downloaded.
+# Trains an untrained 11M model and a reward model on GSM8K, then ppo with both verifier and reward model:
+#   1. scratch: a tokenizer and an untrained Qwen2, from the text of the problems
+#   2. sft on the worked solutions
+#   3. rm on pairs of a right and a wrong solution to the same problem, written by other models
+#   4. ppo; the reward is 1 for a right number after ####, plus the weighted score of the reward model
+# A reward model of this size is hardly better than chance. The script shows all parts on real text. The published
+# solutions belong to GSM8K's test problems, so do not evaluate the policy on them. Nothing is downloaded.
 #
-#   examples/scripts/gsm8k_sft_rm_ppo.sh gsm8k_train.jsonl gsm8k_solutions.jsonl [OUTPUT]
+#   examples/gsm8k/sft_rm_ppo.sh gsm8k_train.jsonl gsm8k_solutions.jsonl [OUTPUT]
 #
-# gsm8k_train.jsonl      lines with "question" and "answer", as published with GSM8K (openai/grade-school-math)
-# gsm8k_solutions.jsonl  lines with "question" and marked solutions of several models: example_model_solutions.jsonl there
-# OUTPUT                 folder of models, pairs and runs; runs/gsm8k_rm by default. Runs that are there are continued.
+# gsm8k_train.jsonl      rows with "question" and "answer", as published with GSM8K (openai/grade-school-math)
+# gsm8k_solutions.jsonl  rows with "question" and labelled solutions: example_model_solutions.jsonl from the same source
+# OUTPUT                 folder for models, pairs and runs (default runs/gsm8k_rm); earlier runs in it are resumed
 #
-# From the environment: SFT_STEPS (200), RM_STEPS (60), PPO_ITERATIONS (5), ROLLOUT_BATCH_SIZE (32 prompts, 4 responses
-# each), MAX_NEW_TOKENS (160), PARAM_DTYPE (bf16; fp32 is many times faster on processors without bf16 products).
+# Environment variables and their defaults: SFT_STEPS 200, RM_STEPS 60, PPO_ITERATIONS 5, ROLLOUT_BATCH_SIZE 32 prompts
+# with 4 responses each, MAX_NEW_TOKENS 160, PARAM_DTYPE bf16 (fp32 is many times faster on CPUs without bf16).
 set -euo pipefail
 
 DATA=${1:?usage: $0 gsm8k_train.jsonl gsm8k_solutions.jsonl [OUTPUT]}
@@ -28,7 +27,7 @@ mkdir -p "$OUTPUT"
 if [ ! -d "$OUTPUT/untrained" ]; then
   rlhf scratch --dataset "$DATA" --vocab_size 4096 --intermediate_size 1408 --output "$OUTPUT/untrained"
 fi
-python "$(dirname "$0")/gsm8k_pairs.py" "$SOLUTIONS" "$OUTPUT/pairs.jsonl" "$OUTPUT/pairs_eval.jsonl"
+python "$(dirname "$0")/pairs.py" "$SOLUTIONS" "$OUTPUT/pairs.jsonl" "$OUTPUT/pairs_eval.jsonl"
 
 rlhf sft --pretrain "$OUTPUT/untrained" --dataset "$DATA" --output "$OUTPUT/sft" --load_checkpoint \
   --param_dtype "$DTYPE" --max_epochs 10 --max_steps "${SFT_STEPS:-200}" --train_batch_size 64 --max_len 512 \

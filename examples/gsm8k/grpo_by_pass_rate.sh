@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# GRPO on the problems that a model can learn from: those that it gets right sometimes, and not always.
-#   1. eval: SAMPLES answers to each problem, and the share of right ones written beside it
-#   2. grpo: on problems whose share is from 0.1 to 0.9, evaluated on held-out ones; the best model is kept
-#   3. eval: the model before and after, and the best one, in one table
+# GRPO on problems from which the model can learn: those that it solves sometimes, but not always.
+#   1. eval: SAMPLES answers per problem; writes the share of right ones into each row
+#   2. grpo on problems with a share from 0.1 to 0.9, evaluated on held-out problems; keeps the best model
+#   3. eval: the model before and after, and the best model, in one table
 #
-#   examples/scripts/grpo_by_pass_rate.sh MODEL gsm8k_train.jsonl gsm8k_test.jsonl [OUTPUT]
+#   examples/gsm8k/grpo_by_pass_rate.sh MODEL gsm8k_train.jsonl gsm8k_test.jsonl [OUTPUT]
 #
-# MODEL               a folder, a run of `rlhf sft`, or a Hugging Face name; it has to get some answers right already
-# gsm8k_*.jsonl       lines with "question" and "answer", as published with GSM8K (openai/grade-school-math)
-# OUTPUT              folder of the runs; runs/grpo_by_pass_rate by default. What is there is continued.
+# MODEL           folder, run of `rlhf sft`, or Hugging Face name; some of its answers must already be right
+# gsm8k_*.jsonl   rows with "question" and "answer", as published with GSM8K (openai/grade-school-math)
+# OUTPUT          folder for the runs (default runs/grpo_by_pass_rate); earlier runs in it are resumed
 #
-# From the environment, for a small model on one machine; a large one takes what stands in brackets:
-#   SAMPLES 4 (16)  PROMPTS 16 an iteration (128)  GROUP 4 responses to each (16)  ITERATIONS 5 (200)
+# Environment variables, with defaults for a small model on one machine (large model in parentheses):
+#   SAMPLES 4 (16)  PROMPTS 16 per iteration (128)  GROUP 4 responses per prompt (16)  ITERATIONS 5 (200)
 #   EVAL_STEPS 5 (20)  EVAL_ROWS 64 (1319)  MAX_NEW_TOKENS 160 (1024)  MAX_LEN 512 (2048)  LEARNING_RATE 1e-5 (1e-6)
-#   ENGINES 1 (one for each GPU)
+#   ENGINES 1 (number of GPUs)
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL gsm8k_train.jsonl gsm8k_test.jsonl [OUTPUT]}

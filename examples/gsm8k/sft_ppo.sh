@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# Trains a small model on GSM8K from nothing, on a CPU or a GPU:
-#   1. a tokenizer and an untrained Qwen2 of 11M parameters, made from the problems themselves
-#   2. fine-tuning on the worked solutions
-#   3. PPO with a critic, where a response is right if its number after #### is (the gsm8k verifier)
-# A model this small learns how solutions look, and hardly any arithmetic: what this shows is every part of the
-# pipeline on real text. Nothing is downloaded.
+# Trains an untrained 11M model on GSM8K with sft and ppo, on a CPU or a GPU, without any download:
+#   1. scratch: a tokenizer and an untrained Qwen2, from the text of the problems
+#   2. sft on the worked solutions
+#   3. ppo with a critic; the verifier gsm8k compares the number after ####
+# A model of this size learns the form of solutions, but little arithmetic. The script shows all parts on real text.
 #
-#   examples/scripts/gsm8k_sft_ppo.sh gsm8k_train.jsonl [OUTPUT]
+#   examples/gsm8k/sft_ppo.sh gsm8k_train.jsonl [OUTPUT]
 #
-# gsm8k_train.jsonl   lines with "question" and "answer", as published with GSM8K (openai/grade-school-math)
-# OUTPUT              folder of the model and the two runs; runs/gsm8k by default. Runs that are there are continued.
+# gsm8k_train.jsonl   rows with "question" and "answer", as published with GSM8K (openai/grade-school-math)
+# OUTPUT              folder for the model and both runs (default runs/gsm8k); earlier runs in it are resumed
 #
-# From the environment: SFT_STEPS (200), PPO_ITERATIONS (5), ROLLOUT_BATCH_SIZE (32 prompts, 4 responses each),
-# MAX_NEW_TOKENS (160), PARAM_DTYPE (bf16; fp32 is many times faster on processors without bf16 products).
+# Environment variables and their defaults: SFT_STEPS 200, PPO_ITERATIONS 5, ROLLOUT_BATCH_SIZE 32 prompts with 4
+# responses each, MAX_NEW_TOKENS 160, PARAM_DTYPE bf16 (fp32 is many times faster on CPUs without bf16 instructions).
 set -euo pipefail
 
 DATA=${1:?usage: $0 gsm8k_train.jsonl [OUTPUT]}

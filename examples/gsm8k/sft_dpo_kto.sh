@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Trains a policy on GSM8K from nothing, then on solutions marked right or wrong, by DPO and by KTO, on a CPU or a GPU:
-#   1. a tokenizer and an untrained Qwen2 of 11M parameters, made from the problems themselves
-#   2. fine-tuning on the worked solutions
-#   3. DPO on solutions of other models, a right one against a wrong one of the same problem
-#   4. KTO on the same solutions, each by itself
-# Both are evaluated on questions held out: before the first step the margin there is 0, the model being its own
-# reference. A model this small tells right from wrong little better than chance. The published solutions are of GSM8K's
-# test problems: do not measure a policy trained like this on those. Nothing is downloaded.
+# Trains an untrained 11M model on GSM8K with sft, then on right and wrong solutions, with dpo and with kto:
+#   1. scratch: a tokenizer and an untrained Qwen2, from the text of the problems
+#   2. sft on the worked solutions
+#   3. dpo on pairs of a right and a wrong solution to the same problem, written by other models
+#   4. kto on the same solutions, each labelled right or wrong
+# Both are evaluated on held-out questions, where the margin starts at 0. A model of this size is hardly better than
+# chance. The published solutions belong to GSM8K's test problems, so do not evaluate the policy on them.
 #
-#   examples/scripts/gsm8k_sft_dpo_kto.sh gsm8k_train.jsonl gsm8k_solutions.jsonl [OUTPUT]
+#   examples/gsm8k/sft_dpo_kto.sh gsm8k_train.jsonl gsm8k_solutions.jsonl [OUTPUT]
 #
-# gsm8k_train.jsonl      lines with "question" and "answer", as published with GSM8K (openai/grade-school-math)
-# gsm8k_solutions.jsonl  lines with "question" and marked solutions of several models: example_model_solutions.jsonl there
-# OUTPUT                 folder of models, pairs and runs; runs/gsm8k_preferences by default. Runs there are continued.
+# gsm8k_train.jsonl      rows with "question" and "answer", as published with GSM8K (openai/grade-school-math)
+# gsm8k_solutions.jsonl  rows with "question" and labelled solutions: example_model_solutions.jsonl from the same source
+# OUTPUT                 folder for models, pairs and runs (default runs/gsm8k_preferences); earlier runs are resumed
 #
-# From the environment: SFT_STEPS (200), STEPS (40) of DPO and of KTO, PARAM_DTYPE (bf16; fp32 is many times faster on
-# processors without bf16 products).
+# Environment variables and their defaults: SFT_STEPS 200, STEPS 40 for dpo and for kto, PARAM_DTYPE bf16 (fp32 is many
+# times faster on CPUs without bf16 instructions).
 set -euo pipefail
 
 DATA=${1:?usage: $0 gsm8k_train.jsonl gsm8k_solutions.jsonl [OUTPUT]}
@@ -27,7 +26,7 @@ mkdir -p "$OUTPUT"
 if [ ! -d "$OUTPUT/untrained" ]; then
   rlhf scratch --dataset "$DATA" --vocab_size 4096 --intermediate_size 1408 --output "$OUTPUT/untrained"
 fi
-python "$(dirname "$0")/gsm8k_pairs.py" "$SOLUTIONS" "$OUTPUT/pairs.jsonl" "$OUTPUT/pairs_eval.jsonl"
+python "$(dirname "$0")/pairs.py" "$SOLUTIONS" "$OUTPUT/pairs.jsonl" "$OUTPUT/pairs_eval.jsonl"
 
 rlhf sft --pretrain "$OUTPUT/untrained" --dataset "$DATA" --output "$OUTPUT/sft" --load_checkpoint \
   --param_dtype "$DTYPE" --max_epochs 10 --max_steps "${SFT_STEPS:-200}" --train_batch_size 64 --max_len 512 \
