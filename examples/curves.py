@@ -48,9 +48,7 @@ CURVES = {
 """Run and metrics of each example, with the names of the metrics in the legend."""
 COLORS = ("#2a6fd6", "#e0632b", "#16a085")
 LEFT, TOP, WIDTH, HEIGHT = 48, 30, 660, 240
-STYLE = (
-    ".grid{stroke:#ccc}.text{fill:#777;font:11.5px sans-serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
-)
+STYLE = ".grid{stroke:#ccc}.text{fill:#777;font:11.5px sans-serif}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
 
 Points = list[tuple[float, float]]
 
