@@ -18,11 +18,11 @@ FOLDER = Path(__file__).parents[1] / "docs" / "assets" / "curves"
 CURVES = {
     "calculator": (
         "runs/calculator/practice",
-        {"accuracy": "right answers", "episode/turns_mean": "turns per episode"},
+        {"accuracy": "right answers", "episode/calls": "calls per episode"},
     ),
     "distillation": (
         "runs/distillation/gkd",
-        {"accuracy": "right answers of the student", "reverse_kl": "divergence from the teacher, nats per token"},
+        {"accuracy": "right answers of the student", "forward_kl": "divergence from the teacher, nats per token"},
     ),
     "eight_words": (
         "runs/eight_words/grpo",
@@ -41,7 +41,7 @@ CURVES = {
         {"accuracy": "pairs with a positive margin", "eval/accuracy": "held-out pairs with a positive margin"},
     ),
     "tickets": (
-        "runs/tickets/sft",
+        "runs/tickets_sft/sft",
         {"loss": "loss per token", "eval/loss": "loss on held-out rows"},
     ),
 }
