@@ -80,6 +80,9 @@ def explain_row(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[str, o
     step = settings.step or steps[0]
     if step not in steps:
         raise UsageError(f"--step {step} did not train {settings.sample}: set --step {listed(map(str, steps), 'or')}")
+    # Before the steps run again, which can take minutes. For pairs, `num_trained` counts both responses.
+    if settings.token is not None and settings.token >= (most := int(data.num_trained[index])):
+        raise UsageError(f"--token {settings.token}: {settings.sample} has {most} trained tokens")
     with _before(step, config, task) as ready:
         own = _own_metrics(ready, index)
         seen: list[_Pass] = []

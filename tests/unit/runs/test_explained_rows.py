@@ -106,3 +106,9 @@ def test_a_step_or_row_is_required(run):
         explain_row(WhyGroup(run=str(run)))
     with pytest.raises(UsageError, match=r"^--step 7: the run has no such step; set --step N, up to 2$"):
         explain_row(WhyGroup(run=str(run), step=7))
+
+
+def test_a_token_that_the_row_does_not_have_is_refused_before_steps_run_again(run):
+    refused = [text for text in refusals(run, token=99).values() if text.startswith("--token 99: rows.jsonl:")]
+    assert len(refused) == 4
+    assert all(text.endswith(" has 2 trained tokens") for text in refused)
