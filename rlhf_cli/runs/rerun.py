@@ -23,7 +23,7 @@ from rlhf_cli.runs.recorded_runs import RecordedRun, read_run
 from rlhf_cli.runs.run_comparison import Difference, MetricsComparison, first_sample_difference, model_difference
 from rlhf_cli.runs.run_directory import LOCK_FILE, recorded_config, run_directory
 from rlhf_cli.runs.run_lock import CAUSES, VARIABLES, Start, lock_differences, read_lock
-from rlhf_cli.tracking.sinks import SINKS, last_metrics
+from rlhf_cli.tracking.sinks import WITHOUT_TRACKERS, last_metrics
 
 _OF_A_RERUN: Mapping[str, object] = {
     "ckpt_path": None,
@@ -32,9 +32,9 @@ _OF_A_RERUN: Mapping[str, object] = {
     "max_restarts": 0,
     "load_checkpoint": False,
     "overwrite": False,
-    "tracker": None,
     "on_event": None,
-} | {row.setting: False for row in SINKS if row.setting.startswith("use_")}
+    **WITHOUT_TRACKERS,
+}
 """Settings for the repetition: separate folders and no trackers. None changes results."""
 _LOOK_SECONDS = 0.2
 _SHOWN = 5

@@ -285,6 +285,11 @@ SINKS = (
     _service("swanlab", "SwanLab", SwanlabSink, check_swanlab),
 )
 
+WITHOUT_TRACKERS: Mapping[str, object] = {
+    row.setting: None if row.setting == "tracker" else False for row in SINKS if row.setting
+}
+"""Settings of a run whose metrics only its own files have."""
+
 
 def sinks_of(config: TrackingConfig) -> list[_SinkRow]:
     """Return the enabled sinks."""

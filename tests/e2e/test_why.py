@@ -1,9 +1,11 @@
-"""`rlhf why` and `rlhf replay` give the numbers of the run for all commands, an adapter and two ranks."""
+"""`rlhf why` gives the numbers of the run for all commands, an adapter, images and two ranks."""
 
 import json
 
 import pytest
 from forked import run_rlhf
+from picture_rows import write_rows
+from tiny_vision import save_tiny_vision
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -55,6 +57,44 @@ def test_a_response_is_explained_with_the_numbers_of_the_run(name, model, proble
     printed = run_rlhf("why", output, "--sample", next(row["id"] for row in rows if row["step"] == 2))
     assert "Equal to the run: all " in printed
     assert "Optimizer step " in printed
+
+
+SMALL = (
+    "--max_len 64 --max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 4 "
+    "--max_iterations 2 --num_episodes 2 --actor_learning_rate 1e-3 --rollout_backend transformers --param_dtype fp32 "
+    "--save_steps 1"
+)
+
+
+def explained_last(output):
+    """Explain a token of the run's last response, and return what is printed."""
+    *_, last = (output / "samples.jsonl").open()
+    return run_rlhf("why", output, "--sample", json.loads(last)["id"], "--token", "0")
+
+
+def test_a_student_on_two_ranks_is_explained(model, problems, tmp_path):
+    teacher = f"--pretrain {model} --teacher_pretrain {model} --prompt_data {problems}"
+    ranks = "--actor_num_gpus_per_node 2 --teacher_num_gpus_per_node 2 --zero_stage 2"
+    run_rlhf(*f"gkd {teacher} {ranks} {SMALL} --temperature 1 --output {tmp_path / 'run'}".split())
+    printed = explained_last(tmp_path / "run")
+    assert "Equal to the run: all " in printed
+    assert "GKD, arXiv 2306.13649" in printed
+    assert "share of the gradient norm: g_t . g" in printed
+
+
+def test_a_response_to_images_is_explained(tmp_path):
+    vision = save_tiny_vision("qwen2_5_vl", tmp_path / "tiny")
+    rows = write_rows(
+        tmp_path, *({"prompt": f"<image>{number}?", "images": ["a.png"], "answer": "1"} for number in "1234")
+    )
+    reward, output = tmp_path / "reward.py", tmp_path / "run"
+    reward.write_text(
+        "def reward_func(queries, prompts, labels):\n    return [sum(map(ord, q)) % 7 for q in queries]\n"
+    )
+    run_rlhf(*f"grpo --pretrain {vision} --prompt_data {rows} --reward_func {reward} {SMALL} --output {output}".split())
+    printed = explained_last(output)
+    assert "Equal to the run: all " in printed
+    assert "share of the gradient norm: g_t . g" in printed
 
 
 PAIR, RESPONSE = ("chosen", "rejected"), ("desirable",)

@@ -38,7 +38,7 @@ from rlhf_cli.runs.online.checked_run import OnlineRun, check_run
 from rlhf_cli.runs.online.estimator import estimator_of
 from rlhf_cli.runs.online.run import build, prepared, reserve, scorer_of
 from rlhf_cli.runs.run_directory import NOT_REPEATED, begin_logs, folder_of_start, recorded_config, run_directory
-from rlhf_cli.tracking.sinks import read_metrics
+from rlhf_cli.tracking.sinks import WITHOUT_TRACKERS, read_metrics
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker
 from rlhf_cli.trainers.online.loop import ScoredBatch
@@ -56,8 +56,9 @@ _WITHOUT_OUTPUT: dict[str, object] = {
     "max_restarts": 0,
     "eval_dataset": None,
     "write_pass_rate": None,
+    **WITHOUT_TRACKERS,
 }
-"""Settings of a replay: nothing is saved, evaluated or resumed by itself."""
+"""Settings of a replay: nothing is saved, evaluated, tracked or resumed by itself."""
 _OF_THE_UPDATE = (PolicyConfig, CriticConfig, OptimConfig, BatchConfig, RewardConfig)
 """Groups of settings that a replay can change."""
 _NOT_OF_THE_UPDATE = {"seed", "critic_pretrain", "reward_pretrain", "prm_pretrain"}

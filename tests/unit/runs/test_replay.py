@@ -115,6 +115,13 @@ def test_a_usage_error_leaves_no_temporary_folder(run, tmp_path, monkeypatch):
     assert list(temporary.iterdir()) == []
 
 
+def test_packages_of_the_trackers_of_a_run_are_not_required(run, monkeypatch):
+    (run / "config.yaml").write_text(to_yaml(recorded_config(run, ["grpo"], {"use_mlflow": "true"})))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="there is no such folder here"):  # its model
+        replayed(run)
+
+
 def test_a_folder_that_is_no_run_and_a_command_without_iterations_are_refused(run, tmp_path):
     with pytest.raises(UsageError, match=r"not a run directory, it has no readable run\.json"):
         replayed(tmp_path)
