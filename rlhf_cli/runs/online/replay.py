@@ -290,7 +290,8 @@ def _checkpoint_before(config: OnlineConfig, iteration: int, *, is_next: bool) -
         UsageError: the run has no such iteration, or with `is_next`, no checkpoint directly before it.
     """
     root = Path(config.checkpoint.output)
-    numbers = sorted(read_metrics(root))
+    # Step 0 is the evaluation before training.
+    numbers = sorted(step for step in read_metrics(root) if step > 0)
     if iteration not in numbers:
         known = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has none"
         raise UsageError(f"{root} has no iteration {iteration}: {known}")

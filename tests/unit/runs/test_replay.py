@@ -97,6 +97,8 @@ def test_responses_sampled_iterations_before_are_not_sampled_again(run):
 
 
 def test_an_iteration_that_the_run_does_not_have_is_refused(run):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 0, "eval/reward": 0.5}) + "\n" + metrics.read_text())
     with pytest.raises(UsageError, match="has no iteration 9: it has 1 to 3"):
         replayed(run, 9)
 
