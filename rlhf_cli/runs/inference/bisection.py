@@ -46,7 +46,7 @@ _OF_ANY_RUN = ("tokenizer_chat_template", "trust_remote_code", "param_dtype", "m
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint, or the final model. `logged` holds the run's own evaluation metrics at this step."""
+    """A checkpoint, the final model, or at step 0 the initial model. `logged` holds the run's own evaluation metrics."""
 
     step: int
     path: Path
@@ -54,21 +54,27 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Name in tables: `step 20`, or `model`."""
+        """Name in tables: `step 20`, `initial model`, or `model` for the final one."""
+        if self.step == 0:
+            return "initial model"
         return self.path.name if self.path.name == "model" else f"step {self.step}"
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run and sorted checkpoints. The final model is the last one, unless the last checkpoint equals it."""
+    """A run and sorted checkpoints.
+
+    The final model is the last one, unless the last checkpoint equals it. The initial model is the first one if the run
+    evaluated it.
+    """
 
     command: str
     settings: Mapping[str, Any]
     points: Sequence[Point]
 
     def without_logged(self) -> "RecordedRun":
-        """Return the run without logged metrics."""
-        return replace(self, points=[replace(point, logged={}) for point in self.points])
+        """Return the run without logged metrics, and thus without the initial model."""
+        return replace(self, points=[replace(point, logged={}) for point in self.points if point.step])
 
     def evaluation_settings(self) -> dict[str, Any]:
         """Return settings for evaluations like those during training."""
@@ -137,6 +143,8 @@ def recorded_run(root: Path) -> RecordedRun:
             f"{root} has {len(points)} checkpoints, but --bisect requires two: save more with --save_steps and "
             "--max_ckpt_num"
         )
+    if logged.get(0):
+        points.insert(0, Point(0, Path(str(settings["pretrain"])), logged[0]))
     return RecordedRun(command, settings, points)
 
 

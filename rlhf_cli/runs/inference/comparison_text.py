@@ -167,7 +167,7 @@ def comparison_json(comparison: Comparison, settings: CompareGroup) -> dict[str,
 def bisection_lines(found: Bisection, detect: float | None) -> Iterator[str]:
     """Yield the evaluated checkpoints, the one at which the metric broke, and how to compare it."""
     metric = found.metric
-    how = "best logged value" if found.is_best else "first checkpoint"
+    how = "best logged value" if found.is_best else "first checkpoint" if found.reference.step else "first"
     yield f"A  {found.reference.name}, the reference ({how} of {len(found.points)})"
     yield ""
     evaluated = [point for point in found.points if point.step in found.compared]

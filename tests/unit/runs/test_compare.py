@@ -307,3 +307,12 @@ def test_a_run_directory_has_points_and_settings_of_its_evaluation(tmp_path):
         (3, "model", {"accuracy": 0.3}),
     ]
     assert run.evaluation_settings() == {"prompt_data": "test.jsonl", "temperature": 0.6, "max_new_tokens": 9}
+    # The run broke in its first iteration: only the initial model was right.
+    with (tmp_path / "metrics.jsonl").open("a") as metrics, (tmp_path / "config.yaml").open("a") as settings:
+        metrics.write(json.dumps({"step": 0, "eval/accuracy": 0.9}) + "\n")
+        settings.write("pretrain: models/model\n")
+    run = recorded_run(tmp_path)
+    assert run.points[0] == Point(0, Path("models/model"), {"accuracy": 0.9})
+    found, _ = bisected_scores(run, [36, 4, 4, 4], tmp_path / "outputs")
+    assert (found.reference.name, found.broken) == ("initial model", run.points[1])
+    assert [point.step for point in run.without_logged().points] == [1, 2, 3]
