@@ -46,7 +46,7 @@ _OF_ANY_RUN = ("tokenizer_chat_template", "trust_remote_code", "param_dtype", "m
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint, the final model, or at step 0 the initial model. `logged` holds the run's own evaluation metrics."""
+    """A checkpoint, the final model, or at step 0 the initial one. `logged` holds the run's own evaluation metrics."""
 
     step: int
     path: Path
