@@ -19,7 +19,7 @@ _VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid":
 
 UNREWARDED = (
     "has no reward: set self.reward in reset or in a tool, define get_reward(self) in the class, return a non-null "
-    "reward from the OpenEnv server, or remove environment from --reward_funcs"
+    "reward from the OpenEnv server, or pass only verifiers, such as --reward_funcs exact"
 )
 """Completes a sentence about an environment that returned no reward."""
 
