@@ -123,10 +123,9 @@ def _needed(change: Change, config: CommandConfig, planner: Planner) -> Change:
     """Return a combination that fits without the settings that later ones made unnecessary."""
     for name in list(change.values):
         values = {other: value for other, value in change.values.items() if other != name}
-        without = with_values(config, values)
-        plan = None if without is None else planner(without, change.plan.work.hardware)
-        if plan is not None and plan.fits:
-            change = Change(values, plan)
+        fewer = _change(config, values, change.plan.work.hardware, planner)
+        if fewer is not None and fewer.plan.fits:
+            change = fewer
     return change
 
 

@@ -105,6 +105,11 @@ def prominent(names: Iterable[str]) -> list[str]:
     return sorted(kept, key=lambda name: rank.get(name.removeprefix("eval/"), len(rank)))
 
 
+def shown_names(metrics: Mapping[str, float]) -> list[str]:
+    """Return the `prominent` names of metrics, without counts of skipped steps that are 0."""
+    return [name for name in prominent(metrics) if metrics[name] or not name.startswith("skipped_")]
+
+
 def interval(name: str, metrics: Mapping[str, float]) -> str:
     """Format a metric's confidence interval to append to the value, or "" if unknown."""
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")

@@ -19,7 +19,17 @@ from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking.alarms import WINDOW, alarms_of
-from rlhf_cli.tracking.figures import PACK_TOKENS, Reading, duration, interval, number, prominent, scaled, title
+from rlhf_cli.tracking.figures import (
+    PACK_TOKENS,
+    Reading,
+    duration,
+    interval,
+    number,
+    prominent,
+    scaled,
+    shown_names,
+    title,
+)
 from rlhf_cli.tracking.host_memory import HostMemory, root_of_run
 from rlhf_cli.tracking.sample_table import sample_table
 from rlhf_cli.tracking.services import SinkContext
@@ -285,7 +295,7 @@ def _summary_rows(summary: Summary) -> dict[str, str]:
     """Format first and last values of the main metrics, time per phase, and average speed."""
     rows = {
         title(name): f"{number(summary.first[name])} → {number(summary.last[name])}"
-        for name in prominent(summary.last)[:_SUMMARY_METRICS]
+        for name in shown_names(summary.last)[:_SUMMARY_METRICS]
         if name != "lr"
     }
     total = sum(summary.phases.values())

@@ -7,22 +7,18 @@ here the untrained tiny one.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documented_blocks import REPOSITORY, add_program, marked_blocks, shell, write_named_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-REPOSITORY = Path(__file__).parents[2]
-MARKED = re.compile(r"<!-- runs -->\n+```bash\n(.*?)```", re.DOTALL)
-NAMED = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
+MARK = "runs"
 NAVIGATION = re.findall(r"\S+\.md", (REPOSITORY / "mkdocs.yml").read_text())
-PAGES = [page for name in NAVIGATION if MARKED.search((page := REPOSITORY / "docs" / name).read_text())]
+PAGES = [page for name in NAVIGATION if marked_blocks(page := REPOSITORY / "docs" / name, MARK)]
 
 
 def sums(count: int) -> list[tuple[str, str, str]]:
@@ -53,32 +49,13 @@ def write_rows(folder: Path) -> None:
     (folder / "data").mkdir()
     for name, content in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
-    (name, code), *_ = NAMED.findall((REPOSITORY / "docs" / "howto" / "own-reward.md").read_text())
-    (folder / name).write_text(code)
-
-
-def shell(script: str, folder: Path) -> None:
-    """Run a script in the folder, with `rlhf` from this checkout."""
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "MODEL": "models/start"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    write_named_files(REPOSITORY / "docs" / "howto" / "own-reward.md", folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("documented")
-    (home / "bin").mkdir()
-    program = home / "bin" / "rlhf"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rlhf_cli "$@"\n')
-    program.chmod(0o755)
+    add_program(home)
     (home / "examples").symlink_to(REPOSITORY / "examples")
     write_rows(home)
     shell("rlhf scratch --dataset data/train.jsonl --output models/start", home)
@@ -88,10 +65,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_the_marked_blocks_of_a_page_run(page, folder):
-    text = page.read_text()
-    for name, code in NAMED.findall(text):
-        (folder / name).write_text(code)
-    for block in MARKED.findall(text):
+    write_named_files(page, folder)
+    for block in marked_blocks(page, MARK):
         shell(block, folder)
 
 

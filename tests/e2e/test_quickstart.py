@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from documented_blocks import REPOSITORY, add_program, marked_blocks, shell, write_named_files
 from nbclient import NotebookClient
 from site_hooks import undocumented
 from viewed_runs import exported
@@ -16,7 +17,10 @@ from rlhf_cli.runs.walkthroughs import SumsWalkthrough
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
-NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
+NOTEBOOKS = REPOSITORY / "examples" / "notebooks"
+LEARN = [
+    page for page in sorted((REPOSITORY / "docs" / "learn").glob("*.md")) if "on the quickstart -->" in page.read_text()
+]
 SEED = 1
 OTHERS = (
     "grpo",
@@ -82,6 +86,18 @@ def test_notebooks_run_on_its_files(folder, tmp_path, path):
         output for cell in notebook.cells for output in cell.get("outputs", ()) if "text/html" in output.get("data", ())
     ]
     assert len(tables) >= 2
+
+
+@pytest.mark.usefixtures("output")
+@pytest.mark.parametrize("page", LEARN, ids=lambda page: page.stem)
+def test_blocks_of_learn_pages_run_on_its_files(folder, tmp_path, page):
+    (tmp_path / "quickstart").symlink_to(folder)
+    add_program(tmp_path)
+    write_named_files(page, tmp_path)
+    for block in marked_blocks(page, "runs on the quickstart"):
+        shell(block, tmp_path)
+    for block in marked_blocks(page, "finds faults on the quickstart"):
+        shell(block, tmp_path, codes=(1,))
 
 
 @pytest.mark.slow

@@ -308,3 +308,15 @@ def test_a_documented_command_that_is_wrong_is_named(line, complaint):
     (command,) = commands_in("run.sh", line)
     with pytest.raises(UsageError, match=complaint):
         check(command.words)
+
+
+def test_commands_of_the_site_fit_into_80_columns():
+    pages = [path for path in DOCUMENTS if path.suffix == ".md"]
+    wide = [
+        f"{path.relative_to(REPOSITORY)}: {line}"
+        for path in pages
+        for block in re.findall(r"^ *```bash\n(.*?)\n *```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if len(line) > 80 and " --" in line and "http" not in line
+    ]
+    assert wide == []

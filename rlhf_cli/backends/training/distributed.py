@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.backends.training.distributed_env import free_port
-from rlhf_cli.backends.training.extension_builds import plain_architectures, remove_stale_locks, use_own_ninja
+from rlhf_cli.backends.training.extension_builds import (
+    is_built,
+    plain_architectures,
+    remove_stale_locks,
+    use_own_ninja,
+)
 from rlhf_cli.errors import UsageError
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
@@ -54,6 +59,13 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
     gc.freeze()
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     _unlink_shared_buffers()
+
+
+def compile_notice() -> list[str]:
+    """Return a line if several CPU ranks that join a process group first compile an operator."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or torch.cuda.is_available() or is_built(_SHARED_MEMORY):
+        return []
+    return ["DeepSpeed compiles its shared-memory operator for CPU ranks: once, for a minute or more"]
 
 
 def _unlink_shared_buffers() -> None:

@@ -5,10 +5,12 @@ open. If no process has it open, it belongs to a killed process, or to another m
 """
 
 import glob
+import itertools
 import logging
 import os
 import re
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,14 +41,24 @@ def plain_architectures() -> None:
 
 def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:
     """Wait for lock files that no process on this machine has open, and remove stale ones."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
+    for lock in list(_in_builds("lock")):
         while (age := _age(lock)) is not None and not _is_open(lock):
             if age > STALE_SECONDS:
                 logger.warning("removing the stale lock file %s of a killed process", lock)
                 lock.unlink(missing_ok=True)
             else:
                 time.sleep(poll_seconds)
+
+
+def is_built(name: str) -> bool:
+    """Return whether an operator has been compiled, maybe for another version, which compiles it again."""
+    return any(_in_builds(f"{name}.so"))
+
+
+def _in_builds(file: str) -> Iterator[Path]:
+    """Yield the files of this name in PyTorch's build folders, of all versions."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return itertools.chain(root.glob(f"*/{file}"), root.glob(f"*/*/{file}"))
 
 
 def _age(lock: Path) -> float | None:

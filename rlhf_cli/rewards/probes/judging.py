@@ -15,6 +15,7 @@ _EARNING: tuple[Role, ...] = ("right", "form", "spelling")
 """Roles of responses with the right answer only."""
 _SIMILAR = 0.1
 """Relative difference from the best separation of right from wrong answers up to which a form is as good."""
+_ROUNDING = 1e-9
 _MAX_LUCK = 0.5
 """Share up to which paid answers, which may be right after all, are only noted."""
 
@@ -187,12 +188,20 @@ def _verdict(
 
 
 def overpaid_junk(scored: Iterable[Scored]) -> list[str]:
-    """Return a fault if a response without an answer earns more than all answers, on average, by more than answers in
-    different forms differ.
+    """Return a fault if the reward, which is not constant, pays for responses without an answer.
+
+    That is: most kinds of them earn as much as any answer, or one earns more than all answers, on average, by more than
+    answers in different forms differ.
     """
     lines = lines_of((one for one in scored if one.probe.is_sure), None)
     answers = [line.mean for line in lines if line.role in _EARNING and line.mean is not None]
-    return earning_junk(lines, margin=max(answers) - min(answers), is_more=True) if answers else []
+    junk = [line.mean for line in lines if line.role == "junk" and line.mean is not None]
+    if not answers or not junk:
+        return []
+    num_paid = sum(mean >= max(answers) - _ROUNDING for mean in junk)
+    if 2 * num_paid > len(junk) and min([*junk, *answers]) < max(answers):
+        return earning_junk(lines)
+    return earning_junk(lines, margin=max(answers) - min(answers), is_more=True)
 
 
 def earning_junk(lines: Sequence[Line], *, margin: float = 0.0, is_more: bool = False) -> list[str]:
@@ -207,11 +216,14 @@ def earning_junk(lines: Sequence[Line], *, margin: float = 0.0, is_more: bool = 
     junk = [(line.mean, line.name) for line in lines if line.role == "junk" and line.mean is not None]
     if not answers or not junk:
         return []
-    excess = round(max(junk)[0] - max(answers) - margin, 9)
-    if excess < 0 or (is_more and not excess):
+    least = max(answers) + margin
+    kinds = {name: mean for mean, name in junk if (mean > least + _ROUNDING if is_more else mean >= least - _ROUNDING)}
+    if not kinds:
         return []
-    mean, name = max(junk, key=lambda one: round(one[0], 9))
-    return [f'"{name}" earns {mean:.3g}, an answer at most {max(answers):.3g}']
+    first, *others = sorted(kinds, key=lambda name: -round(kinds[name], 9))
+    kind = "kind" if len(others) == 1 else "kinds"
+    more = f" and {len(others)} more {kind} of responses without an answer earn up to" if others else " earns"
+    return [f'"{first}"{more} {kinds[first]:.3g}, an answer at most {max(answers):.3g}']
 
 
 def depends_on_row(same_text: Iterable[tuple[Score, Score]]) -> set[str]:

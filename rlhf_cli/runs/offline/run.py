@@ -97,6 +97,9 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         quiet_process(begin_log(paths, rank, keep=continues)) as terminal,
         stop_announced(stop, partial(terminal.console.print, soft_wrap=True), _STOP) if rank == 0 else nullcontext(),
     ):
+        if rank == 0:
+            for line in distributed.compile_notice():
+                terminal.console.print(line, soft_wrap=True)
         # The collective below needs the group, and a check that fails on rank 0 must end all ranks.
         distributed.join_process_group()
         try:

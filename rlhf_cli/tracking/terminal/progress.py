@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.text import Text
 
-from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled
+from rlhf_cli.tracking.figures import Reading, duration, number, scaled, shown_names
 
 _PLAIN_METRICS = 7
 _PLAIN_PHASES = 3
@@ -99,7 +99,7 @@ def plain_line(reading: Reading, pace: Pace, *, unit: str) -> str:
     """Format the step, main metrics, longest phases, speed and remaining time."""
     width = len(str(pace.total_steps))
     parts = [f"{unit} {reading.step:>{width}}/{pace.total_steps}"]
-    parts += [f"{name} {number(reading.metrics[name])}" for name in prominent(reading.metrics)[:_PLAIN_METRICS]]
+    parts += [f"{name} {number(reading.metrics[name])}" for name in shown_names(reading.metrics)[:_PLAIN_METRICS]]
     phases = reading.phases
     total = sum(phases.values())
     if total > 0:

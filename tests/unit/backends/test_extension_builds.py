@@ -7,7 +7,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+from rlhf_cli.backends.training.distributed import compile_notice
 from rlhf_cli.backends.training.extension_builds import (
     STALE_SECONDS,
     plain_architectures,
@@ -67,3 +69,15 @@ def test_deepspeed_can_parse_the_list_of_architectures(monkeypatch, listed, plai
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     plain_architectures()
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == plain
+
+
+def test_cpu_ranks_that_compile_the_shared_memory_operator_say_so_until_it_is_built(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert compile_notice() == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "compiles its shared-memory operator" in compile_notice()[0]
+    built = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
+    built.parent.mkdir()
+    built.touch()
+    assert compile_notice() == []

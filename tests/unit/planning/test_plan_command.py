@@ -217,6 +217,9 @@ def test_a_larger_gpu_is_named_if_nothing_else_helps():
 def test_no_change_combines_settings_that_a_run_rejects():
     _, changes = plans_of("sft", gpu="rtx4090", zero_stage=3)
     assert "--lora_rank 16 --load_in_4bit --zero_stage 2" in [one.flags for one in changes]
+    # A combination is reduced to what is needed; without the stage, a run rejects this one.
+    _, changes = plans_of("grpo", pretrain="Qwen/Qwen2.5-14B", gpu="rtx4090", zero_stage=3)
+    assert [one.flags for one in changes] == ["--num_gpus 4 --lora_rank 16 --load_in_4bit --zero_stage 2"]
     _, changes = plans_of("sft", num_gpus=2, compile_model="true")
     assert changes
     assert not [one.flags for one in changes if "--zero_stage 3" in one.flags]

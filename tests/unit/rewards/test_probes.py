@@ -252,10 +252,14 @@ def test_junk_that_earns_as_much_as_an_answer_is_named():
     assert earning_junk(lines_of([*scored("form", "box", 0.7), *junk], None)) == [
         '"empty" earns 0.7, an answer at most 0.7'
     ]
+    several = [*junk, *scored("junk", "words", 0.9)]
+    assert earning_junk(lines_of([*scored("form", "box", 0.7), *several], None)) == [
+        '"words" and 1 more kind of responses without an answer earn up to 0.9, an answer at most 0.7'
+    ]
 
 
 def test_junk_that_earns_more_than_answers_differ_is_a_fault():
-    answers = [*scored("form", "box", 1.0), *scored("form", "words", 0.5)]
+    answers = [*scored("form", "box", 1.0), *scored("form", "words", 0.5), *scored("junk", "dots", 0.0)]
     assert overpaid_junk([*answers, *scored("junk", "empty", 1.5)]) == []
     found = overpaid_junk([*answers, *scored("junk", "empty", 1.6)])
     assert found == ['"empty" earns 1.6, an answer at most 1']

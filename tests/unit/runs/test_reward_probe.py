@@ -114,7 +114,10 @@ def test_a_penalty_for_length_is_no_fault_but_a_reward_for_it_and_a_constant_are
     assert found["reports"][0]["notes"][1].startswith('"empty" earns 0, ')
     status, found = probe("--reward_func", reward_file(LENGTH.replace("-len", "len")))
     assert (status, len(found["reports"][0]["notes"])) == (1, 1)
-    assert found["reports"][0]["faults"][0].startswith('"20,000 words" earns ')
+    assert found["reports"][0]["faults"][0].startswith('"20,000 words" and 4 more kinds ')
+    # A limit makes most texts equal.
+    status, found = probe("--reward_func", reward_file(LENGTH.replace("-len(response) / 100", "min(len(response), 8)")))
+    assert (status, found["reports"][0]["faults"][0].split(" and ")[0]) == (1, '"form without answer"')
     status, found = probe("--reward_func", reward_file(ZERO))
     assert status == 1
     assert found["reports"][0]["faults"][0].endswith("get the reward 0: nothing can be learned from it")

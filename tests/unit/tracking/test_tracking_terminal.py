@@ -336,6 +336,14 @@ def test_plain_line_names_metrics_as_they_are_logged():
     assert "\n" not in line
 
 
+def test_plain_line_shows_skipped_steps_only_if_there_are_any():
+    pace = Pace(40, start_step=0, clock=lambda: 0.0)
+    loss = {"loss": 0.5, "skipped_steps": 0.0, "skipped_in_a_row": 0.0}
+    assert plain_line(Reading(7, loss), pace, unit="step") == "step  7/40  loss 0.5000"
+    shown = plain_line(Reading(7, loss | {"skipped_steps": 2.0}), pace, unit="step")
+    assert shown == "step  7/40  loss 0.5000  skipped_steps 2"
+
+
 @pytest.mark.parametrize(
     ("value", "written"),
     [
