@@ -75,7 +75,7 @@ def explained_last(output):
 def test_a_student_on_two_ranks_is_explained(model, problems, tmp_path):
     teacher = f"--pretrain {model} --teacher_pretrain {model} --prompt_data {problems}"
     ranks = "--actor_num_gpus_per_node 2 --zero_stage 2"
-    run_rlhf(*f"gkd {teacher} {ranks} {SMALL} --temperature 1 --output {tmp_path / 'run'}".split())
+    run_rlhf(*f"gkd {teacher} {ranks} {SMALL} --lmbda 1 --output {tmp_path / 'run'}".split())
     printed = explained_last(tmp_path / "run")
     assert "Equal to the run: all " in printed
     assert "GKD, arXiv 2306.13649" in printed

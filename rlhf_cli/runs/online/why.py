@@ -51,11 +51,12 @@ def explain_response(settings: WhyGroup) -> tuple[list[str], Callable[[], dict[s
 
 
 def _row(root: Path, sample: str) -> Mapping[str, object]:
-    rows = [row for row in read_lines(root / SAMPLES_FILE) if row.get("id") == sample]
+    path = root / SAMPLES_FILE
+    rows = [row for row in read_lines(path) if row.get("id") == sample]
+    if not rows and next(read_lines(path), None) is None:
+        raise UsageError(f"{root} has no sampled responses, so there is none to explain")
     if not rows:
-        raise UsageError(
-            f"--sample: {root / SAMPLES_FILE} has no response {sample!r}: copy an `id` from that file or the report"
-        )
+        raise UsageError(f"--sample: {path} has no response {sample!r}: copy an `id` from that file or the report")
     return rows[-1]
 
 

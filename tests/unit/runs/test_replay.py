@@ -136,6 +136,9 @@ def test_a_response_that_the_run_does_not_have_is_refused(run):
     config = WhyConfig(why=WhyGroup(run=str(run), sample="data.jsonl:0/4.1@0"))
     with pytest.raises(UsageError, match=r"has no response 'data.jsonl:0/4.1@0': copy an `id`"):
         explain(config)
+    (run / "samples.jsonl").write_text("")  # gkd on responses of the dataset
+    with pytest.raises(UsageError, match="has no sampled responses, so there is none to explain"):
+        explain(config)
 
 
 @pytest.mark.parametrize(
