@@ -300,7 +300,7 @@ def _checkpoint_before(config: OnlineConfig, iteration: int, *, is_next: bool) -
     if is_next and (resume.step if resume else 0) != iteration - 1:
         raise UsageError(
             f"--iteration {iteration}: with --set, it must follow a checkpoint or the start of {root}: set "
-            f"{listed((str(step + 1) for step in [0, *store.steps()]), 'or')}"
+            f"{listed((str(step + 1) for step in [0, *store.steps()] if step + 1 in numbers), 'or')}"
         )
     return resume
 

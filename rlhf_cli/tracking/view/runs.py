@@ -58,8 +58,8 @@ class ViewedRun:
 
     def description(self) -> dict[str, Any]:
         """Return name, path, command, outcome, messages of alarms, plan, and the sample files with samples."""
-        run, plan = self._object(RUN_FILE), self._object(PLAN_FILE)
-        outcome = run.get("outcome")
+        run = {"command": f"damaged {RUN_FILE}", "unit": "step", "outcome": "unknown"} | self._object(RUN_FILE)
+        plan, outcome = self._object(PLAN_FILE), run["outcome"]
         return {
             **{name: run.get(name) for name in ("command", "unit", "total_steps", "facts")},
             "outcome": self.state(self.path) if outcome == "running" else outcome,
@@ -136,8 +136,11 @@ class ViewedRun:
             index.close()
 
     def _object(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file; empty if it does not exist."""
-        return dict(json.loads(self.file(name).read_text(encoding="utf-8"))) if self._has(name) else {}
+        """Return the object in a JSON file; empty if it does not exist or is damaged: other runs stay visible."""
+        try:
+            return dict(json.loads(self.file(name).read_text(encoding="utf-8")))
+        except (KeyError, ValueError, TypeError):
+            return {}
 
     def _has(self, name: str) -> bool:
         try:

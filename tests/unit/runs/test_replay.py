@@ -104,7 +104,12 @@ def test_an_iteration_that_the_run_does_not_have_is_refused(run):
 
 
 def test_changes_need_a_checkpoint_directly_before(run):
-    with pytest.raises(UsageError, match=r"must follow a checkpoint or the start of .*: set 1$"):
+    for step in (1, 3):  # after 3, the run has ended
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        for name in ("manifest.json", "state.json"):
+            (folder / name).write_text("{}")
+    with pytest.raises(UsageError, match=r"must follow a checkpoint or the start of .*: set 1 or 2$"):
         replayed(run, 3, "eps_clip=0.3")
 
 

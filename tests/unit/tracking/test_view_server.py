@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from viewed_runs import add_image, make_run, sample, write
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.tracking.sinks import METRICS_FILE, SAMPLES_FILE
+from rlhf_cli.tracking.sinks import METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from rlhf_cli.tracking.view import explanations
 from rlhf_cli.tracking.view.app import view_app
 from rlhf_cli.tracking.view.front_end import PAGE
@@ -252,6 +252,19 @@ def test_the_state_of_a_run_that_has_not_written_its_end_is_looked_up(tmp_path):
     make_run(tmp_path / "b", outcome="failed")
     runs = ViewedRuns([tmp_path], lambda path: f"{path.name} killed")
     assert [run.description()["outcome"] for run in runs.current()] == ["a killed", "failed"]
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path):
+    for name, text in (("a", "{torn"), ("b", "[1, 2]"), ("c", None)):
+        run = make_run(tmp_path / name)
+        if text is not None:
+            (run / RUN_FILE).write_text(text)
+    (status, _, body), *_ = answers(tmp_path, "api/runs")
+    found = {run["name"]: (run["command"], run["outcome"]) for run in json.loads(body)}
+    assert (status, found) == (
+        200,
+        {"a": ("damaged run.json", "unknown"), "b": ("damaged run.json", "unknown"), "c": ("grpo", "finished")},
+    )
 
 
 def test_folders_without_a_run_are_named(tmp_path):
