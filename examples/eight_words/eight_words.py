@@ -7,6 +7,7 @@ that part most groups would have equal rewards, from which nothing is learned.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +31,16 @@ def reward_func(responses: list[str]) -> list[dict[str, float]]:
     """1 for exactly eight words, a half for one more or less, a third for two, and so on."""
     misses = [abs(num_words(response) - WORDS) for response in responses]
     return [{"reward": 1 / (1 + miss), "exact": float(miss == 0)} for miss in misses]
+
+
+def naming_reward(responses: list[str], prompts: list[str]) -> list[dict[str, float]]:
+    """The same for answers that name the thing, and 0 for all others."""
+    things = [re.findall(r"Describe (.+) in one sentence", prompt)[-1].split()[-1] for prompt in prompts]
+    named = [float(thing in response.lower()) for thing, response in zip(things, responses, strict=True)]
+    return [
+        {"reward": name * score["reward"], "exact": name * score["exact"], "named": name}
+        for name, score in zip(named, reward_func(responses), strict=True)
+    ]
 
 
 def rows(things: list[str]) -> str:

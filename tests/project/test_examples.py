@@ -112,11 +112,15 @@ def test_the_reward_of_eight_words_grows_towards_eight(tmp_path):
     assert not set(prompts[0]) & set(prompts[1])
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call.split()[0] for call in calls] == ["grpo", "compare"]
-    assert all(f"--reward_func {EXAMPLES}/eight_words/eight_words.py --output" in call for call in calls)
-    reward_func = runpy.run_path(str(EXAMPLES / "eight_words" / "eight_words.py"))["reward_func"]
+    assert all(f"--reward_func {EXAMPLES}/eight_words/eight_words.py:reward_func --output" in call for call in calls)
+    functions = runpy.run_path(str(EXAMPLES / "eight_words" / "eight_words.py"))
+    reward_func, naming_reward = functions["reward_func"], functions["naming_reward"]
     given = ["One two three four five six seven eight.", "one two - three 4 five six seven", "word " * 20, ""]
     assert [result["reward"] for result in reward_func(given)] == [1, 1 / 2, 1 / 13, 1 / 9]
     assert [result["exact"] for result in reward_func(given)] == [1, 0, 0, 0]
+    bread = [json.loads(line)["prompt"] for line in prompts[0] if "loaf of bread" in line] * 2
+    named = naming_reward(["Warm bread with a crust of golden seeds", "Provide a brief summary"], bread)
+    assert [result["reward"] for result in named] == [1, 0]
 
 
 def test_held_out_tickets_share_no_item_and_no_sentence_with_those_for_training(tmp_path):
