@@ -72,8 +72,8 @@ def explained_last(output):
     return run_rlhf("why", output, "--sample", json.loads(last)["id"], "--token", "0")
 
 
-def test_a_student_on_two_ranks_is_explained(model, problems, tmp_path):
-    teacher = f"--pretrain {model} --teacher_pretrain {model} --prompt_data {problems}"
+def test_a_student_on_two_ranks_is_explained(tiny_model_dir, tiny_llama_dir, problems, tmp_path):
+    teacher = f"--pretrain {tiny_model_dir} --teacher_pretrain {tiny_llama_dir} --prompt_data {problems}"
     ranks = "--actor_num_gpus_per_node 2 --zero_stage 2"
     run_rlhf(*f"gkd {teacher} {ranks} {SMALL} --lmbda 1 --output {tmp_path / 'run'}".split())
     printed = explained_last(tmp_path / "run")
