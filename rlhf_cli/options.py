@@ -221,8 +221,8 @@ def typer_command(
         "allow_extra_args": True,
         "token_normalize_func": underscores,
     }
-    positional = config_cls.positional
-    usage = f"{positional.upper()} {_FLAGS}" if positional else _FLAGS
+    first = config_cls.arguments or (config_cls.positional or "").upper()
+    usage = f"{first} {_FLAGS}" if first else _FLAGS
     command = _from_config(name, config_cls, run, text)
     app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=usage)(command)
     built: Any = typer.main.get_command(app)

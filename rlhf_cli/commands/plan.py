@@ -24,6 +24,7 @@ class PlanCommandConfig(CommandConfig):
     fit.
     """
 
+    arguments = "COMMAND"
     example = "grpo --pretrain Qwen/Qwen2.5-7B --gpu h100 --num_gpus 8"
 
     plan: PlanConfig = PlanConfig()

@@ -164,6 +164,8 @@ class CommandConfig(BaseModel):
     """Name of the command; set for commands that train."""
     positional: ClassVar[str | None] = None
     """Setting that may be passed without a flag: the first argument, or for a list all of them."""
+    arguments: ClassVar[str] = ""
+    """Name of the first arguments in the usage line, unless it is that of the positional setting."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
     example: ClassVar[str] = ""
     """Arguments of a typical call. If the command has many flags, `--help` shows this call with its flags."""

@@ -169,7 +169,7 @@ class StepDataConfig(OfflineDataConfig):
     """Data"""
 
     step_separator: str = Field(r"\n", min_length=1)
-    """Separator between the steps of a response; \n is a line break. A step's score is read at its end."""
+    """Separator between the steps of a response; \\n is a line break. A step's score is read at its end."""
     placeholder_token: str = Field("ки", min_length=1)
     """Text after each step in rows with format placeholder. The default is Math-Shepherd's. It is not trained."""
     reward_tokens: tuple[str, str] = ("+", "-")

@@ -59,8 +59,8 @@ class EpisodeConfig(SettingsGroup):
     CPU. free samples each turn as soon as its environment replies: faster, but rounding depends on timing.
     """
     turns: Annotated[str | None, _OF_EPISODES] = None
-    """File with the model's turns to play, one per line, or FILE.json with a list of strings. Without it, turns are
-    typed in a terminal; otherwise each tool is called once with sample arguments.
+    """File with the model's turns to play, one per line, or FILE.json with a list of strings. Default: type
+    the turns in the terminal; without a terminal, each tool is called once with sample arguments.
     """
 
     @property

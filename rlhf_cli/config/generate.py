@@ -11,8 +11,8 @@ class AnswersOutputConfig(SettingsGroup):
     """Output"""
 
     output: str | None = None
-    """Folder for samples.jsonl (every response), settings and logs, with eval.json (the figures) of eval, or
-    selected.jsonl and metrics of generate."""
+    """Folder for samples.jsonl (every response), settings and logs; for eval also eval.json (the metrics), for generate
+    selected.jsonl and metrics."""
     load_checkpoint: Annotated[bool, Needs("output")] = False
     """Resume after the existing responses; starts from scratch if there are none."""
     overwrite: Annotated[bool, Needs("output"), Excludes("load_checkpoint")] = False

@@ -25,7 +25,7 @@ class ShowConfig(SettingsGroup):
     """Show"""
 
     for_: Literal[*TRAINING] = Field(alias="for")  # type: ignore[valid-type]
-    """Training command for which data are read; in this help, ppo stands for all commands that sample from prompts."""
+    """Training command that will read the data. In this help, ppo stands for all commands that sample from prompts."""
     num_rows: int = Field(3, ge=0)
     """Number of examples to show, spread over the data."""
     seed: int = Field(42, ge=0, lt=2**32)
@@ -78,7 +78,7 @@ class ShownDataConfig(OfflineDataConfig):
     rejected_key: str | None = None
     """Column with the rejected response or conversation. Default: detected by name."""
     step_separator: str = Field(r"\n", min_length=1)
-    """Separator between the steps of a response; \n is a line break. A step's score is read at its end."""
+    """Separator between the steps of a response; \\n is a line break. A step's score is read at its end."""
     placeholder_token: str = Field("ки", min_length=1)
     """Text after each step in rows with format placeholder. The default is Math-Shepherd's. It is not trained."""
     reward_tokens: tuple[str, str] = ("+", "-")

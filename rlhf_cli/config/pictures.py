@@ -6,7 +6,7 @@ from rlhf_cli.config.base import SettingsGroup
 
 
 class PicturesConfig(SettingsGroup):
-    """Pictures"""
+    """Images"""
 
     image_key: str | None = None
     """Column with the images. Default: images or image."""

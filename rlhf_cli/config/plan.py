@@ -29,7 +29,7 @@ class PlanConfig(SettingsGroup):
     network: float | None = Field(None, gt=0)
     """Bandwidth between nodes in GB/s per GPU and direction. Default: from the table of GPUs."""
     host_memory_gib: float | None = Field(None, gt=0)
-    """Host memory per node in GiB. Default: of this machine if the plan is for it, otherwise not checked."""
+    """Host memory per node in GiB. Default: if the plan is for this machine, its memory; otherwise not checked."""
     price_per_gpu_hour: float | None = Field(None, gt=0)
     """Price of one GPU for one hour, in any currency."""
     images_per_row: int = Field(0, ge=0)
@@ -37,16 +37,16 @@ class PlanConfig(SettingsGroup):
     otherwise 0."""
     row_tokens: int | None = Field(None, gt=0)
     """Mean tokens per sequence in the data of offline commands, including images. Default: half of max_len; with
-    images, these and half of the rest."""
+    images, their tokens and half of the rest."""
     prompt_tokens: int | None = Field(None, gt=0)
-    """Mean tokens per prompt, including images. Default: half of the room that max_new_tokens leaves in max_len; with
-    images, these and half of the rest."""
+    """Mean tokens per prompt, including images. Default: half of max_len minus max_new_tokens; with images, their
+    tokens and half of the rest."""
     response_tokens: int | None = Field(None, gt=0)
     """Mean tokens per sampled response. Default: half of max_new_tokens."""
     num_rows: int | None = Field(None, gt=0)
     """Rows or prompts in the data, to plan the whole run. Default: one step."""
     calibration: bool = True
-    """Scale times by those that earlier runs of the same kind measured on this machine."""
+    """Scale times by measurements of earlier, similar runs on this machine."""
     as_json: bool = Field(False, alias="json")
     """Print the plan as a JSON object."""
 
@@ -60,5 +60,5 @@ class ProofConfig(SettingsGroup):
     """Proof"""
 
     proof: str | None = None
-    """Run directory: print the plan of that run beside the memory and times that it measured, instead of planning a
-    command. The hardware is this machine unless set."""
+    """Run directory: compare the plan of this run with its measured memory and times, instead of planning a command.
+    Default hardware: this machine."""

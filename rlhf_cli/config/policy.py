@@ -98,8 +98,8 @@ class PolicyConfig(SettingsGroup):
     rollout_correction_cap: Annotated[float, Needs("rollout_correction", ("token_clip",))] = Field(2.0, gt=0)
     """Maximum ratio with token_clip."""
     rollout_routing_replay: bool = False
-    """Send each token to the experts that the rollout engine chose in the actor's log-probs too (R3), for
-    mixture-of-experts models whose rollout_k3 is high.
+    """When the actor computes log-probs, send each token to the experts that the rollout engine chose (R3). For
+    mixture-of-experts models with a high rollout_k3.
     """
 
     @property

@@ -107,8 +107,8 @@ class SamplingConfig(SettingsGroup):
     multiplied by it.
     """
     rollout_batch_size: int = Field(1024, gt=0)
-    """Prompts per iteration; in generate and eval the prompts answered, scored and written together, which limit the
-    memory and the work lost by a kill."""
+    """Prompts per iteration. In generate and eval, prompts that are answered, scored and written together: fewer need
+    less memory, and lose less work if the command is killed."""
     n_samples_per_prompt: int = Field(1, gt=0)
     """Responses sampled per prompt."""
     seed: int = Field(42, ge=0, lt=2**32)
