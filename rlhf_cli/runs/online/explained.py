@@ -1,9 +1,10 @@
 """A response in an iteration that was run again for `rlhf why`, and the shares of its tokens in the gradient."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -130,6 +131,19 @@ def share_lines(explained: Explained, step: int, token: int) -> list[str]:
         f"{number(found.step_norm)}; cosine {number(found.cosine)}",
         f"{name}: g_t . g / |g|^2 = {number(found.product)} / {number(found.step_norm**2)} = {percent}%",
     ]
+
+
+def response_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield prompt and response of a row of samples.jsonl; of an episode, all messages, with rewards of turns."""
+    yield f"  prompt    {row['prompt']!r}"
+    if "messages" not in row:
+        yield f"  response  {row['response']!r}"
+        return
+    rewards = iter(row.get("turn_rewards") or ())
+    for message in row["messages"]:
+        reward = next(rewards, None) if message["role"] == "assistant" else None
+        shown = "" if reward is None else f"  reward {number(reward)}"
+        yield f"  {message['role']:9} {message.get('content')!r}{shown}"
 
 
 def sampled_lines(explained: Explained, token: int) -> list[str]:

@@ -22,7 +22,14 @@ from rlhf_cli.commands.gkd import GKDConfig
 from rlhf_cli.config.replay import WhyGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
-from rlhf_cli.runs.online.explained import Explained, located, sampled_lines, share_lines, tokens_with_share
+from rlhf_cli.runs.online.explained import (
+    Explained,
+    located,
+    response_lines,
+    sampled_lines,
+    share_lines,
+    tokens_with_share,
+)
 from rlhf_cli.runs.online.replay import Replayed, replay
 from rlhf_cli.runs.online.why_student import student_table, student_token
 from rlhf_cli.runs.run_directory import recorded_config
@@ -96,7 +103,7 @@ def lines(
     if again.batch is None:
         return [f"iteration {again.iteration} was skipped: no response could be trained on"]
     explained = explained or _explained(again, row)
-    head = [f"{row['id']}, iteration {again.iteration} of rlhf {again.run.config.command}", *_response(row)]
+    head = [f"{row['id']}, iteration {again.iteration} of rlhf {again.run.config.command}", *response_lines(row)]
     if explained is None:
         return [*head, "", "not trained on: its reward failed, or its group was filtered", "", *_equality(again, row)]
     _check_token(token, len(explained.texts))
@@ -114,10 +121,6 @@ def _body(explained: Explained, token: int | None) -> Iterator[str]:
         return
     yield from (*_rewards(explained), "", *_advantage(explained, token), "")
     yield from _table(explained) if token is None else _token(explained, token)
-
-
-def _response(row: Mapping[str, object]) -> list[str]:
-    return [f"  prompt    {row['prompt']!r}", f"  response  {row['response']!r}"]
 
 
 def _rewards(explained: Explained) -> Iterator[str]:

@@ -144,3 +144,20 @@ def test_a_share_that_is_not_computed_is_explained():
 def test_settings_without_shares_are_named(given, reason):
     found = no_shares(config(**given))
     assert (found is None) if reason is None else (reason in str(found))
+
+
+def test_an_episode_is_shown_by_turns_with_their_rewards():
+    messages = [("assistant", "130"), ("user", "3 letters"), ("assistant", "40")]
+    row = {
+        "prompt": "43+91=",
+        "response": "40",
+        "messages": [{"role": role, "content": content} for role, content in messages],
+        "turn_rewards": [0.0, 2.0],
+    }
+    assert list(explained.response_lines(row)) == [
+        "  prompt    '43+91='",
+        "  assistant '130'  reward 0",
+        "  user      '3 letters'",
+        "  assistant '40'  reward 2",
+    ]
+    assert list(explained.response_lines({"prompt": "1+1=", "response": "2"}))[1] == "  response  '2'"
