@@ -38,7 +38,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the page with a link for each arXiv number in its text; MkDocs calls this."""
+    """Return the page with a link for each arXiv number in its text; MkDocs calls this.
+
+    Empty header cells become plain cells, which screen readers do not announce as headers.
+    """
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
     # Odd parts are code and links, which stay as they are.
     parts = PROTECTED.split(html)
     parts[::2] = (PAPER.sub(r'<a href="https://arxiv.org/abs/\1">\1</a>', part) for part in parts[::2])

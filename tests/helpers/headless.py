@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import axe_core_python
 from aiohttp import ClientSession, WSMsgType
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -120,3 +121,13 @@ async def new_page(session: ClientSession, browser: str) -> Page:
     async with session.put(f"{browser}/json/new?about:blank") as answer:
         found = await answer.json()
     return Page(await session.ws_connect(found["webSocketDebuggerUrl"], max_msg_size=0))
+
+
+async def accessibility_problems(page: Page) -> list[str]:
+    """Return the serious violations that axe finds on the open page: rule and first element of each."""
+    script = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    await page.value(f"{script};1")
+    serious = "violations.filter(one => ['serious', 'critical'].includes(one.impact))"
+    shown = "map(one => `${one.id}: ${one.nodes[0].html.slice(0, 200)}`)"
+    found: list[str] = await page.value(f"axe.run().then(all => all.{serious}.{shown})")
+    return found

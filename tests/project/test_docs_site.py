@@ -1,7 +1,9 @@
 """The documentation site builds in strict mode, loads nothing from other servers, and its tables match the code."""
 
 import ast
+import asyncio
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +13,8 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession
+from headless import CHROMIUM, accessibility_problems, chromium, new_page
 from site_hooks import DOCS, REPOSITORY, site_hooks, undocumented
 
 from rlhf_cli import cli
@@ -133,3 +137,19 @@ def test_the_search_finds_a_page_when_it_is_opened_as_a_file(site):
     done = subprocess.run(["node", program, site, "quantized"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip(), done.stderr
     assert all((site / place.partition("#")[0]).is_file() for place in done.stdout.split())
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+def test_pages_are_accessible_in_light_and_dark(site, tmp_path):
+    async def check(browser: str) -> list[str]:
+        found = []
+        async with ClientSession() as session:
+            page = await new_page(session, browser)
+            for name, dark in itertools.product(("index", "learn/curves", "commands/grpo", "status"), (False, True)):
+                await page.open((site / f"{name}.html").as_uri(), dark=dark)
+                await page.until("document.readyState === 'complete' && document.querySelector('h1') !== null")
+                found += [f"{name}: {problem}" for problem in await accessibility_problems(page)]
+        return found
+
+    with chromium(tmp_path) as browser:
+        assert "\n".join(asyncio.run(check(browser))) == ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
-from headless import CHROMIUM, Page, chromium, new_page
+from headless import CHROMIUM, Page, accessibility_problems, chromium, new_page
 from viewed_runs import add_image, make_run, sample, write
 
 from rlhf_cli.tracking.sinks import METRICS_FILE, RUN_FILE, SAMPLES_FILE
@@ -335,7 +335,9 @@ def test_the_report_shows_what_the_server_shows(browser, tmp_path):
     served = []
 
     async def check(page: Page) -> None:
-        served.extend([await text_at(page, fragment) for fragment in FRAGMENTS])
+        for fragment in FRAGMENTS:
+            served.append(await text_at(page, fragment))
+            assert await accessibility_problems(page) == [], fragment
 
     viewed(browser, tmp_path, "curves", check)
     exported = texts_of_report(browser, report)
