@@ -22,7 +22,7 @@ _AS_OPENAI = MessageForm(arguments_as_text=True, no_content=None)
 _REASONS = {
     "failed": "failed rewards",
     "empty": "empty responses",
-    "cut": "responses cut at the limit",
+    "truncated": "truncated responses",
     "low": "responses below min_score",
     "repeated": "repeated responses",
     "equal": "prompts whose responses score alike",
@@ -59,7 +59,7 @@ def _of_prompt(samples: list[_Cells], settings: AnswersOutputConfig, counts: Cou
     good = [sample for sample in whole if settings.min_score is None or sample["reward"] >= settings.min_score]
     # In this order, so that each sample is counted under its first reason.
     stages = (samples, scored, usable, whole, good)
-    for reason, (before, after) in zip(("failed", "empty", "cut", "low"), pairwise(stages), strict=True):
+    for reason, (before, after) in zip(("failed", "empty", "truncated", "low"), pairwise(stages), strict=True):
         counts[reason] += len(before) - len(after)
     if not good:
         counts["without"] += 1

@@ -54,7 +54,7 @@ _TITLES = {
     "episode/malformed_calls": "malformed calls per episode",
     "episode/observed_tokens": "observed tokens per episode",
     "episode/failed": "share of failed environments",
-    "episode/cut": "share truncated by environments",
+    "episode/truncated": "share truncated by environments",
     "episode/branches": "branches per episode",
     "episode/repeated_requests": "repeated requests per episode",
     "num_tokens": "tokens",

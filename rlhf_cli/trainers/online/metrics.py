@@ -126,7 +126,7 @@ def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
         "episode/malformed_calls": float(np.mean([episode.num_malformed for _, episode in found])),
         "episode/observed_tokens": float(np.mean(observed)),
         "episode/failed": float(np.mean([episode.failure is not None for _, episode in found])),
-        "episode/cut": float(np.mean([episode.cut != "" for _, episode in found])),
+        "episode/truncated": float(np.mean([episode.cut != "" for _, episode in found])),
         **_program_metrics([episode for _, episode in found if episode.num_repeated is not None]),
     }
 

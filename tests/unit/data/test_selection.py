@@ -52,7 +52,7 @@ def test_failed_empty_cut_and_low_responses_are_left_out_and_counted():
     ]
     rows, counts = select(samples, min_score=1.0)
     assert [row["response"] for row in rows] == ["good"]
-    assert counts == {"prompts": 2, "rows": 1, "failed": 1, "empty": 1, "cut": 1, "low": 2, "without": 1}
+    assert counts == {"prompts": 2, "rows": 1, "failed": 1, "empty": 1, "truncated": 1, "low": 2, "without": 1}
 
 
 def test_all_keeps_different_texts_in_their_order():

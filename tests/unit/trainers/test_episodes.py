@@ -202,7 +202,7 @@ def test_an_answer_out_of_time_truncates_the_episode_with_the_reward_so_far(tool
     assert (found.finish_reason, found.episode.failure, found.episode.turn_rewards) == ("length", None, rewards)
     assert found.episode.cut == f"ran out of time (1 s) in {'look' if tools else 'step'}"
     assert found.episode.turns[-1][1] == len(found.token_ids)
-    assert length_metrics([found])["episode/cut"] == 1.0
+    assert length_metrics([found])["episode/truncated"] == 1.0
     assert not environments.open
 
 
@@ -217,7 +217,7 @@ def test_an_episode_out_of_time_without_a_known_reward_fails(tools, at_end, scri
     (found,) = play(environments, ScriptedEngines({"a": [script]}), [request("a")])
     assert found.episode is not None
     assert str(found.episode.failure).startswith("ran out of time (1 s) in ")
-    assert length_metrics([found])["episode/cut"] == 0.0
+    assert length_metrics([found])["episode/truncated"] == 0.0
 
 
 @pytest.mark.parametrize(("is_truncated", "reason"), [(True, "length"), (False, "stop")])

@@ -125,7 +125,7 @@ def test_metrics_and_rows_know_all_branches():
         "episode/malformed_calls": 0.0,
         "episode/observed_tokens": 2.0,
         "episode/failed": 0.0,
-        "episode/cut": 0.0,
+        "episode/truncated": 0.0,
         "episode/branches": 2.0,
         "episode/repeated_requests": 1.0,
     }
