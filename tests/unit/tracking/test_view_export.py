@@ -154,7 +154,7 @@ def test_report_replaces_an_earlier_one_at_once(tmp_path):
 
 
 def test_a_report_that_fails_is_logged(tmp_path, capsys):
-    (make_run(tmp_path) / "report.html").mkdir()
+    (make_run(tmp_path) / "config.yaml").write_text("seed: [")
     record_report(tmp_path)
     assert "report.html was not written: " in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
