@@ -1,4 +1,4 @@
-"""`rlhf kto`: preference optimization on single labelled responses."""
+"""`rlhf kto`: preference optimization on single labeled responses."""
 
 from rlhf_cli.commands.offline import NEVER_OFFLINE, PROMPT_SHARING, OfflineConfig
 from rlhf_cli.config.data import LabelledDataConfig
@@ -9,7 +9,7 @@ from rlhf_cli.config.train import OptimConfig
 
 
 class KTOConfig(OfflineConfig):
-    """Train a policy on single responses labelled desirable or undesirable (KTO)."""
+    """Train a policy on single responses labeled desirable or undesirable (KTO)."""
 
     command = "kto"
     example = (

@@ -21,7 +21,7 @@ class MergeGroup(SettingsGroup):
     param_dtype: Literal["bf16", "fp32"] | None = None
     """Weight dtype of the output. Default: unchanged."""
     max_shard_size: float = Field(4.0, gt=0)
-    """Maximum size of a weight file in GB, which is also about the required memory."""
+    """Maximum size of a weight file in GB. Merging needs about as much memory."""
     trust_remote_code: bool = False
     """Run Python code included with the model."""
 

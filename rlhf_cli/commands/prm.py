@@ -1,4 +1,4 @@
-"""`rlhf prm`: train a process reward model on labelled steps."""
+"""`rlhf prm`: train a process reward model on labeled steps."""
 
 from rlhf_cli.commands.offline import OfflineConfig
 from rlhf_cli.config.data import StepDataConfig

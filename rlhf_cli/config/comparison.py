@@ -9,10 +9,10 @@ class CompareGroup(SettingsGroup):
     """Comparison"""
 
     models: list[str]
-    """Two models, checkpoints or outputs of `rlhf eval`. An output with several models is OUTPUT:MODEL, or alone if it
-    has two. With bisect, the run directory."""
+    """Two models, checkpoints or outputs of `rlhf eval`. Select one of an output's models by
+    OUTPUT:MODEL; an output with two models can be the only argument. With bisect, the run directory."""
     bisect: bool = False
-    """Find the first checkpoint of a run whose metric differs from the best one."""
+    """Find the first checkpoint of a run at which a metric is worse than at the best one."""
     metric: str | None = None
     """Metric of the verdict, the categories and the quoted prompts. Default: accuracy, or reward without a verifier."""
     by: str | None = None

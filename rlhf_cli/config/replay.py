@@ -15,8 +15,8 @@ class ReplayGroup(SettingsGroup):
     set: list[str] | None = None
     """Settings of the iteration to change, as NAME=VALUE: `eps_clip=0.3,init_kl_coef=0`."""
     sample_again: bool = False
-    """Sample new responses for the iteration's prompts, with another random seed. Settings of sampling can then change,
-    too: `temperature=0.8`.
+    """Sample new responses for the iteration's prompts, with another random seed. You can then also change sampling
+    settings: `temperature=0.8`.
     """
 
 
