@@ -5,7 +5,7 @@ The wire format is OpenRLHF's:
 - Request: POST `{"query": [...], "prompts": [...], "labels": [...]}`. Token counts and truncation are not sent.
 - Response: `{"rewards": [...]}`, one finite number per query. `rlhf serve-rm` adds `details`, the reason for each null
   reward; other keys are ignored.
-- Images: sent only if `/health` reports `"images": true`. `"pictures": [...]` lists each distinct image once as a
+- Images: sent only if `/health` reports `"images": true`. `"distinct_images": [...]` lists each distinct image once as a
   `data:` URL, and `"images": [[...], ...]` lists indices into it for each query.
 
 client.py selects servers and retries.
@@ -126,7 +126,7 @@ def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
     distinct = list(dict.fromkeys(picture for request in requests for picture in request.pictures))
     numbers = {picture: number for number, picture in enumerate(distinct)}
     return {
-        "pictures": [f"data:image/png;base64,{png_in_base64(picture)}" for picture in distinct],
+        "distinct_images": [f"data:image/png;base64,{png_in_base64(picture)}" for picture in distinct],
         "images": [[numbers[picture] for picture in request.pictures] for request in requests],
     }
 

@@ -38,7 +38,7 @@ _GRACE_SECONDS = 30
 
 
 class _RequestBody(BaseModel):
-    """Request body. Entries in `images` are encoded images, or indices into `pictures`."""
+    """Request body. Entries in `images` are encoded images, or indices into `distinct_images`."""
 
     # Without strict, pydantic accepts `true` and 1.0 as an image index.
     model_config = ConfigDict(strict=True)
@@ -47,7 +47,7 @@ class _RequestBody(BaseModel):
     prompts: list[str] | None = None
     labels: list[str | None] | None = None
     images: list[list[str | int]] | None = None
-    pictures: list[str] = []
+    distinct_images: list[str] = []
 
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images: bool = False) -> FastAPI:
@@ -145,7 +145,7 @@ async def _pictures(body: _RequestBody) -> list[tuple[Picture, ...]]:
         return [()] * len(body.query)
     try:
         # Decoding large images would block the event loop, health checks included.
-        return await asyncio.to_thread(_received_pictures, [_resolved(row, body.pictures) for row in body.images])
+        return await asyncio.to_thread(_received_pictures, [_resolved(row, body.distinct_images) for row in body.images])
     except PictureFault as fault:
         raise HTTPException(422, str(fault)) from None
 

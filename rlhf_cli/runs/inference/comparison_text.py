@@ -35,8 +35,8 @@ def comparison_lines(comparison: Comparison, settings: CompareGroup) -> Iterator
         yield f"{metric} by {settings.by}"
         yield from _table({value: (metric, pair) for value, pair in categories.items()})
         if len(categories) > 2:
-            by_chance = f"{0.05 * len(categories):.2g} of {len(categories)} categories"
-            yield f"Without any difference, {by_chance} would show one by chance"
+            by_chance = f"{0.05 * len(categories):.2g} of {len(categories)}"
+            yield f"If no category differed, about {by_chance} would still seem to, by chance"
     yield from _quotes(comparison, settings.print_samples)
 
 

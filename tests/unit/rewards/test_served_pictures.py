@@ -122,7 +122,7 @@ def test_pictures_go_to_servers_that_report_to_take_them_and_others_are_named_on
         ask(client, [PICTURED, request("none")])
     (body,) = seeing.asked
     assert body["images"] == [[0], []]
-    (url,) = body["pictures"]
+    (url,) = body["distinct_images"]
     head, _, text = url.partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(text).startswith(b"\x89PNG")
