@@ -5,7 +5,7 @@ The wire format is OpenRLHF's:
 - Request: POST `{"query": [...], "prompts": [...], "labels": [...]}`. Token counts and truncation are not sent.
 - Response: `{"rewards": [...]}`, one finite number per query. `rlhf serve-rm` adds `details`, the reason for each null
   reward; other keys are ignored.
-- Images: sent only if `/health` reports `"images": true`. `"distinct_images": [...]` lists each distinct image once as a
+- Images: sent only if `/health` reports `"images": true`. `"distinct_images": [...]` lists each image once as a
   `data:` URL, and `"images": [[...], ...]` lists indices into it for each query.
 
 client.py selects servers and retries.

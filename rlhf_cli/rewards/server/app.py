@@ -145,7 +145,8 @@ async def _pictures(body: _RequestBody) -> list[tuple[Picture, ...]]:
         return [()] * len(body.query)
     try:
         # Decoding large images would block the event loop, health checks included.
-        return await asyncio.to_thread(_received_pictures, [_resolved(row, body.distinct_images) for row in body.images])
+        rows = [_resolved(row, body.distinct_images) for row in body.images]
+        return await asyncio.to_thread(_received_pictures, rows)
     except PictureFault as fault:
         raise HTTPException(422, str(fault)) from None
 
