@@ -5,6 +5,7 @@ numbers, and the paper.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import exp, log
 from statistics import fmean, stdev
 from typing import Any
 
@@ -129,6 +130,49 @@ def _sapo(settings: PolicyConfig, values: Values) -> list[str]:
     ]
 
 
+def _dppo(settings: PolicyConfig, values: Values) -> list[str]:
+    low, high = settings.dppo_limits
+    p, q = exp(values["logprob"]), exp(values["rollout"])
+    if settings.policy_loss == "dppo_tv":
+        apart = f"p - q = {number(p)} - {number(q)} = {number(p - q)}, limits -{number(low)} and {number(high)}"
+    else:
+        rest = log(max(1 - q, 1e-8)) - log(max(1 - p, 1e-8))
+        divergence = q * (values["rollout"] - values["logprob"]) + (1 - q) * rest
+        apart = (
+            f"q log(q / p) + (1 - q) log((1 - q) / (1 - p)) with p {number(p)}, q {number(q)} = {number(divergence)}, "
+            f"limits {number(low)} if p falls and {number(high)} if it rises"
+        )
+    ratio, advantage = number(values["ratio"]), number(values["advantage"])
+    stopped = values["clip_low"] or values["clip_high"]
+    return [
+        f"loss = {number(values['loss'])}: beyond the limit, no gradient"
+        if stopped
+        else f"loss = -r A = -{ratio} x {advantage} = {number(values['loss'])}",
+        f"probabilities p of the model and q of the engine: {apart}",
+        "DPPO, arXiv 2602.04879",
+    ]
+
+
+def _gmpo(settings: PolicyConfig, values: Values) -> list[str]:
+    bound = number(settings.gmpo_log_clip)
+    clipped = f"log-ratio beyond {bound}: clipped, no gradient"
+    return [
+        f"loss = -g A = -{number(values['ratio'])} x {number(values['advantage'])} = {number(values['loss'])}",
+        clipped if values["clip_low"] or values["clip_high"] else "not clipped",
+        "GMPO, arXiv 2507.20673",
+    ]
+
+
+def _topr(settings: PolicyConfig, values: Values) -> list[str]:
+    weight = min(values["ratio"], 1.0) if values["advantage"] < 0 else 1.0
+    kind = f"min(s, 1) = {number(weight)}" if values["advantage"] < 0 else "1 for A > 0"
+    return [
+        f"loss = -w A log-prob with w = {kind}: -{number(weight)} x {number(values['advantage'])} x "
+        f"{number(values['logprob'])} = {number(values['loss'])}",
+        "TOPR, arXiv 2503.14286",
+    ]
+
+
 def _reinforce_loss(settings: PolicyConfig, values: Values) -> list[str]:
     return [
         f"loss = -A log-prob = -{number(values['advantage'])} x {number(values['logprob'])} = {number(values['loss'])}"
@@ -140,6 +184,10 @@ _LOSSES: dict[str, Callable[[PolicyConfig, Values], list[str]]] = {
     "gspo": _clip,
     "cispo": _cispo,
     "sapo": _sapo,
+    "dppo_tv": _dppo,
+    "dppo_kl": _dppo,
+    "gmpo": _gmpo,
+    "topr": _topr,
     "reinforce": _reinforce_loss,
 }
 
@@ -149,6 +197,10 @@ def ratio_formula(settings: PolicyConfig, values: Values) -> str:
     ratio = number(values["ratio"])
     if settings.policy_loss == "gspo":
         return f"r = exp(mean over the response of (log-prob - old)) = {ratio}"
+    if settings.policy_loss == "gmpo":
+        return f"g = exp(mean over the response of the clipped log-prob - old) = {ratio}"
+    if settings.policy_loss == "topr":
+        return f"s = exp(sum over the response of (log-prob - old)) = {ratio}"
     return f"r = exp(log-prob - old) = exp({number(values['logprob'])} - {number(values['anchor'])}) = {ratio}"
 
 

@@ -53,6 +53,23 @@ def group_normalised(scores_B: Tensor, groups_B: Tensor, *, scale: float | None 
     return (_centred(scores_B, group_B) / (_stds(scores_B, group_B)[group_B] + eps)).to(scores_B.dtype)
 
 
+def over_batch_std(scores_B: Tensor, groups_B: Tensor, *, scale: float | None = None) -> Tensor:
+    """Compute `(R_i - mean) / (std + 1e-6 scale)` with the group's mean and the unbiased std of all scores.
+
+    Lite PPO, arXiv 2508.08221: a group of nearly equal scores does not weigh as much as one with a real spread.
+    """
+    eps = STD_EPS * (scale_of(scores_B) if scale is None else scale)
+    std = scores_B.double().std() if len(scores_B) > 1 else torch.zeros((), dtype=torch.float64)
+    return (_centred(scores_B, _numbered(groups_B)) / (std + eps)).to(scores_B.dtype)
+
+
+def over_group_mean(scores_B: Tensor, groups_B: Tensor) -> Tensor:
+    """Compute `(R_i - mean) / mean` over the group; 0 if the mean is 0 (MaxRL, arXiv 2602.02710)."""
+    group_B = _numbered(groups_B)
+    centred_B, mean_B = _centred(scores_B, group_B), _means(scores_B, group_B)[group_B]
+    return torch.where(mean_B == 0, 0.0, centred_B / mean_B).to(scores_B.dtype)
+
+
 def best_over_second(scores_B: Tensor, groups_B: Tensor, *, scale: float | None = None) -> Tensor:
     """Compute `(max - second) / (std + 1e-6 scale)` for the best response per group, 0 for the rest (arXiv 2503.19595).
 

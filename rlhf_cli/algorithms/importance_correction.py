@@ -51,6 +51,17 @@ def correction_weights(
     return log_weight_K.exp().masked_fill(outside_K, 0.0), outside_K.float()
 
 
+def off_policy_mask(
+    logprobs_K: Tensor, rollout_K: Tensor, advantages_K: Tensor, cu: Tensor, *, threshold: float
+) -> Tensor:
+    """Return which tokens to exclude, bool `[K]`: A < 0, in sequences with `mean(rollout - logprobs) > threshold`.
+
+    DeepSeek-V3.2, arXiv 2512.02556, eq. 9: a bad response that the model would no longer give teaches nothing.
+    """
+    fallen_B = segment_mean(rollout_K - logprobs_K.detach(), cu)
+    return (advantages_K < 0) & (fallen_B > threshold)[segment_ids(cu, len(rollout_K))]
+
+
 def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
     """Compute the per-token mismatch `[K]` between trainer and engine.
 

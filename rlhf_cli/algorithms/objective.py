@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maximum, sequence_mean, token_mean
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
-from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
+from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch, off_policy_mask
 from rlhf_cli.algorithms.kl import kl_estimate, kl_metric
 from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, PolicyColumns, TokenLoss, log_ratio
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
@@ -68,7 +68,20 @@ def token_terms(
         cap=settings.rollout_correction_cap,
         keep_range=settings.rollout_correction_range,
     )
+    if settings.off_policy_mask_threshold is not None:
+        excluded_K = off_policy_mask(
+            logprobs_K,
+            columns.rollout_K,
+            columns.advantages_K,
+            columns.cu,
+            threshold=settings.off_policy_mask_threshold,
+        )
+        weight_K, corrected_K = weight_K.masked_fill(excluded_K, 0.0), corrected_K.masked_fill(excluded_K, 1.0)
     kl_K = {role: kl_estimate(logprobs_K, columns.frozen_K[role], term.estimator) for role, term in weights.kl.items()}
+    if settings.unbiased_kl:
+        # With gradient: the samples come from the anchor, and the model decides how likely each is (arXiv 2512.02556).
+        ratio_K = torch.exp(log_ratio(logprobs_K, anchor_K))
+        kl_K = {role: ratio_K * one_K for role, one_K in kl_K.items()}
     return TokenTerms(anchor_K, loss_K, flags, weight_K, corrected_K, kl_K)
 
 

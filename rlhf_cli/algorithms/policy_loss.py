@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.kl import LOG_RATIO_LIMIT
-from rlhf_cli.algorithms.ragged import segment_ids, segment_mean
+from rlhf_cli.algorithms.ragged import segment_ids, segment_mean, segment_sum
 from rlhf_cli.config.policy import PolicyConfig
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
+
+_LEAST_REST = 1e-8
+"""Least probability of all other tokens in a divergence."""
 
 TOKEN_METRICS = ("ratio", "clip_low", "clip_high", "clip_dual")
 
@@ -89,6 +92,79 @@ def sapo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings:
     ratio_K, advantages_K = torch.exp(log_ratio(logprobs_K, anchor_K)), columns.advantages_K
     tau_K = torch.where(advantages_K > 0, *settings.sapo_tau)
     return -4.0 / tau_K * torch.sigmoid(tau_K * (ratio_K - 1.0)) * advantages_K, unclipped(ratio_K.detach())
+
+
+def dppo_tv(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Compute `-r A`, without gradient for tokens whose probability has left the rollout engine's by more than a limit.
+
+    With the probabilities p of the model and q of the engine, a token with A > 0 stops at `p - q > high`, one with
+    A < 0 at `q - p > low`: the total variation between the token and all others (arXiv 2602.04879). Unlike a ratio,
+    this neither stops rare tokens early nor likely ones late.
+    """
+    moved_K = logprobs_K.detach().exp() - columns.rollout_K.exp()
+    low, high = settings.dppo_limits
+    return _stopped(logprobs_K, anchor_K, columns, low_K=moved_K < -low, high_K=moved_K > high)
+
+
+def dppo_kl(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Compute `-r A` as `dppo_tv` does, with the limits for `q log(q / p) + (1 - q) log((1 - q) / (1 - p))`.
+
+    This is the KL divergence, in nats, of the engine from the model between the token and all others (arXiv
+    2602.04879).
+    """
+    divergence_K = binary_kl(columns.rollout_K, logprobs_K.detach())
+    rises_K = logprobs_K.detach() > columns.rollout_K
+    low, high = settings.dppo_limits
+    low_K, high_K = ~rises_K & (divergence_K > low), rises_K & (divergence_K > high)
+    return _stopped(logprobs_K, anchor_K, columns, low_K=low_K, high_K=high_K)
+
+
+def binary_kl(engine_K: Tensor, model_K: Tensor) -> Tensor:
+    """Compute the KL divergence between "this token" and "another token" from log-probs, in nats."""
+    # In float32, 1 - p of a nearly certain token is only rounding.
+    rest_engine_K, rest_model_K = ((1 - one.double().exp()).clamp(min=_LEAST_REST) for one in (engine_K, model_K))
+    own_K = engine_K.double().exp() * (engine_K.double() - model_K.double())
+    return (own_K + rest_engine_K * (rest_engine_K.log() - rest_model_K.log())).to(model_K.dtype)
+
+
+def gmpo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Compute `-g A` with the geometric mean g of the response's ratios (arXiv 2507.20673, eq. 4).
+
+    Log-ratios are first clipped at `+ gmpo_log_clip` for A > 0 and at `- gmpo_log_clip` for A < 0; clipped tokens have
+    no gradient. As in `gspo`, the token form has the gradient of the sequence form with the mean over sequences.
+    """
+    limit, advantages_K = settings.gmpo_log_clip, columns.advantages_K
+    log_ratio_K = log_ratio(logprobs_K, anchor_K).detach()
+    low_K, high_K = (advantages_K < 0) & (log_ratio_K < -limit), (advantages_K > 0) & (log_ratio_K > limit)
+    clipped_K = torch.where(low_K | high_K, log_ratio_K.clamp(-limit, limit), log_ratio_K)
+    mean_K = segment_mean(clipped_K, columns.cu)[segment_ids(columns.cu, len(logprobs_K))].exp()
+    # The factor is 1: it carries the gradient of tokens that are not clipped.
+    factor_K = torch.where(low_K | high_K, 1.0, torch.exp(logprobs_K - logprobs_K.detach()))
+    metrics = unclipped(mean_K) | {"clip_low": low_K.float(), "clip_high": high_K.float()}
+    return -mean_K * factor_K * advantages_K, metrics
+
+
+def topr(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:
+    """Compute `-A logprobs` for A > 0 and `-min(s, 1) A logprobs` for A < 0 (tapered REINFORCE, arXiv 2503.14286).
+
+    `s = exp(sum_t(logprobs - anchor))`, without gradient, is the ratio of the response: a response that has already
+    become less likely is pushed down less. `clip_low` marks tokens with `s < 1` and A < 0.
+    """
+    log_s_B = segment_sum((logprobs_K - anchor_K).detach(), columns.cu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    s_K, is_negative_K = log_s_B.exp()[segment_ids(columns.cu, len(logprobs_K))], columns.advantages_K < 0
+    weight_K = torch.where(is_negative_K, s_K.clamp(max=1.0), 1.0)
+    metrics = unclipped(s_K) | {"clip_low": (is_negative_K & (s_K < 1)).float()}
+    return -weight_K * columns.advantages_K * logprobs_K, metrics
+
+
+def _stopped(
+    logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, *, low_K: Tensor, high_K: Tensor
+) -> TokenLoss:
+    """Return `-r A`, 0 where a token with A < 0 is in `low_K` or one with A > 0 in `high_K`."""
+    ratio_K, advantages_K = torch.exp(log_ratio(logprobs_K, anchor_K)), columns.advantages_K
+    low_K, high_K = low_K & (advantages_K < 0), high_K & (advantages_K > 0)
+    metrics = unclipped(ratio_K.detach()) | {"clip_low": low_K.float(), "clip_high": high_K.float()}
+    return -(ratio_K * advantages_K).masked_fill(low_K | high_K, 0.0), metrics
 
 
 def reinforce(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:

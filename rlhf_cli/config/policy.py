@@ -26,12 +26,19 @@ POLICY_LOSSES = {
     "gspo": _own("gspo", "eps_clip", "eps_clip_low_high"),
     "cispo": _own("cispo", "cispo_eps_high"),
     "sapo": _own("sapo", "sapo_tau"),
+    "dppo_tv": _own("dppo_tv", "dppo_delta_low_high"),
+    "dppo_kl": _own("dppo_kl", "dppo_delta_low_high"),
+    "gmpo": _own("gmpo", "gmpo_log_clip"),
+    "topr": _own("topr"),
     "reinforce": _own("reinforce"),
 }
 
 LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
 RolloutCorrection = Literal["token_clip", "token_mask", "seq_mask", "off"]
+
+DPPO_DELTA = {"dppo_tv": 0.2, "dppo_kl": 0.05}
+"""Default of dppo_delta_low_high by loss."""
 
 READ_BY = {
     setting: tuple(name for name, row in POLICY_LOSSES.items() if setting in row.reads)
@@ -47,7 +54,8 @@ class PolicyConfig(SettingsGroup):
         "clip"
     )
     """Policy loss: clip (PPO), gspo (sequence ratios; changes the defaults of eps_clip_low_high and loss_agg), cispo,
-    sapo, reinforce (no ratio), or your own function.
+    sapo, dppo_tv and dppo_kl (trust region by divergence from the rollout engine), gmpo (geometric mean; loss_agg
+    seq_mean by default), topr (no ratio for positive advantages), reinforce (no ratio), or your own function.
     """
     advantage_estimator: Annotated[
         str | None, Plugin((), ("experience", "settings"), records=("Estimator",), may_have_settings=True)
@@ -67,10 +75,24 @@ class PolicyConfig(SettingsGroup):
     """Maximum ratio that weights a token in cispo."""
     sapo_tau: Annotated[tuple[float, float], Needs("policy_loss", READ_BY["sapo_tau"])] = (1.0, 1.05)
     """Temperatures of sapo's gate for positive and negative advantages."""
+    dppo_delta_low_high: Annotated[tuple[float, float] | None, Needs("policy_loss", READ_BY["dppo_delta_low_high"])] = (
+        None
+    )
+    """Divergence from the rollout engine beyond which dppo stops the gradient of tokens that became less (low) or more
+    (high) likely. Default: 0.2 0.2 for dppo_tv, a difference of probabilities; 0.05 0.05 for dppo_kl, in nats.
+    """
+    gmpo_log_clip: Annotated[float, Needs("policy_loss", READ_BY["gmpo_log_clip"])] = Field(0.4, gt=0)
+    """Clip log-ratios of tokens to +- this value in gmpo."""
+    off_policy_mask_threshold: float | None = Field(None, gt=0)
+    """Exclude responses with negative advantage whose log-probs have fallen below the rollout engine's by more than
+    this value, in nats per token (DeepSeek-V3.2). Disabled by default; 0.5 is a start.
+    """
     init_kl_coef: float = Field(0.01, ge=0)
     """KL penalty coefficient; 0 loads no reference model."""
     use_kl_loss: bool = False
     """Add the KL penalty to the loss instead of the reward. Use with kl_estimator k2 or k3."""
+    unbiased_kl: Annotated[bool, Needs("use_kl_loss")] = False
+    """Multiply the KL term in the loss by the ratio, so that its gradient is unbiased off-policy (DeepSeek-V3.2)."""
     kl_estimator: KLEstimator = "k1"
     """Estimator for the per-token KL divergence (Schulman)."""
     kl_target: float | None = Field(None, gt=0)
@@ -112,6 +134,12 @@ class PolicyConfig(SettingsGroup):
         """Upper clip range of the ratio."""
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[1]
 
+    @property
+    def dppo_limits(self) -> tuple[float, float]:
+        """Largest divergence of tokens that became less and more likely, for the dppo losses."""
+        default = DPPO_DELTA.get(self.policy_loss, 0.0)
+        return (default, default) if self.dppo_delta_low_high is None else self.dppo_delta_low_high
+
     @model_validator(mode="after")
     def _check_ranges(self) -> "PolicyConfig":
         # Both forms of the setting give these two values.
@@ -124,6 +152,9 @@ class PolicyConfig(SettingsGroup):
             raise ValueError(f"rollout_correction_range {low:g} {high:g} must contain 1")
         if min(self.sapo_tau) <= 0:
             raise ValueError(f"sapo_tau {self.sapo_tau[0]:g} {self.sapo_tau[1]:g}: both must be above 0")
+        if self.dppo_delta_low_high is not None and min(self.dppo_delta_low_high) <= 0:
+            low, high = self.dppo_delta_low_high
+            raise ValueError(f"dppo_delta_low_high {low:g} {high:g}: both must be above 0")
         return self
 
     @model_validator(mode="after")

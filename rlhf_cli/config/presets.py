@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli.algorithms.estimators.group import GSPO, PRESETS
+from rlhf_cli.algorithms.estimators.group import DEFAULTS_OF_LOSS, PRESETS
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.episodes import environment_kind
 from rlhf_cli.config.plugins import is_target
@@ -23,8 +23,7 @@ _DAPO_BUFFER_SHARE = 0.2
 
 def defaults_of_loss(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults for the given `policy_loss`."""
-    defaults = dict(GSPO) if given.get("policy_loss") == "gspo" else {}
-    return _without_rivals(defaults, given)
+    return _without_rivals(DEFAULTS_OF_LOSS.get(str(given.get("policy_loss")), {}), given)
 
 
 def defaults_of_pair_loss(given: Mapping[str, object]) -> dict[str, object]:

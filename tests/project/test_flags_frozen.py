@@ -47,6 +47,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": "0.7"},
     "top_p": {"temperature": "0.7"},
     "turns": {"for": "ppo"},
+    "unbiased_kl": {"kl_estimator": "k3"},
     "use_kl_loss": {"kl_estimator": "k3"},
 }
 # Valid values of settings whose type alone does not give one.

@@ -1,6 +1,6 @@
 """GRPO and variants: advantages relative to the other responses to the prompt (arXiv 2402.03300)."""
 
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Literal
 
 from pydantic import model_validator
@@ -8,7 +8,11 @@ from pydantic import model_validator
 from rlhf_cli.algorithms.estimators.estimator import Advantages, Estimator, Experience
 from rlhf_cli.config.policy import PolicyConfig
 
-GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
+DEFAULTS_OF_LOSS: dict[str, dict[str, object]] = {
+    "gspo": {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"},
+    "gmpo": {"loss_agg": "seq_mean"},
+}
+"""Defaults that a policy loss changes, also without a preset."""
 
 PRESETS: dict[str, dict[str, object]] = {
     "dr_grpo": {"advantage_std": "none", "loss_agg": "seq_sum_norm", "init_kl_coef": 0.0},
@@ -18,9 +22,12 @@ PRESETS: dict[str, dict[str, object]] = {
         "init_kl_coef": 0.0,
         "dynamic_filtering": True,
     },
-    "gspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, **GSPO},
+    "gspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, **DEFAULTS_OF_LOSS["gspo"]},
     "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
+    "dppo": {"policy_loss": "dppo_tv", "loss_agg": "token_mean", "init_kl_coef": 0.0},
+    "gmpo": {"policy_loss": "gmpo", "init_kl_coef": 0.0, **DEFAULTS_OF_LOSS["gmpo"]},
+    "luspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, "eps_clip_low_high": (3e-4, 4e-4)},
 }
 """Hyperparameters from the papers, without batch sizes and lengths."""
 
@@ -32,17 +39,21 @@ class GroupPolicyConfig(PolicyConfig):
     """Defaults from a paper for loss, aggregation, clipping, KL and length penalty. Explicit settings take precedence;
     with use_kl_loss, init_kl_coef keeps its default.
     """
-    advantage: Literal["group", "passk"] = "group"
-    """group: reward minus the prompt's mean reward. passk: best minus second-best reward, 0 for the others."""
-    advantage_std: Literal["group", "none"] = "group"
-    """Divide advantages by the standard deviation of the prompt's rewards (group), or not (none, Dr. GRPO)."""
+    advantage: Literal["group", "passk", "maxrl"] = "group"
+    """group: reward minus the prompt's mean reward. passk: best minus second-best reward, 0 for the others. maxrl:
+    reward minus the prompt's mean, divided by the mean, for rewards that are not negative.
+    """
+    advantage_std: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the prompt's rewards (group), of all rewards of the iteration
+    (batch, Lite PPO), or not (none, Dr. GRPO).
+    """
     aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Normalize the sum of all rewards, or each reward separately before the weighted sum (GDPO)."""
 
     @model_validator(mode="after")
     def _check_passk(self) -> "GroupPolicyConfig":
-        if self.advantage == "passk" and self.advantage_std == "none":
-            raise ValueError("advantage passk divides by the std and does not support advantage_std none")
+        if self.advantage != "group" and self.advantage_std != "group":
+            raise ValueError(f"advantage {self.advantage} does not support advantage_std {self.advantage_std}")
         return self
 
     @model_validator(mode="after")
@@ -61,21 +72,40 @@ class GroupPolicyConfig(PolicyConfig):
         """Name of the estimator for these settings."""
         if self.aggregate == "normalize_then_sum":
             return "gdpo"
-        return "grpo_passk" if self.advantage == "passk" else "grpo"
+        return {"passk": "grpo_passk", "maxrl": "grpo_maxrl"}.get(self.advantage, "grpo")
 
 
 def grpo(experience: Experience, settings: GroupPolicyConfig) -> Advantages:
-    """Return `(R_i - mean) / std` over the group, or `R_i - mean` for `advantage_std none`."""
-    from rlhf_cli.algorithms.groups import group_normalised, less_group_mean
+    """Return `(R_i - mean) / std` over the group; the std is of all rewards for `advantage_std batch`, 1 for none."""
+    from rlhf_cli.algorithms.groups import group_normalised, less_group_mean, over_batch_std
 
     rewards_B, groups_B = experience.rewards_B, experience.groups_B
     # Dr. GRPO (arXiv 2503.20783): dividing by the std overweights prompts that are almost always or almost never
     # solved.
     if settings.advantage_std == "none":
         advantages_B = less_group_mean(rewards_B, groups_B)
+    elif settings.advantage_std == "batch":
+        advantages_B = over_batch_std(rewards_B, groups_B, scale=experience.scale)
     else:
         advantages_B = group_normalised(rewards_B, groups_B, scale=experience.scale)
     return Advantages(per_response_B=advantages_B)
+
+
+def maxrl(experience: Experience, _: object) -> Advantages:
+    """Return `(R_i - mean) / mean` over the group (arXiv 2602.02710), 0 if the mean is 0.
+
+    With rewards of 0 and 1, a prompt that is solved once in n has the weight n: the gradient of the log of the chance
+    to solve it.
+
+    Raises:
+        RunError: a reward is negative.
+    """
+    from rlhf_cli.algorithms.groups import over_group_mean
+    from rlhf_cli.errors import RunError
+
+    if bool((experience.rewards_B < 0).any()):
+        raise RunError("--advantage maxrl divides by the mean reward of a prompt, and a reward is negative")
+    return Advantages(per_response_B=over_group_mean(experience.rewards_B, experience.groups_B))
 
 
 def passk(experience: Experience, _: object) -> Advantages:
@@ -100,12 +130,34 @@ def gdpo(experience: Experience, _: object) -> Advantages:
 
 def grpo_formula(experience: Experience, settings: GroupPolicyConfig, sample: int, token: int) -> list[str]:
     """Return the formula of `grpo` with numbers."""
-    from rlhf_cli.algorithms.formulas import less_mean_formula, normalised_formula
+    from rlhf_cli.algorithms.formulas import less_mean_formula, normalised_formula, number
 
     if settings.advantage_std == "none":
         return [*less_mean_formula(experience, sample), "Dr. GRPO, arXiv 2503.20783"]
+    if settings.advantage_std == "batch":
+        found = grpo(experience, settings).per_response_B
+        assert found is not None
+        std = float(experience.rewards_B.double().std())
+        lines = less_mean_formula(experience, sample)
+        return [*lines, f"/ std {number(std)} of all rewards = {number(float(found[sample]))}", "arXiv 2508.08221"]
     lines, _ = normalised_formula(experience.rewards_B, experience.groups_B, sample, scale=experience.scale)
     return [*lines, "GRPO, arXiv 2402.03300"]
+
+
+def maxrl_formula(experience: Experience, settings: object, sample: int, token: int) -> list[str]:
+    """Return the formula of `maxrl` with numbers."""
+    from rlhf_cli.algorithms.formulas import group_of, number, shown_group
+
+    rewards, place = group_of(experience.rewards_B, experience.groups_B, sample)
+    found = maxrl(experience, settings).per_response_B
+    assert found is not None
+    mean = number(fmean(rewards))
+    value = number(float(found[sample]))
+    return [
+        shown_group(rewards, place),
+        f"A = (R - mean) / mean = ({number(rewards[place])} - {mean}) / {mean} = {value}",
+        "MaxRL, arXiv 2602.02710",
+    ]
 
 
 def passk_formula(experience: Experience, settings: object, sample: int, token: int) -> list[str]:
@@ -140,5 +192,6 @@ def gdpo_formula(experience: Experience, settings: object, sample: int, token: i
 
 
 GRPO = Estimator("grpo", grpo, min_group=2, steps="groups", formula=grpo_formula)
+GRPO_MAXRL = Estimator("grpo_maxrl", maxrl, min_group=2, formula=maxrl_formula)
 GRPO_PASSK = Estimator("grpo_passk", passk, min_group=2, formula=passk_formula)
 GDPO = Estimator("gdpo", gdpo, min_group=2, rewards_apart=True, formula=gdpo_formula)

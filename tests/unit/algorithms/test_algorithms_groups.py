@@ -8,7 +8,14 @@ import torch
 from rlhf_cli.algorithms.advantages import returns_to_go
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
 from rlhf_cli.algorithms.estimators.estimator import Advantages
-from rlhf_cli.algorithms.groups import best_over_second, group_normalised, less_group_mean, less_mean_of_others
+from rlhf_cli.algorithms.groups import (
+    best_over_second,
+    group_normalised,
+    less_group_mean,
+    less_mean_of_others,
+    over_batch_std,
+    over_group_mean,
+)
 from rlhf_cli.algorithms.shaping import overlong_penalty, stop_properly
 
 COMPARISONS = (less_group_mean, less_mean_of_others, group_normalised, best_over_second)
@@ -68,6 +75,19 @@ def test_groups_of_equal_rewards_have_exactly_no_advantage() -> None:
     scores_B, groups_B = torch.full((7,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     assert group_normalised(scores_B, groups_B).tolist() == [0.0] * 7
     assert best_over_second(scores_B, groups_B).tolist() == [0.0] * 7
+
+
+def test_a_batch_std_keeps_the_differences_between_groups() -> None:
+    scores_B, groups_B = torch.tensor([0.0, 1.0, 0.5, 0.6]), torch.tensor([0, 0, 1, 1])
+    std = statistics.stdev([0.0, 1.0, 0.5, 0.6])
+    expected = [score / std for score in (-0.5, 0.5, -0.05, 0.05)]
+    assert over_batch_std(scores_B, groups_B).tolist() == pytest.approx(expected, rel=1e-5)
+    assert over_batch_std(torch.ones(1), torch.zeros(1, dtype=torch.int64)).tolist() == [0.0]
+
+
+def test_a_group_mean_weighs_prompts_by_how_rarely_they_are_solved() -> None:
+    scores_B, groups_B = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([0] * 4 + [1, 1, 2, 2])
+    assert over_group_mean(scores_B, groups_B).tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_two_best_responses_have_no_lead() -> None:

@@ -18,11 +18,12 @@ from rlhf_cli.algorithms.objective import (
     finish_value_metrics,
     next_weights,
     policy_objective,
+    token_terms,
     value_objective,
 )
 from rlhf_cli.algorithms.policy_loss import PolicyColumns, ppo_clip
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
-from rlhf_cli.config.policy import LossAgg, PolicyConfig
+from rlhf_cli.config.policy import POLICY_LOSSES, LossAgg, PolicyConfig
 from rlhf_cli.config.roles import KLTerm
 
 
@@ -181,7 +182,9 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
     "settings",
     [
         *({"rollout_correction": correction} for correction in ("token_clip", "token_mask", "seq_mask", "off")),
-        *({"policy_loss": loss} for loss in ("gspo", "cispo", "sapo", "reinforce")),
+        *({"policy_loss": loss} for loss in POLICY_LOSSES if loss != "clip"),
+        {"off_policy_mask_threshold": 0.1},
+        {"unbiased_kl": True, "use_kl_loss": True, "kl_estimator": "k3"},
         *({"loss_agg": agg} for agg in ("seq_mean", "seq_sum_norm")),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
@@ -241,6 +244,45 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_that_of_reinforce() -> None
     expected = -advantages_K * torch.tensor([1.0, 1.5, 2.0]) / 3
     torch.testing.assert_close(logprobs_K.grad, expected)
     assert float(metrics["rollout_corrected"]) == pytest.approx(1 / 3)
+
+
+def test_an_off_policy_mask_excludes_bad_responses_that_have_become_unlikely() -> None:
+    """Mean falls of 0.6, 0.4 and 0.6 nats per token, A < 0 in the first two; the denominator stays."""
+    fallen = [-1.0, -0.2, -0.4, -0.4, -0.6, -0.6]
+    logprobs_K = torch.tensor(fallen).sub(1.0).requires_grad_()
+    advantages_K = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0])
+    rollout_K = torch.full((6,), -1.0)
+    columns = PolicyColumns(rollout_K, advantages_K, torch.tensor([0, 2, 4, 6]), old_K=logprobs_K.detach())
+    settings = PolicyConfig(off_policy_mask_threshold=0.5, rollout_correction="off")
+    totals = StepTotals(num_tokens=6, num_sequences=3)
+    loss, metrics = policy_objective(
+        logprobs_K, None, columns, settings=settings, totals=totals, weights=WEIGHTS, max_new_tokens=2
+    )
+    loss.backward()
+    assert logprobs_K.grad is not None
+    assert logprobs_K.grad.tolist() == pytest.approx([0.0, 0.0, 1 / 6, 1 / 6, -1 / 6, -1 / 6])
+    assert float(metrics["rollout_corrected"]) == pytest.approx(2 / 6)
+
+
+def test_the_unbiased_divergence_has_the_gradient_of_the_true_one() -> None:
+    """The expectation over samples of the old policy, by enumeration of a distribution over four tokens."""
+    torch.manual_seed(0)
+    logits, old, ref = (torch.randn(4, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    model = logits.log_softmax(0)
+    (true,) = torch.autograd.grad((model.exp() * (model - ref.log_softmax(0))).sum(), logits, retain_graph=True)
+    columns = PolicyColumns(
+        rollout_K=old.log_softmax(0),
+        advantages_K=torch.zeros(4),
+        cu=torch.tensor([0, 4]),
+        old_K=old.log_softmax(0),
+        frozen_K={"ref": ref.log_softmax(0)},
+    )
+    weights = replace(WEIGHTS, kl={"ref": KLTerm(1.0, "k3")})
+    settings = PolicyConfig(unbiased_kl=True, use_kl_loss=True, kl_estimator="k3")
+    terms = token_terms(model, columns, settings=settings, weights=weights)
+    (found,) = torch.autograd.grad((columns.rollout_K.exp() * terms.kl_K["ref"]).sum(), logits)
+    torch.testing.assert_close(found, true)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.aggregation import StepTotals, aggregate
-from rlhf_cli.algorithms.policy_loss import PolicyColumns, cispo, gspo, reinforce, sapo
+from rlhf_cli.algorithms.policy_loss import PolicyColumns, cispo, dppo_kl, dppo_tv, gmpo, gspo, reinforce, sapo, topr
 from rlhf_cli.config.policy import PolicyConfig
 
 CU = torch.tensor([0, 2, 2, 5])
@@ -77,7 +77,11 @@ def test_reinforce_weighs_log_probs_with_advantages_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "settings"), [(gspo, {"eps_clip_low_high": (3e-4, 4e-4)}), (cispo, {}), (sapo, {}), (reinforce, {})]
+    ("loss", "settings"),
+    [
+        (gspo, {"eps_clip_low_high": (3e-4, 4e-4)}),
+        *((loss, {}) for loss in (cispo, sapo, reinforce, dppo_tv, dppo_kl, gmpo, topr)),
+    ],
 )
 def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinforce(loss, settings) -> None:
     advantages = [1.0, -2.0, 0.5, 0.0, -1.0]
@@ -85,6 +89,61 @@ def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinfo
     torch.testing.assert_close(gradient_K, -torch.tensor(advantages))
     assert metrics["ratio"].tolist() == [1.0] * 5
     assert not any(metrics[name].any() for name in ("clip_low", "clip_high", "clip_dual"))
+
+
+def divergence_loss(loss, tokens: list[tuple[float, float, float]], **settings):
+    """Return loss, gradient and metrics for tokens with a probability of the model, one of the engine, and A."""
+    model, engine, advantages = map(torch.tensor, zip(*tokens, strict=True))
+    logprobs_K, engine_K = model.log().requires_grad_(), engine.log()
+    columns = PolicyColumns(engine_K, advantages, torch.tensor([0, len(tokens)]))
+    loss_K, metrics = loss(logprobs_K, engine_K, columns, PolicyConfig(policy_loss=loss.__name__, **settings))
+    (gradient_K,) = torch.autograd.grad(loss_K.sum(), logprobs_K)
+    return loss_K.detach().tolist(), gradient_K.tolist(), metrics
+
+
+def test_dppo_tv_stops_tokens_by_the_difference_of_probabilities() -> None:
+    tokens = [
+        (0.75, 0.5, 1.0),  # + 0.25: stopped
+        (0.75, 0.5, -1.0),  # moves back towards the engine
+        (0.25, 0.5, -1.0),  # - 0.25: stopped
+        (0.01, 0.001, 1.0),  # ten times as likely, but only + 0.009
+    ]
+    loss, gradient, metrics = divergence_loss(dppo_tv, tokens)
+    assert loss == pytest.approx([0.0, 1.5, 0.0, -10.0], rel=1e-5)
+    assert gradient == pytest.approx([0.0, 1.5, 0.0, -10.0], rel=1e-5)
+    assert (metrics["clip_high"].tolist(), metrics["clip_low"].tolist()) == ([1, 0, 0, 0], [0, 0, 1, 0])
+    assert divergence_loss(dppo_tv, tokens, dppo_delta_low_high=(0.2, 0.3))[0][0] == pytest.approx(-1.5)
+
+
+def test_dppo_kl_stops_tokens_by_the_divergence_of_two_outcomes() -> None:
+    # 0.5 log(0.5 / 0.75) + 0.5 log(0.5 / 0.25) = 0.1438 nats; 0.5 and 0.6: 0.0204
+    tokens = [(0.75, 0.5, 1.0), (0.6, 0.5, 1.0), (0.25, 0.5, 1.0), (0.25, 0.5, -1.0), (1.0, 0.9999999, 1.0)]
+    loss, gradient, metrics = divergence_loss(dppo_kl, tokens)
+    assert loss == pytest.approx([0.0, -1.2, -0.5, 0.0, -1.0], rel=1e-5)
+    assert gradient == pytest.approx(loss)
+    assert (metrics["clip_high"].tolist(), metrics["clip_low"].tolist()) == ([1, 0, 0, 0, 0], [0, 0, 0, 1, 0])
+    assert divergence_loss(dppo_kl, tokens, dppo_delta_low_high=(0.1, 0.15))[0][0] == pytest.approx(-1.5)
+
+
+def test_gmpo_weighs_a_response_with_the_geometric_mean_of_clipped_ratios() -> None:
+    high = math.exp(0.4)
+    ratios, advantages = [2.0, 1.0, 0.5, 2.0, 1.0], [1.0, 1.0, -3.0, -3.0, -3.0]
+    loss_K, gradient_K, metrics = loss_and_gradient(gmpo, ratios, advantages)
+    # 2 is clipped for A > 0, 0.5 for A < 0; 2 is not for A < 0.
+    first, last = math.sqrt(high), (2.0 / high) ** (1 / 3)
+    assert loss_K.tolist() == pytest.approx([-first, -first, 3 * last, 3 * last, 3 * last], rel=1e-5)
+    assert gradient_K.tolist() == pytest.approx([0.0, -first, 0.0, 3 * last, 3 * last], rel=1e-5)
+    assert (metrics["clip_high"].tolist(), metrics["clip_low"].tolist()) == ([1, 0, 0, 0, 0], [0, 0, 1, 0, 0])
+
+
+def test_topr_weighs_only_bad_responses_and_at_most_with_1() -> None:
+    ratios, advantages = [2.0, 3.0, 0.5, 0.5, 2.0], [1.0, 1.0, -1.0, -1.0, -1.0]
+    _, gradient_K, metrics = loss_and_gradient(topr, ratios, advantages)
+    assert gradient_K.tolist() == pytest.approx([-1.0, -1.0, 0.5, 0.5, 0.5])
+    assert metrics["ratio"].tolist() == pytest.approx([6.0, 6.0, 0.5, 0.5, 0.5])
+    _, gradient_K, metrics = loss_and_gradient(topr, ratios, [-1.0] * 5)
+    assert gradient_K.tolist() == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5])
+    assert metrics["clip_low"].tolist() == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,9 @@ def test_a_command_names_its_estimator_in_the_table_of_commands(command):
         ("gspo", ("gspo", [0.0003, 0.0004], "seq_mean", 0.0, "group", None)),
         ("cispo", ("cispo", None, "token_mean", 0.0, "group", None)),
         ("sapo", ("sapo", None, "seq_mean", 0.0, "group", None)),
+        ("dppo", ("dppo_tv", None, "token_mean", 0.0, "group", None)),
+        ("gmpo", ("gmpo", None, "seq_mean", 0.0, "group", None)),
+        ("luspo", ("gspo", [0.0003, 0.0004], "token_mean", 0.0, "group", None)),
     ],
 )
 def test_presets_show_in_the_resolved_settings(preset, expected, tmp_path):
@@ -126,11 +129,15 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
 @pytest.mark.parametrize(
     ("command", "given", "message"),
     [
-        ("grpo", {"preset": "dpo"}, "--preset dpo: must be dr_grpo, dapo, gspo, cispo or sapo"),
+        ("grpo", {"preset": "dpo"}, "--preset dpo: must be dr_grpo, dapo, gspo, cispo, sapo, dppo, gmpo or luspo"),
         ("grpo", {"kl_estimator": "k1"}, "k1 in the loss has a gradient with zero expectation"),
         ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient with zero expectation"),
         ("grpo", {"critic_learning_rate": "1"}, "unknown setting --critic_learning_rate"),
         ("grpo", {"advantage": "passk", "advantage_std": "none"}, "does not support advantage_std none"),
+        ("grpo", {"advantage": "maxrl", "advantage_std": "batch"}, "does not support advantage_std batch"),
+        ("grpo", {"policy_loss": "dppo_tv", "dppo_delta_low_high": "0.2 0"}, "both must be above 0"),
+        ("grpo", {"dppo_delta_low_high": "0.2 0.2"}, "needs --policy_loss dppo_tv or dppo_kl"),
+        ("reinforce++", {"unbiased_kl": True}, "unbiased_kl needs --use_kl_loss"),
         ("grpo", {"aggregate": "normalize_then_sum", "advantage": "passk"}, "does not support advantage passk"),
         ("grpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "false"}, "set use_kl_loss"),
         ("rloo", {"aggregate": "normalize_then_sum"}, "unknown setting --aggregate"),
