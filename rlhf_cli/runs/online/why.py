@@ -205,7 +205,8 @@ def _token(explained: Explained, token: int) -> Iterator[str]:
         yield f"  {correction_formula(policy, values)}"
         for role, term in again.run.settings.kl_losses.items():
             coef, kl = values[f"{role}_coef"], values[f"{role}_kl"]
-            yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({term.estimator})"
+            kind = f"r x {term.estimator}" if policy.unbiased_kl else term.estimator
+            yield f"  KL penalty for {role}: {number(coef)} x {number(kl)} ({kind})"
         mean = mean_formula(
             policy,
             num_tokens=len(columns[TOKEN]),

@@ -148,6 +148,13 @@ def test_a_trace_returns_the_columns_of_a_sequence_in_the_order_of_its_tokens():
     assert trace.of_sequence(1)["logprob"].tolist() == pytest.approx([-0.1, -0.2])
 
 
+def test_the_formula_of_the_correction_names_the_off_policy_mask():
+    settings = PolicyConfig(off_policy_mask_threshold=0.5)
+    values = {"anchor": -2.0, "rollout": -1.0, "advantage": -1.0, "weight": 0.0, "corrected": 1.0}
+    assert "below the engine's by more than 0.5 nats per token" in correction_formula(settings, values)
+    assert correction_formula(settings, values | {"weight": 0.5}).startswith("w = exp(old - engine)")
+
+
 def test_the_formula_of_the_clipped_loss_names_the_bound():
     trace, _ = traced(PolicyConfig(use_kl_loss=True, kl_estimator="k3"))
     tokens = [{name: float(column[token]) for name, column in trace.items()} for token in range(6)]
