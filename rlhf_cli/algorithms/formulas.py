@@ -211,8 +211,8 @@ def correction_formula(settings: PolicyConfig, values: Values) -> str:
     limit = settings.off_policy_mask_threshold
     if limit is not None and kind in ("off", "token_clip") and values["advantage"] < 0 and not values["weight"]:
         return (
-            f"w = 0: A < 0, and the model's log-probs of the response are below the engine's by more than {number(limit)} "
-            "nats per token (arXiv 2512.02556, eq. 9)"
+            f"w = 0: A < 0, and the model's log-probs of the response are below the engine's by more than "
+            f"{number(limit)} nats per token (arXiv 2512.02556, eq. 9)"
         )
     if kind == "off":
         return "w = 1 (rollout_correction off)"

@@ -56,7 +56,8 @@ OF_EVERY_ONLINE_COMMAND = """
 """
 OF_A_POLICY_GRADIENT = """
     cispo_eps_high distill_coef dppo_delta_low_high dual_clip entropy_delta entropy_loss_coef entropy_max
-    entropy_target eps_clip eps_clip_low_high gmpo_log_clip init_kl_coef kl_estimator kl_horizon kl_target loss_agg mask_truncated
+    entropy_target eps_clip eps_clip_low_high gmpo_log_clip init_kl_coef kl_estimator kl_horizon kl_target loss_agg
+    mask_truncated
     off_policy_mask_threshold overlong_buffer_len
     overlong_penalty_factor policy_loss ref_mixup_alpha ref_sync_steps reward_clip_range rollout_correction
     rollout_correction_cap rollout_correction_range rollout_routing_replay sapo_tau stop_properly_penalty_coef
