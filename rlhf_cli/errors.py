@@ -101,6 +101,8 @@ _SHORTAGES: dict[MemoryKind, str] = {
     r"|creating shared memory segment",
     "host memory": r"can't allocate memory|Cannot allocate memory|running low on memory|std::bad_alloc"
     r"|less than desired CPU memory utilization|less than requested memory for kv"
+    # oneDNN's, which computes in bf16 on a CPU. What it cannot compute, it calls a primitive descriptor.
+    r"|could not create a (primitive|memory object)(?! descriptor)"
     # std::thread's error, as in Gloo. Python's errors of non-blocking files have a number before these words.
     r"|^Resource temporarily unavailable|can't start new thread",
 }

@@ -42,6 +42,8 @@ RAY = "Task was killed due to the node running low on memory.\nMemory on the nod
         (RuntimeError("Error while creating shared memory segment /dev/shm/nccl-aBc (size 9637888)"),
          "space in /dev/shm"),
         (RuntimeError("std::bad_alloc"), "host memory"),
+        (RuntimeError("could not create a primitive"), "host memory"),
+        (RuntimeError("could not create a primitive descriptor for a matmul primitive"), None),
         (ray.exceptions.OutOfMemoryError(RAY), "host memory"),
         (ValueError("Memory on node 0 (0.5/24 GiB) is less than requested memory for kv (1.0 GiB)"), "host memory"),
         (MemoryError(), "host memory"),
