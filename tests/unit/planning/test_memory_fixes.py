@@ -57,7 +57,9 @@ def fixed(command: str, shortage: Shortage, **values) -> tuple[str, Plan, Plan]:
 
 def test_fewer_tokens_per_micro_batch_are_not_proposed_for_a_pack_of_one_sequence():
     """A run splits packs until each has one sequence, here of 162 tokens."""
-    config = plan_config("sft", gpu="cpu", pretrain="HuggingFaceTB/SmolLM2-135M", gradient_checkpointing="true")
+    # The default type depends on the CPU.
+    given = {"pretrain": "HuggingFaceTB/SmolLM2-135M", "param_dtype": "fp32", "gradient_checkpointing": "true"}
+    config = plan_config("sft", gpu="cpu", **given)
     words = {"kind": "host memory", "where": "while training on a pack of 162 tokens", "detail": f"{CPU} 900000 bytes"}
     hardware, planner = hardware_of(config.plan), planner_of(config, config.plan)
     fixes = [explained(Shortage(**words, tokens=size), config, hardware, planner)[1] for size in (0, 162)]  # type: ignore[arg-type]

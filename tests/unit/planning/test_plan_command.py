@@ -66,7 +66,8 @@ def test_short_steps_on_a_cpu_are_marked_as_uncertain(capsys, tmp_path):
 
 def test_the_page_shows_what_its_first_command_prints(capsys):
     page = (Path(cli.__file__).parents[1] / "docs" / "commands" / "plan.md").read_text()
-    command, shown = re.search(r"^rlhf plan (.+)$", page, re.M), re.search(r"```text\n(.+?)```", page, re.S)
+    joined = page.replace("\\\n", " ")
+    command, shown = re.search(r"^rlhf plan (.+)$", joined, re.M), re.search(r"```text\n(.+?)```", page, re.S)
     assert command is not None
     assert shown is not None
     assert run(capsys, *command[1].split())[1] == shown[1]

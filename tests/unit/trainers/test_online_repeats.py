@@ -249,6 +249,7 @@ BY_ESTIMATOR: list[tuple[str, str, dict[str, str]]] = [
     ("reinforce++", "reinforce++_group", {"baseline": "group"}),
     ("grpo", "grpo", {}),
     ("grpo", "grpo_passk", {"advantage": "passk"}),
+    ("grpo", "grpo_maxrl", {"advantage": "maxrl"}),
     ("grpo", "gdpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "true", "kl_estimator": "k3"}),
     ("rloo", "rloo", {}),
     ("remax", "remax", {}),
