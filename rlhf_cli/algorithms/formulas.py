@@ -5,15 +5,17 @@ numbers, and the paper.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import exp, log
+from math import exp
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.advantages import whiten_moments
 from rlhf_cli.algorithms.estimators.estimator import Estimator, Experience
 from rlhf_cli.algorithms.groups import STD_EPS, group_normalised, scale_of
+from rlhf_cli.algorithms.policy_loss import binary_kl
 from rlhf_cli.algorithms.ragged import segment_ids
 from rlhf_cli.config.policy import PolicyConfig
 
@@ -136,8 +138,7 @@ def _dppo(settings: PolicyConfig, values: Values) -> list[str]:
     if settings.policy_loss == "dppo_tv":
         apart = f"p - q = {number(p)} - {number(q)} = {number(p - q)}, limits -{number(low)} and {number(high)}"
     else:
-        rest = log(max(1 - q, 1e-8)) - log(max(1 - p, 1e-8))
-        divergence = q * (values["rollout"] - values["logprob"]) + (1 - q) * rest
+        divergence = float(binary_kl(torch.tensor(values["rollout"]), torch.tensor(values["logprob"])))
         apart = (
             f"q log(q / p) + (1 - q) log((1 - q) / (1 - p)) with p {number(p)}, q {number(q)} = {number(divergence)}, "
             f"limits {number(low)} if p falls and {number(high)} if it rises"
