@@ -150,6 +150,10 @@ CASES: dict[str, Callable[[], Result]] = {
             ("cispo", "seq_sum_norm", "token_mask", "k3"),
             ("sapo", "token_mean", "seq_mask", "k1"),
             ("reinforce", "token_mean", "off", "k2"),
+            ("dppo_tv", "seq_mean", "off", "k3"),
+            ("dppo_kl", "token_mean", "off", "k3"),
+            ("gmpo", "seq_mean", "off", "k3"),
+            ("topr", "token_mean", "off", "k3"),
         ]
     },
     "actor with an entropy bonus": lambda: of_samples(entropy=0.01),
