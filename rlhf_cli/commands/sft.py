@@ -12,7 +12,7 @@ class SFTConfig(OfflineConfig):
     command = "sft"
     example = (
         "--pretrain Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/Capybara --output runs/sft "
-        "--max_len 2048 --train_batch_size 64 --max_epochs 2 --learning_rate 1e-5 --lora_rank 16"
+        "--max_len 2048 --train_batch_size 64 --max_epochs 2 --learning_rate 5e-5 --lora_rank 16"
     )
 
     unsupported = (NEVER_OFFLINE | PROMPT_SHARING) - {"model.keep_dropout"}

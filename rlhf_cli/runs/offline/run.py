@@ -37,6 +37,7 @@ from rlhf_cli.models.saving import end_at
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
 from rlhf_cli.planning.offline import sequences_per_row
+from rlhf_cli.runs.adapter_rates import adapter_rate_facts, adapter_rate_notices
 from rlhf_cli.runs.busy_machine import load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.events import alarm_event
@@ -117,7 +118,8 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         # The collector was paused during imports and loading, when it only costs time.
         resume_collector()
         files = contents_of_plugins(config)
-        notices += [*task.notices, *plugin_notice(resume, files), *_busy(num_ranks)]
+        adapter = adapter_rate_notices(config, _adapted(task))
+        notices += [*adapter, *task.notices, *plugin_notice(resume, files), *_busy(num_ranks)]
         run = _OfflineRun(ready, paths, store, identity, files)
         with run.tracker(terminal.console, resume, notices) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
@@ -157,6 +159,11 @@ def _report(config: OfflineConfig, data: LoadedItems, root: Path, *, num_ranks: 
         found |= gpu_settings([per_node] * (num_ranks // per_node))
     record_plan(root, found)
     record_report(root)
+
+
+def _adapted(task: OfflineTask) -> tuple[str, ...]:
+    """Return the setting of the learning rate if it trains an adapter."""
+    return ("learning_rate",) if task.model.plan else ()
 
 
 def _busy(num_ranks: int) -> list[str]:
@@ -346,6 +353,7 @@ class _OfflineRun:
         notes = attention_note(model.attention, model.architecture, dtype, on_gpu=on_gpu)
         notes |= mixers_note(model.layers, on_gpu=on_gpu)
         notes |= dtype_note(config.model, on_gpu=on_gpu)
+        notes |= adapter_rate_facts(config, _adapted(task))
         together = sharing(config.batch, config.deepspeed) + splitting(config.deepspeed)
         placement = {"Placement": together[0]} if together else {}
         facts = {"Model": described, "Data": task.summary, **placement, **self.ready.memory, **notes}

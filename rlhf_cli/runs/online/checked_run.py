@@ -29,6 +29,7 @@ from rlhf_cli.planning.hardware import Hardware
 from rlhf_cli.planning.layouts import choose_layout
 from rlhf_cli.planning.phases import batching_of
 from rlhf_cli.planning.planner import shapes_of
+from rlhf_cli.runs.adapter_rates import adapter_rate_notices
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.memory import online_workload, shortage_notice, with_batching
 from rlhf_cli.runs.online.checks import check_partial_rollout, check_settings, most_episodes, staleness_notice
@@ -288,6 +289,7 @@ def notices(run: OnlineRun) -> list[str]:
         *idle,
         *truncation_notice(config.rollout),
         *staleness_notice(config),
+        *adapter_rate_notices(config, run.models.rates_of_adapters),
         *reference,
         *files,
         *layouts,

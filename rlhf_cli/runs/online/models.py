@@ -71,6 +71,11 @@ class OnlineModels:
         return self.trained["actor"]
 
     @property
+    def rates_of_adapters(self) -> tuple[str, ...]:
+        """The settings of the learning rates that train an adapter."""
+        return tuple(f"{role}_learning_rate" for role, model in self.trained.items() if model.plan)
+
+    @property
     def critic(self) -> ModelPlan | None:
         """The critic's model, if any."""
         return self.trained.get("critic")

@@ -24,6 +24,7 @@ from rlhf_cli.models.mixers.layers import mixers_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.planning.hardware import hardware_of_run
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.adapter_rates import adapter_rate_facts
 from rlhf_cli.runs.busy_machine import crowd_notice, load_notice
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.events import alarm_event
@@ -212,6 +213,7 @@ def _facts(run: OnlineRun, where: Processes) -> dict[str, str]:
         ),
         **mixers_note(models.policy.layers, on_gpu=where.cluster.has_gpus),
         **dtype_note(config.model, on_gpu=where.cluster.has_gpus),
+        **adapter_rate_facts(config, models.rates_of_adapters),
         "Logs": str(run.paths.logs),
     }
 

@@ -17,6 +17,7 @@ from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.adapter_rates import adapter_rate_facts, adapter_rate_notices
 from rlhf_cli.runs.offline.rm import reward_statistics
 from rlhf_cli.runs.offline.run import check_items
 from rlhf_cli.runs.offline.task import Items, load_items
@@ -106,3 +107,38 @@ def test_an_adapter_has_ten_times_the_default_rate_and_a_given_one_wins(config_c
     assert rate_of() == rate_of(lora_rank="0") == rate
     assert rate_of(lora_rank="8") == pytest.approx(10 * rate)
     assert rate_of(lora_rank="8", **{name: "3e-6"}) == 3e-6
+
+
+FULL = (
+    "is in the range of full fine-tuning, and adapters need about 10 times as much (LoRA Without Regret, Schulman et al"
+)
+TENFOLD = "10 times the default of full fine-tuning (LoRA Without Regret, Schulman et al. 2025)"
+
+
+@pytest.mark.parametrize(
+    ("config_class", "given", "fact", "notices"),
+    [
+        (DPOConfig, {}, f"--learning_rate 5e-06: {TENFOLD}", []),
+        (DPOConfig, {"learning_rate": "2e-6"}, None, []),
+        (
+            DPOConfig,
+            {"learning_rate": "1e-6"},
+            None,
+            [f"--learning_rate 1e-06 {FULL}. 2025): try --learning_rate 5e-06"],
+        ),
+        (PPOConfig, {}, f"--actor_learning_rate 1e-05, --critic_learning_rate 9e-05: {TENFOLD}", []),
+        (
+            PPOConfig,
+            {"critic_learning_rate": "9e-6"},
+            f"--actor_learning_rate 1e-05: {TENFOLD}",
+            [f"--critic_learning_rate 9e-06 {FULL}. 2025): try --critic_learning_rate 9e-05"],
+        ),
+    ],
+)
+def test_a_run_with_an_adapter_reports_its_rate_or_warns_of_one_of_full_tuning(config_class, given, fact, notices):
+    names = ["learning_rate"] if config_class is DPOConfig else ["actor_learning_rate", "critic_learning_rate"]
+    data = {"dataset": "x"} if config_class is DPOConfig else {"reward_funcs": "math", "prompt_data": "x"}
+    config = build_config(config_class, {"pretrain": "x", "output": "x", "lora_rank": "8"} | data | given)
+    assert adapter_rate_facts(config, names).get("Adapter") == fact
+    assert adapter_rate_notices(config, names) == notices
+    assert (adapter_rate_facts(config, []), adapter_rate_notices(config, [])) == ({}, [])

@@ -90,6 +90,8 @@ def test_each_has_an_adapter_on_its_own_base(tiny_model_dir, tmp_path):
     assert found.critic is not None
     plans = (found.policy.plan, found.critic.plan)
     assert [plan and plan.base for plan in plans] == [str(Path(path).resolve()) for path in (tiny_model_dir, other)]
+    assert found.rates_of_adapters == ("actor_learning_rate", "critic_learning_rate")
+    assert find("ppo", tiny_model_dir).rates_of_adapters == ()
 
 
 def test_a_run_from_an_adapter_reports_that_its_reference_is_the_bare_base(tiny_model_dir, tmp_path):
