@@ -84,8 +84,8 @@ class OfflineDataConfig(SettingsGroup):
     """How to handle rows longer than max_len. Their number is always reported."""
     invalid_rows: Literal["error", "drop"] = "error"
     """How to handle invalid rows. The number of dropped rows is always reported."""
-    max_samples: int = Field(100_000_000, gt=0)
-    """Maximum number of rows to load."""
+    max_samples: int | None = Field(None, gt=0)
+    """Maximum number of rows to load; all by default."""
     data_cache: str = "auto"
     """Cache folder for tokenized data. auto uses ~/.cache/rlhf-cli/data for large datasets; off disables caching."""
 
@@ -212,8 +212,8 @@ class PromptConfig(SettingsGroup):
     """How to handle invalid rows. The number of dropped rows is always reported."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """How to handle prompts without room for max_new_tokens. Their number is always reported."""
-    max_samples: int = Field(100_000_000, gt=0)
-    """Maximum number of rows to load."""
+    max_samples: int | None = Field(None, gt=0)
+    """Maximum number of rows to load; all by default."""
 
     @model_validator(mode="after")
     def _check_pass_rate_range(self) -> "PromptConfig":

@@ -61,8 +61,8 @@ class EvaluationConfig(SettingsGroup):
     """Evaluation prompts, read like prompt_data. With several datasets, metrics are also reported per dataset."""
     eval_split: str = "train"
     """Split of the evaluation data, if its name contains none."""
-    eval_max_samples: int = Field(100_000_000, gt=0)
-    """Maximum number of rows to load from eval_dataset."""
+    eval_max_samples: int | None = Field(None, gt=0)
+    """Maximum number of rows to load from eval_dataset; all by default."""
     eval_steps: int = Field(-1, ge=-1)
     """Evaluate every N iterations, and once before training; -1 only before and after training."""
     eval_n_samples_per_prompt: int = Field(1, gt=0)

@@ -174,9 +174,9 @@ def _json_list(mapped: mmap.mmap, path: str, head: int | None) -> Table:
 
     def read(index: int) -> dict[str, object]:
         start, stop = bounds[index : index + 2]
-        return checked_object(DECODER.raw_decode(mapped[start:stop].decode())[0], f"{path} row {index + 1}")
+        return checked_object(DECODER.raw_decode(mapped[start:stop].decode())[0], f"{path} row {index}")
 
-    return Table(path, bounds.size - 1, read, lambda index: f"row {index + 1}")
+    return Table(path, bounds.size - 1, read, lambda index: f"row {index}")
 
 
 def _no_rows(path: str) -> Table:
@@ -241,7 +241,7 @@ def _stored(batches: Any, schema: pa.Schema, path: str, head: int | None) -> Tab
             writer.append(batch.slice(start, BATCH_ROWS))
     stored = writer.finish()
     read = row_reader(schema)
-    return Table(path, len(stored), lambda index: read(stored.row(index)), lambda index: f"row {index + 1}")
+    return Table(path, len(stored), lambda index: read(stored.row(index)), lambda index: f"row {index}")
 
 
 _READERS: dict[str, Callable[[IO[bytes], str, int | None], Table]] = {

@@ -45,10 +45,10 @@ def element_bounds(mapped: mmap.mmap, path: str, *, window: int = WINDOW) -> Ite
     # The first bracket has been checked by the caller.
     cursor, number = _Cursor(mapped, path, mapped.find(b"[") + 1, window), 0
     while cursor.next_character() != "]" or number:
-        number += 1
         yield cursor.byte
         where = f"{path} row {number}"
         checked_object(cursor.value(where), where)
+        number += 1
         following = cursor.next_character()
         if following == "]":
             break

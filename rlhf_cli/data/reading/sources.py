@@ -383,7 +383,7 @@ def _table_of(loaded: Any, path: str) -> Table:
         # `datasets` reads JSON lists as numbered columns.
         return row_of_numbered(read_row(row))
 
-    return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))
+    return Table(path, len(loaded), read, lambda index: f"row {index}", lambda: str(loaded._fingerprint))
 
 
 def _with_encoded_pictures(loaded: Any) -> Any:

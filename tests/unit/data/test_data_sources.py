@@ -116,15 +116,15 @@ MALFORMED = {
     "latin.jsonl": (b'{"a": "\xe9"}\n', "line 1 is not UTF-8 text"),
     "digits.jsonl": (b'{"a": 1}\n{"a": ' + b"1" * 5000 + b"}", "line 2 has a whole number of too many digits"),
     "deep.jsonl": (b'{"a": 1}\n{"a": ' + b"[" * 100_000, "line 2 is nested too deeply"),
-    "digits.json": (b'[{"a": ' + b"1" * 5000 + b"}]", "row 1 has a whole number of too many digits"),
-    "deep.json": (b'[{"a": 1}, {"a": ' + b"[" * 100_000, "row 2 is nested too deeply"),
+    "digits.json": (b'[{"a": ' + b"1" * 5000 + b"}]", "row 0 has a whole number of too many digits"),
+    "deep.json": (b'[{"a": 1}, {"a": ' + b"[" * 100_000, "row 1 is nested too deeply"),
     "pretty.json": (b'{\n "a": 1\n}\n', "line 1 is not valid JSON.* one object per line, or a list"),
     "cut.json": (b'[\n {"a": 1},\n {"a": 2\n', "line 4 is not valid JSON"),
     "comma.json": (b'[{"a": 1}\n {"a": 2}]', "line 2 is not valid JSON: Expecting ',' or ']'"),
     "trailing.json": (b'[{"a": 1},]', "line 1 is not valid JSON: Expecting value"),
     "extra.json": (b'[{"a": 1}]\n[]', "line 2 is not valid JSON: Extra data"),
     "open.json": (b"[", "line 1 is not valid JSON: Expecting value"),
-    "numbers.json": (b"[1, 2]", "row 1 is 1, expected an object"),
+    "numbers.json": (b"[1, 2]", "row 0 is 1, expected an object"),
     "latin.json": (b'[{"a": "\xe9"}]', "is not UTF-8 text"),
     "short.csv": (b"a,b\n1,2\n3\n", "not a valid CSV file: .*Row #3: Expected 2 columns, got 1"),
     "latin.csv": (b"a,b\n1,\xe9\n", "not a valid CSV file: .*UTF8"),
@@ -223,12 +223,12 @@ def test_hub_names_are_read_by_split_and_configuration():
 
     def hub(name, split):
         asked.append((name, split))
-        return Table(name, 2, lambda i: {"a": i}, lambda i: f"row {i + 1}")
+        return Table(name, 2, lambda i: {"a": i}, lambda i: f"row {i}")
 
     rows = rows_of("owner/name:main@test,owner/other", hub=hub)
     assert asked == [("owner/name:main", "test"), ("owner/other", "train")]
     assert [row["a"] for row in rows] == [0, 1, 0, 1]
-    assert str(rows[1].error("bad")) == "owner/name:main row 2: bad"
+    assert str(rows[1].error("bad")) == "owner/name:main row 1: bad"
 
 
 def test_hub_that_cannot_be_reached_is_one_sentence():

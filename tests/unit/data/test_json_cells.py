@@ -142,7 +142,7 @@ def test_csv_files_may_hold_messages_and_tools_as_json(as_lines, tmp_path) -> No
 
 def test_text_of_python_is_refused_with_the_way_out(tmp_path) -> None:
     parquet(tmp_path / "rows.parquet", [{"messages": str(ROWS[3]["messages"])}])
-    with pytest.raises(UsageError, match=r"row 1: column 'messages' .* not valid JSON .*: write the column with js"):
+    with pytest.raises(UsageError, match=r"row 0: column 'messages' .* not valid JSON .*: write the column with js"):
         read(tmp_path / "rows.parquet")
 
 
@@ -209,7 +209,7 @@ def test_dates_and_decimals_of_a_call_are_as_json_has_them(tmp_path) -> None:
 
 def test_bytes_in_a_call_are_refused_by_name(tmp_path) -> None:
     parquet(tmp_path / "rows.parquet", [calling("f", {"data": b"x"}, {"data": {"type": "string"}})])
-    with pytest.raises(UsageError, match=r"row 1: message 2 calls f with arguments that are not valid JSON: .* bytes"):
+    with pytest.raises(UsageError, match=r"row 0: message 2 calls f with arguments that are not valid JSON: .* bytes"):
         read(tmp_path / "rows.parquet")
 
 
