@@ -153,14 +153,14 @@ def test_ranks_that_share_sequences_share_the_hosted_teachers_too(tiny_model_dir
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, ("p", "train", None, "auto", 100_000_000)),
+        ({}, ("p", "train", None, "auto", None)),
         (
             {"prompt_split": "test", "data_format": "prompt", "max_samples": "9"},
             ("p", "test", None, "prompt_response", 9),
         ),
         (
             {"dataset": "a,b", "dataset_probs": "0.5,0.5", "data_format": "prompt"},
-            ("a,b", "train", "0.5,0.5", "auto", 100_000_000),
+            ("a,b", "train", "0.5,0.5", "auto", None),
         ),
     ],
 )
