@@ -63,7 +63,7 @@ class DataCommandConfig(CommandConfig):
             raise ValueError(f"rewards: set --for {listed(POLICY_GRADIENT, 'or')}, which use rewards")
         if not self.reward.is_given:
             raise ValueError(
-                "rewards: there is no reward to test: set --reward_funcs, --reward_func or --remote_rm_url"
+                "rewards: there is no reward to test: set --reward_funcs, --reward_func, --remote_rm_url or --judge"
             )
         if self.reward.asks_environment:
             raise ValueError(

@@ -219,7 +219,7 @@ class OnlineConfig(CommandConfig):
         if not has_teacher and not self.reward.is_given:
             raise ValueError(
                 f"no reward: set --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
-                "--reward_pretrain MODEL, --remote_rm_url URL or --teacher_pretrain MODEL"
+                "--reward_pretrain MODEL, --remote_rm_url URL, --judge URL or --teacher_pretrain MODEL"
             )
         return self
 

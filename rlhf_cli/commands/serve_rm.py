@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from rlhf_cli.config.base import CommandConfig
 from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.scoring import SHAPING, STEP_REWARDS, RewardConfig
+from rlhf_cli.config.scoring import JUDGES, SHAPING, STEP_REWARDS, RewardConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig
 
 _UNSERVABLE = ("length", "group", "episode")
@@ -26,6 +26,7 @@ class ServeRMConfig(CommandConfig):
     unsupported = (
         STEP_REWARDS
         | SHAPING
+        | JUDGES
         | {
             "reward.reward_key",
             "reward.reward_by_source",

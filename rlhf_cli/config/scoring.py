@@ -4,6 +4,7 @@ The table of built-in rewards is in rewards.py.
 """
 
 import json
+import math
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -15,6 +16,12 @@ from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
 """Environment variable with the API key of reward servers."""
+
+JUDGE_KEY = "RLHF_JUDGE_API_KEY"
+"""Environment variable with the API key of judges."""
+
+_FIXED_BY_JUDGE = ("messages", "model", "n", "stream")
+"""Keys of a request to a judge that judge_args must not change."""
 
 CODE_SHARE = 0.7
 """Fraction of reward_timeout available for a response's tests, so that the worker can still report results."""
@@ -86,6 +93,32 @@ class RewardConfig(SettingsGroup):
     """Maximum responses per request to a reward server. Their grouping depends on when they finish."""
     remote_rm_api_key_env: Annotated[str, Needs("remote_rm_url")] = REMOTE_RM_KEY
     """Environment variable with the reward servers' API key. The key itself is never written."""
+    judge: list[str] = []
+    """Judges, added to other rewards and used in turn: OpenAI-compatible chat endpoints such as http://HOST:PORT/v1.
+    Scores are scaled to 0 to 1. An answer without a valid verdict is a failed reward.
+    """
+    judge_model: Annotated[str | None, Needs("judge")] = None
+    """Model name in requests to judges. Default: the only model that the endpoint lists."""
+    judge_weight: Annotated[float, Needs("judge")] = 1.0
+    """Weight of the judges' score."""
+    judge_template: Annotated[str | None, Needs("judge")] = None
+    """Text file with the question to the judge, in which {prompt}, {response}, {label} and {row.COLUMN} are replaced.
+    Delimiters and the format of the verdict are added. Default: a question for overall quality, with the label if any.
+    """
+    judge_score_range: Annotated[tuple[float, float], Needs("judge")] = (0.0, 10.0)
+    """Lowest and highest score that the judge may give. Any other score is a failed reward."""
+    judge_args: Annotated[JsonObject, Needs("judge")] = "{}"
+    """Fields added to requests to judges, as a JSON object or YAML mapping, such as {"max_tokens": 2048}. null removes
+    the default "temperature": 0. Stored in config.yaml: put no secrets here.
+    """
+    judge_timeout: Annotated[float, Needs("judge")] = Field(120.0, gt=0)
+    """Timeout per request to a judge in seconds. A judge that misses it is reported and skipped until it passes a
+    health check; the request goes to another judge.
+    """
+    judge_concurrency: Annotated[int, Needs("judge")] = Field(16, gt=0)
+    """Maximum concurrent requests per judge."""
+    judge_api_key_env: Annotated[str, Needs("judge")] = JUDGE_KEY
+    """Environment variable with the judges' API key. The key itself is never written."""
     prm_pretrain: Annotated[str | None, Excludes("reward_pretrain")] = None
     """Process reward model, which scores steps of responses: a folder or a run of `rlhf prm`. It must use the same
     token IDs. In eval it selects among samples; in training it adds step rewards.
@@ -126,6 +159,11 @@ class RewardConfig(SettingsGroup):
         return self.is_by_row or any(call.row.runs_code for call in self.rewards)
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether a reward reads more of a row than prompt and label."""
+        return self.reward_func is not None or bool(self.judge)
+
+    @property
     def own_sources(self) -> dict[str, str]:
         """Verifier per source from the settings."""
         return dict(json.loads(self.reward_by_source))
@@ -143,7 +181,7 @@ class RewardConfig(SettingsGroup):
     @property
     def is_given(self) -> bool:
         """Whether any response reward is set."""
-        ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
+        ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url, self.judge)
         return any(way not in (None, []) for way in ways)
 
     @property
@@ -153,6 +191,7 @@ class RewardConfig(SettingsGroup):
             (self.reward_func, self.reward_func_weight),
             (self.reward_pretrain, self.reward_model_weight),
             (self.remote_rm_url, self.remote_rm_weight),
+            (self.judge, self.judge_weight),
         )
         weights = (self.reward_weights or [1.0]) if self.reward_funcs else []
         return any(weights) or any(weight for way, weight in others if way not in (None, []))
@@ -181,6 +220,38 @@ class RewardConfig(SettingsGroup):
         if len(set(urls)) < len(urls):
             raise ValueError("lists a server twice")
         return urls
+
+    @field_validator("judge")
+    @classmethod
+    def _check_judges(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if "://" not in url:
+                raise ValueError(
+                    f"{url!r} is no URL, and judge models are not started by this command: serve the model with an "
+                    "OpenAI-compatible server such as `vllm serve`, and set its URL, such as http://127.0.0.1:8000/v1"
+                )
+            if problem := _url_problem(url):
+                raise ValueError(f"{url!r} {problem}; use a URL such as http://10.0.0.5:8000/v1")
+        bases = [url.rstrip("/").removesuffix("/chat/completions") for url in urls]
+        if len(set(bases)) < len(bases):
+            raise ValueError("lists a judge twice")
+        return bases
+
+    @field_validator("judge_score_range")
+    @classmethod
+    def _check_score_range(cls, ends: tuple[float, float]) -> tuple[float, float]:
+        if not ends[0] < ends[1] or not math.isfinite(ends[1] - ends[0]):
+            raise ValueError(f"{ends[0]:g} {ends[1]:g} is no range: the first must be below the second, both finite")
+        return ends
+
+    @field_validator("judge_args")
+    @classmethod
+    def _check_judge_args(cls, text: str) -> str:
+        if fixed := next((name for name in _FIXED_BY_JUDGE if name in json.loads(text)), None):
+            raise ValueError(
+                f"{fixed!r} is set by the program: drop it" + (" and set judge_model" * (fixed == "model"))
+            )
+        return text
 
     @model_validator(mode="after")
     def _check_reward_weights(self) -> Self:
@@ -217,6 +288,7 @@ class RewardConfig(SettingsGroup):
         return self
 
 
+JUDGES = frozenset(f"reward.{name}" for name in RewardConfig.model_fields if name.startswith("judge"))
 STEP_REWARDS = frozenset({"reward.prm_pretrain", "reward.prm_weight", "reward.prm_aggregation"})
 SHAPING = frozenset(
     {

@@ -26,7 +26,7 @@ class Judges:
         verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
         names = tuple(call.target or call.name for call in verifiers)
         own = reward.own_sources if reward.is_by_row else None
-        return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
+        return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reads_rows)
 
     def source_of(self, row: Row) -> str | None:
         """Return the row's source name."""

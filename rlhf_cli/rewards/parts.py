@@ -119,6 +119,7 @@ def join(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     if not math.isfinite(total):
         return Score(None, "failed", f"the rewards sum to {total}", values, failure="bad_result")
     metrics = {name: value for part in parts.values() for name, value in part.metrics.items()}
+    judgements = [judgement for part in parts.values() for judgement in part.judgements]
     return Score(
         total,
         first.status,
@@ -127,6 +128,7 @@ def join(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
         first.answer,
         filter=_filter(parts, weights),
         metrics=metrics,
+        judgements=judgements,
     )
 
 

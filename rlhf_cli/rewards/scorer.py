@@ -1,4 +1,4 @@
-"""Scores responses with built-in rewards, the user's reward file and reward servers.
+"""Scores responses with built-in rewards, the user's reward file, reward servers and judges.
 
 The score is a weighted sum. A failed reward never counts as 0: the sample is marked as failed, and the run stops if
 too many samples fail. algorithms/shaping.py clips and shapes scores.
@@ -19,6 +19,8 @@ from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.file_feed import Decode, batch_of
+from rlhf_cli.rewards.judge.judge import JUDGE_PART, Judge
+from rlhf_cli.rewards.judge.wire import judge_wire, models_of_judges
 from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote.api_key import api_key
@@ -56,13 +58,18 @@ def weights_of_parts(config: RewardConfig) -> dict[str, float]:
     """Return reward weights by component name, without the reward model's."""
     names = [call.name for call in config.rewards]
     weights = dict.fromkeys(names, 1.0) | dict(zip(names, config.reward_weights, strict=False))
-    return weights | {FILE_PART: config.reward_func_weight, REMOTE_PART: config.remote_rm_weight}
+    others = {
+        FILE_PART: config.reward_func_weight,
+        REMOTE_PART: config.remote_rm_weight,
+        JUDGE_PART: config.judge_weight,
+    }
+    return weights | others
 
 
 class Scorer:
     """Computes all rewards in a run; a context manager that owns the worker processes and leaves none behind.
 
-    - `tell`: called from a background thread with a sentence when a reward server fails or recovers.
+    - `tell`: called from a background thread with a sentence when a reward server or judge fails or recovers.
     - `decode`: decodes tokens with special tokens kept, for reward files that use `raw_responses`.
     - `needs_environment`: fail episodes without an environment reward, instead of counting 0.
 
@@ -70,7 +77,7 @@ class Scorer:
 
     - the reward file is missing, cannot be imported or has no `reward_func`,
     - a reward runs code and the sandbox does not work on this machine,
-    - a reward server does not respond.
+    - a reward server or judge does not respond.
     """
 
     def __init__(
@@ -93,6 +100,10 @@ class Scorer:
             self._servers = None
             if config.remote_rm_url:
                 self._servers = stack.enter_context(_reward_servers(config, tell))
+            self._judges = None
+            if config.judge:
+                judge = Judge(config)
+                self._judges = judge, stack.enter_context(_judges(config, tell))
             self._processes = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -104,7 +115,7 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """Stop all worker processes and the reward server client."""
+        """Stop all worker processes and the clients of reward servers and judges."""
         self._processes.close()
 
     @property
@@ -161,6 +172,20 @@ class Scorer:
         hint = _TRL_HINT if _TRL in self.form else ""
         return next(filter(None, (_trial_fault(outcome, trial, hint=hint) for outcome in outcomes)), "")
 
+    def try_judge(self, request: ScoreRequest) -> str:
+        """Ask a judge about a made-up response. Returns a warning, or "" on success.
+
+        Raises UsageError if the call fails. An invalid verdict, which the made-up text may have caused, is a warning.
+        """
+        if self._judges is None:
+            return ""
+        judge, servers = self._judges
+        case = judge.case(request)
+        (score,) = case.conclude([future.result() for future in servers.submit(case.questions)])
+        if score.value is None and score.failure != "bad_result":
+            raise UsageError(f"--judge: {score.detail}")
+        return f"{score.detail}; such a reward counts as failed" if score.value is None else ""
+
     def session(self) -> ScoringSession:
         """Open a scoring session for incrementally added responses. Only one may be open at a time."""
         return ScoringSession(
@@ -169,6 +194,7 @@ class Scorer:
             workers=self._workers,
             file=self._file,
             servers=self._servers,
+            judges=self._judges,
             decode=self._decode,
             needs_environment=self._needs_environment,
         )
@@ -294,4 +320,19 @@ def _reward_servers(config: RewardConfig, tell: Callable[[str], None] | None) ->
         retries=config.reward_retries,
         batch_size=config.remote_rm_batch_size,
         tell=tell,
+    )
+
+
+def _judges(config: RewardConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
+    """Create the client of the judges. Checks that every judge responds and has a model."""
+    key = api_key(config.judge_api_key_env)
+    models = models_of_judges(config.judge, config.judge_model, key=key, timeout=config.judge_timeout)
+    return RemoteRewards(
+        config.judge,
+        key=key,
+        timeout=config.judge_timeout,
+        retries=config.reward_retries,
+        batch_size=1,
+        tell=tell,
+        wire=judge_wire(models, json.loads(config.judge_args), num_calls=config.judge_concurrency),
     )

@@ -12,6 +12,8 @@ from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import verifier_of
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
+from rlhf_cli.rewards.judge.feed import JudgeFeed
+from rlhf_cli.rewards.judge.judge import JUDGE_PART, Judge
 from rlhf_cli.rewards.parts import (
     FILE_PART,
     REMOTE_PART,
@@ -66,13 +68,14 @@ class ScoringSession:
         workers: WorkerPool | None,
         file: WorkerPool | None,
         servers: RemoteRewards | None,
+        judges: tuple[Judge, RemoteRewards] | None,
         decode: Decode | None = None,
         needs_environment: bool = False,
     ) -> None:
         self._config, self._weights, self._needs_environment = config, weights, needs_environment
         self._sources = config.own_sources
         calls = config.rewards
-        others = {FILE_PART: file, REMOTE_PART: servers}
+        others = {FILE_PART: file, REMOTE_PART: servers, JUDGE_PART: judges}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
         self._verifier = next((call.name for call in calls if call.row.kind == "verifier"), None)
         self._of_workers = [call for call in calls if call.row.in_worker]
@@ -95,6 +98,7 @@ class ScoringSession:
             if file is not None:
                 self._file = stack.enter_context(FileFeed(file, retries=config.reward_retries, decode=decode))
             self._remote: RemoteFeed | None = stack.enter_context(servers.feed()) if servers is not None else None
+            self._judges = stack.enter_context(JudgeFeed(*judges)) if judges is not None else None
             self._resources = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -122,6 +126,8 @@ class ScoringSession:
                 self._judge(number)
         if self._remote is not None:
             self._remote.add(requests)
+        if self._judges is not None:
+            self._judges.add(requests)
         if self._file is not None:
             # Retries failed calls now instead of when the caller next collects.
             self._collect_from_file(self._file)
@@ -151,8 +157,9 @@ class ScoringSession:
                         scores = list(self._scores.values())
                         to_come = len(self._requests) - len(scores)
                         stop_if_too_many_failed(scores, self._config.reward_max_failures, num_to_come=to_come)
-            if self._remote is not None:
-                await self._remote.finish()
+            for remote in (self._remote, self._judges):
+                if remote is not None:
+                    await remote.finish()
             self._collect()
         finally:
             self._log()
@@ -196,6 +203,8 @@ class ScoringSession:
         for number, outcome in self._remote.ready() if self._remote is not None else []:
             self._failures += [outcome.failure] if outcome.failure is not None else []
             self._take(number, REMOTE_PART, remote_part(outcome))
+        for number, part in self._judges.ready() if self._judges is not None else []:
+            self._take(number, JUDGE_PART, part)
         if self._file is not None:
             self._collect_from_file(self._file)
 
@@ -248,6 +257,7 @@ class ScoringSession:
 
     def _log(self) -> None:
         """Log each distinct failure once, with traceback and count."""
-        failures = self._failures + (self._file.failures if self._file is not None else [])
+        sources = [source for source in (self._file, self._judges) if source is not None]
+        failures = self._failures + [failure for source in sources for failure in source.failures]
         for failure, count in Counter(failures).items():
             logger.warning("%d rewards failed: %s\n%s", count, failure.reason, failure.trace)

@@ -40,6 +40,7 @@ from rlhf_cli.config.view import ViewGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import adapter_folder, resolve_model_path
 from rlhf_cli.models.gguf import find_gguf
+from rlhf_cli.rewards.judge.template import FIELDS, read_template
 from rlhf_cli.rewards.workers.user_module import file_and_name
 
 _COMPUTING = (CheckpointConfig, AnswersOutputConfig, ServeConfig, EvaluatedModelConfig)
@@ -131,9 +132,11 @@ def _is_in_checkpoint(path: Path) -> bool:
 
 
 def _check_files(group: object) -> None:
-    """Raise UsageError for missing Python files."""
+    """Raise UsageError for missing Python files and judge templates."""
     if isinstance(group, RewardConfig) and group.reward_func is not None:
         _require_python("reward_func", group.reward_func)
+    if isinstance(group, RewardConfig) and group.judge_template is not None:
+        read_template(group.judge_template, FIELDS, needed="response")
     environment = group.environment if isinstance(group, EpisodeConfig) else None
     if environment is not None and environment_kind(environment) == "file":
         _require_python("environment", environment)

@@ -17,7 +17,7 @@ _HOW_IT_RAN = ("checkpoint", "tracking", "launch", "placement", "engine")
 """Groups without effect on the model."""
 _OMITTED = (
     *("pretrain", "dataset", "prompt_data", "eval_dataset"),
-    *("agent_command", "environment", "reward_func_args", "remote_rm_url"),
+    *("agent_command", "environment", "reward_func_args", "remote_rm_url", "judge", "judge_args"),
 )
 """Settings with models and data, which have separate lines, and settings that may contain passwords."""
 

@@ -23,7 +23,7 @@ from rlhf_cli.planning.workload import Workload
 from rlhf_cli.runs.online.checks import check_settings
 from rlhf_cli.runs.online.estimator import estimator_of
 
-_UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "environment", "agent_command")
+_UNKNOWN_TIMES = ("reward_funcs", "reward_func", "remote_rm_url", "judge", "environment", "agent_command")
 """Settings of rewards and environments, which a plan does not run. A reward model is part of the phase `forward`."""
 _SHORT_STEP = 2.0
 """Seconds below which fixed costs dominate a step on a CPU (docs/benchmarks.md)."""

@@ -1,4 +1,4 @@
-"""Reward checks before anything heavy starts: labels, per-row verifiers, and a trial call of the reward file."""
+"""Reward checks before anything heavy starts: labels, per-row verifiers, trial calls of the reward file and a judge."""
 
 import sys
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ def check_with(scorer: Scorer, *sets: Sequence[Prompt], is_episode: bool = False
     """Run the checks with a scorer that stays open."""
     for prompts in sets:
         scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
-    warning = scorer.try_file(_trial_requests(sets[0], is_episode=is_episode))
-    for line in filter(None, (scorer.form, warning)):
+    tried = _trial_requests(sets[0], is_episode=is_episode)
+    for line in filter(None, (scorer.form, scorer.try_file(tried), scorer.try_judge(tried[0]))):
         print(f"rlhf: {line}", file=sys.stderr, flush=True)
 
 

@@ -3,6 +3,9 @@
 Imported modules are not included.
 """
 
+import hashlib
+from pathlib import Path
+
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.runs.plugin_files import file_hash
@@ -14,6 +17,17 @@ REWARD_FILE = "contents of the reward file"
 def reward_file_hash(reward: RewardConfig) -> str | None:
     """Hash the reward file; None without one or if it does not exist, in which case loading reports the error."""
     return None if reward.reward_func is None else file_hash(reward.reward_func)
+
+
+JUDGE_TEMPLATE = "judge template"
+"""Key for the hash in identities."""
+
+
+def judge_template_hash(reward: RewardConfig) -> str | None:
+    """Hash the judge template; None without one."""
+    if reward.judge_template is None:
+        return None
+    return hashlib.sha256(Path(reward.judge_template).expanduser().read_bytes()).hexdigest()[:32]
 
 
 def reward_file_notice(checkpoint: Checkpoint | None, reward: RewardConfig) -> list[str]:

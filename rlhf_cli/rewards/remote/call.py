@@ -8,12 +8,12 @@ The wire format is OpenRLHF's:
 - Images: sent only if `/health` reports `"images": true`. `"distinct_images": [...]` lists each image once as a
   `data:` URL, and `"images": [[...], ...]` lists indices into it for each query.
 
-client.py selects servers and retries.
+client.py selects servers and retries. rewards/judge/wire.py has the format of judges.
 """
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urljoin
@@ -37,6 +37,8 @@ _ANSWER_BYTES_EACH = 4096
 _PROBE_SECONDS = 5.0
 # Characters kept from a server's error message.
 _MAX_DETAIL = 200
+# Characters of the shortest key that is removed from responses.
+_SHORTEST_SECRET = 8
 BUSY = {429, 503}
 # Too large or invalid as a batch. Single requests may still succeed.
 _UNFIT = {413, 422}
@@ -106,19 +108,36 @@ async def post_batch(
         except RunError as error:
             raise CallFailed("load", f"was not called: {error}") from error
     limit = MAX_ANSWER_BYTES + _ANSWER_BYTES_EACH * len(requests)
+    return _outcomes_of(await post_json(session, url, body, timeout=timeout, limit=limit), len(requests))
+
+
+async def post_json(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, object], *, timeout: float, limit: int
+) -> bytes:
+    """Send a request and return the body of the response, at most `limit` bytes, without the key.
+
+    Raises CallFailed (or RequestRefused), ServerBusy or UnfitBatch unless the status is 200.
+    """
     try:
         # A redirect would send the key and the prompts to an address that the user did not configure.
         async with session.post(
             url, json=body, timeout=aiohttp.ClientTimeout(total=timeout), allow_redirects=False
         ) as response:
-            answer = await read_answer(response, limit)
+            answer = _without_key(session, await read_answer(response, limit))
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {timeout:g} s") from None
     except aiohttp.ClientError as error:
         raise connection_failure(error) from None
     if response.status != 200:
         raise _refusal(response, answer)
-    return _outcomes_of(answer, len(requests))
+    return answer
+
+
+def _without_key(session: aiohttp.ClientSession, answer: bytes) -> bytes:
+    """Replace the key, which a server may quote in an error message, and messages are logged and stored."""
+    key = session.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+    # A placeholder such as "EMPTY" is no secret, and may be part of any answer.
+    return answer.replace(key, b"***") if len(key) >= _SHORTEST_SECRET else answer
 
 
 def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
@@ -163,7 +182,7 @@ def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:
     return (RequestRefused if is_final else CallFailed)("raised", reason)
 
 
-def _parsed(answer: bytes) -> Any:
+def parsed_json(answer: bytes) -> Any:
     """Parse JSON. Raises ValueError, also if it is nested too deeply."""
     try:
         return json.loads(answer)
@@ -184,15 +203,22 @@ def _detail(answer: bytes) -> str:
     # UTF-8 uses up to 4 bytes per character.
     text = answer[: 4 * _MAX_DETAIL].decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
-        text = str(_parsed(answer)["detail"])
-    line = " ".join(text.split())[:_MAX_DETAIL]
+        found = parsed_json(answer)
+        # `rlhf serve-rm` and FastAPI have `detail`; endpoints in the form of OpenAI have `error`.
+        text = str(found["detail"] if "detail" in found else found["error"]["message"])
+    line = in_one_line(text)
     return f": {line}" if line else ""
+
+
+def in_one_line(text: str) -> str:
+    """Return the start of a text in one line, to quote it in a message."""
+    return " ".join(text.split())[:_MAX_DETAIL]
 
 
 def _outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
     """Parse the outcomes. Raises CallFailed unless the body is `{"rewards": [...]}` with the expected length."""
     try:
-        answer = _parsed(content)
+        answer = parsed_json(content)
     except ValueError:
         raise CallFailed("bad_result", f"sent a response that is not JSON{_detail(content)}") from None
     if not isinstance(answer, dict) or "rewards" not in answer:
@@ -210,7 +236,7 @@ def _outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
 
 
 def _failure(reward: UserResult, detail: object) -> Failure:
-    line = " ".join(str(detail or "").split())[:_MAX_DETAIL]
+    line = in_one_line(str(detail or ""))
     return Failure("bad_result", f"failed: {line}" if line else reward["problem"])
 
 
@@ -232,14 +258,21 @@ async def takes_images(session: aiohttp.ClientSession, url: str, *, timeout: flo
 async def _health_of(
     session: aiohttp.ClientSession, url: str, *, timeout: float, is_sure: bool = False
 ) -> dict[str, Any]:
-    """Return a server's health report; empty for third-party servers without a health endpoint.
+    """Return a server's health report; empty for third-party servers without a health endpoint."""
+    return (await state_at(session, urljoin(url, _HEALTH), timeout=timeout, is_sure=is_sure))[1]
+
+
+async def state_at(
+    session: aiohttp.ClientSession, url: str, *, timeout: float, is_sure: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """Return status and JSON object at an address: 0 if the server dropped the connection, {} without an object.
 
     Raises CallFailed if no server responds. With `is_sure`, a dropped connection or 5xx status also raises.
     """
     limit = aiohttp.ClientTimeout(total=min(timeout, _PROBE_SECONDS))
     try:
-        async with session.get(urljoin(url, _HEALTH), timeout=limit, allow_redirects=False) as response:
-            content = await read_answer(response, MAX_ANSWER_BYTES)
+        async with session.get(url, timeout=limit, allow_redirects=False) as response:
+            content = _without_key(session, await read_answer(response, MAX_ANSWER_BYTES))
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {limit.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
@@ -248,10 +281,10 @@ async def _health_of(
         if is_sure:
             raise connection_failure(error) from None
         # The server accepted the connection. Third-party servers need not support GET.
-        return {}
+        return 0, {}
     if response.status in NO_SERVER_BEHIND or (is_sure and response.status >= 500):
         raise CallFailed("raised", f"returned status {response.status}{_detail(content)}")
     with suppress(ValueError):
-        state = _parsed(content)
-        return state if isinstance(state, dict) else {}
-    return {}
+        state = parsed_json(content)
+        return response.status, state if isinstance(state, dict) else {}
+    return response.status, {}

@@ -1,8 +1,8 @@
 """Reward server client with load balancing and failover, in a background thread.
 
 All servers pull batches from one shared queue, so faster servers score more. If a call fails, the server is skipped
-until it passes a health check, and its requests go to another server. The wire format is in call.py; scorer.py sums
-the rewards.
+until it passes a health check, and its requests go to another server. The wire format is in call.py, that of judges in
+rewards/judge/; scorer.py sums the rewards.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ import aiohttp
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.event_loop import LoopThread
-from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.remote.call import (
     CallFailed,
     RequestRefused,
@@ -30,18 +29,20 @@ from rlhf_cli.rewards.remote.call import (
     reward_session,
     takes_images,
 )
-from rlhf_cli.rewards.remote.state import RewardServer, WaitingItem
+from rlhf_cli.rewards.remote.state import Request, RewardServer, WaitingItem, Wire
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
 logger = logging.getLogger(__name__)
 
-_CALLS_PER_SERVER = 2
-"""Concurrent batches per server: one is in transit while the other is scored."""
+# Two calls per server: one is in transit while the other is scored.
+REWARD_SERVERS = Wire("reward server", 2, post_batch, probe, takes_images)
+"""Servers that score responses."""
 
 
 class RemoteRewards:
-    """Client for all reward servers in a run; a context manager that owns the background thread.
+    """Client for all reward servers in a run, or all judges; a context manager that owns the background thread.
 
+    - `wire`: format of the calls.
     - `timeout`: seconds per call. If no server has been available for this long, all queued responses fail.
     - `retries`: tries per response after a failed call, on another server if possible.
     - `tell`: called from the background thread with a sentence when a server fails or recovers. Also logged.
@@ -56,7 +57,9 @@ class RemoteRewards:
         retries: int,
         batch_size: int,
         tell: Callable[[str], None] | None = None,
+        wire: Wire = REWARD_SERVERS,
     ) -> None:
+        self._wire = wire
         self._servers = [RewardServer(url) for url in urls]
         self._tell = tell
         self._key, self._timeout, self._retries, self._batch_size = key, timeout, retries, batch_size
@@ -80,7 +83,7 @@ class RemoteRewards:
         """Cancel all calls and stop the thread. Pending rewards fail."""
         self._thread.end(self._end_main)
 
-    def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[ItemOutcome]]":
+    def submit(self, requests: Sequence[Request]) -> "list[Future[ItemOutcome]]":
         """Queue responses and return their futures. Failures become outcomes, never exceptions."""
         # Without the main task, nobody would resolve the futures.
         assert not self._main.done(), "the reward server task has ended"
@@ -112,7 +115,7 @@ class RemoteRewards:
         async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:
             for server in self._servers:
                 tasks.create_task(self._watch(server, session))
-                for _ in range(_CALLS_PER_SERVER):
+                for _ in range(self._wire.calls_per_server):
                     tasks.create_task(self._ask(server, session))
 
     async def _watch(self, server: RewardServer, session: aiohttp.ClientSession) -> None:
@@ -122,7 +125,7 @@ class RemoteRewards:
             await self._until(lambda: server.is_away and not server.is_blind)
             await asyncio.sleep(server.absence)
             try:
-                await probe(session, server.url, timeout=self._timeout)
+                await self._wire.probe(session, server.url, timeout=self._timeout)
             except CallFailed as error:
                 server.failures += 1
                 server.last = error.failure
@@ -162,11 +165,11 @@ class RemoteRewards:
                 self._settle(server, batch, outcomes)
 
     async def _outcomes(
-        self, server: RewardServer, session: aiohttp.ClientSession, requests: Sequence[ScoreRequest]
+        self, server: RewardServer, session: aiohttp.ClientSession, requests: Sequence[Request]
     ) -> list[ItemOutcome]:
         """Score a batch on one server, with images if the server supports them."""
         with_images = bool(server.takes_images) and any(request.pictures for request in requests)
-        return await post_batch(session, server.url, requests, timeout=self._timeout, with_images=with_images)
+        return await self._wire.post(session, server.url, requests, timeout=self._timeout, with_images=with_images)
 
     async def _is_blind_beside_others(
         self, server: RewardServer, session: aiohttp.ClientSession, batch: Sequence[WaitingItem]
@@ -185,13 +188,13 @@ class RemoteRewards:
             return not server.takes_images
         if not server.is_reported:
             server.is_reported = True
-            self._say(f"the reward server {server.url} does not support images: it scores text only")
+            self._say(f"the {self._wire.title} {server.url} does not support images: it scores text only")
         return False
 
     async def _sees(self, server: RewardServer, session: aiohttp.ClientSession, *, is_needed: bool) -> bool | None:
         """Return whether a server supports images; None if unknown and not needed now."""
         try:
-            return await takes_images(session, server.url, timeout=self._timeout)
+            return await self._wire.takes_images(session, server.url, timeout=self._timeout)
         except CallFailed:
             if is_needed:
                 raise
@@ -201,9 +204,9 @@ class RemoteRewards:
         if server.is_blind:
             return
         server.is_blind = server.is_away = True
-        reason = "does not support images, but other reward servers do"
+        reason = f"does not support images, but other {self._wire.title}s do"
         server.last = Failure("load", reason)
-        self._say(f"the reward server {server.url} {reason}: it is not used")
+        self._say(f"the {self._wire.title} {server.url} {reason}: it is not used")
         if all(other.is_away for other in self._servers):
             self._giving_up = self._thread.loop.call_later(self._timeout, self._give_up)
         self._news.set()
@@ -272,7 +275,7 @@ class RemoteRewards:
         """Pass rejected items to untried servers, or fail them. A retry here would be rejected again."""
         if not server.is_refusing:
             server.is_refusing = True
-            self._say(f"the reward server {server.url} {failure.reason}: rejected requests are not retried there")
+            self._say(f"the {self._wire.title} {server.url} {failure.reason}: rejected requests are not retried there")
         again = []
         for item in batch:
             item.tried.add(server.url)
@@ -322,14 +325,14 @@ class RemoteRewards:
         if all(other.is_away for other in self._servers):
             self._giving_up = self._thread.loop.call_later(self._timeout, self._give_up)
             consequence += f"; if no server does within {self._timeout:g} s, rewards fail"
-        self._say(f"the reward server {server.url} {failure.reason}: {consequence}")
+        self._say(f"the {self._wire.title} {server.url} {failure.reason}: {consequence}")
         self._news.set()
 
     def _take_in(self, server: RewardServer) -> None:
         server.is_away = False
         # The server may have been restarted with another reward model.
         server.takes_images = None
-        self._say(f"the reward server {server.url} is available again")
+        self._say(f"the {self._wire.title} {server.url} is available again")
         if self._giving_up is not None:
             self._giving_up.cancel()
         self._is_given_up = False
@@ -376,7 +379,7 @@ class RemoteFeed:
         for future in self._futures:
             future.cancel()
 
-    def add(self, requests: Sequence[ScoreRequest]) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
         """Queue responses, numbered from 0. Never blocks."""
         futures = self._servers.submit(requests)
         self._unseen += range(len(self._futures), len(self._futures) + len(futures))

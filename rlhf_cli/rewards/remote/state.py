@@ -1,26 +1,55 @@
 """Client-side state for queued responses and reward servers."""
 
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.vision.pictures import Picture
 
 FIRST_ABSENCE, _LONGEST_ABSENCE = 0.5, 30.0
 """Seconds until the first health check after a failed call, and the longest interval. It doubles with each failure."""
+
+
+class Request(Protocol):
+    """What a server scores."""
+
+    @property
+    def pictures(self) -> "tuple[Picture, ...]":
+        """Images, in order."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How requests reach the servers of one kind.
+
+    - `title`: name of a server in messages.
+    - `calls_per_server`: concurrent batches.
+    - `post`, `probe`, `takes_images`: the calls, with the parameters and errors of those in call.py.
+    """
+
+    title: str
+    calls_per_server: int
+    post: Callable[..., Awaitable[list[ItemOutcome]]]
+    probe: Callable[..., Awaitable[None]]
+    takes_images: Callable[..., Awaitable[bool]]
 
 
 @dataclass(eq=False)
 class WaitingItem:
     """A queued response.
 
+    - `request`: a response, or a question to a judge.
     - `tries`: failed calls that count against the retry limit.
     - `alone`: send it in a separate batch.
     - `tried`: URLs with a failed call.
     - `full_since`: time of the first rejection by an overloaded server, in seconds on the monotonic clock.
     """
 
-    request: ScoreRequest
+    request: Request
     future: "Future[ItemOutcome]"
     tries: int = 0
     alone: bool = False

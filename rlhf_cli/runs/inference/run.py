@@ -31,7 +31,7 @@ from rlhf_cli.runs.online.checks import refuse_length_rewards
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import ENVIRONMENT_FILE, environment_file_hash
-from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
+from rlhf_cli.runs.reward_file import JUDGE_TEMPLATE, REWARD_FILE, judge_template_hash, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel
@@ -206,6 +206,12 @@ def settings_identity(
         ENVIRONMENT_FILE: environment_file_hash(config.episodes),
         "rewards of servers": bool(reward.remote_rm_url),
         "remote_rm_weight": reward.remote_rm_weight,
+        "judges": bool(reward.judge),
+        "judge_model": reward.judge_model,
+        "judge_weight": reward.judge_weight,
+        "judge_score_range": reward.judge_score_range,
+        "judge_args": reward.judge_args,
+        JUDGE_TEMPLATE: judge_template_hash(reward),
         "normalize_reward": reward.normalize_reward,
     }
 

@@ -116,10 +116,10 @@ def check_filtering(config: OnlineConfig) -> None:
             "--dynamic_filtering compares responses to the same prompt: set --n_samples_per_prompt to at least 2"
         )
     reward = config.reward
-    if not reward.reward_funcs and reward.reward_func is None and not reward.remote_rm_url:
+    if not (reward.reward_funcs or reward.reward_func or reward.remote_rm_url or reward.judge):
         raise UsageError(
             "--dynamic_filtering filters groups during generation, which reward models do not support: set "
-            "--reward_funcs, --reward_func or --remote_rm_url in addition to --reward_pretrain"
+            "--reward_funcs, --reward_func, --remote_rm_url or --judge in addition to --reward_pretrain"
         )
 
 

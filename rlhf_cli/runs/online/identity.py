@@ -7,6 +7,7 @@ from rlhf_cli.commands.online import OnlineConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.runs.online.models import OnlineModels
+from rlhf_cli.runs.reward_file import JUDGE_TEMPLATE, judge_template_hash
 from rlhf_cli.runs.run_identity import (
     NOT_OF_THE_STEPS,
     adapter_identity,
@@ -32,6 +33,11 @@ _HOW_REWARDS_RUN = frozenset(
         "remote_rm_timeout",
         "remote_rm_batch_size",
         "remote_rm_api_key_env",
+        "judge",
+        "judge_template",
+        "judge_timeout",
+        "judge_concurrency",
+        "judge_api_key_env",
     }
 )
 """Reward settings that affect execution or file locations, but not values."""
@@ -119,4 +125,6 @@ def _rewards(config: OnlineConfig) -> dict[str, object]:
         # Only the name: the file may move between machines, and changed contents are reported as a notice.
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
         "reward servers": bool(reward.remote_rm_url),
+        "judges": bool(reward.judge),
+        JUDGE_TEMPLATE: judge_template_hash(reward),
     }

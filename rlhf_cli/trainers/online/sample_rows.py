@@ -48,6 +48,7 @@ def sample_row(sample: Sample, *, has_reward: bool = True) -> dict[str, object]:
         **episode_columns(response),
         **{f"reward/{name}": value for name, value in score.parts.items()},
         **score.metrics,
+        **({"judgements": score.judgements} if score.judgements else {}),
     }
 
 

@@ -1,16 +1,14 @@
 """The client of reward servers, tested with real HTTP servers in this process."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from http_servers import HANG_UP, Answer, Server, dead_url, lengths, rewards, running
 from pydantic import ValidationError
 from scoring import finished
 from server_requests import ask, request
@@ -20,77 +18,9 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import state
 from rlhf_cli.rewards.remote.call import SERVICE
-from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
+from rlhf_cli.rewards.remote.client import REWARD_SERVERS, RemoteRewards, check_servers
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.rewards.workers.pool import ItemOutcome
-
-Answer = tuple[int, bytes, dict[str, str]]
-HANG_UP: Answer = (0, b"", {})
-
-
-def rewards(values: list[Any], **others: Any) -> Answer:
-    return 200, json.dumps({"rewards": values} | others).encode(), {}
-
-
-def lengths(body: dict) -> Answer:
-    """Return the expected scores: the length of each query."""
-    return rewards([len(query) for query in body["query"]])
-
-
-@dataclass
-class Server:
-    """A server whose answers the test decides and whose requests it can inspect."""
-
-    answer: Callable[[dict], Answer] = lengths
-    health: Answer = (404, b"", {})
-    asked: list[dict] = field(default_factory=list)
-    keys: set[str | None] = field(default_factory=set)
-    url: str = ""
-
-    @property
-    def num_queries(self) -> list[int]:
-        return [len(body["query"]) for body in self.asked]
-
-
-@contextmanager
-def running(server: Server, *, port: int = 0) -> Iterator[Server]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.asked.append(body)
-            server.keys.add(self.headers["Authorization"])
-            self._reply(server.answer(body))
-
-        def do_GET(self) -> None:
-            self._reply(server.health)
-
-        def _reply(self, answer: Answer) -> None:
-            status, said, headers = answer
-            if not status:
-                self.close_connection = True
-                return
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(said))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(said)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    listener = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    listener.daemon_threads = True
-    server.url = f"http://127.0.0.1:{listener.server_port}/get_reward"
-    thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        listener.shutdown()
-        thread.join()
-        listener.server_close()
 
 
 @pytest.fixture
@@ -120,13 +50,6 @@ def values(outcomes: list[ItemOutcome]) -> list[float | None]:
 
 def reasons(outcomes: list[ItemOutcome]) -> set[tuple[str, str]]:
     return {(outcome.failure.kind, outcome.failure.reason) for outcome in outcomes if outcome.failure}
-
-
-def dead_url() -> str:
-    """Return an address without a server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}/get_reward"
 
 
 def test_the_wire_format_is_that_of_openrlhf(server):
@@ -384,12 +307,12 @@ def test_closing_ends_the_thread_and_lets_nobody_wait(server):
     assert "remote-rewards" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_defect_is_logged_and_lets_nobody_wait(server, monkeypatch, caplog):
+def test_a_defect_is_logged_and_lets_nobody_wait(server, caplog):
     def broken(*given: object, **settings: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("rlhf_cli.rewards.remote.client.post_batch", broken)
-    with asking(server) as client:
+    wire = replace(REWARD_SERVERS, post=broken)
+    with RemoteRewards([server.url], key=None, timeout=10, retries=1, batch_size=4, wire=wire) as client:
         assert reasons(ask(client, requests(5))) == {("crashed", "was cancelled")}
         client.close()
         with pytest.raises(AssertionError, match="has ended"):

@@ -206,7 +206,7 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
     served: Any = build_config(cls, given | {"remote_rm_url": "http://a/get_reward"})
     check_filtering(served)
     judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
-    with pytest.raises(UsageError, match=r"which reward models do not support: set .* or --remote_rm_url in addition"):
+    with pytest.raises(UsageError, match=r"which reward models do not support: set .* or --judge in addition"):
         check_filtering(judged_after)
 
 

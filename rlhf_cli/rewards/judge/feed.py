@@ -1,0 +1,64 @@
+"""One scoring round with judges."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+from rlhf_cli.rewards.judge.judge import Case, Judge
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.remote.client import RemoteRewards
+from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
+
+
+class JudgeFeed:
+    """Questions about responses, like `RemoteFeed` for reward servers; a context manager.
+
+    - `failures`: failed calls so far.
+
+    On exit, queued questions are cancelled.
+    """
+
+    def __init__(self, judge: Judge, servers: RemoteRewards) -> None:
+        self._judge, self._servers = judge, servers
+        self._count = 0
+        # Cases without a score yet, with the numbers of their responses.
+        self._open: list[tuple[list[int], Case, list[Future[ItemOutcome]]]] = []
+        self.failures: list[Failure] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _, _, futures in self._open:
+            for future in futures:
+                future.cancel()
+
+    def add(self, requests: Sequence[ScoreRequest]) -> None:
+        """Queue responses, numbered from 0. Never blocks."""
+        for request in requests:
+            case = self._judge.case(request)
+            self._open.append(([self._count], case, self._servers.submit(case.questions)))
+            self._count += 1
+
+    def ready(self) -> list[tuple[int, Score]]:
+        """Return new scores as (response number, score) pairs. Never blocks."""
+        found: list[tuple[int, Score]] = []
+        still_open = []
+        for entry in self._open:
+            numbers, case, futures = entry
+            if not all(future.done() for future in futures):
+                still_open.append(entry)
+                continue
+            outcomes = [future.result() for future in futures]
+            self.failures += [outcome.failure for outcome in outcomes if outcome.failure is not None]
+            found += zip(numbers, case.conclude(outcomes), strict=True)
+        self._open = still_open
+        return found
+
+    async def finish(self) -> None:
+        """Wait until all scores are complete."""
+        await asyncio.gather(*(asyncio.wrap_future(future) for _, _, futures in self._open for future in futures))

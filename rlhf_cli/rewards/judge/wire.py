@@ -1,0 +1,130 @@
+"""Chat completions of OpenAI-compatible endpoints, for judges. The client is that of reward servers."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.records import BadResult
+from rlhf_cli.rewards.remote.call import (
+    MAX_ANSWER_BYTES,
+    CallFailed,
+    in_one_line,
+    parsed_json,
+    post_json,
+    reward_session,
+    state_at,
+)
+from rlhf_cli.rewards.remote.state import Wire
+from rlhf_cli.rewards.workers.pool import ItemOutcome
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.vision.pictures import Picture
+
+_MAX_LISTED = 5
+_UNAUTHORISED = {401, 403}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a judge.
+
+    `read` returns the verdict in the text of an answer, as JSON values. It raises BadResult without a valid one.
+    """
+
+    text: str
+    read: Callable[[str], object]
+    pictures: "tuple[Picture, ...]" = ()
+
+
+def judge_wire(models: Mapping[str, str], arguments: Mapping[str, object], *, num_calls: int) -> Wire:
+    """Return the wire format for judges.
+
+    Args:
+        models: model name by URL.
+        arguments: further fields of a request; None leaves a default out.
+        num_calls: concurrent requests per judge.
+    """
+
+    async def post(
+        session: aiohttp.ClientSession, url: str, questions: Sequence[Question], *, timeout: float, with_images: bool
+    ) -> list[ItemOutcome]:
+        # One question per request: the client has a batch size of 1.
+        (question,) = questions
+        body = {"model": models[url], "messages": [{"role": "user", "content": question.text}], "temperature": 0}
+        sent = {name: value for name, value in (body | dict(arguments)).items() if value is not None}
+        content = await post_json(session, f"{url}/chat/completions", sent, timeout=timeout, limit=MAX_ANSWER_BYTES)
+        try:
+            return [ItemOutcome(question.read(_text_of(content)))]
+        except BadResult as error:
+            raise CallFailed("bad_result", str(error)) from None
+
+    async def sees_no_images(*_: object, **__: object) -> bool:
+        return False
+
+    return Wire("judge", num_calls, post, _probe, sees_no_images)
+
+
+def _text_of(content: bytes) -> str:
+    """Return the text of the answer in a chat completion. Raises BadResult without a finished one."""
+    try:
+        answer = parsed_json(content)
+    except ValueError:
+        quoted = in_one_line(content[:1000].decode(errors="replace"))
+        raise BadResult(f"sent a response that is not JSON: {quoted}") from None
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(message, dict):
+        raise BadResult('sent a response without {"choices": [{"message": ...}]}')
+    # Before the end of an answer, the last JSON object may be one that the judge quotes.
+    if choice.get("finish_reason") == "length":
+        raise BadResult("reached its token limit before the verdict (max_tokens in --judge_args)")
+    if choice.get("finish_reason") == "content_filter":
+        raise BadResult("was stopped by its content filter")
+    if not isinstance(message.get("content"), str) or not message["content"].strip():
+        raise BadResult("sent an empty answer")
+    return str(message["content"])
+
+
+async def _probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> None:
+    """Run a health check. Raises CallFailed if no server responds, or if it rejects the key."""
+    await _models_at(session, url, timeout=timeout)
+
+
+async def _models_at(session: aiohttp.ClientSession, url: str, *, timeout: float) -> list[str]:
+    """Return the models that an endpoint lists; none if it has no list. Raises CallFailed like `_probe`."""
+    status, found = await state_at(session, f"{url}/models", timeout=timeout)
+    if status in _UNAUTHORISED:
+        raise CallFailed("raised", "rejects this key, or requires one")
+    models = found.get("data")
+    listed = models if isinstance(models, list) else []
+    return [model["id"] for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
+
+
+def models_of_judges(urls: Sequence[str], name: str | None, *, key: str | None, timeout: float) -> dict[str, str]:
+    """Return the model of each judge: `name`, or else the only one that the endpoint lists.
+
+    Raises UsageError if a judge does not respond, rejects the key, or does not list exactly one model.
+    """
+
+    async def found() -> list[list[str] | BaseException]:
+        async with reward_session(key) as session:
+            calls = [_models_at(session, url, timeout=timeout) for url in urls]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    return {url: _only(url, name, models) for url, models in zip(urls, asyncio.run(found()), strict=True)}
+
+
+def _only(url: str, name: str | None, models: list[str] | BaseException) -> str:
+    if isinstance(models, BaseException):
+        raise UsageError(f"--judge {url} {models}")
+    if name is not None:
+        return name
+    if len(models) != 1:
+        listed = f"lists {len(models)} models ({', '.join(models[:_MAX_LISTED])})" if models else "lists no models"
+        raise UsageError(f"--judge {url} {listed}: set --judge_model")
+    return models[0]
