@@ -150,6 +150,9 @@ class RolloutConfig(SamplingConfig):
     """Epochs over the prompts."""
     max_iterations: int | None = Field(None, gt=0)
     """Stop after this number of iterations."""
+    prompt_sampling: Literal["shuffle", "variance"] = "shuffle"
+    """How to choose prompts. shuffle: each one once per episode. variance: prompts whose rewards varied when they were
+    last sampled are drawn more often; new ones count as most varied. An episode is still as many iterations."""
     rollout_seed: int | None = Field(None, ge=0, lt=2**32)
     """Random seed for sampling and environments. Default: seed."""
 

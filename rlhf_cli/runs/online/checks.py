@@ -23,7 +23,7 @@ def check_settings(config: OnlineConfig, estimator: Estimator) -> None:
     """Raise UsageError if settings conflict, as far as this is known without loading a model."""
     check_batches(config, estimator)
     check_step_rewards(config, estimator)
-    check_filtering(config)
+    check_selection(config)
     check_episodes(config)
     check_staleness(config)
     _check_estimator_settings(config)
@@ -107,19 +107,26 @@ def _check_room(config: OnlineConfig) -> None:
         raise UsageError(f"{room} cannot fit one sequence of --max_len {max_len}: raise the former or lower the latter")
 
 
-def check_filtering(config: OnlineConfig) -> None:
-    """Raise UsageError if dynamic sampling has no score for filtering prompts."""
-    if config.dynamic_sampling is None:
+def check_selection(config: OnlineConfig) -> None:
+    """Raise UsageError if dynamic sampling or a curriculum has no scores for selecting prompts."""
+    is_curriculum = config.rollout.prompt_sampling == "variance"
+    if config.dynamic_sampling is None and not is_curriculum:
         return
+    flag = "--prompt_sampling variance" if is_curriculum else "--dynamic_filtering"
     if config.rollout.n_samples_per_prompt < 2:
-        raise UsageError(
-            "--dynamic_filtering compares responses to the same prompt: set --n_samples_per_prompt to at least 2"
-        )
+        raise UsageError(f"{flag} compares responses to the same prompt: set --n_samples_per_prompt to at least 2")
     reward = config.reward
     if not (reward.reward_funcs or reward.reward_func or reward.remote_rm_url or reward.judge):
         raise UsageError(
-            "--dynamic_filtering filters groups during generation, which reward models do not support: set "
+            f"{flag} selects prompts by scores during generation, which reward models do not support: set "
             "--reward_funcs, --reward_func, --remote_rm_url or --judge in addition to --reward_pretrain"
+        )
+    if is_curriculum and config.dynamic_sampling is not None:
+        raise UsageError(f"{flag} and --dynamic_filtering both select prompts: remove one")
+    if is_curriculum and config.asynchronous.staleness:
+        raise UsageError(
+            f"{flag} needs the rewards of the iteration before, but --async_train samples ahead of it: remove one, or "
+            "set --max_staleness 0"
         )
 
 

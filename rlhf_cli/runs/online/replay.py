@@ -62,7 +62,7 @@ _WITHOUT_OUTPUT: dict[str, object] = {
 _OF_THE_UPDATE = (PolicyConfig, CriticConfig, OptimConfig, BatchConfig, RewardConfig)
 """Groups of settings that a replay can change."""
 _NOT_OF_THE_UPDATE = {"seed", "critic_pretrain", "reward_pretrain", "prm_pretrain"}
-_OF_THE_PROMPTS = {"seed", "rollout_batch_size", "num_episodes", "max_iterations"}
+_OF_THE_PROMPTS = {"seed", "rollout_batch_size", "num_episodes", "max_iterations", "prompt_sampling"}
 """Settings of the rollout that affect which prompts an iteration has."""
 
 

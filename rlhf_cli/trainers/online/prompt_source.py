@@ -10,6 +10,7 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.online.curriculum import curriculum_metrics, draw_prompts, reward_variance
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.rollout import (
@@ -86,6 +87,8 @@ class RolloutSource:
         if self.settings.dynamic is None:
             sampled = await sample_once(self._sampler(state), self._prompts_of_next(state), timer)
             self._check_scores(sampled, state)
+            if self.settings.rollout.prompt_sampling == "variance":
+                return self._learned(state, sampled)
             return sampled, self._after(state, sampled)
         batch = DynamicBatch(
             self.settings.dynamic,
@@ -141,10 +144,37 @@ class RolloutSource:
         )
 
     def _prompts_of_next(self, state: SourceState) -> dict[int, Prompt]:
-        size = self.settings.rollout.rollout_batch_size
-        chosen = _batches(len(self.prompts), self.settings, batch_size=size)[state.iteration]
-        first = (state.iteration + 1) * size
-        return {first + number: self.prompts[int(index)] for number, index in enumerate(chosen)}
+        first = (state.iteration + 1) * self.settings.rollout.rollout_batch_size
+        return {first + number: self.prompts[index] for number, index in enumerate(self._chosen(state))}
+
+    def _chosen(self, state: SourceState) -> list[int]:
+        """Return the indices of the prompts of the batch after a state, without dynamic sampling."""
+        rollout, num_prompts = self.settings.rollout, len(self.prompts)
+        batches = _batches(num_prompts, self.settings, batch_size=rollout.rollout_batch_size)
+        chosen = batches[state.iteration]
+        if rollout.prompt_sampling == "variance":
+            chosen = draw_prompts(
+                _variances_of(state),
+                num_prompts=num_prompts,
+                size=len(chosen),
+                seed=self.settings.batch.seed,
+                iteration=state.iteration,
+            )
+        return chosen.tolist()
+
+    def _learned(self, state: SourceState, sampled: SampledGroups) -> tuple[SampledGroups, SourceState]:
+        """Return the batch with metrics of the curriculum, and the state with the variances of its rewards."""
+        chosen, variances = self._chosen(state), _variances_of(state)
+        metrics = curriculum_metrics(variances, chosen, num_prompts=len(self.prompts))
+        for index, group in zip(chosen, sampled.groups, strict=True):
+            variance = reward_variance(scores_of(group))
+            # Failed rewards say nothing about the prompt.
+            if variance is not None:
+                variances[index] = variance
+        after = replace(
+            self._after(state, sampled), reward_variances={str(index): value for index, value in variances.items()}
+        )
+        return replace(sampled, metrics=sampled.metrics | metrics), after
 
     def _report_shortage(self, sampled: SampledGroups, left: SourceState) -> None:
         """Report an incomplete batch; `left` is the state after its rounds."""
@@ -168,6 +198,12 @@ class RolloutSource:
                 ", so it is skipped: choose prompts that the model solves sometimes, or raise n_samples_per_prompt"
             )
         self.tell(f"Iteration {iteration}: {asked} gave {len(sampled.groups)} of {size} groups ({shares}); {reason}")
+
+
+def _variances_of(state: SourceState) -> dict[int, float]:
+    """Return the variance of each prompt's last rewards by its index."""
+    # Keys of JSON objects are text.
+    return {int(index): variance for index, variance in state.reward_variances.items()}
 
 
 def _expected_tokens(state: SourceState, prompt: Prompt) -> int:

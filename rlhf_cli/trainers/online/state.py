@@ -96,6 +96,8 @@ class SourceState:
     - `iteration`: number of batches so far.
     - `lengths`: mean response length in tokens by source.
     - `prompt_lengths`: last response length per prompt by source and row number, in runs with several episodes.
+    - `reward_variances`: variance of a prompt's rewards when it was last sampled, by its index as text, with
+      `--prompt_sampling variance`.
     - `num_taken`: number of prompts taken from the run's order with dynamic sampling; `postponed` ones are sampled
       again.
     - `surplus`: groups for the next batch.
@@ -104,6 +106,7 @@ class SourceState:
     iteration: int = 0
     lengths: Mapping[str, float] = field(default_factory=dict)
     prompt_lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    reward_variances: Mapping[str, float] = field(default_factory=dict)
     num_taken: int = 0
     postponed: Sequence[int] = ()
     surplus: Sequence[Group] = ()

@@ -18,8 +18,8 @@ from rlhf_cli.options import build_config, to_yaml
 from rlhf_cli.runs.online.checks import (
     check_batches,
     check_episodes,
-    check_filtering,
     check_partial_rollout,
+    check_selection,
     check_staleness,
     check_step_rewards,
     most_episodes,
@@ -204,10 +204,25 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
     given |= {"dynamic_filtering": "true", "n_samples_per_prompt": "2"}
     cls = cli.COMMANDS["grpo"].config_class
     served: Any = build_config(cls, given | {"remote_rm_url": "http://a/get_reward"})
-    check_filtering(served)
+    check_selection(served)
     judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
     with pytest.raises(UsageError, match=r"which reward models do not support: set .* or --judge in addition"):
-        check_filtering(judged_after)
+        check_selection(judged_after)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"n_samples_per_prompt": "1"}, "--prompt_sampling variance compares responses to the same prompt"),
+        ({"dynamic_filtering": "true"}, "and --dynamic_filtering both select prompts"),
+        ({"async_train": "true"}, "but --async_train samples ahead of it: remove one, or set --max_staleness 0"),
+    ],
+)
+def test_a_curriculum_needs_the_rewards_of_the_iteration_before(given, message):
+    least = {"prompt_sampling": "variance", "n_samples_per_prompt": "2"}
+    check_selection(resolve("reinforce++", **least))
+    with pytest.raises(UsageError, match=message):
+        check_selection(resolve("reinforce++", **least | given))
 
 
 @pytest.mark.parametrize(

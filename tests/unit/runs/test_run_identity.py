@@ -60,9 +60,9 @@ OF_A_POLICY_GRADIENT = """
     entropy_target eps_clip eps_clip_low_high gmpo_log_clip init_kl_coef kl_estimator kl_horizon kl_target loss_agg
     mask_truncated
     off_policy_mask_threshold overlong_buffer_len
-    overlong_penalty_factor policy_loss ref_mixup_alpha ref_sync_steps reward_clip_range rollout_correction
-    rollout_correction_cap rollout_correction_range rollout_routing_replay sapo_tau stop_properly_penalty_coef
-    unbiased_kl use_kl_loss
+    overlong_penalty_factor policy_loss prompt_sampling ref_mixup_alpha ref_sync_steps reward_clip_range
+    rollout_correction rollout_correction_cap rollout_correction_range rollout_routing_replay sapo_tau
+    stop_properly_penalty_coef unbiased_kl use_kl_loss
 """
 SETTINGS_OF_IDENTITY = {
     "ppo": (
